@@ -1,0 +1,1 @@
+"""What happens to samples: prompts, rollout, reward, reference, advantage, update, weight sync, evaluation."""

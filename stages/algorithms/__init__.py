@@ -1,0 +1,60 @@
+"""Algorithms: one short file each. An algorithm is its advantage, its loss, and what the loss needs to be fed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The response tokens of one micro-batch, packed: T tokens of R rows, and the sizes of the whole train batch.
+
+    Sums over micro-batches divided by the ``total_*`` of the train batch equal the loss of the batch done at once, so
+    gradient accumulation is exact however rows are packed.
+    """
+
+    logprobs: torch.Tensor  # float32 [T], under the weights being trained, with gradient
+    rollout_logprobs: torch.Tensor  # float32 [T], recorded by the rollout engine (the behaviour policy)
+    ref_logprobs: torch.Tensor | None  # float32 [T], or None when the algorithm needs no reference
+    advantage: torch.Tensor  # float32 [T], the row's advantage at each of its tokens
+    row: torch.Tensor  # int64 [T], which of the R rows a token belongs to
+    row_tokens: torch.Tensor  # int64 [R], tokens of each row
+    total_tokens: int  # of the whole train batch
+    total_rows: int  # of the whole train batch
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """``loss`` is this micro-batch's share of the train batch's loss: the shares add up. ``metrics`` are detached scalars;
+    those of all micro-batches are added (``mean`` of the batch: divide by a ``total_*`` inside), except names that begin
+    with ``max_``, of which the largest is kept."""
+
+    loss: torch.Tensor
+    metrics: Mapping[str, torch.Tensor]
+
+
+class Algorithm(Protocol):
+    needs_reference: bool
+
+    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Advantages float32 [N] of one group from its rewards float32 [N]."""
+
+    def loss(self, tokens: TokenBatch) -> LossOutput: ...
+
+
+def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
+    """The algorithm called ``name`` with ``options`` (see :func:`algorithm_options` for what it takes)."""
+    return algorithm_class(name)(**options)
+
+
+def algorithm_class(name: str) -> Any:
+    from stages.algorithms.grpo import GRPO
+
+    known = {"grpo": GRPO}
+    if name not in known:
+        raise ValueError(f"algorithm: {name!r} is not known; use one of {sorted(known)}")
+    return known[name]
