@@ -29,9 +29,9 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """``loss`` is this micro-batch's share of the train batch's loss: the shares add up. ``metrics`` are detached scalars;
-    those of all micro-batches are added (``mean`` of the batch: divide by a ``total_*`` inside), except names that begin
-    with ``max_``, of which the largest is kept."""
+    """``loss`` is this micro-batch's share of the train batch's loss: the shares add up. ``metrics`` are detached
+    scalars; those of all micro-batches are added (``mean`` of the batch: divide by a ``total_*`` inside), except names
+    that begin with ``max_``, of which the largest is kept."""
 
     loss: torch.Tensor
     metrics: Mapping[str, torch.Tensor]
@@ -45,9 +45,15 @@ class Algorithm(Protocol):
 
     def loss(self, tokens: TokenBatch) -> LossOutput: ...
 
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        """What is reported of a train batch, from its summed metrics: the place for quotients of sums."""
+
 
 def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
-    """The algorithm called ``name`` with ``options`` (see :func:`algorithm_options` for what it takes)."""
+    """The algorithm called ``name``; ``options`` are the fields of its class.
+
+    Raises ValueError when the name is not known, or an option is unknown or out of range (all of them at once).
+    """
     return algorithm_class(name)(**options)
 
 

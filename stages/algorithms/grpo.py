@@ -1,0 +1,88 @@
+"""Group Relative Policy Optimization (arXiv 2402.03300), by default normalised over tokens as in DAPO (2503.14476)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from stages.algorithms import LossOutput, TokenBatch
+
+ADVANTAGE_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up
+
+
+class GRPO(BaseModel):
+    """Clipped policy gradient with group-normalised advantages, corrected for staleness.
+
+    The ratio of each token is taken against the policy that really generated it (``rollout_logprobs``), so samples of
+    older versions carry their own importance weights, and no separate "old policy" pass is needed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """The ratio gains nothing below ``1 - clip_low`` (negative advantages)."""
+    clip_high: float = Field(0.2, ge=0)
+    """The ratio gains nothing above ``1 + clip_high`` (positive advantages)."""
+    max_ratio: float | None = Field(None, gt=1)
+    """Importance weights are truncated here, which also bounds the loss of negative advantages (dual clip, 1912.09729).
+    None: no truncation."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the k3 estimate of KL(policy || reference) added to each token's loss. Above 0 it needs a reference."""
+    scale_rewards: bool = True
+    """Divide by the group's standard deviation. False: only subtract the mean (Dr. GRPO, 2503.20783)."""
+    loss_normalization: Literal["token", "sequence"] = "token"
+    """``token``: every token of the batch weighs the same (DAPO). ``sequence``: mean over rows of each row's mean."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Advantages float32 [N] of one group: ``(r - mean) / (std + 1e-4)``, where std has N - 1 in its denominator as
+        in TRL. Equal rewards, and a group of one, give zeros."""
+        rewards = rewards.float()
+        if bool((rewards == rewards[0]).all()):  # exact zeros, where rounding of the mean would leave noise
+            return torch.zeros_like(rewards)
+        centred = rewards - rewards.mean()
+        return centred / (rewards.std() + ADVANTAGE_EPS) if self.scale_rewards else centred
+
+    def loss(self, tokens: TokenBatch) -> LossOutput:
+        """The micro-batch's share of the loss; metrics but ``max_ratio`` are means over the train batch's tokens."""
+        log_ratio = tokens.logprobs - tokens.rollout_logprobs
+        ratio = log_ratio.exp()
+        weight = ratio if self.max_ratio is None else ratio.clamp(max=self.max_ratio)
+        unclipped = weight * tokens.advantage
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
+        per_token = -torch.minimum(unclipped, clipped)
+
+        means = {
+            "kl_behaviour": ratio - 1 - log_ratio,  # k3, sampled from the behaviour policy
+            "clip_fraction": (clipped < unclipped).to(ratio.dtype),
+            "ratio_mean": ratio,
+            "ratio_square": ratio.square(),
+        }
+        if self.needs_reference:
+            if tokens.ref_logprobs is None:
+                raise ValueError(
+                    f"kl_coef={self.kl_coef} needs the column ref_logprobs; add the reference stage, or set kl_coef=0"
+                )
+            to_reference = tokens.ref_logprobs - tokens.logprobs
+            kl_reference = to_reference.exp() - 1 - to_reference
+            per_token = per_token + self.kl_coef * kl_reference
+            means["kl_reference"] = kl_reference
+
+        if self.loss_normalization == "token":
+            loss = per_token.sum() / tokens.total_tokens
+        else:
+            loss = (per_token / tokens.row_tokens[tokens.row]).sum() / tokens.total_rows
+        metrics = {name: value.detach().sum() / tokens.total_tokens for name, value in means.items()}
+        metrics["max_ratio"] = ratio.detach().max()
+        return LossOutput(loss, metrics)
+
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Adds ``ess``, the effective sample size of the importance weights as a share of the tokens, in (0, 1]:
+        ``(sum w)^2 / (T sum w^2)``."""
+        done = {name: value for name, value in metrics.items() if name != "ratio_square"}
+        return done | {"ess": metrics["ratio_mean"] ** 2 / metrics["ratio_square"]}
