@@ -1,0 +1,611 @@
+"""The recipe: everything that a run is told, as one TOML file checked before anything starts.
+
+    TOML + --set key=value ──▶ fields (pydantic: unknown keys, types, ranges) ──▶ relations between keys ──▶ Recipe
+                                              └──────────── all problems at once ────────────┘──▶ RecipeError
+
+What is derived from a recipe (groups in flight, memory, ...) is in :mod:`orchestration.planner`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from pipeline.staleness import StalenessPlan, passing_steps
+
+UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
+REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:function
+
+
+def parse_size(value: object) -> object:
+    """Bytes from ``64MiB``, ``1.5 GiB`` or a whole number. Raises ``ValueError`` with the accepted forms."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)?\s*", value)
+    unit = (match[2] or "B").upper() if match else ""
+    if match is None or unit not in UNITS:
+        raise ValueError("not a size; write a whole number of bytes or a text like '64MiB', '1.5GiB' or '500MB'")
+    return int(float(match[1]) * UNITS[unit])
+
+
+def format_size(size: float) -> str:
+    """``67108864`` as ``64 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def _index_url(value: object) -> object:
+    if isinstance(value, str) and value != "embedded" and not value.startswith(INDEX_SCHEMES):
+        raise ValueError("not an index; use 'embedded', or a URL that begins with redis://, rediss:// or unix://")
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrNone = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """``source``: ``smollm2``, ``tiny``, ``mock``, or the path of a Hugging Face checkpoint."""
+
+    source: str = Field(min_length=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class PromptsSection(Section):
+    """``source``: ``reasoning_gym`` (with ``task``), ``jsonl``, ``parquet`` or ``datasets`` (with ``path``), ``tiny``,
+    or ``module:function``. ``config`` is handed to the source. ``held_out`` prompts are kept for evaluation and never
+    trained."""
+
+    source: str = Field(min_length=1)
+    path: str = ""
+    task: str = ""
+    config: dict[str, Any] = {}
+    system: str = ""
+    template: str = ""
+    suffix: str = ""
+    max_prompt_tokens: Count = 512
+    held_out: CountOrNone = 64
+
+
+class RolloutSection(Section):
+    """``max_rows``: responses that one worker decodes at the same time. ``threads`` = 0: shared out by the launcher."""
+
+    engine: Literal["torch", "mock"] = "torch"
+    workers: Count = 1
+    max_rows: Count = 32
+    max_tokens: Count = 64
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: CountOrNone = 0
+    stop: list[str] = []
+    threads: CountOrNone = 0
+    mock: dict[str, Any] = {}
+
+
+class RewardFunction(Section):
+    """``name``: ``module:function`` or the name of a registered reward."""
+
+    name: str = Field(min_length=1)
+    weight: float = 1.0
+
+
+class RewardSection(Section):
+    functions: list[RewardFunction] = Field(min_length=1)
+    workers: Count = 1
+
+
+class AlgorithmSection(Section):
+    """``options`` go to the algorithm's constructor, which says what it takes."""
+
+    name: str = "grpo"
+    group_size: Count = 8
+    options: dict[str, Any] = {}
+
+
+class TrainSection(Section):
+    """``token_budget``: tokens of one forward and backward pass. ``threads`` = 0: shared out by the launcher."""
+
+    engine: Literal["torch", "mock"] = "torch"
+    steps: Count
+    groups_per_step: Count = 4
+    learning_rate: float = Field(default=1e-5, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: CountOrNone = 0
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: Betas = (0.9, 0.95)
+    grad_clip: float = Field(default=1.0, gt=0)
+    token_budget: Count = 8192
+    activation_checkpointing: bool = False
+    threads: CountOrNone = 0
+    mock: dict[str, Any] = {}
+
+
+class PipelineSection(Section):
+    """``staleness``: the bound η in versions. ``window``: W in groups; 1 trains strictly in admission order."""
+
+    staleness: CountOrNone = 1
+    window: Count = 1
+    arena: Size = 64 * 2**20
+    lease_seconds: Seconds = 60.0
+    index: Annotated[str, BeforeValidator(_index_url)] = "embedded"
+
+
+class EvaluateSection(Section):
+    """``every`` in steps; 0 is off. Greedy, on the first ``prompts`` held-out prompts; ``samples`` of them shown."""
+
+    every: CountOrNone = 0
+    prompts: Count = 32
+    samples: CountOrNone = 4
+
+
+class CheckpointSection(Section):
+    """``every`` in steps. Rows of trained steps stay in the arena until a checkpoint covers them."""
+
+    every: Count = 20
+    keep: Count = 2
+
+
+class LaunchSection(Section):
+    """``max_restarts``: of dead workers, in one run."""
+
+    launcher: Literal["process", "inline"] = "process"
+    max_restarts: CountOrNone = 3
+    startup_timeout: Seconds = 300.0
+    stop_timeout: Seconds = 30.0
+
+
+class Recipe(Section):
+    """One run's settings. Made by :func:`load_recipe`; frozen; travels as JSON through the index to the workers."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    description: str = ""
+    seed: CountOrNone = 0
+    model: ModelSection
+    prompts: PromptsSection
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection
+    algorithm: AlgorithmSection = AlgorithmSection()
+    train: TrainSection
+    pipeline: PipelineSection = PipelineSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    launch: LaunchSection = LaunchSection()
+
+    @property
+    def staleness_plan(self) -> StalenessPlan:
+        return StalenessPlan(self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window)
+
+    def to_json(self) -> str:
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Recipe:
+        """The recipe that :meth:`to_json` wrote. Relations and paths were checked when the run was made."""
+        return cls.model_validate_json(text)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong in a recipe: the dotted key, its value, what is wrong with it, and what to do."""
+
+    key: str
+    value: Any
+    wrong: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f" = {_short(self.value)}"
+        return f"{self.key}{shown}: {self.wrong}" + (f"; {self.fix}" if self.fix else "")
+
+
+class RecipeError(ValueError):
+    """Everything that is wrong with a recipe, in ``problems``."""
+
+    def __init__(self, where: str, problems: Sequence[Problem]) -> None:
+        self.where, self.problems = where, list(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and check the recipe at ``path``. ``overrides`` are ``section.key=value`` with a TOML value;
+    what is no TOML value is a string. A recipe without a name is called like its file. Raises :class:`RecipeError`."""
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(str(path), [Problem("file", str(path), f"cannot be read ({error})")]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(str(path), [Problem("file", None, f"is not TOML: {error}")]) from error
+    data.setdefault("name", path.stem)
+    problems = [problem for text in overrides if (problem := _override(data, text))]
+    return parse_recipe(data, where=str(path), problems=problems)
+
+
+def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Sequence[Problem] = ()) -> Recipe:
+    """Check ``data`` (nested tables) and return the recipe, or raise :class:`RecipeError` with all that is wrong, added
+    to ``problems`` found before. Relations between keys are checked as far as the keys themselves are sound."""
+    found = list(problems)
+    try:
+        recipe = Recipe.model_validate(data)
+        unsound: set[str] = set()
+    except ValidationError as error:
+        found += [_field_problem(dict(item), list(_fields(item["loc"][:-1]))) for item in error.errors()]
+        recipe, unsound = _sound_part(data, error)
+    sound = (check for check, keys in CHECKS if not any(_touches(key, unsound) for key in keys))
+    found += [problem for check in sound for problem in check(recipe)]
+    if found:
+        raise RecipeError(where, found)
+    return recipe
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From text to fields
+
+
+def _override(data: dict[str, Any], text: str) -> Problem | None:
+    """Set one ``section.key=value`` in ``data``, or say why not."""
+    key, equals, value = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        return Problem("--set", text, "is not key=value", "write for example --set train.steps=10")
+    at: Any = data
+    for part in parts[:-1]:
+        at = at[int(part)] if isinstance(at, list) and part.isdigit() and int(part) < len(at) else _table(at, part)
+        if not isinstance(at, dict | list):
+            return Problem("--set", text, f"{part} is a value, not a section", "name an existing section")
+    last = parts[-1]
+    if isinstance(at, list):
+        if not last.isdigit() or int(last) >= len(at):
+            return Problem("--set", text, f"{parts[-2]} is a list of {len(at)}", f"use an index below {len(at)}")
+        at[int(last)] = _toml_value(value)
+    else:
+        at[last] = _toml_value(value)
+    return None
+
+
+def _table(at: Any, part: str) -> Any:
+    return at.setdefault(part, {}) if isinstance(at, dict) else None
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text.strip()}")
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+    return parsed["value"] if set(parsed) == {"value"} else text.strip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Problems of single fields
+
+TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a text in quotes",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list of two numbers",
+    "dict_type": "a table",
+    "model_type": "a table",
+}
+
+
+def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
+    """``error`` is one of pydantic's; ``allowed`` are the keys that the table it stands in may have."""
+    loc, kind, context = error["loc"], error["type"], error.get("ctx", {})
+    key, value = ".".join(map(str, loc)), error["input"]
+    if kind == "missing" and isinstance(loc[-1], int):
+        return Problem(key, None, "is missing", f"give more values in {'.'.join(map(str, loc[:-1]))}")
+    if kind == "missing":
+        wanted = _annotation(loc)
+        table = isinstance(wanted, type) and issubclass(wanted, BaseModel)
+        return Problem(key, None, "is missing", f"add a [{key}] section" if table else f"add {loc[-1]} = ...")
+    if kind == "extra_forbidden":
+        return Problem(key, value, "is not a known key", _suggest(str(loc[-1]), allowed))
+    if kind == "literal_error":
+        return Problem(
+            key, value, "is not allowed", _suggest(str(value), re.findall(r"'([^']*)'", context["expected"]))
+        )
+    if kind in TYPES:
+        return Problem(key, value, f"is a {_toml_type(value)}", f"write {TYPES[kind]}")
+    if kind == "value_error":
+        wrong, _, fix = str(context["error"]).partition("; ")
+        return Problem(key, value, f"is {wrong}", fix)
+    if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
+        sign = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}[kind]
+        limit = next(iter(context.values()))
+        return Problem(key, value, "is out of range", f"use a value {sign} {limit}")
+    if kind == "string_pattern_mismatch":
+        return Problem(key, value, "is not a name", "use letters, digits, '.', '_' and '-', a letter or digit first")
+    if kind in ("too_short", "too_long", "string_too_short"):
+        return Problem(key, value, "has the wrong length", error["msg"])
+    return Problem(key, value, error["msg"])
+
+
+def _suggest(given: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(given, allowed, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
+
+
+def _annotation(loc: Sequence[int | str]) -> Any:
+    """The declared type at ``loc``, without its ``Annotated`` wrapping."""
+    at: Any = Recipe
+    for part in loc:
+        if isinstance(part, int):
+            at = get_args(at)[0]
+        elif isinstance(at, type) and issubclass(at, BaseModel) and part in at.model_fields:
+            at = at.model_fields[part].annotation
+        if get_origin(at) is Annotated:
+            at = get_args(at)[0]
+    return at
+
+
+def _fields(loc: Sequence[int | str]) -> Mapping[str, Any]:
+    at = _annotation(loc)
+    return at.model_fields if isinstance(at, type) and issubclass(at, BaseModel) else {}
+
+
+def _toml_type(value: object) -> str:
+    names: dict[type, str] = {bool: "boolean", int: "whole number", float: "number", str: "text", list: "list"}
+    return names.get(type(value), "table" if isinstance(value, Mapping) else type(value).__name__)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# Stands in for what is missing or wrong, so that the relations of the rest can be checked all the same.
+_STAND_IN: dict[str, Any] = {
+    "name": "recipe",
+    "model": {"source": "tiny"},
+    "prompts": {"source": "tiny"},
+    "reward": {"functions": [{"name": "?"}]},
+    "train": {"steps": 1},
+}
+
+
+def _sound_part(data: Mapping[str, Any], error: ValidationError) -> tuple[Recipe, set[str]]:
+    """A recipe of the sound fields, stand-ins and defaults for the others, and the dotted keys of those others."""
+    sound = copy.deepcopy(dict(data))
+    unsound = set()
+    for item in error.errors():
+        loc = [part for part in item["loc"] if isinstance(part, str)]
+        if any(isinstance(part, int) for part in item["loc"]):  # an entry of a list: the list as a whole is unsound
+            loc = loc[: next(n for n, part in enumerate(item["loc"]) if isinstance(part, int))]
+        unsound.add(".".join(loc))
+        at = sound
+        for part in loc[:-1]:
+            at = at.get(part, {}) if isinstance(at, dict) else {}
+        if isinstance(at, dict):
+            at.pop(loc[-1], None)
+    for section, fields in _STAND_IN.items():
+        if isinstance(fields, str):
+            sound.setdefault(section, fields)
+        else:
+            sound[section] = fields | sound.get(section, {})
+    return Recipe.model_validate(sound), unsound
+
+
+def _touches(key: str, unsound: set[str]) -> bool:
+    return any(key == other or key.startswith(other + ".") or other.startswith(key + ".") for other in unsound)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Relations between keys: each yields what does not fit together
+
+
+def _mock_goes_with_mock(recipe: Recipe) -> Iterator[Problem]:
+    engines = {"rollout.engine": recipe.rollout.engine, "train.engine": recipe.train.engine}
+    mock = recipe.model.source == "mock"
+    for key, engine in engines.items():
+        if mock and engine != "mock":
+            yield Problem(key, engine, "cannot run model.source = 'mock'", f"set {key} = 'mock', or choose a model")
+        if not mock and engine == "mock":
+            fix = f"set model.source = 'mock', or {key} = 'torch'"
+            yield Problem(key, engine, f"has no use for model.source = {recipe.model.source!r}", fix)
+    for section, engine, options in (
+        ("rollout", recipe.rollout.engine, recipe.rollout.mock),
+        ("train", recipe.train.engine, recipe.train.mock),
+    ):
+        if options and engine != "mock":
+            yield Problem(f"{section}.mock", options, f"has no effect with engine {engine!r}", "remove the table")
+
+
+def _model_exists(recipe: Recipe) -> Iterator[Problem]:
+    source = recipe.model.source
+    if source not in (known := ("smollm2", "tiny", "mock")) and not Path(source).is_dir():
+        fix = _suggest(source, known) + " Or give the directory of a Hugging Face checkpoint"
+        yield Problem("model.source", source, "is neither a known model nor a directory", fix)
+
+
+def _prompts_complete(recipe: Recipe) -> Iterator[Problem]:
+    prompts, known = recipe.prompts, ("reasoning_gym", "jsonl", "parquet", "datasets", "tiny")
+    if prompts.source not in known:
+        if ":" in prompts.source:
+            yield from _reference("prompts.source", prompts.source)
+        else:
+            fix = _suggest(prompts.source, known) + " Or give module:function"
+            yield Problem("prompts.source", prompts.source, "is not a known source", fix)
+    if prompts.source in ("jsonl", "parquet", "datasets"):
+        if not prompts.path:
+            yield Problem("prompts.path", None, f"is missing for source {prompts.source!r}", "add path = '...'")
+        elif not Path(prompts.path).exists():
+            yield Problem("prompts.path", prompts.path, "does not exist", "give the path of the prompts")
+    elif prompts.path and prompts.source in known:
+        yield Problem("prompts.path", prompts.path, f"has no effect with source {prompts.source!r}", "remove it")
+    if prompts.source == "reasoning_gym" and not prompts.task:
+        yield Problem(
+            "prompts.task", None, "is missing for source 'reasoning_gym'", "add for example task = 'basic_arithmetic'"
+        )
+
+
+def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
+    names = [function.name for function in recipe.reward.functions]
+    for at, function in enumerate(recipe.reward.functions):
+        if function.name in names[:at]:
+            yield Problem(f"reward.functions.{at}.name", function.name, "is listed twice", "add up the weights")
+        if ":" in function.name:
+            yield from _reference(f"reward.functions.{at}.name", function.name)
+    if all(function.weight == 0 for function in recipe.reward.functions):
+        yield Problem("reward.functions", None, "all have weight 0", "give at least one another weight")
+
+
+def _reference(key: str, name: str) -> Iterator[Problem]:
+    """Whether the module of ``module:function`` can be found; it is not imported here."""
+    if not REFERENCE.fullmatch(name):
+        yield Problem(key, name, "is not module:function", "write for example 'my_package.rewards:exact'")
+        return
+    module = name.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        yield Problem(key, name, f"module {module!r} is not found", "install it, or put its directory on PYTHONPATH")
+
+
+def _algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
+    from stages.algorithms import algorithm_class
+
+    name, options = recipe.algorithm.name, recipe.algorithm.options
+    try:
+        algorithm = algorithm_class(name)
+    except ValueError as error:
+        yield Problem("algorithm.name", name, str(error))
+        return
+    allowed = list(inspect.signature(algorithm).parameters)
+    try:
+        algorithm.model_validate(options, strict=True) if issubclass(algorithm, BaseModel) else algorithm(**options)
+    except ValidationError as error:
+        for item in error.errors():
+            yield _field_problem(dict(item) | {"loc": ("algorithm", "options", *item["loc"])}, allowed)
+    except (TypeError, ValueError) as error:
+        yield Problem("algorithm.options", options, f"{name} refuses them ({error})", f"it takes {', '.join(allowed)}")
+    if name == "grpo" and recipe.algorithm.group_size < 2:
+        size = recipe.algorithm.group_size
+        yield Problem("algorithm.group_size", size, "leaves no one to compare with in a group", "use a value >= 2")
+
+
+def _group_fits_engine(recipe: Recipe) -> Iterator[Problem]:
+    size, rows = recipe.algorithm.group_size, recipe.rollout.max_rows
+    if rows < size:
+        fix = f"set rollout.max_rows >= {size}, or algorithm.group_size <= {rows}"
+        yield Problem("rollout.max_rows", rows, f"is less than algorithm.group_size = {size}", fix)
+
+
+def _row_fits_budget(recipe: Recipe) -> Iterator[Problem]:
+    longest = recipe.prompts.max_prompt_tokens + recipe.rollout.max_tokens
+    if recipe.train.token_budget < longest:
+        wrong = f"is less than one sample may have: prompts.max_prompt_tokens + rollout.max_tokens = {longest}"
+        yield Problem("train.token_budget", recipe.train.token_budget, wrong, f"use a value >= {longest}")
+
+
+def _training_explores(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.rollout.temperature == 0:
+        wrong = "is greedy: the responses of a group would all be equal, and nothing learned"
+        yield Problem("rollout.temperature", 0.0, wrong, "use a value > 0, for example 1.0")
+
+
+def _window_has_room(recipe: Recipe) -> Iterator[Problem]:
+    plan = recipe.staleness_plan
+    if plan.window > 1 and plan.slack == 0:
+        needed = passing_steps(plan.window, plan.groups_per_step) + 1
+        wrong = (
+            f"lets no group pass under pipeline.staleness = {plan.bound}: "
+            f"only the {plan.groups_per_step} groups of one step would be in flight"
+        )
+        yield Problem(
+            "pipeline.window", plan.window, wrong, f"set pipeline.staleness >= {needed}, or pipeline.window = 1"
+        )
+
+
+def _arena_has_room(recipe: Recipe) -> Iterator[Problem]:
+    from orchestration.planner import plan
+
+    needed = plan(recipe).arena_bytes
+    if recipe.pipeline.arena < needed:
+        wrong = f"is {format_size(recipe.pipeline.arena)}, but {format_size(needed)} may be alive at once"
+        fix = f"set pipeline.arena = '{-(-needed // 2**20)}MiB', or lower checkpoint.every or pipeline.staleness"
+        yield Problem("pipeline.arena", recipe.pipeline.arena, wrong, fix)
+
+
+def _schedule_fits(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.train.warmup_steps > recipe.train.steps:
+        wrong = f"is more than train.steps = {recipe.train.steps}"
+        yield Problem("train.warmup_steps", recipe.train.warmup_steps, wrong, f"use a value <= {recipe.train.steps}")
+
+
+def _evaluation_has_prompts(recipe: Recipe) -> Iterator[Problem]:
+    evaluate, held_out = recipe.evaluate, recipe.prompts.held_out
+    if evaluate.every and evaluate.prompts > held_out:
+        fix = f"set evaluate.prompts <= {held_out}, or prompts.held_out >= {evaluate.prompts}"
+        yield Problem("evaluate.prompts", evaluate.prompts, f"is more than prompts.held_out = {held_out}", fix)
+    if evaluate.every and evaluate.samples > evaluate.prompts:
+        fix = f"use a value <= {evaluate.prompts}"
+        yield Problem("evaluate.samples", evaluate.samples, f"is more than evaluate.prompts = {evaluate.prompts}", fix)
+
+
+def _threads_exist(recipe: Recipe) -> Iterator[Problem]:
+    cores = os.cpu_count() or 1
+    for key, threads in (("rollout.threads", recipe.rollout.threads), ("train.threads", recipe.train.threads)):
+        if threads > cores:
+            yield Problem(
+                key, threads, f"is more than the {cores} cores of this machine", f"use 0 (automatic) .. {cores}"
+            )
+
+
+# Each with the keys (or sections) it reads: it is left out when one of them is already known to be wrong.
+CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...] = (
+    (_mock_goes_with_mock, ("model.source", "rollout.engine", "train.engine", "rollout.mock", "train.mock")),
+    (_model_exists, ("model.source",)),
+    (_prompts_complete, ("prompts.source", "prompts.path", "prompts.task")),
+    (_rewards_resolve, ("reward.functions",)),
+    (_algorithm_takes_options, ("algorithm",)),
+    (_group_fits_engine, ("algorithm.group_size", "rollout.max_rows")),
+    (_row_fits_budget, ("prompts.max_prompt_tokens", "rollout.max_tokens", "train.token_budget")),
+    (_training_explores, ("rollout.temperature",)),
+    (_window_has_room, ("pipeline.window", "pipeline.staleness", "train.groups_per_step")),
+    (
+        _arena_has_room,
+        (
+            "pipeline.arena",
+            "pipeline.window",
+            "pipeline.staleness",
+            "train.groups_per_step",
+            "algorithm.group_size",
+            "prompts.max_prompt_tokens",
+            "rollout.max_tokens",
+            "checkpoint.every",
+        ),
+    ),
+    (_schedule_fits, ("train.warmup_steps", "train.steps")),
+    (_evaluation_has_prompts, ("evaluate", "prompts.held_out")),
+    (_threads_exist, ("rollout.threads", "train.threads")),
+)

@@ -1,0 +1,137 @@
+"""The staleness bound as arithmetic: how many groups may be in flight, which version may make a group, which may pass.
+
+    admit q while q < (v + S + 1)·P ──▶ claimed by an engine that has version >= q // P - S ──▶ complete
+                        ▲                                                                         │
+                        └── v + 1 published ◀── the step trains P groups ◀── pick q < oldest + W ◀┘
+
+Words: groups are numbered q = 0, 1, 2, ... in admission order; every optimizer step trains P of them, and step k (from
+0) runs at trainer version k and makes version k + 1. The *staleness* of a group is the trainer version when it is
+consumed minus the oldest version among its tokens. S, the *slack*, is how many steps admission runs ahead of the
+published version.
+
+Why the bound holds
+-------------------
+*Oldest version.* A rollout engine with version v loaded claims group q only if q < (v + S + 1)·P, which is
+v >= q // P - S. Later swaps and redeliveries only raise the version of the tokens still to come.
+
+*Consumption.* Let q be picked as number n (from 0) of all picks. Each pick p before it was taken while q was unpicked,
+so it passed the window anchored at some oldest unpicked group <= q: p < q + W. Of the q + W numbers below q + W one is
+q itself, hence n <= q + W - 1, and q is trained in step n // P <= (q + W - 1) // P.
+
+*Together*, with q = a·P + r and 0 <= r < P:
+
+    staleness <= (q + W - 1) // P - (q // P - S) = S + (r + W - 1) // P <= S + (P + W - 2) // P = (B + W - 2) // P
+
+where B = (S + 1)·P is the number of groups in flight. It is reached whenever S >= 1: let the last group of a step
+(r = P - 1) be made with the oldest version allowed, and be the slowest of all; step k finds (k + S + 1)·P - 1 others
+admitted, no fewer than the (k + 1)·P it needs, until the window closes. With S = 0 exactly P groups are alive at every
+step, nobody can be passed, and the staleness is 0 whatever the window is.
+
+*No deadlock.* Before step v, v·P groups are consumed and (v + S + 1)·P admitted: (S + 1)·P >= P are alive, all of them
+may be claimed by an engine with version v, and once they are complete the pick takes the oldest P of them.
+
+A group that is *filtered* leaves every count: q then means its number without the filtered ones before it. A group
+filtered later only moves those behind it forward, so the bound stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+def passing_steps(window: int, groups_per_step: int) -> int:
+    """Steps that a straggler can lose to groups passing it: ``(P + W - 2) // P``, 0 when W = 1."""
+    return (groups_per_step + window - 2) // groups_per_step
+
+
+def max_age(slack: int, groups_per_step: int, window: int) -> int:
+    """Largest staleness that can occur, in versions: ``((S + 1)·P + W - 2) // P``, and 0 when S = 0."""
+    return slack + passing_steps(window, groups_per_step) if slack else 0
+
+
+def slack_for(bound: int, groups_per_step: int, window: int) -> int:
+    """S: the largest slack whose :func:`max_age` is within ``bound``. 0 (the synchronous order) always is."""
+    return max(0, bound - passing_steps(window, groups_per_step))
+
+
+@dataclass(frozen=True)
+class StalenessPlan:
+    """What follows from the bound η, the window W and P groups per step.
+
+    >>> plan = StalenessPlan(bound=2, groups_per_step=4, window=3)
+    >>> plan.slack, plan.groups_in_flight, plan.max_age
+    (1, 8, 2)
+    >>> plan.admissible(version=0), plan.required_version(group=7), plan.required_version(group=8)
+    (8, 0, 1)
+    """
+
+    bound: int
+    groups_per_step: int
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("bound", 0), ("groups_per_step", 1), ("window", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)} is too small; use at least {least}")
+
+    @property
+    def slack(self) -> int:
+        """S, in optimizer steps."""
+        return slack_for(self.bound, self.groups_per_step, self.window)
+
+    @property
+    def groups_in_flight(self) -> int:
+        """B = (S + 1)·P: groups admitted and not yet consumed, at most."""
+        return (self.slack + 1) * self.groups_per_step
+
+    @property
+    def max_age(self) -> int:
+        """Largest staleness that can occur, in versions; never above ``bound``."""
+        return max_age(self.slack, self.groups_per_step, self.window)
+
+    def admissible(self, version: int) -> int:
+        """How many groups may have been admitted in all once ``version`` is published: groups 0 .. this - 1."""
+        return (version + self.slack + 1) * self.groups_per_step
+
+    def required_version(self, group: int) -> int:
+        """The oldest policy version that may make tokens of ``group``."""
+        return max(0, group // self.groups_per_step - self.slack)
+
+    def may_claim(self, group: int, version: int) -> bool:
+        """Whether a rollout engine whose loaded weights are ``version`` may begin ``group``."""
+        return group < self.admissible(version)
+
+    def pick(self, oldest: int, ready: Collection[int], passed: Collection[int] = ()) -> list[int] | None:
+        """See :func:`windowed_pick`."""
+        return windowed_pick(oldest, ready, self.groups_per_step, self.window, passed)
+
+
+def windowed_pick(
+    oldest: int, ready: Collection[int], groups: int, window: int, passed: Collection[int] = ()
+) -> list[int] | None:
+    """The groups of the next step, in admission order, or None while there are not ``groups`` of them to take.
+
+    ``oldest`` is the oldest unconsumed group, ``ready`` the complete ones, ``passed`` those after ``oldest`` that are
+    already consumed. Group q may be taken only while q < (oldest group not yet taken) + ``window``; taking the smallest
+    first moves that anchor as far as it can go, so if any choice of ``groups`` exists, this finds one.
+
+    >>> windowed_pick(0, [1, 2, 3], groups=2, window=3)
+    [1, 2]
+    >>> windowed_pick(0, [1, 3], groups=2, window=3) is None
+    True
+    >>> windowed_pick(0, [0, 3, 4], groups=3, window=2, passed=[1, 2])
+    [0, 3, 4]
+    """
+    gone = set(passed)
+    picked: list[int] = []
+    for group in sorted(ready):
+        while oldest in gone:
+            oldest += 1
+        if group >= oldest + window:
+            return None
+        picked.append(group)
+        if len(picked) == groups:
+            return picked
+        gone.add(group)
+    return None
