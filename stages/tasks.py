@@ -1,0 +1,121 @@
+"""Small tasks that come with the package, and the reward functions that judge them.
+
+A task is ``f(number, seed, **config) -> row``: a prompt and the columns that its reward needs, a pure function of its
+arguments. A reward function has TRL's signature (see :mod:`stages.reward`).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+Completions = list[str | list[dict[str, str]]]
+
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
+
+
+def copy(number: int, seed: int, *, length: int = 4, letters: str = "abcdefgh") -> dict[str, str]:
+    """``bead=`` wants ``bead``: what a model made from scratch learns in seconds."""
+    if length < 1 or not letters:
+        raise ValueError(f"copy: length = {length}, letters = {letters!r}; both must be at least one")
+    answer = "".join(random.Random(f"copy:{seed}:{number}").choices(letters, k=length))
+    return {"prompt": f"{answer}=", "answer": answer}
+
+
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {"copy": copy}
+
+
+def spelling(completions: Completions, answer: list[str], **_: Any) -> list[float]:
+    """The share of characters that are right and in their place; characters too many count as wrong."""
+    return [_spelling(text(completion), wanted) for completion, wanted in zip(completions, answer, strict=True)]
+
+
+def _spelling(completion: str, wanted: str) -> float:
+    return sum(a == b for a, b in zip(completion, wanted, strict=False)) / max(len(completion), len(wanted), 1)
+
+
+def arithmetic(completions: Completions, answer: list[str], **_: Any) -> list[float]:
+    """How well a response answers with a number, graded so that a model that talks too much sees which way to go.
+
+    === ==========================================================================================================
+    1.0 the response is the number (a full stop after it is allowed)
+    0.4 to 0.8: the last number said is the right one, among other text: the more, the shorter that text is
+    0.1 the last number said is wrong
+    0.0 there is no number
+    === ==========================================================================================================
+    """
+    return [_arithmetic(text(completion), wanted) for completion, wanted in zip(completions, answer, strict=True)]
+
+
+def _arithmetic(completion: str, wanted: str) -> float:
+    said = completion.strip().removesuffix(".")
+    number = last_number(said)
+    if number is None:
+        return 0.0
+    if not _equal(number, wanted):
+        return 0.1
+    if said.replace(",", "") == number:
+        return 1.0
+    return 0.4 + 0.4 * len(number) / len(said)
+
+
+def exact_number(completions: Completions, answer: list[str], **_: Any) -> list[float]:
+    """1.0 when the last number said is the answer, whatever stands around it, else 0.0: a plain measure of truth."""
+    numbers = (last_number(text(completion)) for completion in completions)
+    return [
+        float(number is not None and _equal(number, wanted)) for number, wanted in zip(numbers, answer, strict=True)
+    ]
+
+
+def reasoning_gym(
+    completions: Completions, question: list[str], answer: list[str], metadata: list[dict[str, Any]], **_: Any
+) -> list[float]:
+    """The score of the reasoning_gym task that asked, given to the answer inside ``<answer>`` tags, or to the whole
+    response when it has none."""
+    columns = zip(completions, question, answer, metadata, strict=True)
+    return [
+        float(_scorer(about["source_dataset"])(tagged(text(completion)), dict(question=q, answer=a, metadata=about)))
+        for completion, q, a, about in columns
+    ]
+
+
+REWARDS: dict[str, Callable[..., Any]] = {
+    "arithmetic": arithmetic,
+    "exact_number": exact_number,
+    "reasoning_gym": reasoning_gym,
+    "spelling": spelling,
+}
+
+
+def text(completion: str | list[dict[str, str]]) -> str:
+    """What was said, of a plain or a conversational completion."""
+    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
+
+
+def last_number(said: str) -> str | None:
+    """The last number in ``said`` without its thousands commas; a minus sign between operands is not part of one."""
+    found = NUMBER.findall(said)
+    return found[-1].replace(",", "") if found else None
+
+
+def tagged(said: str) -> str:
+    """The last ``<answer>…</answer>`` in ``said``, or all of it."""
+    found = re.findall(r"<answer>(.*?)</answer>", said, flags=re.DOTALL)
+    return str(found[-1] if found else said).strip()
+
+
+def _equal(number: str, wanted: str) -> bool:
+    try:
+        return float(number) == float(wanted.replace(",", ""))
+    except ValueError:
+        return False
+
+
+@cache
+def _scorer(task: str) -> Callable[..., float]:
+    from reasoning_gym import get_score_answer_fn
+
+    return get_score_answer_fn(task)
