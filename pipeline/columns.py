@@ -1,0 +1,341 @@
+"""Columns: what a sample is made of, and how many rows of them lie packed in one block of bytes.
+
+A *column* is a named field with a dtype and a shape: scalar, fixed, ragged (one dimension, a length of its own in each
+row) or text. A *block* is what one write makes: B rows of some columns, column by column, never padded:
+
+    header   int64 [4 + 4·C]: magic, block id, B, C, then per column (bit, offsets at, values at, bytes of values)
+    column   ragged and text: offsets int64 [B + 1], then the values; scalar and fixed: the values alone
+
+Sections begin at multiples of 64 bytes. Readers get tensors that are views of the block: nothing is copied.
+
+>>> schema = Schema([Column.ragged("ids", torch.int64), Column.scalar("reward", torch.float32), Column.text("answer")])
+>>> rows = {"ids": [torch.tensor([5, 6]), torch.tensor([7])], "reward": torch.tensor([0.5, 1.0]), "answer": ["a", "bc"]}
+>>> block = pack(schema, rows)
+>>> buffer = bytearray(block.nbytes)
+>>> block.write_into(memoryview(buffer), block_id=3)
+>>> [(row.tolist()) for row in BlockView(schema, memoryview(buffer), block_id=3).column("ids").unbind()]
+[[5, 6], [7]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+
+Dtype = torch.dtype | Literal["utf8"]
+
+MAX_COLUMNS = 31  # the index keeps a sample's columns as bits of one 32-bit word
+_ALIGN = 64
+_MAGIC = 0x6B636F64636E7973  # "syncdock", little endian
+_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+)
+
+
+class ColumnError(ValueError):
+    """A value does not fit its column, or a column is not in the schema. The message names column, value and fix."""
+
+
+class StaleHandle(LookupError):
+    """A handle points to a row or block that was released; its bytes may belong to somebody else by now."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A named field of a sample. ``shape`` is ``()`` for a scalar, a tuple for fixed, None for ragged and text."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...] | None
+
+    def __post_init__(self) -> None:
+        if self.dtype != "utf8" and self.dtype not in _DTYPES:
+            raise ColumnError(f"column {self.name!r}: dtype {self.dtype} cannot be stored; use one of {_DTYPES} or text")
+        if self.dtype == "utf8" and self.shape is not None:
+            raise ColumnError(f"column {self.name!r}: text has no shape; use Column.text({self.name!r})")
+
+    @classmethod
+    def scalar(cls, name: str, dtype: torch.dtype) -> Column:
+        return cls(name, dtype, ())
+
+    @classmethod
+    def fixed(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Column:
+        return cls(name, dtype, tuple(shape))
+
+    @classmethod
+    def ragged(cls, name: str, dtype: torch.dtype) -> Column:
+        return cls(name, dtype, None)
+
+    @classmethod
+    def text(cls, name: str) -> Column:
+        return cls(name, "utf8", None)
+
+    def describe(self) -> str:
+        kind = "text" if self.dtype == "utf8" else str(self.dtype).removeprefix("torch.")
+        return kind if self.dtype == "utf8" else f"{kind} {'ragged' if self.shape is None else list(self.shape)}"
+
+
+class Schema:
+    """The columns of a run, in order. A column's bit is its place; it stands for the column in the index."""
+
+    def __init__(self, columns: Iterable[Column]) -> None:
+        self.columns = tuple(columns)
+        names = [column.name for column in self.columns]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ColumnError(f"schema: column {twice} is declared twice; each column has one producer")
+        if len(names) > MAX_COLUMNS:
+            raise ColumnError(f"schema: {len(names)} columns, at most {MAX_COLUMNS} fit; join some into a fixed column")
+        self._bits = {name: bit for bit, name in enumerate(names)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._bits
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[self.bit(name)]
+
+    def bit(self, name: str) -> int:
+        if name not in self._bits:
+            raise ColumnError(f"column {name!r} is not in the schema; it has {list(self._bits)}")
+        return self._bits[name]
+
+    def mask(self, names: Iterable[str]) -> int:
+        """The bits of ``names`` as one number."""
+        return sum(1 << self.bit(name) for name in set(names))
+
+    def names(self, mask: int) -> list[str]:
+        return [column.name for bit, column in enumerate(self.columns) if mask >> bit & 1]
+
+
+@dataclass(frozen=True)
+class _Section:
+    bit: int
+    lengths: torch.Tensor | None  # int64 [B + 1] offsets; None for scalar and fixed
+    values: list[torch.Tensor]  # flat uint8, written one after the other
+    nbytes: int
+
+
+class PackedRows:
+    """Checked rows, ready to be written into ``nbytes`` bytes of a warehouse."""
+
+    def __init__(self, rows: int, mask: int, sections: list[_Section]) -> None:
+        self.rows, self.mask, self._sections = rows, mask, sections
+        at = _aligned(8 * (4 + 4 * len(sections)))
+        self._places: list[tuple[int, int]] = []
+        for section in sections:
+            offsets_at = at
+            if section.lengths is not None:
+                at = _aligned(at + 8 * (rows + 1))
+            self._places.append((offsets_at if section.lengths is not None else -1, at))
+            at = _aligned(at + section.nbytes)
+        self.nbytes = at
+
+    def write_into(self, memory: memoryview, block_id: int) -> None:
+        """Write header and columns; ``memory`` has ``nbytes`` bytes. Each payload byte is copied once."""
+        header = [_MAGIC, block_id, self.rows, len(self._sections)]
+        target = torch.frombuffer(memory, dtype=torch.uint8)
+        for section, (offsets_at, values_at) in zip(self._sections, self._places, strict=True):
+            header += [section.bit, offsets_at, values_at, section.nbytes]
+            if section.lengths is not None:
+                target[offsets_at : offsets_at + 8 * (self.rows + 1)] = section.lengths.view(torch.uint8)
+            at = values_at
+            for value in section.values:
+                target[at : at + value.numel()] = value
+                at += value.numel()
+        np.frombuffer(memory, np.int64, len(header))[:] = header
+
+
+def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows:
+    """Check ``rows`` against ``schema`` and lay them out.
+
+    A scalar column takes a tensor [B], a fixed one [B, *shape], a ragged one a jagged nested tensor or a sequence of B
+    tensors [n_i], a text one a sequence of B strings. Raises :class:`ColumnError`; nothing is ever cast.
+    """
+    names = list(rows.keys())
+    if not names:
+        raise ColumnError("rows: no column given; write at least one")
+    count: int | None = None
+    sections = []
+    for name in sorted(names, key=schema.bit):
+        column = schema[name]
+        value = rows.get(name)
+        size = len(value) if not isinstance(value, torch.Tensor) or value.dim() else -1
+        if size < 1:
+            raise ColumnError(f"column {name!r}: needs one value for each row, got {_what(value)}")
+        if count is None:
+            count = size
+        elif size != count:
+            raise ColumnError(f"column {name!r}: has {size} rows where {names[0]!r} has {count}; give all the same rows")
+        sections.append(_section(schema, column, value, size))
+    assert count is not None
+    return PackedRows(count, schema.mask(names), sections)
+
+
+def _section(schema: Schema, column: Column, value: Any, rows: int) -> _Section:
+    bit = schema.bit(column.name)
+    if column.dtype == "utf8":
+        texts = list(value)
+        if not all(isinstance(text, str) for text in texts):
+            raise ColumnError(f"column {column.name!r}: takes strings, got {_what(value)}")
+        encoded = [text.encode() for text in texts]
+        payload = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8) if any(encoded) else _EMPTY
+        return _Section(bit, _offsets([len(text) for text in encoded]), [payload], payload.numel())
+    if column.shape is None:
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            _check_dtype(column, value)
+            parts, offsets = [value.values()], value.offsets()
+            if value.values().dim() != 1:
+                raise ColumnError(f"column {column.name!r}: ragged rows have one dimension, got {_what(value)}")
+            if int(offsets[0]) != 0 or value.lengths() is not None:
+                parts = list(value.unbind())
+                offsets = _offsets([part.numel() for part in parts])
+        elif isinstance(value, torch.Tensor):
+            raise ColumnError(f"column {column.name!r}: is ragged; give a jagged nested tensor or a list, got {_what(value)}")
+        else:
+            parts = list(value)
+            for part in parts:
+                _check_dtype(column, part)
+                if part.dim() != 1:
+                    raise ColumnError(f"column {column.name!r}: ragged rows have one dimension, got {_what(part)}")
+            offsets = _offsets([part.numel() for part in parts])
+        flat = [_bytes(part) for part in parts if part.numel()]
+        return _Section(bit, offsets.to("cpu", torch.int64), flat, sum(part.numel() for part in flat))
+    _check_dtype(column, value)
+    if value.is_nested or tuple(value.shape[1:]) != column.shape:
+        raise ColumnError(
+            f"column {column.name!r}: takes shape {[rows, *column.shape]}, got {_what(value)}; reshape it before writing"
+        )
+    flat_value = _bytes(value)
+    return _Section(bit, None, [flat_value], flat_value.numel())
+
+
+class BlockView:
+    """The columns of one block as tensors that view its bytes."""
+
+    def __init__(self, schema: Schema, memory: memoryview, block_id: int) -> None:
+        head = np.frombuffer(memory, np.int64, 4)
+        if head[0] != _MAGIC or head[1] != block_id:
+            raise StaleHandle(f"block {block_id} was released: its bytes now hold something else; fetch rows you still hold")
+        self.rows = int(head[2])
+        self._schema, self._memory, self._block_id = schema, memory, block_id
+        table = np.frombuffer(memory, np.int64, 4 * int(head[3]), 32).reshape(-1, 4)
+        self._places = {int(bit): (int(o), int(v), int(n)) for bit, o, v, n in table}
+
+    def __contains__(self, name: str) -> bool:
+        return self._schema.bit(name) in self._places
+
+    def ragged(self, name: str) -> tuple[np.ndarray, torch.Tensor]:
+        """Offsets int64 [B + 1] in elements, and the packed values."""
+        column = self._schema[name]
+        offsets_at, values_at, nbytes = self._places[self._schema.bit(name)]
+        offsets = np.frombuffer(self._memory, np.int64, self.rows + 1, offsets_at)
+        dtype = torch.uint8 if column.dtype == "utf8" else column.dtype
+        return offsets, _view(self._memory, dtype, values_at, nbytes)
+
+    def dense(self, name: str) -> torch.Tensor:
+        """Values [B, *shape] of a scalar or fixed column."""
+        column = self._schema[name]
+        assert column.shape is not None
+        assert isinstance(column.dtype, torch.dtype)
+        _, values_at, nbytes = self._places[self._schema.bit(name)]
+        return _view(self._memory, column.dtype, values_at, nbytes).view(self.rows, *column.shape)
+
+    def column(self, name: str) -> torch.Tensor:
+        """The whole column: dense, or a jagged nested tensor."""
+        if self._schema[name].shape is not None:
+            return self.dense(name)
+        offsets, values = self.ragged(name)
+        return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
+
+
+def gather(schema: Schema, names: Sequence[str], places: Sequence[Sequence[tuple[BlockView, int]]]) -> TensorDict:
+    """Rows from wherever they lie, as a TensorDict with batch size [B], in the order of ``places``.
+
+    ``places[i]`` lists the (block, slot) pairs of row i. Rows that lie side by side in one block stay views of it;
+    others are copied together. Ragged columns come back as jagged nested tensors, text as lists of strings.
+    """
+    out = TensorDict({}, batch_size=[len(places)])
+    for name in names:
+        column = schema[name]
+        found = []
+        for row, blocks in enumerate(places):
+            place = next(((view, slot) for view, slot in blocks if name in view), None)
+            if place is None:
+                raise ColumnError(f"column {name!r}: row {row} of this claim does not have it yet; declare it as consumed")
+            found.append(place)
+        first, start = found[0]
+        together = all(view is first and slot == start + i for i, (view, slot) in enumerate(found))
+        if column.shape is not None:
+            if together:
+                out[name] = first.dense(name)[start : start + len(found)]
+            else:
+                out[name] = torch.stack([view.dense(name)[slot] for view, slot in found])
+            continue
+        if together:
+            offsets, values = first.ragged(name)
+            offsets = offsets[start : start + len(found) + 1]
+            values = values[int(offsets[0]) : int(offsets[-1])]
+            bounds = torch.from_numpy(offsets - offsets[0])
+        else:
+            parts = []
+            for view, slot in found:
+                offsets, values = view.ragged(name)
+                parts.append(values[int(offsets[slot]) : int(offsets[slot + 1])])
+            values, bounds = torch.cat(parts), _offsets([part.numel() for part in parts])
+        if column.dtype == "utf8":
+            payload, edges = values.numpy().tobytes(), bounds.tolist()
+            out[name] = NonTensorStack(*(payload[a:b].decode() for a, b in zip(edges, edges[1:], strict=False)))
+        else:
+            out[name] = torch.nested.nested_tensor_from_jagged(values, bounds)
+    return out
+
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+def _aligned(nbytes: int) -> int:
+    return (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
+
+
+def _offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def _view(memory: memoryview, dtype: torch.dtype, at: int, nbytes: int) -> torch.Tensor:
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=at)
+
+
+def _check_dtype(column: Column, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ColumnError(f"column {column.name!r}: takes {column.describe()}, got {_what(value)}; make it a tensor")
+    if value.dtype != column.dtype:
+        raise ColumnError(
+            f"column {column.name!r}: takes {column.describe()}, got {_what(value)}; convert it with .to({column.dtype})"
+        )
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        shape = "jagged" if value.is_nested else list(value.shape)
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {shape}"
+    return f"{type(value).__name__} {value!r}"[:80]

