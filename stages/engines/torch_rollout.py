@@ -1,0 +1,526 @@
+"""RolloutEngine in plain torch: continuous batching in one compute thread.
+
+    asyncio loop                              compute thread
+    generate() ── submission ──┐              ┌─▶ run what the inbox holds ── the only place where things change:
+    load_weights() ── swap ────┼──▶ inbox ────┤      submit, abort, pause, resume, swap, close
+    pause(), aclose(), … ──────┘              │   rows free and rows waiting? ─▶ admit: prefill new prompts, first token
+                                              │   else ─▶ decode one token of every row
+    iterators ◀── call_soon_threadsafe ───────┴── finished rows leave; nothing to do: block on the inbox
+
+A token boundary is one turn of that loop. Waiting rows are a first-in-first-out queue, a submission enters it whole,
+and a turn depends on nothing but the queue and the rows: the same submissions give the same batches and the same bits.
+A swap prepares the new weights beside the old ones in a loader thread and exchanges references at a boundary: rows in
+flight keep their KV, and their next tokens carry the new version. Rows that start after a swap get a fresh prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from stages.engines.protocols import Completion, FinishReason, GroupRequest, SamplingParams, SwapTimes
+from stages.engines.torch_decoder import Prompt, TorchDecoder, WeightSet
+
+T = TypeVar("T")
+STOP_SLACK = 8  # tokens decoded beyond a stop string's length: its first byte may lie inside a token
+
+
+class Decodes(Protocol):
+    """What the engine needs of a tokenizer, and only for stop strings."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+class EngineFailed(RuntimeError):
+    """The engine's compute failed (the cause is attached). Every iterator gets it; no more tokens are made."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine was closed."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """A request while some of its rows have not begun: its prompt's KV, and the logits of the first token."""
+
+    request: GroupRequest
+    waiting: int
+    prompt: Prompt | None = None
+    logits: torch.Tensor | None = None  # float32 [V]
+    version: int = -1
+
+
+@dataclass(eq=False)
+class _Row:
+    submission: _Submission
+    group: _Group
+    place: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = (version, self.versions[-1][1] + 1)
+        else:
+            self.versions.append((version, 1))
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            group=self.group.request.group,
+            place=self.place,
+            token_ids=torch.tensor(self.tokens, dtype=torch.int64),
+            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            versions=tuple(self.versions),
+            finish_reason=reason,
+        )
+
+
+@dataclass(eq=False)
+class _Submission:
+    """One call of generate: where its completions go."""
+
+    loop: asyncio.AbstractEventLoop
+    results: asyncio.Queue[Completion | BaseException]
+
+    def deliver(self, items: Sequence[Completion | BaseException]) -> None:
+        def put() -> None:
+            for item in items:
+                self.results.put_nowait(item)
+
+        _tell(self.loop, put)
+
+
+class _Responses(AsyncIterator[Completion]):
+    """The iterator that generate returns; the batch is joined before it is first awaited."""
+
+    def __init__(self, submission: _Submission, rows: int, abort: Callable[[_Submission], None]) -> None:
+        self._submission, self._left, self._abort = submission, rows, abort
+
+    def __aiter__(self) -> _Responses:
+        return self
+
+    async def __anext__(self) -> Completion:
+        if not self._left:
+            raise StopAsyncIteration
+        try:
+            item = await self._submission.results.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if isinstance(item, BaseException):
+            self._left = 0
+            raise item
+        self._left -= 1
+        return item
+
+    async def aclose(self) -> None:
+        """Abort what has not been yielded. Harmless when repeated."""
+        if self._left:
+            self._left = 0
+            self._abort(self._submission)
+
+    def __del__(self) -> None:
+        if self._left:
+            self._abort(self._submission)
+
+
+class TorchRolloutEngine:
+    """Continuous batching over a transformers causal LM, on the accelerator when there is one, else on the CPU.
+
+    ``model`` belongs to the engine from now on (its attention and, on CPU, its linear layers are replaced);
+    ``tokenizer`` is needed for stop strings only. ``max_rows`` rows decode at once; ``prefill_tokens`` bounds the
+    padded tokens of one prefill forward (one prompt always fits). ``threads`` sets torch's CPU threads, ``dtype``
+    converts the model first. Raises ``ValueError`` for a model whose attention cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Decodes | None = None,
+        *,
+        max_rows: int,
+        threads: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        prefill_tokens: int = 4096,
+        initial_version: int = 0,
+    ) -> None:
+        if max_rows < 1 or prefill_tokens < 1:
+            raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
+        if device is None:
+            found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            device = found or torch.device("cpu")
+        self._decoder = TorchDecoder(model if dtype is None else model.to(dtype), torch.device(device), max_rows)
+        self._tokenizer, self._max_rows, self._prefill_tokens = tokenizer, max_rows, prefill_tokens
+        self._version = initial_version
+        self._waiting: deque[_Row] = deque()
+        self._rows: list[_Row] = []  # in the order of the decoder's rows
+        self._paused = False
+        self._failed: BaseException | None = None
+        self._closed = False  # nothing is posted after it is set
+        self._posting = threading.RLock()  # re-entrant: a collected iterator posts its abort from anywhere
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._loading = asyncio.Lock()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="rollout-weights")
+        self._threads = threads
+        self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
+        self._thread.start()
+
+    # -- the asyncio side ------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def rows(self) -> int:
+        """Rows that are decoding or waiting to (a snapshot)."""
+        return len(self._rows) + len(self._waiting)
+
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
+        """See :class:`RolloutEngine`. Joins at once, before the iterator is awaited. Raises ``ValueError`` for a
+        request that cannot be served, and ``EngineClosed``; the iterator raises that and ``EngineFailed``."""
+        self._refuse_closed()
+        for request in requests:
+            self._check(request)
+        submission = _Submission(asyncio.get_running_loop(), asyncio.Queue())
+        rows: list[_Row] = []
+        for request in requests:
+            group = _Group(request, waiting=len(request.places))
+            rows += [_Row(submission, group, place) for place in request.places]
+        self._post(lambda: self._submit(submission, rows))
+        return _Responses(submission, len(rows), self._abort_soon)
+
+    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> SwapTimes:
+        async with self._loading:
+            self._refuse_closed()
+            began = time.perf_counter()
+            self._decoder.check(weights)
+            preparing = asyncio.get_running_loop().run_in_executor(self._loader, self._decoder.prepare, weights)
+            try:
+                prepared = await asyncio.shield(preparing)
+            except asyncio.CancelledError:
+                await asyncio.wait([preparing])  # the caller's tensors are still being read
+                raise
+            exposed = await self._at_boundary(lambda: self._swap(version, prepared))
+            return SwapTimes(exposed=exposed, hidden=time.perf_counter() - began - exposed)
+
+    async def pause(self) -> None:
+        await self._at_boundary(lambda: self._set_paused(True))
+
+    async def resume(self) -> None:
+        await self._at_boundary(lambda: self._set_paused(False))
+
+    async def close(self) -> None:
+        with self._posting:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(self._finish)
+        await asyncio.to_thread(self._thread.join)
+        self._loader.shutdown(wait=False)
+
+    def _post(self, act: Callable[[], None]) -> None:
+        with self._posting:
+            self._refuse_closed()
+            self._inbox.put(act)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineClosed("the rollout engine is closed")
+
+    def _abort_soon(self, submission: _Submission) -> None:
+        with self._posting:
+            if not self._closed:
+                self._inbox.put(lambda: self._abort(submission))
+
+    async def _at_boundary(self, act: Callable[[], T]) -> T:
+        """Run ``act`` in the compute thread before its next token."""
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(act())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        self._post(run)
+        return await asyncio.shield(asyncio.wrap_future(outcome))
+
+    def _check(self, request: GroupRequest) -> None:
+        ids, params = request.prompt_ids, request.params
+        where = f"group {request.group}: "
+        if ids.dim() != 1 or ids.dtype != torch.int64 or not len(ids):
+            raise ValueError(f"{where}prompt_ids is {ids.dtype} {tuple(ids.shape)}; give int64 [P] with P >= 1")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._decoder.vocabulary:
+            raise ValueError(f"{where}prompt_ids has {low}..{high}; the model knows 0..{self._decoder.vocabulary - 1}")
+        if not request.places or len(set(request.places)) != len(request.places):
+            raise ValueError(f"{where}places is {request.places}; give at least one, each once")
+        if params.max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0:
+            raise ValueError(
+                f"{where}{params}; max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0 are needed"
+            )
+        if params.stop and (self._tokenizer is None or "" in params.stop):
+            raise ValueError(f"{where}stop is {params.stop}; stop strings need a tokenizer and may not be empty")
+        need, room = len(ids) + params.max_tokens, self._decoder.max_context
+        if need > room:
+            raise ValueError(
+                f"{where}{len(ids)} prompt tokens + max_tokens {params.max_tokens} > context {room}; shorten one"
+            )
+
+    # -- the compute thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while self._thread_goes_on():
+                try:
+                    if not self._admit():
+                        self._decode()
+                except BaseException as error:
+                    self._fail(error)
+
+    def _thread_goes_on(self) -> bool:
+        """Run the inbox until there is a token to make; False when closed."""
+        while True:
+            idle = self._paused or not (self._rows or self._waiting)
+            try:
+                act = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            act()
+            if act == self._finish:
+                return False
+
+    def _submit(self, submission: _Submission, rows: list[_Row]) -> None:
+        if self._failed is not None:
+            submission.deliver([_failure(self._failed)])
+        else:
+            self._waiting.extend(rows)
+
+    def _abort(self, submission: _Submission) -> None:
+        dropped = [row for row in self._waiting if row.submission is submission]
+        self._waiting = deque(row for row in self._waiting if row.submission is not submission)
+        for row in dropped:
+            self._started(row.group)
+        for number in reversed(range(len(self._rows))):
+            if self._rows[number].submission is submission:
+                self._leave(number)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _swap(self, version: int, prepared: WeightSet) -> float:
+        began = time.perf_counter()
+        self._decoder.install(prepared)
+        self._version = version
+        return time.perf_counter() - began
+
+    def _finish(self) -> None:
+        self._drop_all(lambda: EngineClosed("the rollout engine was closed"))
+        del self._decoder
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed = error
+        self._drop_all(lambda: _failure(error))
+
+    def _drop_all(self, error: Callable[[], BaseException]) -> None:
+        for submission in {id(row.submission): row.submission for row in [*self._rows, *self._waiting]}.values():
+            submission.deliver([error()])
+        self._rows.clear()
+        self._waiting.clear()
+        self._decoder.clear()
+
+    def _admit(self) -> bool:
+        """Start waiting rows, in order, as far as rows and one prefill's tokens allow. False when none may start."""
+        count = min(len(self._waiting), self._max_rows - len(self._rows))
+        new: list[_Group] = []
+        longest = 0
+        for i, row in enumerate(itertools.islice(self._waiting, count)):
+            group = row.group
+            if (group.prompt is None or group.version != self._version) and group not in new:
+                widest = max(longest, len(group.request.prompt_ids))
+                if new and widest * (len(new) + 1) > self._prefill_tokens:
+                    count = i
+                    break
+                new.append(group)
+                longest = widest
+        if not count:
+            return False
+        self._prefill(new)
+        begun = [self._waiting.popleft() for _ in range(count)]
+        self._rows += begun
+        for row in begun:
+            assert row.group.prompt is not None
+            self._decoder.join(row.group.prompt)
+        logits = torch.stack([row.group.logits for row in begun if row.group.logits is not None])
+        for row in begun:
+            self._started(row.group)
+        self._extend(len(self._rows) - len(begun), logits)
+        return True
+
+    def _prefill(self, groups: list[_Group]) -> None:
+        if not groups:
+            return
+        for group in groups:
+            if group.prompt is not None:  # made with older weights; rows in flight keep it
+                self._decoder.release(group.prompt)
+        prompts, logits = self._decoder.prefill([group.request.prompt_ids for group in groups])
+        for group, prompt, first in zip(groups, prompts, logits, strict=True):
+            group.prompt, group.logits, group.version = prompt, first, self._version
+
+    def _started(self, group: _Group) -> None:
+        """One row of ``group`` waits no more; with the last one the group gives up its hold on the prompt."""
+        group.waiting -= 1
+        if not group.waiting and group.prompt is not None:
+            self._decoder.release(group.prompt)
+            group.prompt = group.logits = None
+
+    def _decode(self) -> None:
+        self._extend(0, self._decoder.decode([row.tokens[-1] for row in self._rows]))
+
+    def _extend(self, first: int, logits: torch.Tensor) -> None:
+        """Draw the next token of each row from number ``first`` on; those that end leave and are delivered."""
+        rows = self._rows[first:]
+        points = [uniform(row.group.request.seed, row.place, len(row.tokens)) for row in rows]
+        tokens, logprobs = draw(logits, [row.group.request.params for row in rows], points)
+        finished: dict[int, FinishReason] = {}
+        for number, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True), first):
+            row.append(token, logprob, self._version)
+            reason = self._reason(row)
+            if reason is not None:
+                finished[number] = reason
+        results: dict[int, tuple[_Submission, list[Completion | BaseException]]] = {}
+        for number, reason in finished.items():
+            row = self._rows[number]
+            results.setdefault(id(row.submission), (row.submission, []))[1].append(row.completion(reason))
+        for submission, completions in results.values():
+            submission.deliver(completions)
+        for number in sorted(finished, reverse=True):
+            self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        self._decoder.leave(number)
+        last = self._rows.pop()
+        if number < len(self._rows):
+            self._rows[number] = last
+
+    def _reason(self, row: _Row) -> FinishReason | None:
+        params = row.group.request.params
+        if row.tokens[-1] in params.stop_token_ids:
+            return "stop"
+        if params.stop:
+            assert self._tokenizer is not None
+            # A token is at least one byte, so this many hold any stop string that the newest token has completed.
+            tail = max(len(stop.encode()) for stop in params.stop) + STOP_SLACK
+            text = self._tokenizer.decode(row.tokens[-tail:])
+            if any(stop in text for stop in params.stop):
+                return "stop"
+        return "length" if len(row.tokens) == params.max_tokens else None
+
+
+def uniform(seed: int, place: int, index: int) -> float:
+    """The number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash, so it depends on nothing
+    else. 52 bits, so that scaling it never rounds up to the end of a range."""
+    digest = hashlib.blake2b(f"{seed} {place} {index}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
+
+
+def draw(
+    logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """One token per row of ``logits`` float32 [R, V] (overwritten), by inverting the cumulative distribution at
+    ``points`` in [0, 1), and its logprob after temperature and before top-k and top-p. Raises ``ValueError`` on logits
+    that are not finite."""
+    if any(p.temperature not in (0.0, 1.0) for p in params):
+        logits /= torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)[:, None]
+    logits -= logits.amax(-1, keepdim=True)
+    weights = logits.exp()
+    total = weights.sum(-1)
+    if not bool(total.isfinite().all()):
+        raise ValueError("the model's logits are not finite; its weights or its inputs are broken")
+    filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0)]
+    if filtered:
+        some = weights[filtered]
+        threshold = keep_from(some, [params[i].top_k for i in filtered], [params[i].top_p for i in filtered])
+        weights[filtered] = some.masked_fill_(some < threshold[:, None], 0.0)
+    tokens = invert(weights, torch.tensor(points, dtype=torch.float64)).to(logits.device)
+    if any(not p.temperature for p in params):
+        greedy = torch.tensor([not p.temperature for p in params], device=logits.device)
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    logprobs = logits.gather(-1, tokens[:, None])[:, 0] - total.log()
+    return tokens.tolist(), logprobs.tolist()
+
+
+def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
+    """The least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and 1.0: off; ties are kept).
+
+    Only the largest weights are sorted: 64, or the largest k, and eight times more while a nucleus needs more.
+    """
+    vocabulary = weights.shape[1]
+    k = torch.tensor([min(k, vocabulary) or vocabulary for k in top_k], device=weights.device)
+    p = torch.tensor(top_p, dtype=torch.float32, device=weights.device)
+    width = max(64, *top_k)
+    while True:
+        width = min(width, vocabulary)
+        top = weights.topk(width).values
+        ranked = torch.arange(width, device=weights.device) < k[:, None]
+        mass = torch.where(k <= width, (top * ranked).sum(-1), weights.sum(-1))
+        kept = ranked & (top.cumsum(-1) - top < (p * mass)[:, None])
+        if width == vocabulary or not bool((kept[:, -1] & (k > width)).any()):
+            return top.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0]
+        width *= 8
+
+
+def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """For each row of ``weights`` [R, V] >= 0 the index at which its cumulative sum passes ``points`` float64 [R] of
+    the total. Two levels, blocks and then one block's members: weights are read once, and index of weight 0 never comes
+    out."""
+    size = 256
+    rows, vocabulary = weights.shape
+    if vocabulary % size:
+        weights = torch.nn.functional.pad(weights, (0, size - vocabulary % size))
+    blocks = weights.view(rows, -1, size)
+
+    def pass_point(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The index passed, and how far inside it the point lies, in [0, 1)."""
+        ends = masses.double().cumsum(-1)
+        target = (points * ends[:, -1])[:, None]
+        index = torch.searchsorted(ends, target, right=True)
+        mass = masses.gather(-1, index).double()
+        inside = (target - ends.gather(-1, index) + mass) / mass
+        return index[:, 0], inside[:, 0].clamp(0.0, 1.0 - 2.0**-52)
+
+    block, inside = pass_point(blocks.sum(-1).cpu(), points)
+    member, _ = pass_point(blocks[torch.arange(rows), block.to(weights.device)].cpu(), inside)
+    return block * size + member
+
+
+def _failure(error: BaseException) -> EngineFailed:
+    failed = EngineFailed(f"the rollout engine failed: {error!r}")
+    failed.__cause__ = error
+    return failed
+
+
+def _tell(loop: asyncio.AbstractEventLoop, act: Callable[[], Any]) -> None:
+    """Run ``act`` in ``loop``; a loop that has been closed has nobody left to hear it."""
+    try:
+        loop.call_soon_threadsafe(act)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
