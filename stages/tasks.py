@@ -17,15 +17,16 @@ Completions = list[str | list[dict[str, str]]]
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 
 
-def copy(number: int, seed: int, *, length: int = 4, letters: str = "abcdefgh") -> dict[str, str]:
-    """``bead=`` wants ``bead``: what a model made from scratch learns in seconds."""
+def repeat(number: int, seed: int, *, length: int = 4, letters: str = "abcdefgh") -> dict[str, str]:
+    """``be=`` wants ``bbbb``: the first of two letters, again and again. A model made from scratch learns it in seconds
+    when ``max_tokens`` is ``length``, so that it need not find out first how to stop."""
     if length < 1 or not letters:
-        raise ValueError(f"copy: length = {length}, letters = {letters!r}; both must be at least one")
-    answer = "".join(random.Random(f"copy:{seed}:{number}").choices(letters, k=length))
-    return {"prompt": f"{answer}=", "answer": answer}
+        raise ValueError(f"repeat: length = {length}, letters = {letters!r}; both must be at least one")
+    first, other = random.Random(f"repeat:{seed}:{number}").choices(letters, k=2)
+    return {"prompt": f"{first}{other}=", "answer": first * length}
 
 
-TASKS: dict[str, Callable[..., dict[str, Any]]] = {"copy": copy}
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {"repeat": repeat}
 
 
 def spelling(completions: Completions, answer: list[str], **_: Any) -> list[float]:

@@ -58,7 +58,7 @@ def test_a_prompt_depends_on_seed_and_seq_alone(kind: str, tmp_path: Path, plain
     options = (
         PromptOptions(source="jsonl", path=numbered(tmp_path, 30), held_out=0.2)
         if kind == "table"
-        else PromptOptions(source="builtin", task="copy", held_out=0.2)
+        else PromptOptions(source="builtin", task="repeat", held_out=0.2)
     )
     forward = load_prompts(options, plain, seed=7).train
     expected = [forward.prompt(seq) for seq in range(80)]
@@ -73,8 +73,8 @@ def test_a_prompt_depends_on_seed_and_seq_alone(kind: str, tmp_path: Path, plain
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), share=st.floats(0.05, 0.6))
 def test_held_out_prompts_are_never_trained(seed: int, share: float) -> None:
-    # Two letters of eight: 64 different prompts, each drawn many times.
-    options = PromptOptions(source="builtin", task="copy", config={"length": 2}, held_out=share)
+    # 64 different prompts, each drawn many times.
+    options = PromptOptions(source="builtin", task="repeat", held_out=share)
     split = load_prompts(options, load_tokenizer("tiny"), seed)
     assert split.held_out is not None
     try:
@@ -212,7 +212,7 @@ def test_a_prompt_too_long_is_named_or_skipped(tmp_path: Path, plain: Tokenizer)
 
 
 def test_procedural_prompts_that_never_fit_end_in_an_error(plain: Tokenizer) -> None:
-    options = PromptOptions(source="builtin", task="copy", max_prompt_tokens=2, too_long="skip")
+    options = PromptOptions(source="builtin", task="repeat", max_prompt_tokens=2, too_long="skip")
     with pytest.raises(PromptError, match="made no training prompt for group 5"):
         load_prompts(options, plain, seed=0).train.prompt(5)
 
@@ -252,8 +252,8 @@ def test_a_table_with_nothing_to_hold_out_is_an_error(tmp_path: Path, plain: Tok
     ("options", "message"),
     [
         ({"source": "jsonl"}, "prompts.path is missing"),
-        ({"source": "builtin", "path": "x", "task": "copy"}, "prompts.path = 'x' means nothing"),
-        ({"source": "builtin", "task": "chess"}, r"'chess' is not known.*copy"),
+        ({"source": "builtin", "path": "x", "task": "repeat"}, "prompts.path = 'x' means nothing"),
+        ({"source": "builtin", "task": "chess"}, r"'chess' is not known.*repeat"),
         ({"source": "jsonl", "path": "x", "config": {"a": 1}}, "prompts.config"),
         ({"source": "jsonl", "path": "x", "split": "test"}, "prompts.split"),
         ({"source": "jsonl", "path": "x", "template": "hello"}, r"must contain \{prompt\}"),

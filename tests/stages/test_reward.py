@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stages.reward import RewardError, RewardScores, RewardSet
-from stages.tasks import REWARDS, copy, last_number
+from stages.tasks import REWARDS, last_number, repeat
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
@@ -191,7 +191,7 @@ def test_reasoning_gym_scores_by_the_task_that_asked() -> None:
 
 
 def test_spelling_counts_the_letters_in_their_places() -> None:
-    row = copy(0, 0, length=4)
+    row = repeat(0, 0, length=4)
     answer = row["answer"]
     said = [answer, answer[:2], answer + answer, ""]
     scores = score([("spelling", 1.0)], [row["prompt"]] * 4, said, [row] * 4).total.tolist()
