@@ -18,7 +18,7 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,17 +59,31 @@ class MockRolloutOptions:
 
 
 @dataclass(eq=False)
-class _Stream:
-    """One call of ``generate``: what it has to yield, and how many rows are still to come."""
+class _Stream(AsyncIterator[Completion]):
+    """What one call of ``generate`` returns; ``left`` rows are still to be yielded."""
 
+    abort: Callable[[_Stream], None]
     left: int
-    ready: deque[Completion | Exception] = field(default_factory=deque)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    aborted: bool = False
+    ready: asyncio.Queue[Completion | Exception] = field(default_factory=asyncio.Queue)
 
-    def give(self, item: Completion | Exception) -> None:
-        self.ready.append(item)
-        self.wake.set()
+    async def __anext__(self) -> Completion:
+        if not self.left:
+            raise StopAsyncIteration
+        try:
+            item = await self.ready.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if isinstance(item, Exception):
+            self.left = 0
+            raise item
+        self.left -= 1
+        return item
+
+    async def aclose(self) -> None:
+        if self.left:
+            self.left = 0
+            self.abort(self)
 
 
 @dataclass(eq=False)
@@ -95,7 +109,6 @@ class MockRolloutEngine:
         self._layout: dict[str, tuple[torch.Size, torch.dtype]] | None = None
         self._waiting: deque[_Row] = deque()
         self._decoding: list[tuple[float, int, _Row]] = []  # heap: the clock at its end, order of joining, row
-        self._rows = 0  # in the heap and not aborted
         self._joined = 0
         self._clock = 0.0
         self._time: float | None = None  # model seconds up to which the clock has run; None while it stands still
@@ -109,29 +122,17 @@ class MockRolloutEngine:
 
     @property
     def rows_in_flight(self) -> int:
-        return self._rows + len(self._waiting)
+        return len(self._decoding) + len(self._waiting)
 
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         self._check_open()
-        stream = _Stream(left=sum(len(request.places) for request in requests))
+        stream = _Stream(self._abort, left=sum(len(request.places) for request in requests))
         rows = [self._row(request, place, stream) for request in requests for place in request.places]
         self._advance()
         self._waiting.extend(rows)
         self._admit()
         self._arm()
-        try:
-            while stream.left:
-                await stream.wake.wait()
-                while stream.ready:
-                    item = stream.ready.popleft()
-                    if isinstance(item, Exception):
-                        raise item
-                    stream.left -= 1
-                    yield item
-                stream.wake.clear()
-        finally:
-            if stream.left:
-                self._abort(stream)
+        return stream
 
     async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> SwapTimes:
         self._check_open()
@@ -169,10 +170,9 @@ class MockRolloutEngine:
             return
         self._closed = True
         for stream in {row.stream for row in (*self._waiting, *(row for _, _, row in self._decoding))}:
-            stream.give(RuntimeError("the rollout engine was closed with this request in flight"))
+            stream.ready.put_nowait(RuntimeError("the rollout engine was closed with this request in flight"))
         self._waiting.clear()
         self._decoding.clear()
-        self._rows = 0
         self._arm()
 
     # --- the clock ------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class MockRolloutEngine:
 
     def _rate(self) -> float:
         """Tokens a second of each decoding row."""
-        return self._options.row_rate * min(1.0, self._options.saturation_rows / max(1, self._rows))
+        return self._options.row_rate * min(1.0, self._options.saturation_rows / max(1, len(self._decoding)))
 
     def _advance(self) -> None:
         """Run the clock up to now: rows that ended meanwhile leave, each at its own time, and waiting ones come in."""
@@ -191,29 +191,24 @@ class MockRolloutEngine:
         now = self._now()
         while self._decoding:
             end, _, row = self._decoding[0]
-            if row.stream.aborted:
-                heapq.heappop(self._decoding)
-                continue
             at = self._time + (end - self._clock) / self._rate()
             if at > now:
                 break
             heapq.heappop(self._decoding)
-            self._rows -= 1
             self._clock, self._time = end, at
-            row.stream.give(self._completion(row))
+            row.stream.ready.put_nowait(self._completion(row))
             self._admit()
-        self._clock += (now - self._time) * self._rate() if self._rows else 0.0
+        self._clock += (now - self._time) * self._rate() if self._decoding else 0.0
         self._time = now
 
     def _admit(self) -> None:
-        while self._waiting and self._rows < self._options.max_rows:
+        while self._waiting and len(self._decoding) < self._options.max_rows:
             row = self._waiting.popleft()
             # The prompt costs as many ticks of the clock as tokens could be made while it is computed alone.
             prefill = len(row.request.prompt_ids) / self._options.prefill_rate * self._options.row_rate
             row.first = self._clock + prefill
             heapq.heappush(self._decoding, (row.first + row.tokens, self._joined, row))
             self._joined += 1
-            self._rows += 1
 
     def _arm(self) -> None:
         """Set the timer for the next end, or stop the clock when it must not run. Comes after ``_advance``."""
@@ -234,11 +229,9 @@ class MockRolloutEngine:
 
     def _abort(self, stream: _Stream) -> None:
         self._advance()
-        stream.aborted = True
         self._waiting = deque(row for row in self._waiting if row.stream is not stream)
         self._decoding = [entry for entry in self._decoding if entry[2].stream is not stream]
         heapq.heapify(self._decoding)
-        self._rows = len(self._decoding)
         self._admit()
         self._arm()
 

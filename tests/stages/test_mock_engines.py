@@ -257,6 +257,18 @@ def test_a_closed_iterator_gives_its_slots_to_those_who_wait() -> None:
     assert clock.now == pytest.approx(12)
 
 
+def test_a_batch_joins_before_its_iterator_is_awaited_and_leaves_when_that_is_closed() -> None:
+    async def main() -> None:
+        engine = MockRolloutEngine(MockRolloutOptions())
+        responses = engine.generate([request(0, range(3))])
+        assert engine.rows_in_flight == 3
+        await responses.aclose()  # type: ignore[attr-defined]
+        assert engine.rows_in_flight == 0
+        assert [done async for done in responses] == []
+
+    LoopClock().run(main())
+
+
 def test_close_raises_to_whoever_waits_and_can_be_repeated() -> None:
     async def main() -> None:
         engine = MockRolloutEngine(MockRolloutOptions())
