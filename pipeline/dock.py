@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class Dock:
         self.lease, self.room_timeout = lease, room_timeout
         self._directory, self._warehouse = directory, warehouse
         self._arenas: dict[str, Arena] = {}
-        self.waited_for_room = 0.0  # seconds, in all
+        # What a wait for room runs in; a controller accounts its time with it.
+        self.on_room: Callable[[], AbstractContextManager[None]] = nullcontext
 
     async def join(self, nbytes: int) -> None:
         """Bring this node's warehouse into the run, with ``nbytes`` bytes."""
@@ -77,9 +79,8 @@ class Dock:
                     f"warehouse {self._warehouse!r} stayed full for {self.room_timeout:.0f} s: {packed.nbytes} bytes found "
                     "no room; give pipeline.arena more, or let checkpoints release rows sooner"
                 )
-            waiting = time.monotonic()
-            await self.index.wait(f"room:{self._warehouse}", reply["wait"], min(left, 5.0))
-            self.waited_for_room += time.monotonic() - waiting
+            with self.on_room():
+                await self.index.wait(f"room:{self._warehouse}", reply["wait"], min(left, 5.0))
         try:
             packed.write_into(arena.slice(reply["offset"], packed.nbytes), reply["block"])
         except BaseException:
@@ -106,13 +107,16 @@ class Dock:
         """Lease up to ``most`` rows (groups, for stages that take groups), waiting up to ``timeout`` seconds for some."""
         deadline = time.monotonic() + timeout
         while True:
-            found = await self.index.claim(stage, self.worker, most, self.lease, version)
+            found = await self.try_claim(stage, most, version=version)
             if isinstance(found, Claim):
                 return found
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
             await self.wait(stage, found, left)
+
+    async def try_claim(self, stage: str, most: int, *, version: int | None = None) -> Claim | Nothing:
+        return await self.index.claim(stage, self.worker, most, self.lease, version)
 
     async def wait(self, stage: str, nothing: Nothing, timeout: float) -> bool:
         """Wait until a claim of ``stage`` that found ``nothing`` may find something."""

@@ -20,7 +20,8 @@ _SOCKET_PATH_LIMIT = 100  # bytes; the system's is 108
 
 
 class EmbeddedIndex:
-    """A Valkey server in ``directory``. It dies with this process, however this process ends (on Linux).
+    """A Valkey server with its data in ``directory``, at ``socket`` (in the directory when not given). It dies with this
+    process, however this process ends (on Linux).
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as home, EmbeddedIndex(Path(home)) as server:
@@ -28,11 +29,11 @@ class EmbeddedIndex:
     True
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, socket: Path | None = None) -> None:
         self.directory = directory.resolve()
-        self.socket = self.directory / "index.sock"
+        self.socket = (socket or self.directory / "index.sock").resolve()
         if len(os.fsencode(self.socket)) > _SOCKET_PATH_LIMIT:
-            raise ValueError(f"index directory: {self.directory} is too long for a Unix socket; use a shorter path")
+            raise ValueError(f"index socket: {self.socket} is too long for a Unix socket; use a shorter path")
         self.url = f"unix://{self.socket}"
         self._process: subprocess.Popen[bytes] | None = None
 

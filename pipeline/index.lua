@@ -302,7 +302,8 @@ define('room_at_gate', function(run, a)
   local cfg = config(run)
   return {
     admitted = value(run, 'admitted'), gate = gate(run, cfg, value(run, 'published')),
-    remake = call('SMEMBERS', run .. 'remake'), wait = woken(run, 'version'),
+    remake = call('SMEMBERS', run .. 'remake'), filtered = value(run, 'filtered_groups'),
+    published = value(run, 'published'), trained = value(run, 'trained'), wait = woken(run, 'version'),
   }
 end)
 
@@ -470,7 +471,7 @@ local function tally(run, rows, state, name)
   count(run, name .. '_tokens', tokens)
 end
 
--- {stage, token, step, rows}: an optimizer step was made of these rows; the trainer is at version step + 1.
+-- {stage, token, step, rows, event?}: an optimizer step was made of these rows; the trainer is at version step + 1.
 define('train', function(run, a)
   local cfg = config(run)
   local stage = stage_of(cfg, a.stage)
@@ -494,6 +495,9 @@ define('train', function(run, a)
   for _, seq in ipairs(seqs) do call('ZREM', run .. 'open', seq) end
   call('HSET', run .. 'steps', a.step, cmsgpack.pack(seqs))
   call('HSET', run .. 'n', 'trained', a.step + 1)
+  if a.event then
+    call('XADD', run .. 'events', 'MAXLEN', '~', 100000, '*', 'kind', 'step', 'time', a.event.time, 'data', a.event.data)
+  end
   settle(run, stage, a.token, ids)
   return a.step + 1
 end)
@@ -612,6 +616,23 @@ define('forget', function(run, a)
   return true
 end)
 
+-- → {state, reason, wait}
+define('state', function(run, a)
+  local found = call('HMGET', run .. 'state', 'state', 'reason')
+  return { found[1] or '', found[2] or '', woken(run, 'state') }
+end)
+
+-- {topic}: wake whoever waits on it
+define('nudge', function(run, a)
+  wake(run, a.topic)
+  return true
+end)
+
+-- {stage} → how many rows or groups wait to be claimed
+define('depth', function(run, a)
+  return call('ZCARD', run .. 'ready:' .. a.stage)
+end)
+
 -- The ledger. `in_flight` is counted row by row over the open groups, not derived from the other counters.
 define('ledger', function(run, a)
   local rows_in_flight, tokens_in_flight = 0, 0
@@ -627,6 +648,26 @@ define('ledger', function(run, a)
     filtered = value(run, 'filtered_rows'), filtered_tokens = value(run, 'filtered_rows_tokens'),
     in_flight = rows_in_flight, in_flight_tokens = tokens_in_flight,
     redelivered = value(run, 'redelivered'),
+  }
+end)
+
+-- → {counters, remake}: what a run that resumes at the trainer's version starts from. Groups admitted and not trained are
+-- made again; their responses leave the ledger, as they will be generated anew.
+define('snapshot', function(run, a)
+  local trained = value(run, 'trained')
+  local remake, highest = call('ZRANGE', run .. 'open', 0, -1), value(run, 'admitted')
+  for _, seq in ipairs(call('SMEMBERS', run .. 'remake')) do remake[#remake + 1] = seq end
+  for i, seq in ipairs(remake) do remake[i] = int(seq) end
+  return {
+    counters = {
+      published = trained, trained = trained, admitted = highest,
+      generated = value(run, 'trained_rows') + value(run, 'filtered_rows'),
+      generated_tokens = value(run, 'trained_rows_tokens') + value(run, 'filtered_rows_tokens'),
+      trained_rows = value(run, 'trained_rows'), trained_rows_tokens = value(run, 'trained_rows_tokens'),
+      filtered_rows = value(run, 'filtered_rows'), filtered_rows_tokens = value(run, 'filtered_rows_tokens'),
+      filtered_groups = value(run, 'filtered_groups'),
+    },
+    remake = remake,
   }
 end)
 

@@ -185,7 +185,7 @@ class Index:
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """Run ``index.lua``'s function ``name``. A repeat after a lost connection is answered, not done again."""
-        packed = msgpack.packb(arguments)
+        packed = msgpack.packb(arguments, use_bin_type=False)  # the server knows one kind of string
         request = f"{self._client}-{next(self._calls)}"
 
         async def once(again: bool) -> Any:
@@ -244,11 +244,9 @@ class Index:
         reply = await self.call("transition", **{"from": list(allowed), "to": to, "reason": reason})
         return reply["state"], reply["changed"]
 
-    async def state(self) -> tuple[str, str]:
-        """The run's state and its reason; ("", "") when it has none yet."""
-        found = await self._retry(lambda again: self._redis.hmget(f"{self.prefix}state", "state", "reason"))
-        state, reason = ((value or b"").decode() for value in found)
-        return state, reason
+    async def state(self) -> tuple[str, str, str]:
+        """The run's state, its reason, and the position from which to wait for the next one on the topic `state`."""
+        return tuple(await self.call("state"))  # type: ignore[return-value]
 
     async def put(self, name: str, value: str) -> None:
         """A small document of the run (its recipe)."""
@@ -278,9 +276,14 @@ class Index:
         """The rows that made a step whose rows are not released yet."""
         return _claim("", 0, await self.call("replay", step=step))
 
-    async def train(self, claim: Claim, step: int) -> int:
+    async def train(self, claim: Claim, step: int, event: Mapping[str, Any] | None = None) -> int:
+        """The claim's rows made optimizer step ``step``; ``event`` becomes a `step` event in the same atomic step, so that
+        every step is told exactly once. Returns the trainer's new version."""
         rows = [(handle.row, handle.generation) for handle in claim.rows]
-        return int(await self.call("train", stage=claim.stage, token=claim.token, step=step, rows=rows))
+        told = None if event is None else {"time": repr(time.time()), "data": msgpack.packb(dict(event))}
+        return int(
+            await self.call("train", stage=claim.stage, token=claim.token, step=step, rows=rows, event=told)
+        )
 
     async def ledger(self) -> dict[str, int]:
         return await self.call("ledger")

@@ -15,19 +15,25 @@ import asyncio
 import importlib
 import importlib.metadata
 import inspect
+import json
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 import torch
+from tensordict import TensorDict
 
+from pipeline.controller import Output
+from pipeline.index import Claim
+from stages.models import Tokenizer
 from stages.tasks import REWARDS
 
 ENTRY_POINTS = "asyncdock.rewards"
 RESERVED = ("prompts", "completions", "completion_ids")
+ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
 
 log = structlog.get_logger()
 
@@ -112,6 +118,41 @@ class RewardSet:
         except TimeoutError:
             pass
         return f"a batch of {_rows(given)} rows, though at none of them alone"
+
+
+class Reward:
+    """The stage: claims finished responses one by one or many at once, as they come, and scores them."""
+
+    name = "reward"
+    fetches = ("given", "fields", "response_ids")
+
+    def __init__(self, rewards: RewardSet, tokenizer: Tokenizer) -> None:
+        self.rewards, self.tokenizer = rewards, tokenizer
+
+    def room(self, held: int) -> int:
+        return ROWS_AT_ONCE
+
+    def version(self) -> int | None:
+        return None
+
+    async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
+        scores = await score_rows(self.rewards, self.tokenizer, rows)
+        yield Output(
+            range(len(claim.rows)),
+            {"reward": scores.total, "scores": scores.scores},
+            tokens=sum(row.tokens for row in claim.rows),
+        )
+
+
+async def score_rows(rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict) -> RewardScores:
+    """Scores of rows with the columns ``given`` and ``fields`` (JSON texts) and ``response_ids`` int64 jagged."""
+    ids = [row.tolist() for row in rows["response_ids"].unbind()]
+    return await rewards.score(
+        [json.loads(text) for text in rows["given"]],
+        [tokenizer.decode(row, skip_special_tokens=True) for row in ids],
+        ids,
+        [json.loads(text) for text in rows["fields"]],
+    )
 
 
 def find_reward(name: str) -> Callable[..., Any]:

@@ -1,0 +1,94 @@
+"""From a recipe to engines, tokenizer and prompts: the one place that knows which adapter a name stands for.
+
+Adapters are imported here, when they are asked for: a mock run loads no model code.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestration.recipe import Recipe
+from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
+from stages.models import Tokenizer, load_model, load_tokenizer
+
+
+def tokenizer_of(recipe: Recipe) -> Tokenizer:
+    """The model's tokenizer; the mock model reads characters, as the tiny one."""
+    return load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
+
+
+def threads_of(recipe: Recipe, asked: int) -> int:
+    """CPU threads of one engine: what the recipe asks, else the cores shared between generation and training, which run
+    at the same time when the run is asynchronous, and in turn when it is not."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    together = 1 if recipe.staleness_plan.slack == 0 else 1 + recipe.rollout.workers
+    return asked or max(1, cores // together)
+
+
+def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
+    rollout = recipe.rollout
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+        stop_token_ids=() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),),
+    )
+
+
+def _model(recipe: Recipe, weights: Path | None) -> tuple[Any, Tokenizer]:
+    """The recipe's model; ``weights`` is the folder of a checkpoint whose weights replace its own."""
+    source = recipe.model.source if weights is None else str(weights)
+    return load_model(source, dtype=getattr(torch, recipe.model.dtype), seed=recipe.seed)
+
+
+def rollout_engine(recipe: Recipe, *, version: int, weights: Path | None = None) -> RolloutEngine:
+    if recipe.rollout.engine == "mock":
+        from stages.engines.mock import MockRolloutEngine, MockRolloutOptions
+
+        options = {
+            "max_rows": recipe.rollout.max_rows,
+            "vocabulary": len(tokenizer_of(recipe)),
+            **recipe.rollout.mock,
+        }
+        return MockRolloutEngine(MockRolloutOptions(**options), version=version)
+    from stages.engines.torch_rollout import TorchRolloutEngine
+
+    model, tokenizer = _model(recipe, weights)
+    return TorchRolloutEngine(
+        model,
+        tokenizer,
+        max_rows=recipe.rollout.max_rows,
+        threads=threads_of(recipe, recipe.rollout.threads),
+        initial_version=version,
+    )
+
+
+def train_engine(recipe: Recipe, *, weights: Path | None = None) -> TrainEngine:
+    train = recipe.train
+    if train.engine == "mock":
+        from stages.engines.mock import MockTrainEngine, MockTrainOptions
+
+        return MockTrainEngine(MockTrainOptions(**train.mock), seed=recipe.seed)
+    from stages.engines.torch_train import TorchTrainEngine
+
+    model, _ = _model(recipe, weights)
+    return TorchTrainEngine(
+        model,
+        learning_rate=train.learning_rate,
+        total_steps=train.steps,
+        schedule=train.schedule,
+        warmup_steps=train.warmup_steps,
+        weight_decay=train.weight_decay,
+        betas=train.betas,
+        grad_clip=train.grad_clip,
+        token_budget=train.token_budget,
+        temperature=recipe.rollout.temperature,
+        activation_checkpointing=train.activation_checkpointing,
+        threads=threads_of(recipe, train.threads),
+    )

@@ -1,0 +1,186 @@
+"""A run: a recipe made into an index, shared memory, workers, and a folder that keeps what came out.
+
+    out/  recipe.json  checkpoints/step-*/  logs/*.log  index/ (the embedded index's append-only file)
+
+    Run.create(recipe, out) ─▶ execute(stop) ─▶ RunResult        events() ─▶ every reader of the run
+    Run.resume(out)         ─▶ …the same, from the newest checkpoint
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from orchestration import checkpoint
+from orchestration.checkpoint import Checkpoint
+from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
+from orchestration.recipe import Recipe
+from orchestration.supervisor import Outcome, Supervisor
+from orchestration.worker import Place, flow_of, workers_of
+from pipeline.embedded import EmbeddedIndex
+from pipeline.index import Event, Index
+from pipeline.warehouse import shared_memory_directory
+
+log = structlog.get_logger()
+
+ENDED = ("finished", "stopped", "failed")
+READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
+_SHARED = "asyncdock-{pid}-{run}"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended. ``checkpoint`` is the newest one; its ``model`` opens with transformers."""
+
+    run: str
+    state: str
+    reason: str
+    out_dir: Path
+    checkpoint: Checkpoint | None
+    seconds: float
+
+
+class RunError(RuntimeError):
+    """A run cannot be made or resumed; the message says why and what to do."""
+
+
+class Run:
+    """One run in ``out_dir``. Make it with :meth:`create` or :meth:`resume`; execute it once."""
+
+    def __init__(self, recipe: Recipe, out_dir: Path, start: Checkpoint | None = None) -> None:
+        self.recipe, self.out_dir, self.start = recipe, out_dir.resolve(), start
+        self.id = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        self.supervisor: Supervisor | None = None
+        self.shared = shared_memory_directory() / _SHARED.format(pid=os.getpid(), run=self.id)
+        self._index: Index | None = None
+        self._up = asyncio.Event()
+        self._readers: set[asyncio.Event] = set()
+
+    @classmethod
+    def create(cls, recipe: Recipe, out_dir: Path) -> Run:
+        """A new run; ``out_dir`` must be new or empty. Raises RunError."""
+        if out_dir.exists() and any(out_dir.iterdir()):
+            raise RunError(f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`")
+        out_dir.mkdir(parents=True, exist_ok=True)
+        (out_dir / "recipe.json").write_text(recipe.to_json())
+        return cls(recipe, out_dir)
+
+    @classmethod
+    def resume(cls, out_dir: Path) -> Run:
+        """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none)."""
+        try:
+            recipe = Recipe.from_json((out_dir / "recipe.json").read_text())
+        except OSError as error:
+            raise RunError(f"run: {out_dir} holds no recipe.json ({error}); give the folder of a run") from None
+        start = checkpoint.latest(out_dir / "checkpoints")
+        if start is not None and start.version >= recipe.train.steps:
+            raise RunError(f"run: {out_dir} has done all of its {recipe.train.steps} steps; there is nothing to resume")
+        return cls(recipe, out_dir, start)
+
+    async def execute(self, stop: asyncio.Event | None = None) -> RunResult:
+        """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind.
+        Cancelling ends everything at once."""
+        began = time.monotonic()
+        sweep_shared_memory()
+        recipe, server = self.recipe, None
+        sockets = Path(tempfile.mkdtemp(prefix="adk-"))
+        try:
+            if recipe.pipeline.index == "embedded":
+                data = self.out_dir / "index"
+                shutil.rmtree(data, ignore_errors=True)
+                server = EmbeddedIndex(data, socket=sockets / "index.sock")
+                server.start()
+            url = server.url if server else recipe.pipeline.index
+            self._index = Index(url, self.id)
+            await self._prepare(self._index)
+            self._up.set()
+            self.supervisor = Supervisor(
+                self._index,
+                self._launcher(),
+                workers_of(recipe),
+                server=server,
+                max_restarts=recipe.launch.max_restarts,
+                startup_timeout=recipe.launch.startup_timeout,
+                stop_timeout=recipe.launch.stop_timeout,
+            )
+            outcome = await self.supervisor.run(stop or asyncio.Event())
+            await self._let_readers_finish()
+            return self._result(outcome, time.monotonic() - began)
+        finally:
+            self._up.set()
+            if self._index is not None:
+                await self._index.close()
+            if server is not None:
+                server.stop()
+            shutil.rmtree(sockets, ignore_errors=True)
+            shutil.rmtree(self.shared, ignore_errors=True)
+
+    async def events(self, after: str = "0") -> AsyncIterator[Event]:
+        """Every event of the run after id ``after``, as they come; ends after the run's last state."""
+        done = asyncio.Event()
+        self._readers.add(done)
+        try:
+            await self._up.wait()
+            if self._index is None:
+                return
+            async for event in self._index.follow(after):
+                yield event
+                if event.kind == "state" and event.data["state"] in ENDED:
+                    return
+        finally:
+            done.set()
+            self._readers.discard(done)
+
+    async def _prepare(self, index: Index) -> None:
+        counters = {"published": 0, "trained": 0, "admitted": 0}
+        if self.start is not None:
+            counters = self.start.counters
+        config = flow_of(self.recipe).config(self.recipe.staleness_plan)
+        await index.init(config, counters, self.start.remake if self.start else ())
+        self.shared.mkdir(parents=True, mode=0o700)
+        place = Place(self.out_dir, self.shared, self.start.path if self.start else None)
+        await index.put("recipe", self.recipe.to_json())
+        await index.put("place", place.to_json())
+        await index.transition([""], "created")
+
+    def _launcher(self) -> Launcher:
+        return InlineLauncher() if self.recipe.launch.launcher == "inline" else ProcessLauncher(self.out_dir / "logs")
+
+    async def _let_readers_finish(self) -> None:
+        waiting = [asyncio.create_task(done.wait()) for done in self._readers]
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=READERS_SECONDS)
+            for task in late:
+                task.cancel()
+
+    def _result(self, outcome: Outcome, seconds: float) -> RunResult:
+        newest = checkpoint.latest(self.out_dir / "checkpoints")
+        return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
+
+
+def sweep_shared_memory() -> None:
+    """Remove what runs left in shared memory whose process was killed."""
+    for folder in shared_memory_directory().glob("asyncdock-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+            log.info("removed what a killed run left in shared memory", folder=folder.name)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,193 @@
+"""The supervisor: keeps a run's workers alive, and ends the run when its work is done or cannot go on.
+
+    launch ──▶ ready ──▶ … ──▶ exit 0: done
+                 │ died: its leases end and its bytes come back at once ──▶ launch again, at most `max_restarts` times
+                 └ fatal, or too often: the run fails with that reason
+
+    created → starting → running ⇄ paused → stopping → finished | stopped | failed
+
+The work is done when the update worker and the rollout workers have ended by themselves; the others are then told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from orchestration.launchers import Launcher, Life
+from orchestration.worker import EXIT_FATAL
+from pipeline.embedded import EmbeddedIndex
+from pipeline.index import Index, worker_name
+
+log = structlog.get_logger()
+
+ENDS_BY_ITSELF = ("update", "rollout")
+LIVE = ("starting", "running", "paused")
+INDEX_CHECK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: ``finished``, ``stopped`` or ``failed``, and why."""
+
+    state: str
+    reason: str = ""
+
+
+class _Failed(Exception):
+    """The run cannot go on."""
+
+
+class Supervisor:
+    """Runs ``workers``, (kind, number) each, until the work is done, ``stop`` is set, or it cannot go on."""
+
+    def __init__(
+        self,
+        index: Index,
+        launcher: Launcher,
+        workers: Sequence[tuple[str, int]],
+        *,
+        server: EmbeddedIndex | None,
+        max_restarts: int,
+        startup_timeout: float,
+        stop_timeout: float,
+    ) -> None:
+        self.index, self.launcher, self.workers, self.server = index, launcher, list(workers), server
+        self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
+        self.restarts = 0
+        self._lives: dict[tuple[str, int], Life] = {}
+        self._ready: set[str] = set()
+        self._stopping = False
+
+    def pids(self) -> dict[str, int]:
+        """The process of each worker, as ``KIND-NUMBER``."""
+        return {f"{kind}-{number}": life.pid for (kind, number), life in self._lives.items()}
+
+    async def run(self, stop: asyncio.Event) -> Outcome:
+        await self.index.transition(["created"], "starting")
+        await self._tell_state("starting")
+        try:
+            outcome = await self._supervise(stop)
+        except _Failed as failed:
+            outcome = Outcome("failed", str(failed))
+        except Exception as error:
+            log.exception("supervision failed")
+            outcome = Outcome("failed", f"{type(error).__name__}: {error}")
+        finally:
+            self._stopping = True
+            for life in self._lives.values():
+                life.kill()
+            await asyncio.gather(*(life.wait() for life in self._lives.values()))
+        await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
+        await self._tell_state(outcome.state, outcome.reason)
+        return outcome
+
+    async def _supervise(self, stop: asyncio.Event) -> Outcome:
+        keepers = {worker: asyncio.create_task(self._keep(*worker)) for worker in self.workers}
+        stopped: asyncio.Task = asyncio.create_task(stop.wait())
+        told = asyncio.create_task(self._stopped_from_outside())
+        watchers = {stopped, told, asyncio.create_task(self._start())}
+        if self.server is not None:
+            watchers.add(asyncio.create_task(self._keep_server(self.server)))
+        ending = [task for (kind, _), task in keepers.items() if kind in ENDS_BY_ITSELF]
+        try:
+            pending: set[asyncio.Task] = {*keepers.values(), *watchers}
+            while True:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if all(task.done() for task in ending):
+                    outcome = Outcome("finished")
+                    break
+                if stopped.done() or told.done():
+                    outcome = Outcome("stopped", "stopped by request")
+                    break
+            await self._stop(list(keepers.values()))
+            return outcome
+        finally:
+            for task in {*keepers.values(), *watchers}:
+                task.cancel()
+            await asyncio.gather(*keepers.values(), *watchers, return_exceptions=True)
+
+    async def _stop(self, keepers: list[asyncio.Task[None]]) -> None:
+        """Tell the workers, and give them ``stop_timeout`` seconds to finish what they hold."""
+        self._stopping = True
+        await self.index.transition(LIVE, "stopping")
+        await self._tell_state("stopping")
+        _, late = await asyncio.wait(keepers, timeout=self.stop_timeout)
+        if late:
+            log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.stop_timeout)
+
+    async def _keep(self, kind: str, number: int) -> None:
+        """Keep one worker alive until it is done."""
+        while True:
+            name = worker_name(kind, number)
+            life = await self.launcher.launch(self.index.run, self.index.url, kind, number, name)
+            self._lives[kind, number] = life
+            await self._tell(kind, number, "started", pid=life.pid)
+            code = await life.wait()
+            if code == 0:
+                return
+            reason = await self.index.get(f"reason:{name}") or _signal(code)
+            await self.index.call("forget", worker=name)
+            if self._stopping:
+                return
+            log.warning("worker died", worker=name, code=code, reason=reason)
+            await self._tell(kind, number, "died", reason=reason)
+            if code == EXIT_FATAL:
+                raise _Failed(f"{kind}-{number}: {reason}")
+            if self.restarts >= self.max_restarts:
+                raise _Failed(f"{kind}-{number} died and launch.max_restarts = {self.max_restarts} is used up: {reason}")
+            self.restarts += 1
+            await self._tell(kind, number, "restarted", reason=reason)
+
+    async def _start(self) -> None:
+        """Wait until every worker has said that it is ready."""
+        waiting, after = {f"{kind}-{number}" for kind, number in self.workers}, "0"
+        try:
+            async with asyncio.timeout(self.startup_timeout):
+                while waiting:
+                    for event in await self.index.events(after):
+                        after = event.id
+                        if event.kind == "worker" and event.data["change"] == "ready":
+                            waiting.discard(event.data["worker"])
+        except TimeoutError:
+            raise _Failed(
+                f"{sorted(waiting)} not ready within launch.startup_timeout = {self.startup_timeout:.0f} s; see the logs"
+            ) from None
+        await self.index.transition(["starting"], "running")
+        await self._tell_state("running")
+
+    async def _stopped_from_outside(self) -> None:
+        """Return when somebody else asks the run to stop."""
+        while True:
+            state, _, after = await self.index.state()
+            if state == "stopping":
+                return
+            await self.index.wait("state", after, 10.0)
+
+    async def _keep_server(self, server: EmbeddedIndex) -> None:
+        """Start the embedded index again when it dies; its append-only file holds all that was acknowledged."""
+        while True:
+            await asyncio.sleep(INDEX_CHECK_SECONDS)
+            if not server.alive():
+                if self.restarts >= self.max_restarts:
+                    raise _Failed("the embedded index died too often")
+                self.restarts += 1
+                log.warning("index died; starting it again")
+                server.start()
+                await self._tell("index", 0, "restarted", reason="the embedded index died")
+
+    async def _tell(self, kind: str, number: int, change: str, *, pid: int = 0, reason: str = "") -> None:
+        data = {"stage": kind, "worker": f"{kind}-{number}", "change": change, "pid": pid, "reason": reason}
+        await self.index.emit("worker", data)
+
+    async def _tell_state(self, state: str, reason: str = "") -> None:
+        await self.index.emit("state", {"state": state, "reason": reason})
+
+
+def _signal(code: int) -> str:
+    return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

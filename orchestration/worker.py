@@ -1,0 +1,387 @@
+"""A worker: one process (or one task of the inline launcher) with the controllers of its stages.
+
+    index: recipe, where files lie ──▶ build stages ──▶ `ready` ──▶ controllers until the run's work is done
+    beside them: the run's state is watched (pause, resume, stop); a rollout worker follows the published weights
+
+A worker needs the run's id and the index's URL, and nothing else. Which stages share a worker:
+
+    flow      gate, reward, advantage      (light; one)
+    rollout   rollout, evaluation          (one engine each)
+    update    update
+    reward    reward                       (further ones, when the recipe asks for more than one)
+    reference reference                    (when the algorithm needs it)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import traceback
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from orchestration import checkpoint
+from orchestration.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.logs import configure
+from orchestration.recipe import Recipe
+from pipeline.columns import ColumnError
+from pipeline.controller import Controller, Stage
+from pipeline.dock import Dock
+from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
+from stages.advantage import Advantage
+from stages.algorithms import build_algorithm
+from stages.evaluate import Evaluator
+from stages.gate import Gate
+from stages.models import ModelNotFound
+from stages.prompts import PromptError, load_prompts
+from stages.reference import Reference
+from stages.reward import Reward, RewardError, RewardSet
+from stages.rollout import Rollout
+from stages.sample import Flow
+from stages.update import Update
+from stages.weight_sync import Published, WeightsDamaged, WeightStore
+
+log = structlog.get_logger()
+
+# Nothing that a restart could mend.
+FATAL = (BoundBroken, WrittenTwice, GateClosed, NeverFits, ColumnError, ModelNotFound, PromptError, RewardError)
+EXIT_FATAL = 3
+EXIT_FAILED = 1
+STATE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run's files lie: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint it resumed from."""
+
+    out: Path
+    shared: Path
+    start: Path | None
+
+    def to_json(self) -> str:
+        return json.dumps({"out": str(self.out), "shared": str(self.shared), "start": str(self.start or "")})
+
+    @classmethod
+    def from_json(cls, text: str) -> Place:
+        data = json.loads(text)
+        return cls(Path(data["out"]), Path(data["shared"]), Path(data["start"]) if data["start"] else None)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+
+def flow_of(recipe: Recipe) -> Flow:
+    """What this recipe's samples are made of."""
+    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    return Flow(rewards=len(recipe.reward.functions), reference=algorithm.needs_reference)
+
+
+def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
+    """The workers that a recipe asks for, as (kind, number)."""
+    reference = [("reference", 0)] if flow_of(recipe).reference else []
+    return [
+        ("flow", 0),
+        *(("rollout", number) for number in range(recipe.rollout.workers)),
+        *(("reward", number) for number in range(1, recipe.reward.workers)),
+        *reference,
+        ("update", 0),
+    ]
+
+
+class Worker:
+    """The worker ``kind``-``number`` of a run, in one of its lives: ``name``."""
+
+    def __init__(self, run: str, url: str, kind: str, number: int, name: str) -> None:
+        self.index = Index(url, run)
+        self.kind, self.number, self.name = kind, number, name
+        self._controllers: list[Controller] = []
+        self._gate: Gate | None = None
+        self._beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._following: list[asyncio.Task[None]] = []
+        self._close: list[Callable[[], Any]] = []
+
+    async def run(self) -> None:
+        """Work until the run's work is done or the run stops. Raises what went wrong, after saying it in the index."""
+        structlog.contextvars.bind_contextvars(run=self.index.run, stage=self.kind, worker=self.name)
+        try:
+            recipe, place = await self._documents()
+            self.recipe, self.place = recipe, place
+            self.dock = Dock(
+                self.index,
+                flow_of(recipe).schema,
+                worker=self.name,
+                directory=place.shared,
+                lease=recipe.pipeline.lease_seconds,
+            )
+            await self.dock.join(recipe.pipeline.arena)
+            await getattr(self, f"_build_{self.kind}")()
+            await self._tell("ready")
+            await self._work()
+            await self._tell("stopped")
+        except BaseException as error:
+            first = _first(error)
+            if not isinstance(first, asyncio.CancelledError):
+                log.error("worker failed", error=repr(first), trace="".join(traceback.format_exception(first)))
+                await self.index.put(f"reason:{self.name}", f"{type(first).__name__}: {first}")
+                raise first from None
+            raise
+        finally:
+            for close in reversed(self._close):
+                result = close()
+                if asyncio.iscoroutine(result):
+                    await result
+            await self.index.close()
+
+    async def _documents(self) -> tuple[Recipe, Place]:
+        recipe, place = await self.index.get("recipe"), await self.index.get("place")
+        if recipe is None or place is None:
+            raise RuntimeError(f"run {self.index.run!r} is not in this index; give the id and the URL of a run that is")
+        return Recipe.from_json(recipe), Place.from_json(place)
+
+    async def _tell(self, change: str, reason: str = "") -> None:
+        await self.index.emit(
+            "worker", {"stage": self.kind, "worker": f"{self.kind}-{self.number}", "name": self.name, "change": change}
+        )
+
+    async def _work(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._watch())
+            async with asyncio.TaskGroup() as work:
+                for controller in self._controllers:
+                    work.create_task(controller.run())
+                if self._gate is not None:
+                    work.create_task(self._gate.run())
+                self._following = [work.create_task(follow()) for follow in self._beside]
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        """Follow the run's state."""
+        while True:
+            state, _, after = await self.index.state()
+            for controller in self._controllers:
+                controller.pause() if state == "paused" else controller.resume()
+            if self._gate is not None:
+                self._gate.paused = state == "paused"
+                await self.index.call("nudge", topic="version")
+            if state in ("stopping", "stopped", "failed", "finished"):
+                for controller in self._controllers:
+                    controller.stop()
+                if self._gate is not None:
+                    await self._gate.stop()
+                for task in self._following:
+                    task.cancel()
+                return
+            await self.index.wait("state", after, STATE_SECONDS)
+
+    # ── the kinds ──
+
+    def _control(self, stage: Stage) -> Controller:
+        controller = Controller(self.dock, stage, number=self.number)
+        self._controllers.append(controller)
+        return controller
+
+    def _rewards(self) -> RewardSet:
+        return RewardSet([(function.name, function.weight) for function in self.recipe.reward.functions])
+
+    async def _build_flow(self) -> None:
+        recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
+        prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed)
+        self._gate = Gate(
+            self.dock,
+            prompts.train,
+            group_size=recipe.algorithm.group_size,
+            steps=recipe.train.steps,
+            groups_per_step=recipe.train.groups_per_step,
+        )
+        self._control(Reward(self._rewards(), tokenizer))
+        self._control(Advantage(build_algorithm(recipe.algorithm.name, recipe.algorithm.options)))
+
+    async def _build_reward(self) -> None:
+        self._control(Reward(self._rewards(), tokenizer_of(self.recipe)))
+
+    async def _build_reference(self) -> None:
+        engine = await asyncio.to_thread(train_engine, self.recipe)
+        self._close.append(engine.close)
+        self._control(Reference(engine))
+
+    async def _build_rollout(self) -> None:
+        recipe = self.recipe
+        start = checkpoint.open_checkpoint(self.place.start) if self.place.start else None
+        engine = await asyncio.to_thread(
+            rollout_engine, recipe, version=start.version if start else 0, weights=start.model if start else None
+        )
+        self._close.append(engine.close)
+        tokenizer, size = tokenizer_of(recipe), recipe.algorithm.group_size
+        sampling = sampling_of(recipe, tokenizer)
+        # One worker takes a whole step's groups at once, so that the batch it decodes is the same however fast the rest
+        # of the run is; several share them by what each has room for.
+        step_rows = recipe.train.groups_per_step * size if recipe.rollout.workers == 1 else 0
+        stage = Rollout(
+            engine, sampling, seed=recipe.seed, group_size=size, most_rows=max(recipe.rollout.max_rows, step_rows)
+        )
+        controller = self._control(stage)
+        evaluator = None
+        if recipe.evaluate.every and self.number == 0:
+            held_out = load_prompts(recipe.prompts, tokenizer, recipe.seed).held_out
+            assert held_out is not None, "checked with the recipe"
+            prompts = [held_out.prompt(number) for number in range(recipe.evaluate.prompts)]
+            evaluator = Evaluator(engine, sampling, self._rewards(), tokenizer, prompts, recipe.evaluate.samples)
+        follower = Follower(
+            self.index,
+            WeightStore(self.place.shared),
+            stage,
+            controller,
+            evaluator,
+            worker=f"rollout-{self.number}",
+            every=recipe.evaluate.every,
+            steps=recipe.train.steps,
+            overlap=recipe.staleness_plan.slack > 0,
+        )
+        await follower.begin()
+        self._beside.append(follower.run)
+
+    async def _build_update(self) -> None:
+        recipe = self.recipe
+        engine = await asyncio.to_thread(train_engine, recipe)
+        self._close.append(engine.close)
+        saved = checkpoint.latest(self.place.checkpoints)
+        if saved is not None:
+            await asyncio.to_thread(saved.load_into, engine)
+        version = saved.version if saved else 0
+        steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
+
+        async def after_step(done: int) -> None:
+            if done % every and done < steps:
+                return
+            state = await self.index.call("snapshot")
+            state["remake"] = list(state["remake"] or ())
+            await asyncio.to_thread(checkpoint.save, self.place.checkpoints, engine, done, state, keep)
+            await self.index.call("release", before=done)
+
+        stage = Update(
+            self.dock,
+            engine,
+            build_algorithm(recipe.algorithm.name, recipe.algorithm.options),
+            WeightStore(self.place.shared),
+            steps=steps,
+            staleness=recipe.pipeline.staleness,
+            version=version,
+            after_step=after_step,
+            after_last=lambda: controller.stop(),
+        )
+        controller = self._control(stage)
+        await stage.catch_up()
+
+
+class Follower:
+    """Keeps a rollout engine at the published version, and evaluates the versions that are due.
+
+    With ``overlap`` an evaluation shares the engine with training samples; without (η = 0) claims wait for it, so that
+    what is generated does not depend on whether anybody evaluates.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        store: WeightStore,
+        stage: Rollout,
+        controller: Controller,
+        evaluator: Evaluator | None,
+        *,
+        worker: str,
+        every: int,
+        steps: int,
+        overlap: bool,
+    ) -> None:
+        self.index, self.store, self.stage, self.controller, self.evaluator = index, store, stage, controller, evaluator
+        self.worker, self.every, self.steps, self.overlap = worker, every, steps, overlap
+
+    async def begin(self) -> None:
+        """Take what is published already: the worker is new, the run may not be."""
+        await self._take()
+        self.stage.held_back = self._due() and not self.overlap
+
+    async def run(self) -> None:
+        """Until the last version is loaded and evaluated."""
+        while True:
+            if self._due():
+                await self._evaluate()
+            self.stage.held_back = False
+            self.controller.nudge()
+            if self.stage.engine.version >= self.steps:
+                self.controller.stop()
+                return
+            while not await self._take():
+                await self.index.wait("version", self._seen, STATE_SECONDS)
+
+    async def _take(self) -> bool:
+        """Load the published version when it is newer; whether the engine's version has changed."""
+        at = await self.index.call("published")
+        self._seen, engine = at["wait"], self.stage.engine
+        if at["version"] <= engine.version or not at["record"]:
+            return False
+        published = Published.from_record(at["record"])
+        try:
+            weights = await asyncio.to_thread(self.store.read, published)
+        except WeightsDamaged as damaged:
+            log.warning("weights not taken", version=published.version, kept=engine.version, reason=str(damaged))
+            return False
+        self.stage.held_back = self._due(published.version) and not self.overlap
+        times = await engine.load_weights(published.version, weights)
+        await self.index.emit(
+            "sync",
+            {
+                "worker": self.worker,
+                "version": published.version,
+                "bytes": published.nbytes,
+                "exposed_seconds": times.exposed,
+                "hidden_seconds": times.hidden,
+                "publish_seconds": 0.0,
+            },
+        )
+        return True
+
+    def _due(self, version: int | None = None) -> bool:
+        version = self.stage.engine.version if version is None else version
+        return self.evaluator is not None and (version % self.every == 0 or version >= self.steps)
+
+    async def _evaluate(self) -> None:
+        assert self.evaluator is not None
+        version = self.stage.engine.version
+        if await self.index.get(f"evaluated:{version}") is None:
+            await self.index.emit("evaluation", await self.evaluator.run(version))
+            await self.index.put(f"evaluated:{version}", "1")
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first real error inside task groups' groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = next((e for e in error.exceptions if not isinstance(e, asyncio.CancelledError)), error.exceptions[0])
+    return error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One worker of a run; started by the run's launcher.")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--index", required=True)
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--number", type=int, default=0)
+    parser.add_argument("--name", required=True)
+    options = parser.parse_args()
+    configure(terminal=False)
+    try:
+        asyncio.run(Worker(options.run, options.index, options.kind, options.number, options.name).run())
+    except FATAL:
+        sys.exit(EXIT_FATAL)
+    except Exception:
+        sys.exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

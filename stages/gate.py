@@ -1,0 +1,60 @@
+"""The gate: where prompts enter. It holds the staleness bound by pacing, so that no sample has ever to be dropped.
+
+    published version v ──▶ admit every group below (v + S + 1)·P at once ──▶ sleep until a version is published ──▶ …
+
+Which prompt a group gets is a pure function of its number, so a lost group, or a resumed run, asks for the same again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from pipeline.dock import Dock
+from pipeline.index import Index
+from stages.prompts import Prompt, PromptSource
+
+WAIT_SECONDS = 10.0
+
+
+class Gate:
+    """Admits the groups of ``steps`` optimizer steps of P groups each, ``group_size`` samples a group, as the index's gate
+    allows; a group that was filtered out is replaced by one more."""
+
+    def __init__(
+        self, dock: Dock, source: PromptSource, *, group_size: int, steps: int, groups_per_step: int
+    ) -> None:
+        self.dock, self.source = dock, source
+        self.group_size, self.steps, self.groups = group_size, steps, steps * groups_per_step
+        self.stopping = self.paused = False
+
+    async def run(self) -> None:
+        """Return when all steps are trained, or after :meth:`stop`."""
+        index: Index = self.dock.index
+        while not self.stopping:
+            at = await index.call("room_at_gate")
+            limit = min(at["gate"], self.groups + at["filtered"])
+            numbers = [*sorted(int(n) for n in at["remake"] or ()), *range(at["admitted"], limit)]
+            if numbers and not self.paused:
+                await self.admit(numbers)
+            elif at["trained"] >= self.steps:
+                return
+            else:
+                await index.wait("version", at["wait"], WAIT_SECONDS)
+
+    async def admit(self, numbers: Sequence[int]) -> None:
+        prompts = [self.source.prompt(number) for number in numbers]
+        await self.dock.admit([(number, self.group_size) for number in numbers], columns(prompts))
+
+    async def stop(self) -> None:
+        self.stopping = True
+        await self.dock.index.call("nudge", topic="version")
+
+
+def columns(prompts: Sequence[Prompt]) -> dict[str, object]:
+    """The columns that a prompt brings: its ids, and as JSON what its row gave and its other fields."""
+    return {
+        "prompt_ids": [prompt.ids for prompt in prompts],
+        "given": [json.dumps(prompt.given) for prompt in prompts],
+        "fields": [json.dumps(prompt.fields, default=str) for prompt in prompts],
+    }

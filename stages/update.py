@@ -1,0 +1,148 @@
+"""Update: claims P whole groups in admission order, makes one optimizer step of them, publishes what came out.
+
+    claim P groups (the window) ─▶ check the bound ─▶ train ─▶ commit the step and its event, atomically
+       ▲                                                          └─▶ publish v + 1: the gate opens ─▶ checkpoint?
+
+A killed worker's successor loads the last checkpoint and replays the steps that the index has recorded since: their rows
+are still there, the arithmetic is deterministic, so it arrives at the very weights that were lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import structlog
+import torch
+from tensordict import TensorDict
+
+from pipeline.controller import Output
+from pipeline.dock import Dock
+from pipeline.index import BoundBroken, Claim
+from stages.algorithms import Algorithm
+from stages.engines.protocols import TrainEngine
+from stages.weight_sync import WeightStore
+
+log = structlog.get_logger()
+
+
+class Update:
+    """``version`` counts the optimizer steps in the engine's weights. ``after_step`` is told each new version once it is
+    published (checkpoints); ``after_last`` is called when ``steps`` are done."""
+
+    name = "update"
+
+    def __init__(
+        self,
+        dock: Dock,
+        engine: TrainEngine,
+        algorithm: Algorithm,
+        store: WeightStore,
+        *,
+        steps: int,
+        staleness: int,
+        version: int,
+        after_step: Callable[[int], Awaitable[None]],
+        after_last: Callable[[], None],
+    ) -> None:
+        reference = ("ref_logprobs",) if algorithm.needs_reference else ()
+        self.fetches = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", "reward", *reference)
+        self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
+        self.steps, self.staleness, self.trained = steps, staleness, version
+        self._after_step, self._after_last = after_step, after_last
+        self._since = time.monotonic()
+
+    def room(self, held: int) -> int:
+        return 0 if held or self.trained >= self.steps else 1
+
+    def version(self) -> int | None:
+        return None
+
+    async def catch_up(self) -> None:
+        """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
+        at = await self.dock.index.call("room_at_gate")
+        while self.trained < at["trained"]:
+            claim = await self.dock.index.replay(self.trained)
+            batch = train_batch(claim, self.dock.fetch(claim, self.fetches))
+            await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+            log.info("step replayed", step=self.trained)
+            self.trained += 1
+        if at["published"] < self.trained:
+            await self.publish()
+        if self.trained >= self.steps:
+            self._after_last()
+
+    async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
+        stale = [self.trained - row.oldest_version for row in claim.rows]
+        if max(stale) > self.staleness or min(stale) < 0:
+            raise BoundBroken(f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}")
+        batch = train_batch(claim, rows)
+        began = time.monotonic()
+        metrics = await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+        seconds = time.monotonic() - began
+        ledger = await self.dock.index.ledger()
+        trained_tokens = sum(row.tokens for row in claim.rows)
+        event = {
+            **step_event(self.trained, claim, rows["reward"], stale, metrics),
+            "tokens_generated": ledger["generated_tokens"],
+            "tokens_trained": ledger["trained_tokens"] + trained_tokens,
+            "tokens_filtered": ledger["filtered_tokens"],
+            "seconds": time.monotonic() - self._since,
+            "train_seconds": seconds,
+        }
+        self._since = time.monotonic()
+        yield Output(step=self.trained, event=event, tokens=trained_tokens)
+        self.trained += 1
+        await self.publish()
+        await self._after_step(self.trained)
+        await self.dock.index.emit("ledger", await self.dock.index.ledger())
+        if self.trained >= self.steps:
+            self._after_last()
+
+    async def publish(self) -> None:
+        """Put the engine's weights into host memory as the current version, and tell the index."""
+        began = time.monotonic()
+        published = await asyncio.to_thread(self.store.publish, self.trained, self.engine.weights())
+        await self.dock.index.call("publish", version=self.trained, record=published.record())
+        await self.dock.index.emit(
+            "sync",
+            {
+                "worker": "update-0",
+                "version": self.trained,
+                "bytes": published.nbytes,
+                "publish_seconds": time.monotonic() - began,
+                "exposed_seconds": 0.0,
+                "hidden_seconds": 0.0,
+            },
+        )
+
+
+def train_batch(claim: Claim, rows: TensorDict) -> TensorDict:
+    """``rows`` with the columns ``group`` and ``place``, as :meth:`TrainEngine.train_batch` takes them."""
+    batch = rows.copy()
+    batch["group"] = torch.tensor([row.group for row in claim.rows])
+    batch["place"] = torch.tensor([row.place for row in claim.rows])
+    return batch
+
+
+def step_event(
+    step: int, claim: Claim, reward: torch.Tensor, stale: list[int], metrics: Any
+) -> dict[str, Any]:
+    """What is told of a step: what the engine measured, and what the samples were."""
+    staleness = torch.tensor(stale, dtype=torch.float64)
+    lengths = torch.tensor([row.tokens for row in claim.rows], dtype=torch.float64)
+    return {
+        **{name: float(value) for name, value in metrics.items()},
+        "step": step,
+        "version": step + 1,
+        "rows": len(claim.rows),
+        "groups": sorted({row.group for row in claim.rows}),
+        "reward_mean": float(reward.double().mean()),
+        "reward_std": float(reward.double().std(correction=0)),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_p95": float(staleness.quantile(0.95)),
+        "staleness_max": float(staleness.max()),
+        "response_length_mean": float(lengths.mean()),
+    }

@@ -1,0 +1,132 @@
+"""Weight sync, first form: publish to host memory, swap late.
+
+    trainer:  step v done ─▶ write slot (v mod slots), bucket by bucket, each with its checksum ─▶ index: v is published
+    follower: v is published ─▶ copy out of shared memory and verify (beside generation) ─▶ engine swaps at its next
+              token boundary ─▶ claims groups that need v
+
+A slot that is overwritten while it is read fails its checksums: the follower keeps its version, says so, and takes the
+newest. Versions come as the optimizer makes them; a slow follower skips some.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+BUCKET_BYTES = 32 * 2**20
+_ALIGN = 64
+
+
+class WeightsDamaged(RuntimeError):
+    """A bucket's bytes are not those that were published: overwritten by a later version, or corrupted."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the index keeps of a version: where it lies and what it must be. ``buckets`` are (offset, bytes, xxh3)."""
+
+    version: int
+    slot: int
+    nbytes: int
+    tensors: tuple[Tensor, ...]
+    buckets: tuple[tuple[int, int, str], ...]
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Published:
+        return cls(
+            record["version"],
+            record["slot"],
+            record["nbytes"],
+            tuple(Tensor(**tensor) for tensor in record["tensors"]),
+            tuple((offset, nbytes, digest) for offset, nbytes, digest in record["buckets"]),
+        )
+
+
+class WeightStore:
+    """Versions of a model's weights in shared memory under ``directory``, ``slots`` of them at a time."""
+
+    def __init__(self, directory: Path, *, slots: int = 2, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.directory, self.slots, self.bucket_bytes = directory, slots, bucket_bytes
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Published:
+        """Write ``weights`` as ``version`` into the slot that holds the oldest. Each byte is copied once, and read once
+        for its checksum while it is warm."""
+        layout, at = [], 0
+        named = list(weights)
+        for name, value in named:
+            nbytes = value.numel() * value.element_size()
+            layout.append(Tensor(name, str(value.dtype).removeprefix("torch."), list(value.shape), at, nbytes))
+            at = (at + nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
+        slot = version % self.slots
+        memory = np.frombuffer(self._open(slot, max(at, 1)), np.uint8)
+        target = torch.from_numpy(memory)
+        buckets, written, start = [], 0, 0
+        for tensor, (_, value) in zip(layout, named, strict=True):
+            source = value.detach().contiguous().view(-1).view(torch.uint8)
+            for begin in range(0, tensor.nbytes, self.bucket_bytes):
+                piece = source[begin : begin + self.bucket_bytes]
+                target[tensor.offset + begin : tensor.offset + begin + piece.numel()].copy_(piece)
+                written = tensor.offset + begin + piece.numel()
+                if written - start >= self.bucket_bytes:
+                    buckets.append((start, written - start, _digest(memory[start:written])))
+                    start = written
+        if written > start:
+            buckets.append((start, written - start, _digest(memory[start:written])))
+        return Published(version, slot, at, tuple(layout), tuple(buckets))
+
+    def read(self, published: Published) -> dict[str, torch.Tensor]:
+        """A private, verified copy of a published version, by parameter name. Raises WeightsDamaged."""
+        source = np.frombuffer(self._open(published.slot, max(published.nbytes, 1)), np.uint8)
+        copy = np.empty(published.nbytes, np.uint8)
+        for number, (offset, nbytes, digest) in enumerate(published.buckets):
+            copy[offset : offset + nbytes] = source[offset : offset + nbytes]
+            if _digest(copy[offset : offset + nbytes]) != digest:
+                raise WeightsDamaged(
+                    f"weights of version {published.version}: bucket {number} ({nbytes} bytes) does not match its "
+                    "checksum; a later version has overwritten it, or it was corrupted"
+                )
+        flat = torch.from_numpy(copy)
+        return {
+            t.name: flat[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)
+            for t in published.tensors
+        }
+
+    def close(self) -> None:
+        self._maps.clear()
+
+    def _open(self, slot: int, nbytes: int) -> mmap.mmap:
+        if slot not in self._maps or len(self._maps[slot]) < nbytes:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.directory / f"weights-{slot}", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                if os.fstat(descriptor).st_size < nbytes:
+                    os.ftruncate(descriptor, nbytes)
+                self._maps[slot] = mmap.mmap(descriptor, 0)
+            finally:
+                os.close(descriptor)
+        return self._maps[slot]
+
+
+def _digest(data: np.ndarray) -> str:
+    return xxhash.xxh3_64_hexdigest(data.data)
