@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchestration.recipe import Recipe
 
-ALIGNMENT = 64  # the arena begins each cell at a multiple of this many bytes
-SCALAR_CELLS = 8  # group, place, seed, reward, advantage, versions, ... : one aligned cell each
+BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
+TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
+LONGEST_PROMPT = 2048  # assumed where the recipe sets no prompts.max_prompt_tokens
+GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena is taken
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Plan:
     rows_per_step: int
     rows_retained: int
     """Rows of trained steps that no checkpoint covers yet; a restarted trainer replays them."""
+    prompt_bytes: int
     row_bytes: int
     arena_bytes: int
     tokens_per_step: int
@@ -39,10 +42,13 @@ class Plan:
 def plan(recipe: Recipe) -> Plan:
     """Derive the numbers of ``recipe``. Pure arithmetic: nothing is loaded."""
     flow, size = recipe.staleness_plan, recipe.algorithm.group_size
-    row_bytes = _row_bytes(recipe.prompts.max_prompt_tokens, recipe.rollout.max_tokens)
+    # int64 ids, and the text it was made from; then int64 ids and float32 logprobs of rollout and of a reference.
+    prompt_bytes = (8 + TEXT_BYTES) * (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + BLOCK_BYTES
+    row_bytes = (8 + 4 + 4) * recipe.rollout.max_tokens + 4 * BLOCK_BYTES
     rows_in_flight = flow.groups_in_flight * size
     rows_per_step = flow.groups_per_step * size
     rows_retained = recipe.checkpoint.every * rows_per_step
+    alive = (rows_in_flight + rows_retained) * row_bytes + (rows_in_flight + rows_retained) // size * prompt_bytes
     return Plan(
         bound=flow.bound,
         window=flow.window,
@@ -53,14 +59,9 @@ def plan(recipe: Recipe) -> Plan:
         rows_in_flight=rows_in_flight,
         rows_per_step=rows_per_step,
         rows_retained=rows_retained,
+        prompt_bytes=prompt_bytes,
         row_bytes=row_bytes,
-        arena_bytes=(rows_in_flight + rows_retained) * row_bytes,
+        arena_bytes=int(alive / GATE_SHARE),
         tokens_per_step=rows_per_step * recipe.rollout.max_tokens,
         decode_rows=recipe.rollout.workers * recipe.rollout.max_rows,
     )
-
-
-def _row_bytes(prompt_tokens: int, response_tokens: int) -> int:
-    """Arena bytes of the longest sample: int64 prompt and response ids, float32 logprobs of rollout and reference."""
-    cells = [8 * prompt_tokens, 8 * response_tokens, 4 * response_tokens, 4 * response_tokens]
-    return sum(-(-cell // ALIGNMENT) * ALIGNMENT for cell in cells) + SCALAR_CELLS * ALIGNMENT

@@ -12,6 +12,7 @@ import copy
 import difflib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import re
@@ -24,10 +25,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pipeline.staleness import StalenessPlan, passing_steps
+from stages.prompts import PromptOptions
 
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
-REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # module:function
+NAMES_ITS_KEY = re.compile(r"(?P<key>\w+\.\w+)(?: = .*?)? (?P<wrong>(?:is|means|must|needs) .*)", re.DOTALL)
 
 
 def parse_size(value: object) -> object:
@@ -60,7 +62,10 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
-Betas = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[
+    tuple[Share, Share], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+]
 
 
 class Section(BaseModel):
@@ -72,22 +77,6 @@ class ModelSection(Section):
 
     source: str = Field(min_length=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
-
-
-class PromptsSection(Section):
-    """``source``: ``reasoning_gym`` (with ``task``), ``jsonl``, ``parquet`` or ``datasets`` (with ``path``), ``tiny``,
-    or ``module:function``. ``config`` is handed to the source. ``held_out`` prompts are kept for evaluation and never
-    trained."""
-
-    source: str = Field(min_length=1)
-    path: str = ""
-    task: str = ""
-    config: dict[str, Any] = {}
-    system: str = ""
-    template: str = ""
-    suffix: str = ""
-    max_prompt_tokens: Count = 512
-    held_out: CountOrNone = 64
 
 
 class RolloutSection(Section):
@@ -106,7 +95,7 @@ class RolloutSection(Section):
 
 
 class RewardFunction(Section):
-    """``name``: ``module:function`` or the name of a registered reward."""
+    """``name``: ``module:function``, a reward of the package, or one registered as an entry point."""
 
     name: str = Field(min_length=1)
     weight: float = 1.0
@@ -184,7 +173,7 @@ class Recipe(Section):
     description: str = ""
     seed: CountOrNone = 0
     model: ModelSection
-    prompts: PromptsSection
+    prompts: PromptOptions
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -250,11 +239,11 @@ def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Seque
     to ``problems`` found before. Relations between keys are checked as far as the keys themselves are sound."""
     found = list(problems)
     try:
-        recipe = Recipe.model_validate(data)
+        recipe = Recipe.model_validate(data, strict=True)
         unsound: set[str] = set()
     except ValidationError as error:
-        found += [_field_problem(dict(item), list(_fields(item["loc"][:-1]))) for item in error.errors()]
-        recipe, unsound = _sound_part(data, error)
+        recipe, unsound, errors = _sound_part(data, error)
+        found += [_field_problem(item, list(_fields(item["loc"][:-1]))) for item in errors]
     sound = (check for check, keys in CHECKS if not any(_touches(key, unsound) for key in keys))
     found += [problem for check in sound for problem in check(recipe)]
     if found:
@@ -335,8 +324,10 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
     if kind in TYPES:
         return Problem(key, value, f"is a {_toml_type(value)}", f"write {TYPES[kind]}")
     if kind == "value_error":
-        wrong, _, fix = str(context["error"]).partition("; ")
-        return Problem(key, value, f"is {wrong}", fix)
+        message = str(context["error"])
+        if named := NAMES_ITS_KEY.fullmatch(message):  # said of a section as a whole
+            return Problem(named["key"], value.get(named["key"].split(".")[1]), *_wrong_and_fix(named["wrong"]))
+        return Problem(key, value, *_wrong_and_fix(f"is {message}"))
     if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
         sign = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}[kind]
         limit = next(iter(context.values()))
@@ -346,6 +337,11 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
     if kind in ("too_short", "too_long", "string_too_short"):
         return Problem(key, value, "has the wrong length", error["msg"])
     return Problem(key, value, error["msg"])
+
+
+def _wrong_and_fix(message: str) -> tuple[str, str]:
+    wrong, _, fix = message.partition("; ")
+    return wrong, fix
 
 
 def _suggest(given: str, allowed: Sequence[str]) -> str:
@@ -383,34 +379,41 @@ def _short(value: Any) -> str:
 
 # Stands in for what is missing or wrong, so that the relations of the rest can be checked all the same.
 _STAND_IN: dict[str, Any] = {
-    "name": "recipe",
     "model": {"source": "tiny"},
-    "prompts": {"source": "tiny"},
+    "prompts": {"source": "jsonl", "path": "?"},
     "reward": {"functions": [{"name": "?"}]},
     "train": {"steps": 1},
 }
 
 
-def _sound_part(data: Mapping[str, Any], error: ValidationError) -> tuple[Recipe, set[str]]:
-    """A recipe of the sound fields, stand-ins and defaults for the others, and the dotted keys of those others."""
-    sound = copy.deepcopy(dict(data))
-    unsound = set()
-    for item in error.errors():
-        loc = [part for part in item["loc"] if isinstance(part, str)]
-        if any(isinstance(part, int) for part in item["loc"]):  # an entry of a list: the list as a whole is unsound
-            loc = loc[: next(n for n, part in enumerate(item["loc"]) if isinstance(part, int))]
-        unsound.add(".".join(loc))
-        at = sound
-        for part in loc[:-1]:
-            at = at.get(part, {}) if isinstance(at, dict) else {}
-        if isinstance(at, dict):
-            at.pop(loc[-1], None)
-    for section, fields in _STAND_IN.items():
-        if isinstance(fields, str):
-            sound.setdefault(section, fields)
-        else:
-            sound[section] = fields | sound.get(section, {})
-    return Recipe.model_validate(sound), unsound
+def _sound_part(data: Mapping[str, Any], error: ValidationError) -> tuple[Recipe, set[str], list[dict[str, Any]]]:
+    """A recipe of the sound fields, stand-ins and defaults for the others; the dotted keys of those others; and all of
+    pydantic's errors, with those that show only when the first ones are out of the way."""
+    sound, unsound, stood_in = copy.deepcopy(dict(data)), set[str](), set[str]()
+    errors: list[dict[str, Any]] = [dict(item) for item in error.errors()]
+    new = errors
+    while new:
+        for item in new:
+            # An entry of a list makes the list as a whole unsound.
+            loc = list(itertools.takewhile(lambda part: isinstance(part, str), item["loc"]))
+            unsound.add(".".join(loc))
+            at: Any = sound
+            for part in loc[:-1]:
+                at = at.get(part) if isinstance(at, dict) else None
+            if isinstance(at, dict):
+                at.pop(loc[-1], None)
+        sound.setdefault("name", "recipe")
+        for section, fields in _STAND_IN.items():
+            given = sound.get(section, {})
+            if next(iter(fields)) not in given:
+                sound[section] = fields | given
+                stood_in.add(section)
+        try:
+            return Recipe.model_validate(sound, strict=True), unsound, errors
+        except ValidationError as again:
+            new = [dict(item) for item in again.errors() if ".".join(map(str, item["loc"])) not in unsound]
+            errors = errors + [item for item in new if item["loc"][0] not in stood_in]
+    raise error
 
 
 def _touches(key: str, unsound: set[str]) -> bool:
@@ -430,65 +433,79 @@ def _mock_goes_with_mock(recipe: Recipe) -> Iterator[Problem]:
         if not mock and engine == "mock":
             fix = f"set model.source = 'mock', or {key} = 'torch'"
             yield Problem(key, engine, f"has no use for model.source = {recipe.model.source!r}", fix)
-    for section, engine, options in (
-        ("rollout", recipe.rollout.engine, recipe.rollout.mock),
-        ("train", recipe.train.engine, recipe.train.mock),
+
+
+def _mock_takes_options(recipe: Recipe) -> Iterator[Problem]:
+    from stages.engines.mock import MockRolloutOptions, MockTrainOptions
+
+    for key, section, options in (
+        ("rollout.mock", recipe.rollout, MockRolloutOptions),
+        ("train.mock", recipe.train, MockTrainOptions),
     ):
-        if options and engine != "mock":
-            yield Problem(f"{section}.mock", options, f"has no effect with engine {engine!r}", "remove the table")
+        if section.mock and section.engine != "mock":
+            yield Problem(key, section.mock, f"has no effect with engine {section.engine!r}", "remove the table")
+        yield from _refusals(key, options, section.mock)
+
+
+def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, Any]) -> Iterator[Problem]:
+    """What ``constructor`` (a pydantic model, a dataclass, a function) does not take of ``options``."""
+    allowed = list(inspect.signature(constructor).parameters)
+    if isinstance(constructor, type) and issubclass(constructor, BaseModel):
+        try:
+            constructor.model_validate(options, strict=True)
+        except ValidationError as error:
+            for item in error.errors():
+                yield _field_problem({**item, "loc": (*key.split("."), *item["loc"])}, allowed)
+        return
+    unknown = [option for option in options if option not in allowed]
+    for option in unknown:
+        yield Problem(f"{key}.{option}", options[option], "is not a known key", _suggest(option, allowed))
+    try:
+        constructor(**{option: value for option, value in options.items() if option not in unknown})
+    except (TypeError, ValueError) as error:
+        yield Problem(key, options, f"is refused ({error})", f"it takes {', '.join(allowed)}")
 
 
 def _model_exists(recipe: Recipe) -> Iterator[Problem]:
     source = recipe.model.source
     if source not in (known := ("smollm2", "tiny", "mock")) and not Path(source).is_dir():
-        fix = _suggest(source, known) + " Or give the directory of a Hugging Face checkpoint"
+        fix = _suggest(source, known) + " or give the directory of a Hugging Face checkpoint"
         yield Problem("model.source", source, "is neither a known model nor a directory", fix)
 
 
-def _prompts_complete(recipe: Recipe) -> Iterator[Problem]:
-    prompts, known = recipe.prompts, ("reasoning_gym", "jsonl", "parquet", "datasets", "tiny")
-    if prompts.source not in known:
-        if ":" in prompts.source:
-            yield from _reference("prompts.source", prompts.source)
-        else:
-            fix = _suggest(prompts.source, known) + " Or give module:function"
-            yield Problem("prompts.source", prompts.source, "is not a known source", fix)
-    if prompts.source in ("jsonl", "parquet", "datasets"):
-        if not prompts.path:
-            yield Problem("prompts.path", None, f"is missing for source {prompts.source!r}", "add path = '...'")
-        elif not Path(prompts.path).exists():
-            yield Problem("prompts.path", prompts.path, "does not exist", "give the path of the prompts")
-    elif prompts.path and prompts.source in known:
-        yield Problem("prompts.path", prompts.path, f"has no effect with source {prompts.source!r}", "remove it")
-    if prompts.source == "reasoning_gym" and not prompts.task:
-        yield Problem(
-            "prompts.task", None, "is missing for source 'reasoning_gym'", "add for example task = 'basic_arithmetic'"
-        )
+def _prompts_exist(recipe: Recipe) -> Iterator[Problem]:
+    prompts = recipe.prompts
+    needed = {"reasoning_gym": "quickstart", "parquet": "data", "datasets": "data"}.get(prompts.source)
+    package = {"parquet": "pyarrow"}.get(prompts.source, prompts.source)
+    if needed and importlib.util.find_spec(package) is None:
+        fix = f"pip install 'asyncdock[{needed}]'"
+        yield Problem("prompts.source", prompts.source, f"needs the package {package}", fix)
+    elif prompts.source == "reasoning_gym" and prompts.task:
+        from reasoning_gym.factory import DATASETS
+
+        if prompts.task not in DATASETS:
+            fix = _suggest(prompts.task, list(DATASETS))
+            yield Problem("prompts.task", prompts.task, "is not a task of reasoning_gym", fix)
+    if prompts.path and ":" not in prompts.path and not Path(prompts.path).expanduser().exists():
+        yield Problem("prompts.path", prompts.path, f"does not exist, seen from {Path.cwd()}", "give another path")
 
 
 def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
+    from stages.reward import RewardError, find_reward
+
     names = [function.name for function in recipe.reward.functions]
-    for at, function in enumerate(recipe.reward.functions):
-        if function.name in names[:at]:
-            yield Problem(f"reward.functions.{at}.name", function.name, "is listed twice", "add up the weights")
-        if ":" in function.name:
-            yield from _reference(f"reward.functions.{at}.name", function.name)
+    for at, name in enumerate(names):
+        key = f"reward.functions.{at}.name"
+        if name in names[:at]:
+            yield Problem(key, name, "is listed twice", "add up the weights")
+        try:
+            find_reward(name)
+        except RewardError as error:
+            _, _, wrong = str(error).partition(f"{name!r} ")
+            wrong, _, fix = wrong.partition("; ")
+            yield Problem(key, name, wrong, fix or "put its directory on PYTHONPATH, or correct the name")
     if all(function.weight == 0 for function in recipe.reward.functions):
         yield Problem("reward.functions", None, "all have weight 0", "give at least one another weight")
-
-
-def _reference(key: str, name: str) -> Iterator[Problem]:
-    """Whether the module of ``module:function`` can be found; it is not imported here."""
-    if not REFERENCE.fullmatch(name):
-        yield Problem(key, name, "is not module:function", "write for example 'my_package.rewards:exact'")
-        return
-    module = name.partition(":")[0]
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        found = False
-    if not found:
-        yield Problem(key, name, f"module {module!r} is not found", "install it, or put its directory on PYTHONPATH")
 
 
 def _algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
@@ -500,14 +517,7 @@ def _algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("algorithm.name", name, str(error))
         return
-    allowed = list(inspect.signature(algorithm).parameters)
-    try:
-        algorithm.model_validate(options, strict=True) if issubclass(algorithm, BaseModel) else algorithm(**options)
-    except ValidationError as error:
-        for item in error.errors():
-            yield _field_problem(dict(item) | {"loc": ("algorithm", "options", *item["loc"])}, allowed)
-    except (TypeError, ValueError) as error:
-        yield Problem("algorithm.options", options, f"{name} refuses them ({error})", f"it takes {', '.join(allowed)}")
+    yield from _refusals("algorithm.options", algorithm, options)
     if name == "grpo" and recipe.algorithm.group_size < 2:
         size = recipe.algorithm.group_size
         yield Problem("algorithm.group_size", size, "leaves no one to compare with in a group", "use a value >= 2")
@@ -521,9 +531,9 @@ def _group_fits_engine(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _row_fits_budget(recipe: Recipe) -> Iterator[Problem]:
-    longest = recipe.prompts.max_prompt_tokens + recipe.rollout.max_tokens
+    longest = (recipe.prompts.max_prompt_tokens or 0) + recipe.rollout.max_tokens
     if recipe.train.token_budget < longest:
-        wrong = f"is less than one sample may have: prompts.max_prompt_tokens + rollout.max_tokens = {longest}"
+        wrong = f"is less than the {longest} tokens that one prompt and response may have"
         yield Problem("train.token_budget", recipe.train.token_budget, wrong, f"use a value >= {longest}")
 
 
@@ -563,10 +573,10 @@ def _schedule_fits(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _evaluation_has_prompts(recipe: Recipe) -> Iterator[Problem]:
-    evaluate, held_out = recipe.evaluate, recipe.prompts.held_out
-    if evaluate.every and evaluate.prompts > held_out:
-        fix = f"set evaluate.prompts <= {held_out}, or prompts.held_out >= {evaluate.prompts}"
-        yield Problem("evaluate.prompts", evaluate.prompts, f"is more than prompts.held_out = {held_out}", fix)
+    evaluate = recipe.evaluate
+    if evaluate.every and not recipe.prompts.held_out:
+        wrong = "holds nothing out for evaluation"
+        yield Problem("prompts.held_out", recipe.prompts.held_out, wrong, "use for example 0.1, or evaluate.every = 0")
     if evaluate.every and evaluate.samples > evaluate.prompts:
         fix = f"use a value <= {evaluate.prompts}"
         yield Problem("evaluate.samples", evaluate.samples, f"is more than evaluate.prompts = {evaluate.prompts}", fix)
@@ -583,9 +593,10 @@ def _threads_exist(recipe: Recipe) -> Iterator[Problem]:
 
 # Each with the keys (or sections) it reads: it is left out when one of them is already known to be wrong.
 CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...] = (
-    (_mock_goes_with_mock, ("model.source", "rollout.engine", "train.engine", "rollout.mock", "train.mock")),
+    (_mock_goes_with_mock, ("model.source", "rollout.engine", "train.engine")),
+    (_mock_takes_options, ("rollout.engine", "rollout.mock", "train.engine", "train.mock")),
     (_model_exists, ("model.source",)),
-    (_prompts_complete, ("prompts.source", "prompts.path", "prompts.task")),
+    (_prompts_exist, ("prompts",)),
     (_rewards_resolve, ("reward.functions",)),
     (_algorithm_takes_options, ("algorithm",)),
     (_group_fits_engine, ("algorithm.group_size", "rollout.max_rows")),
