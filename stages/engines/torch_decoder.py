@@ -84,7 +84,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, rows: int) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, self.inputs = rows, linear.in_features
         self.bias = linear.bias
         self.packed = self.pack(linear.weight.detach())
 
@@ -93,6 +93,34 @@ class PackedLinear(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
+
+
+class GatedPackedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` of packed layers, with the activation and the product inside the matmuls."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.gate: Any = mlp.gate_proj
+        self.up: Any = mlp.up_proj
+        self.down: Any = mlp.down_proj
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        linear = torch.ops.mkldnn._linear_pointwise
+        gate = linear(hidden, self.gate.packed, self.gate.bias, "swish", [], "")
+        return self.down(linear.binary(hidden, gate, self.up.packed, self.up.bias, "mul"))
+
+    @classmethod
+    def instead_of(cls, mlp: nn.Module) -> GatedPackedMLP | None:
+        """A faster ``mlp``, or None when ``mlp`` is anything else than such a product of packed layers."""
+        if not all(
+            isinstance(getattr(mlp, name, None), PackedLinear) for name in ("gate_proj", "up_proj", "down_proj")
+        ):
+            return None
+        fused, gate = cls(mlp), mlp.gate_proj
+        probe = torch.linspace(-1, 1, 3 * gate.inputs, dtype=gate.packed.dtype).view(3, -1)  # type: ignore
+        expected = mlp(probe)
+        close = torch.finfo(expected.dtype).eps ** 0.5 * max(1.0, float(expected.abs().max()))
+        return fused if bool((fused(probe) - expected).abs().max() <= close) else None
 
 
 class TorchDecoder:
@@ -310,8 +338,8 @@ class TorchDecoder:
     def _attend_decode(
         self, step: _Decode, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        members, place = step.sharing.members, step.sharing.place
-        (g, n), shared, own, rows = members.shape, step.sharing.longest, step.longest, len(place)
+        members, place = step.sharing.members.flatten(), step.sharing.place
+        (g, n), shared, own, rows = step.sharing.members.shape, step.sharing.longest, step.longest, len(place)
         heads, width = key.shape[1], query.shape[1] // key.shape[1]
         keys, values = self._room(self._row_kv, layer, rows, own, key, value)
         keys[step.rows, :, step.own] = key[0].transpose(0, 1)
@@ -319,16 +347,17 @@ class TorchDecoder:
         prompt_keys, prompt_values = self._prompt_kv[layer]
 
         def by_prompt(x: torch.Tensor) -> torch.Tensor:  # [R, heads, width, X] -> [g, heads, n * width, X]
-            return x[members].transpose(1, 2).reshape(g, heads, n * width, -1)
+            return (
+                x.index_select(0, members).view(g, n, heads, width, -1).transpose(1, 2).reshape(g, heads, n * width, -1)
+            )
 
         def by_row(x: torch.Tensor) -> torch.Tensor:  # and back
-            return x.view(g, heads, n, width, -1).transpose(1, 2).flatten(0, 1)[place]
+            return x.view(g, heads, n, width, -1).transpose(1, 2).flatten(0, 1).index_select(0, place)
 
         q = query[0].transpose(0, 1).reshape(rows, heads, width, -1) * scaling
         of_prompt = by_row(by_prompt(q) @ prompt_keys[:g, :, :shared].transpose(-1, -2))
         of_own = q @ keys[:rows, :, :own].transpose(-1, -2)
-        scores = torch.cat([of_prompt, of_own], -1).float() + step.bias
-        weights = scores.softmax(-1).to(q.dtype)
+        weights = torch.cat([of_prompt, of_own], -1).float().add_(step.bias).softmax(-1).to(q.dtype)
         out = weights[..., shared:] @ values[:rows, :, :own]
         out = out + by_row(by_prompt(weights[..., :shared]) @ prompt_values[:g, :, :shared])
         return out.flatten(1, 2)[None]
@@ -346,10 +375,18 @@ class TorchDecoder:
             place = module
             if pack and type(module) is nn.Linear:
                 place = PackedLinear(module, rows_hint)
-                parent, _, attribute = module_name.rpartition(".")
-                setattr(self.model.get_submodule(parent), attribute, place)
+                self._replace(module_name, place)
             for attribute, parameter in module.named_parameters(recurse=False):
                 self._places[names[id(parameter)]].append((place, attribute))
+
+        for module_name, module in list(self.model.named_modules()):
+            fused = GatedPackedMLP.instead_of(module)
+            if fused is not None:
+                self._replace(module_name, fused)
+
+    def _replace(self, name: str, module: nn.Module) -> None:
+        parent, _, attribute = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), attribute, module)
 
     def _refuse_unsteady_rope(self) -> None:
         rope = getattr(self.model.config, "rope_parameters", None) or {}

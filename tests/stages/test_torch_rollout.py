@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -64,6 +65,37 @@ def ask(group: int, places: int = 2, length: int = 7, seed: int | None = None, *
     ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(group))
     params = {"max_tokens": 9, **params}
     return GroupRequest(group, tuple(range(places)), ids, SamplingParams(**params), group if seed is None else seed)
+
+
+class Brake:
+    """Holds the compute thread inside its ``step``-th decode until let go, so that a test acts at a known token."""
+
+    def __init__(self, engine: TorchRolloutEngine, step: int) -> None:
+        self._engine, self._left, self._decode = engine, step, engine._decoder.decode
+        self._reached, self._free = threading.Event(), threading.Event()
+        engine._decoder.decode = self._braked  # type: ignore[method-assign]
+
+    def _braked(self, tokens: Sequence[int]) -> torch.Tensor:
+        self._left -= 1
+        if self._left == 0:
+            self._reached.set()
+            assert self._free.wait(DEADLINE)
+        return self._decode(tokens)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, DEADLINE)
+
+    def let_go(self) -> None:
+        self._free.set()
+
+    async def pause(self) -> None:
+        """Pause the engine at the boundary after the braked decode."""
+        await self.reached()
+        pausing = asyncio.create_task(self._engine.pause())
+        await asyncio.sleep(0)  # it has asked
+        assert not pausing.done()
+        self.let_go()
+        await pausing
 
 
 async def collect(stream: AsyncIterator[Completion]) -> dict[tuple[int, int], Completion]:
@@ -157,10 +189,13 @@ async def test_equal_runs_are_equal_bit_for_bit() -> None:
 
 async def test_responses_are_yielded_as_they_end() -> None:
     async with running() as engine:
+        brake = Brake(engine, 50)
         stream = engine.generate([ask(0, places=1, max_tokens=200), ask(1, places=1, max_tokens=2)])
         first = await anext(stream)
         assert (first.group, len(first.token_ids)) == (1, 2)
+        await brake.reached()
         assert engine.rows == 1
+        brake.let_go()
         assert (await anext(stream)).group == 0
 
 
@@ -196,9 +231,9 @@ async def test_weights_swapped_mid_response_are_used_from_the_next_token_on() ->
     old, new = llama(0), llama(1)
     request = ask(0, places=2, max_tokens=150, temperature=0.8)
     async with running(initial_version=3, max_rows=3) as engine:
-        stream = engine.generate([ask(1, places=1, max_tokens=2), request])
-        await anext(stream)  # tokens are being made
-        await engine.pause()
+        brake = Brake(engine, 60)
+        stream = engine.generate([request])
+        await brake.pause()
         times = await engine.load_weights(4, parameters(new))
         assert engine.version == 4
         assert times.exposed >= 0
@@ -209,9 +244,8 @@ async def test_weights_swapped_mid_response_are_used_from_the_next_token_on() ->
     assert fresh.versions == ((4, 9),)
     assert torch.allclose(fresh.logprobs, teacher_forced(new, ask(2), fresh), atol=1e-4)
     for done in found.values():
-        (first, before), (second, after) = done.versions
-        assert (first, second, before + after) == (3, 4, 150)
-        assert torch.allclose(done.logprobs, piecewise(old, new, request, done, before), atol=1e-4)
+        assert done.versions == ((3, 61), (4, 89))  # one token by the prefill, 60 by decodes
+        assert torch.allclose(done.logprobs, piecewise(old, new, request, done, 61), atol=1e-4)
 
 
 def piecewise(old: Any, new: Any, request: GroupRequest, done: Completion, before: int) -> torch.Tensor:
@@ -230,11 +264,14 @@ async def test_rows_that_begin_after_a_swap_have_a_fresh_prompt() -> None:
     new = llama(1)
     request = ask(0, places=4, max_tokens=120)
     async with running(max_rows=2) as engine:
+        brake = Brake(engine, 5)
         stream = engine.generate([request])
+        await brake.pause()
         await engine.load_weights(1, parameters(new))
+        await engine.resume()
         found = await collect(stream)
     late = [done for done in found.values() if done.versions == ((1, 120),)]
-    assert len(late) >= 2
+    assert len(late) == 2
     for done in late:
         assert torch.allclose(done.logprobs, teacher_forced(new, request, done), atol=1e-4)
 
@@ -265,14 +302,14 @@ async def test_pause_stops_tokens_and_resume_goes_on_to_the_same_end() -> None:
     request = ask(0, places=2, max_tokens=200)
     async with running() as engine:
         undisturbed = await collect(engine.generate([request]))
-        stream = engine.generate([ask(1, places=1, max_tokens=2), request])
-        await anext(stream)
-        await engine.pause()
+        brake = Brake(engine, 30)
+        stream = engine.generate([request])
+        await brake.pause()
         made = [list(row.tokens) for row in engine._rows]
         later = engine.generate([ask(2, places=1)])
         await engine.pause()  # a second boundary: still no token
         assert [row.tokens for row in engine._rows] == made
-        assert all(0 < len(tokens) < 200 for tokens in made)
+        assert [len(tokens) for tokens in made] == [31, 31]
         await engine.resume()
         found = await collect(stream)
         assert len(await collect(later)) == 1
@@ -281,10 +318,12 @@ async def test_pause_stops_tokens_and_resume_goes_on_to_the_same_end() -> None:
 
 async def test_closing_the_iterator_or_cancelling_its_consumer_frees_the_rows() -> None:
     async with running(max_rows=4) as engine:
+        brake = Brake(engine, 5)
         closed = engine.generate([ask(0, places=6, max_tokens=200)])
         consumer = asyncio.create_task(collect(engine.generate([ask(1, places=6, max_tokens=200)])))
         kept = engine.generate([ask(2, places=2, max_tokens=100)])
-        await engine.pause()
+        await brake.pause()
+        assert engine.rows == 14
         consumer.cancel()
         await asyncio.wait([consumer])
         await closed.aclose()  # type: ignore[attr-defined]
@@ -305,8 +344,11 @@ async def test_an_error_in_the_compute_thread_reaches_every_iterator() -> None:
     broken = parameters(llama())
     broken["model.norm.weight"].fill_(torch.nan)
     async with running(max_rows=3) as engine:
+        brake = Brake(engine, 5)
         streams = [engine.generate([ask(group, places=2, max_tokens=200)]) for group in range(3)]
+        await brake.pause()
         await engine.load_weights(1, broken)
+        await engine.resume()
         for stream in streams:
             with pytest.raises(EngineFailed, match="not finite"):
                 await collect(stream)
