@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from stages.engines.protocols import TrainEngine
+from stages.models import Tokenizer
 
 _NAME = "step-{:08d}"
 
@@ -43,13 +44,21 @@ class Checkpoint:
         engine.load_state_dict(torch.load(self.path / "train.pt", weights_only=False))
 
 
-def save(directory: Path, engine: TrainEngine, version: int, index_state: Mapping[str, Any], keep: int) -> Checkpoint:
+def save(
+    directory: Path,
+    engine: TrainEngine,
+    tokenizer: Tokenizer,
+    version: int,
+    index_state: Mapping[str, Any],
+    keep: int,
+) -> Checkpoint:
     """Write the checkpoint of ``version`` and drop all but the newest ``keep``."""
     final = directory / _NAME.format(version)
     partial = directory / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     engine.save_pretrained(partial / "model")
+    tokenizer.save_pretrained(partial / "model")
     torch.save(engine.state_dict(), partial / "train.pt")
     (partial / "run.json").write_text(json.dumps({"version": version, **index_state}, indent=1))
     shutil.rmtree(final, ignore_errors=True)

@@ -6,6 +6,7 @@ Adapters are imported here, when they are asked for: a mock run loads no model c
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import torch
 from orchestration.recipe import Recipe
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.models import Tokenizer, load_model, load_tokenizer
+
+
+# Making a model draws from torch's global generator: two threads of an inline run would disturb each other.
+_LOADING = threading.Lock()
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
@@ -44,7 +49,8 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
 def _model(recipe: Recipe, weights: Path | None) -> tuple[Any, Tokenizer]:
     """The recipe's model; ``weights`` is the folder of a checkpoint whose weights replace its own."""
     source = recipe.model.source if weights is None else str(weights)
-    return load_model(source, dtype=getattr(torch, recipe.model.dtype), seed=recipe.seed)
+    with _LOADING:
+        return load_model(source, dtype=getattr(torch, recipe.model.dtype), seed=recipe.seed)
 
 
 def rollout_engine(recipe: Recipe, *, version: int, weights: Path | None = None) -> RolloutEngine:

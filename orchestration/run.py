@@ -27,7 +27,7 @@ from orchestration.recipe import Recipe
 from orchestration.supervisor import Outcome, Supervisor
 from orchestration.worker import Place, flow_of, workers_of
 from pipeline.embedded import EmbeddedIndex
-from pipeline.index import Event, Index
+from pipeline.index import Event, Index, IndexUnreachable
 from pipeline.warehouse import shared_memory_directory
 
 log = structlog.get_logger()
@@ -63,6 +63,7 @@ class Run:
         self.shared = shared_memory_directory() / _SHARED.format(pid=os.getpid(), run=self.id)
         self._index: Index | None = None
         self._up = asyncio.Event()
+        self._over = False
         self._readers: set[asyncio.Event] = set()
 
     @classmethod
@@ -116,6 +117,7 @@ class Run:
             await self._let_readers_finish()
             return self._result(outcome, time.monotonic() - began)
         finally:
+            self._over = True
             self._up.set()
             if self._index is not None:
                 await self._index.close()
@@ -136,9 +138,27 @@ class Run:
                 yield event
                 if event.kind == "state" and event.data["state"] in ENDED:
                     return
+        except IndexUnreachable:
+            if not self._over:
+                raise
         finally:
             done.set()
             self._readers.discard(done)
+
+    async def pause(self) -> None:
+        """Stop admitting and claiming; what is being processed ends. Harmless when it is paused or over."""
+        await self._move(["running"], "paused")
+
+    async def resume_work(self) -> None:
+        """Go on after :meth:`pause`."""
+        await self._move(["paused"], "running")
+
+    async def _move(self, allowed: list[str], to: str) -> None:
+        if self._index is None:
+            raise RunError(f"run: {self.id} has not begun; execute it first")
+        _, changed = await self._index.transition(allowed, to)
+        if changed:
+            await self._index.emit("state", {"state": to, "reason": ""})
 
     async def _prepare(self, index: Index) -> None:
         counters = {"published": 0, "trained": 0, "admitted": 0}

@@ -247,7 +247,7 @@ class Worker:
         self._beside.append(follower.run)
 
     async def _build_update(self) -> None:
-        recipe = self.recipe
+        recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
         engine = await asyncio.to_thread(train_engine, recipe)
         self._close.append(engine.close)
         saved = checkpoint.latest(self.place.checkpoints)
@@ -261,7 +261,7 @@ class Worker:
                 return
             state = await self.index.call("snapshot")
             state["remake"] = list(state["remake"] or ())
-            await asyncio.to_thread(checkpoint.save, self.place.checkpoints, engine, done, state, keep)
+            await asyncio.to_thread(checkpoint.save, self.place.checkpoints, engine, tokenizer, done, state, keep)
             await self.index.call("release", before=done)
 
         stage = Update(

@@ -173,7 +173,9 @@ def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows
     for name in sorted(names, key=schema.bit):
         column = schema[name]
         value = rows.get(name)
-        size = len(value) if not isinstance(value, torch.Tensor) or value.dim() else -1
+        if isinstance(value, str):  # has a length, which is not one of rows
+            raise ColumnError(f"column {name!r}: takes one string for each row, got {_what(value)}; give a list of them")
+        size = _count(value)
         if size < 1:
             raise ColumnError(f"column {name!r}: needs one value for each row, got {_what(value)}")
         if count is None:
@@ -188,14 +190,14 @@ def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows
 def _section(schema: Schema, column: Column, value: Any, rows: int) -> _Section:
     bit = schema.bit(column.name)
     if column.dtype == "utf8":
-        texts = list(value)
+        texts = value.tolist() if isinstance(value, NonTensorStack) else list(value)
         if not all(isinstance(text, str) for text in texts):
             raise ColumnError(f"column {column.name!r}: takes strings, got {_what(value)}")
-        encoded = [text.encode() for text in texts]
+        encoded = [_encoded(column, row, text) for row, text in enumerate(texts)]
         payload = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8) if any(encoded) else _EMPTY
         return _Section(bit, _offsets([len(text) for text in encoded]), [payload], payload.numel())
     if column.shape is None:
-        if isinstance(value, torch.Tensor) and value.is_nested:
+        if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.jagged:
             _check_dtype(column, value)
             parts, offsets = [value.values()], value.offsets()
             if value.values().dim() != 1:
@@ -315,6 +317,22 @@ def _offsets(lengths: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
 
 
+def _count(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.size(0) if value.dim() else 0
+    return len(value) if hasattr(value, "__len__") and getattr(value, "ndim", 1) else 0
+
+
+def _encoded(column: Column, row: int, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ColumnError(
+            f"column {column.name!r}: row {row} is not a text that UTF-8 can hold ({error}); "
+            "decode it with errors='replace'"
+        ) from None
+
+
 def _bytes(value: torch.Tensor) -> torch.Tensor:
     return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
@@ -336,6 +354,6 @@ def _check_dtype(column: Column, value: Any) -> None:
 
 def _what(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        shape = "jagged" if value.is_nested else list(value.shape)
+        shape = ("jagged" if value.layout == torch.jagged else "strided nested") if value.is_nested else list(value.shape)
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} {shape}"
     return f"{type(value).__name__} {value!r}"[:80]

@@ -172,10 +172,13 @@ class Index:
         self._redis = redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=min(5.0, timeout))
         # Waiting calls block for as long as they say; their deadline is kept here, not by the socket.
         self._waiting = redis.from_url(url, socket_timeout=None, socket_connect_timeout=min(5.0, timeout))
+        self._closed = False
         self._client = uuid.uuid4().hex[:12]
         self._calls = itertools.count()
 
     async def close(self) -> None:
+        """End every call under way; those that wait raise IndexUnreachable."""
+        self._closed = True
         await self._redis.aclose()
         await self._waiting.aclose()
 
@@ -201,13 +204,19 @@ class Index:
 
     async def _retry(self, attempt: Any) -> Any:
         deadline, backoff, failures = time.monotonic() + self.timeout, ExponentialBackoff(cap=1.0, base=0.02), 0
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled = task.cancelling()
         while True:
             try:
-                return await attempt(failures > 0)
+                reply = await attempt(failures > 0)
+                if task.cancelling() > cancelled:  # redis-py loses a cancellation that comes while it reads a reply
+                    raise asyncio.CancelledError
+                return reply
             except (RedisConnectionError, RedisTimeoutError, OSError) as lost:
                 failures += 1
                 pause = backoff.compute(failures)
-                if time.monotonic() + pause > deadline:
+                if self._closed or time.monotonic() + pause > deadline:
                     raise IndexUnreachable(
                         f"index {redacted(self.url)}: no answer for {self.timeout:.0f} s, {failures} tries ({lost}); "
                         "is the server up, and reachable from here?"

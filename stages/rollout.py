@@ -2,11 +2,14 @@
 
     claim groups ──▶ one submission to the engine ──▶ response ends ──▶ commit that row   (no waiting for the slowest)
        ▲ as many as the engine has room for, none that its loaded version may not make
+
+Responses that end while a commit is under way go out together with the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import groupby
 
@@ -45,9 +48,30 @@ class Rollout:
             places = tuple(row.place for row in members)
             prompt = prompts[positions[group, places[0]]].clone()
             requests.append(GroupRequest(group, places, prompt, self.params, group_seed(self.seed, group)))
+        ended: asyncio.Queue[Completion] = asyncio.Queue()
+        listening = asyncio.create_task(self._listen(requests, ended))
+        try:
+            left = len(positions)
+            while left:
+                first = asyncio.create_task(ended.get())
+                await asyncio.wait([first, listening], return_when=asyncio.FIRST_COMPLETED)
+                if not first.done():
+                    first.cancel()
+                    listening.result()  # it ended early: this raises what the engine raised
+                    raise RuntimeError(f"the rollout engine ended with {left} of {len(positions)} responses missing")
+                together = [first.result()]
+                while not ended.empty():
+                    together.append(ended.get_nowait())
+                left -= len(together)
+                yield responses([positions[c.group, c.place] for c in together], together)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    async def _listen(self, requests: Sequence[GroupRequest], ended: asyncio.Queue[Completion]) -> None:
         async with aclosing(self.engine.generate(requests)) as completions:  # type: ignore[type-var]
             async for completion in completions:
-                yield response(positions[completion.group, completion.place], completion)
+                ended.put_nowait(completion)
 
 
 def group_seed(seed: int, group: int) -> int:
@@ -55,16 +79,16 @@ def group_seed(seed: int, group: int) -> int:
     return (seed * 0x9E3779B1 + group) & 0x7FFF_FFFF_FFFF
 
 
-def response(position: int, completion: Completion) -> Output:
-    tokens = len(completion.token_ids)
+def responses(positions: Sequence[int], completions: Sequence[Completion]) -> Output:
+    """Finished responses as columns."""
     return Output(
-        positions=[position],
+        positions=positions,
         rows={
-            "response_ids": [completion.token_ids],
-            "rollout_logprobs": [completion.logprobs],
-            "versions": [torch.tensor([n for pair in completion.versions for n in pair], dtype=torch.int64)],
-            "truncated": torch.tensor([completion.finish_reason == "length"]),
+            "response_ids": [c.token_ids for c in completions],
+            "rollout_logprobs": [c.logprobs for c in completions],
+            "versions": [torch.tensor([n for pair in c.versions for n in pair]) for c in completions],
+            "truncated": torch.tensor([c.finish_reason == "length" for c in completions]),
         },
-        generated=[(completion.oldest_version, tokens)],
-        tokens=tokens,
+        generated=[(c.oldest_version, len(c.token_ids)) for c in completions],
+        tokens=sum(len(c.token_ids) for c in completions),
     )

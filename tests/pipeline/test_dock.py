@@ -326,6 +326,18 @@ async def test_a_repeated_call_after_a_lost_connection_is_answered_not_done_agai
     assert (await index.stats())["admitted"] == 2
 
 
+async def test_a_cancelled_call_is_always_cancelled(dock: Dock) -> None:
+    """redis-py may lose a cancellation that meets an arriving reply; a worker that is told to end would hang."""
+    for turns in range(200):
+        call = asyncio.create_task(dock.index.stats())
+        for _ in range(turns % 12):
+            await asyncio.sleep(0)
+        if call.done() or not call.cancel():
+            continue
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+
 async def test_an_unreachable_index_is_a_clear_error_within_the_deadline() -> None:
     index = Index("redis://:secret@127.0.0.1:1", "x", timeout=0.3)
     with pytest.raises(IndexUnreachable, match="no answer") as caught:

@@ -1,0 +1,88 @@
+"""Small real runs that the orchestration tests share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from orchestration.recipe import Recipe, parse_recipe
+from orchestration.run import Run, RunResult
+from pipeline.index import Event
+
+TINY: dict[str, Any] = {
+    "name": "tiny-test",
+    "model": {"source": "tiny"},
+    "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 16, "held_out": 0.1},
+    "rollout": {"max_rows": 32, "max_tokens": 4, "threads": 1},
+    "reward": {"functions": [{"name": "spelling"}]},
+    "algorithm": {"group_size": 4},
+    "train": {"steps": 6, "groups_per_step": 4, "learning_rate": 3e-3, "threads": 1},
+    "pipeline": {"staleness": 1, "arena": "16MiB"},
+    "checkpoint": {"every": 3},
+    "launch": {"launcher": "inline", "max_restarts": 6, "startup_timeout": 120.0},
+}
+MOCK: dict[str, Any] = {
+    **TINY,
+    "name": "mock-test",
+    "model": {"source": "mock"},
+    "rollout": {"engine": "mock", "max_rows": 32, "max_tokens": 32, "mock": {"time_scale": 0.02}},
+    "train": {"engine": "mock", "steps": 6, "groups_per_step": 4, "mock": {"time_scale": 0.02}},
+}
+
+
+def recipe(base: dict[str, Any], **changes: Any) -> Recipe:
+    """``base`` with ``section__key=value`` changes."""
+    data = {name: dict(value) if isinstance(value, dict) else value for name, value in base.items()}
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        data.setdefault(section, {})[name] = value
+    return parse_recipe(data)
+
+
+class Watched:
+    """A run being executed, with all of its events so far."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.events = run, list[Event]()
+        self.stop = asyncio.Event()
+        self.changed = asyncio.Condition()
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event.data for event in self.events if event.kind == kind]
+
+    async def until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+        """Wait until ``condition`` holds after some event."""
+        async with asyncio.timeout(timeout), self.changed:
+            await self.changed.wait_for(condition)
+
+    async def follow(self) -> None:
+        async for event in self.run.events():
+            async with self.changed:
+                self.events.append(event)
+                self.changed.notify_all()
+
+
+@asynccontextmanager
+async def executing(run: Run) -> AsyncGenerator[tuple[Watched, asyncio.Task[RunResult]], None]:
+    watched = Watched(run)
+    following = asyncio.create_task(watched.follow())
+    work = asyncio.create_task(run.execute(watched.stop))
+    try:
+        yield watched, work
+        await following
+    finally:
+        for task in (work, following):
+            task.cancel()
+        await asyncio.gather(work, following, return_exceptions=True)
+
+
+async def complete(run: Run) -> tuple[Watched, RunResult]:
+    """Execute ``run`` to its end."""
+    async with executing(run) as (watched, work):
+        result = await work
+    return watched, result
+
+
