@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -64,7 +65,9 @@ class Column:
 
     def __post_init__(self) -> None:
         if self.dtype != "utf8" and self.dtype not in _DTYPES:
-            raise ColumnError(f"column {self.name!r}: dtype {self.dtype} cannot be stored; use one of {_DTYPES} or text")
+            raise ColumnError(
+                f"column {self.name!r}: dtype {self.dtype} cannot be stored; use one of {_DTYPES} or text"
+            )
         if self.dtype == "utf8" and self.shape is not None:
             raise ColumnError(f"column {self.name!r}: text has no shape; use Column.text({self.name!r})")
 
@@ -174,14 +177,18 @@ def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows
         column = schema[name]
         value = rows.get(name)
         if isinstance(value, str):  # has a length, which is not one of rows
-            raise ColumnError(f"column {name!r}: takes one string for each row, got {_what(value)}; give a list of them")
+            raise ColumnError(
+                f"column {name!r}: takes one string for each row, got {_what(value)}; give a list of them"
+            )
         size = _count(value)
         if size < 1:
             raise ColumnError(f"column {name!r}: needs one value for each row, got {_what(value)}")
         if count is None:
             count = size
         elif size != count:
-            raise ColumnError(f"column {name!r}: has {size} rows where {names[0]!r} has {count}; give all the same rows")
+            raise ColumnError(
+                f"column {name!r}: has {size} rows where {names[0]!r} has {count}; give all the same rows"
+            )
         sections.append(_section(schema, column, value, size))
     assert count is not None
     return PackedRows(count, schema.mask(names), sections)
@@ -199,14 +206,17 @@ def _section(schema: Schema, column: Column, value: Any, rows: int) -> _Section:
     if column.shape is None:
         if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.jagged:
             _check_dtype(column, value)
-            parts, offsets = [value.values()], value.offsets()
-            if value.values().dim() != 1:
+            nested: Any = value  # torch declares none of a nested tensor's own methods
+            parts, offsets = [nested.values()], nested.offsets()
+            if parts[0].dim() != 1:
                 raise ColumnError(f"column {column.name!r}: ragged rows have one dimension, got {_what(value)}")
-            if int(offsets[0]) != 0 or value.lengths() is not None:
-                parts = list(value.unbind())
+            if int(offsets[0]) != 0 or nested.lengths() is not None:
+                parts = list(nested.unbind())
                 offsets = _offsets([part.numel() for part in parts])
         elif isinstance(value, torch.Tensor):
-            raise ColumnError(f"column {column.name!r}: is ragged; give a jagged nested tensor or a list, got {_what(value)}")
+            raise ColumnError(
+                f"column {column.name!r}: is ragged; give a jagged nested tensor or a list, got {_what(value)}"
+            )
         else:
             parts = list(value)
             for part in parts:
@@ -219,7 +229,7 @@ def _section(schema: Schema, column: Column, value: Any, rows: int) -> _Section:
     _check_dtype(column, value)
     if value.is_nested or tuple(value.shape[1:]) != column.shape:
         raise ColumnError(
-            f"column {column.name!r}: takes shape {[rows, *column.shape]}, got {_what(value)}; reshape it before writing"
+            f"column {column.name!r}: takes shape {[rows, *column.shape]}, got {_what(value)}; reshape it first"
         )
     flat_value = _bytes(value)
     return _Section(bit, None, [flat_value], flat_value.numel())
@@ -231,7 +241,9 @@ class BlockView:
     def __init__(self, schema: Schema, memory: memoryview, block_id: int) -> None:
         head = np.frombuffer(memory, np.int64, 4)
         if head[0] != _MAGIC or head[1] != block_id:
-            raise StaleHandle(f"block {block_id} was released: its bytes now hold something else; fetch rows you still hold")
+            raise StaleHandle(
+                f"block {block_id} was released: its bytes now hold something else; fetch rows you still hold"
+            )
         self.rows = int(head[2])
         self._schema, self._memory, self._block_id = schema, memory, block_id
         table = np.frombuffer(memory, np.int64, 4 * int(head[3]), 32).reshape(-1, 4)
@@ -277,7 +289,9 @@ def gather(schema: Schema, names: Sequence[str], places: Sequence[Sequence[tuple
         for row, blocks in enumerate(places):
             place = next(((view, slot) for view, slot in blocks if name in view), None)
             if place is None:
-                raise ColumnError(f"column {name!r}: row {row} of this claim does not have it yet; declare it as consumed")
+                raise ColumnError(
+                    f"column {name!r}: row {row} of this claim does not have it yet; declare it as consumed"
+                )
             found.append(place)
         first, start = found[0]
         together = all(view is first and slot == start + i for i, (view, slot) in enumerate(found))
@@ -300,7 +314,7 @@ def gather(schema: Schema, names: Sequence[str], places: Sequence[Sequence[tuple
             values, bounds = torch.cat(parts), _offsets([part.numel() for part in parts])
         if column.dtype == "utf8":
             payload, edges = values.numpy().tobytes(), bounds.tolist()
-            out[name] = NonTensorStack(*(payload[a:b].decode() for a, b in zip(edges, edges[1:], strict=False)))
+            out[name] = NonTensorStack(*(payload[a:b].decode() for a, b in pairwise(edges)))
         else:
             out[name] = torch.nested.nested_tensor_from_jagged(values, bounds)
     return out
@@ -320,7 +334,7 @@ def _offsets(lengths: list[int]) -> torch.Tensor:
 def _count(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.size(0) if value.dim() else 0
-    return len(value) if hasattr(value, "__len__") and getattr(value, "ndim", 1) else 0
+    return len(value) if hasattr(value, "__len__") and getattr(value, "ndim", None) != 0 else 0
 
 
 def _encoded(column: Column, row: int, text: str) -> bytes:
@@ -348,12 +362,13 @@ def _check_dtype(column: Column, value: Any) -> None:
         raise ColumnError(f"column {column.name!r}: takes {column.describe()}, got {_what(value)}; make it a tensor")
     if value.dtype != column.dtype:
         raise ColumnError(
-            f"column {column.name!r}: takes {column.describe()}, got {_what(value)}; convert it with .to({column.dtype})"
+            f"column {column.name!r}: takes {column.describe()}, got {_what(value)}; convert with .to({column.dtype})"
         )
 
 
 def _what(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        shape = ("jagged" if value.layout == torch.jagged else "strided nested") if value.is_nested else list(value.shape)
+        jagged = "jagged" if value.layout == torch.jagged else "strided nested"
+        shape = jagged if value.is_nested else list(value.shape)
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} {shape}"
     return f"{type(value).__name__} {value!r}"[:80]

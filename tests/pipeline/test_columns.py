@@ -1,0 +1,273 @@
+"""What writers and readers of samples rely on: bits come back, nothing is cast, a refusal names its column."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from pipeline.columns import MAX_COLUMNS, BlockView, Column, ColumnError, Schema, StaleHandle, gather, pack
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+]
+SCHEMA = Schema(
+    [
+        Column.ragged("ids", torch.int64),
+        Column.scalar("reward", torch.float32),
+        Column.fixed("scores", torch.float32, [2, 3]),
+        Column.text("answer"),
+    ]
+)
+
+
+def write(schema: Schema, rows: Any, block_id: int = 1) -> BlockView:
+    packed = pack(schema, rows)
+    buffer = bytearray(b"\xa5" * packed.nbytes)
+    packed.write_into(memoryview(buffer), block_id)
+    return BlockView(schema, memoryview(buffer), block_id)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern may occur, NaNs with payloads included."""
+    count = math.prod(shape) * dtype.itemsize
+    raw = np.random.default_rng(seed).integers(0, 2 if dtype == torch.bool else 256, count, dtype=np.uint8)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+# ── what is written comes back ──
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
+    schema = Schema(
+        [Column.scalar("scalar", dtype), Column.fixed("fixed", dtype, [3, 2]), Column.ragged("ragged", dtype)]
+    )
+    ragged = [values(dtype, n, seed=n) for n in (3, 0, 1, 7)]
+    rows = {"scalar": values(dtype, 4), "fixed": values(dtype, 4, 3, 2), "ragged": ragged}
+    view = write(schema, rows)
+    for name in ("scalar", "fixed"):
+        assert view.column(name).dtype == dtype
+        assert view.column(name).shape == rows[name].shape
+        assert bits(view.column(name)) == bits(rows[name])
+    assert [bits(row) for row in view.column("ragged").unbind()] == [bits(row) for row in ragged]
+
+
+ragged_rows = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=ragged_rows, data=st.data())
+def test_any_rows_come_back_in_any_order_asked(ids: list[list[int]], data: st.DataObject) -> None:
+    """One write may be read row by row, mixed with rows of another write, in any order, with repeats."""
+    count = len(ids)
+    rewards = data.draw(st.lists(st.floats(width=32), min_size=count, max_size=count))
+    texts = data.draw(
+        st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), min_size=count, max_size=count)
+    )
+    rows = {
+        "ids": [torch.tensor(row, dtype=torch.int64) for row in ids],
+        "reward": torch.tensor(rewards, dtype=torch.float32),
+        "scores": values(torch.float32, count, 2, 3),
+        "answer": texts,
+    }
+    first, second = write(SCHEMA, rows, 1), write(SCHEMA, rows, 2)
+    asked = data.draw(st.lists(st.tuples(st.sampled_from([first, second]), st.integers(0, count - 1)), min_size=1))
+    out = gather(SCHEMA, ["answer", "scores", "ids", "reward"], [[place] for place in asked])
+    assert out.batch_size == torch.Size([len(asked)])
+    order = [slot for _, slot in asked]
+    assert [row.tolist() for row in out["ids"].unbind()] == [ids[slot] for slot in order]
+    assert bits(out["reward"]) == bits(rows["reward"][order])
+    assert bits(out["scores"]) == bits(rows["scores"][order])
+    assert list(out["answer"]) == [texts[slot] for slot in order]
+
+
+def test_columns_of_one_row_may_lie_in_different_blocks() -> None:
+    prompts = write(SCHEMA, {"ids": [torch.tensor([7, 8]), torch.tensor([9])]}, 1)
+    rewards = write(SCHEMA, {"reward": torch.tensor([0.5, 1.5, 2.5])}, 2)
+    out = gather(SCHEMA, ["reward", "ids"], [[(prompts, 1), (rewards, 0)], [(prompts, 0), (rewards, 2)]])
+    assert out["reward"].tolist() == [0.5, 2.5]
+    assert [row.tolist() for row in out["ids"].unbind()] == [[9], [7, 8]]
+
+
+@pytest.mark.parametrize("as_given", ["jagged", "list", "slice of a jagged", "TensorDict"])
+def test_ragged_columns_are_taken_in_each_form(as_given: str) -> None:
+    parts = [torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([4])]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    if as_given == "slice of a jagged":  # a window into longer rows: offsets do not tell where rows end
+        wide = torch.tensor([[0, 1, 2, 3], [0, 0, 0, 0], [0, 4, 0, 0]])
+        jagged = torch.nested.narrow(wide, 1, torch.tensor([1, 0, 1]), torch.tensor([3, 0, 1]), layout=torch.jagged)
+    rows: Any = {"ids": parts if as_given == "list" else jagged}
+    if as_given == "TensorDict":
+        rows = TensorDict(rows, batch_size=[3])
+    assert [row.tolist() for row in write(SCHEMA, rows).column("ids").unbind()] == [[1, 2, 3], [], [4]]
+
+
+def test_what_a_reader_got_can_be_written_again() -> None:
+    """A stage may pass on, as it is, what it was given."""
+    rows = {
+        "ids": [torch.tensor([1]), torch.tensor([2, 3])],
+        "reward": torch.tensor([1.0, 2.0]),
+        "scores": torch.ones(2, 2, 3),
+        "answer": ["a", "é"],
+    }
+    names = list(rows)
+    read = gather(SCHEMA, names, [[(write(SCHEMA, rows), slot)] for slot in (1, 0)])
+    again = gather(SCHEMA, names, [[(write(SCHEMA, read), slot)] for slot in (1, 0)])
+    assert [row.tolist() for row in again["ids"].unbind()] == [[1], [2, 3]]
+    assert list(again["answer"]) == ["a", "é"]
+    assert again["reward"].tolist() == [1.0, 2.0]
+
+
+def test_strided_values_and_values_with_gradients_are_written_as_they_read() -> None:
+    wide = torch.arange(12, dtype=torch.float32).view(3, 4)
+    reward = torch.ones(3, requires_grad=True)
+    view = write(SCHEMA, {"ids": [torch.arange(10)[::3]] * 3, "reward": reward * wide[:, 1]})
+    assert view.column("reward").tolist() == [1.0, 5.0, 9.0]
+    assert view.column("ids")[0].tolist() == [0, 3, 6, 9]
+
+
+def test_rows_without_any_element_are_rows() -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    view = write(SCHEMA, {"ids": [nothing, nothing], "answer": ["", ""]})
+    out = gather(SCHEMA, ["ids", "answer"], [[(view, 1)], [(view, 0)]])
+    assert [row.tolist() for row in out["ids"].unbind()] == [[], []]
+    assert list(out["answer"]) == ["", ""]
+
+
+def test_neighbouring_rows_are_views_and_scattered_rows_are_copies() -> None:
+    schema = Schema([Column.ragged("ids", torch.int64), Column.scalar("reward", torch.float32)])
+    packed = pack(schema, {"ids": [torch.arange(n) for n in (2, 3, 4)], "reward": torch.arange(3.0)})
+    buffer = torch.zeros(packed.nbytes, dtype=torch.uint8)
+    packed.write_into(memoryview(buffer.numpy()), 5)
+    view = BlockView(schema, memoryview(buffer.numpy()), 5)
+
+    def inside(tensor: torch.Tensor) -> bool:
+        return buffer.data_ptr() <= tensor.data_ptr() < buffer.data_ptr() + packed.nbytes
+
+    side_by_side = gather(schema, ["ids", "reward"], [[(view, 1)], [(view, 2)]])
+    assert inside(side_by_side["ids"].values())
+    assert inside(side_by_side["reward"])
+    assert [row.tolist() for row in side_by_side["ids"].unbind()] == [[0, 1, 2], [0, 1, 2, 3]]
+    scattered = gather(schema, ["ids", "reward"], [[(view, 2)], [(view, 1)]])
+    assert not inside(scattered["ids"].values())
+    assert not inside(scattered["reward"])
+
+
+def test_packing_pads_nothing() -> None:
+    """What a thousand ragged rows need: their own bytes and one offset each, whatever the longest row is."""
+    rows = [torch.zeros(n, dtype=torch.int64) for n in [4096, *[1] * 999]]
+    assert pack(SCHEMA, {"ids": rows}).nbytes <= 8 * (4096 + 999) + 8 * 1001 + 3 * 64
+
+
+# ── a block that is not there any more ──
+
+
+def test_a_handle_to_reused_bytes_is_an_error() -> None:
+    packed = pack(SCHEMA, {"reward": torch.zeros(4)})
+    memory = memoryview(bytearray(packed.nbytes))
+    packed.write_into(memory, 7)
+    BlockView(SCHEMA, memory, 7)
+    packed.write_into(memory, 8)  # released, and somebody else's now
+    with pytest.raises(StaleHandle, match="block 7 was released"):
+        BlockView(SCHEMA, memory, 7)
+    with pytest.raises(StaleHandle, match="block 9 was released"):
+        BlockView(SCHEMA, memoryview(bytearray(packed.nbytes)), 9)
+
+
+def test_a_column_that_a_row_does_not_have_is_an_error() -> None:
+    view = write(SCHEMA, {"reward": torch.zeros(2)})
+    with pytest.raises(ColumnError, match="'answer': row 0 of this claim does not have it yet"):
+        gather(SCHEMA, ["answer"], [[(view, 0)]])
+
+
+# ── what is refused ──
+
+IDS = [torch.tensor([1, 2]), torch.tensor([3])]
+REFUSED = {
+    "another float": ("reward", torch.zeros(2, dtype=torch.float64), r"float32 \[\], got a tensor of float64.*\.to\("),
+    "an integer for a float": ("reward", torch.zeros(2, dtype=torch.int64), "got a tensor of int64"),
+    "a bool for a float": ("reward", torch.zeros(2, dtype=torch.bool), "got a tensor of bool"),
+    "a list for a tensor": ("reward", [0.5, 1.0], "got list .* make it a tensor"),
+    "an array for a tensor": ("reward", np.zeros(2, np.float32), "got ndarray .* make it a tensor"),
+    "one number": ("reward", 0.5, "needs one value for each row, got float 0.5"),
+    "no dimension": ("reward", torch.tensor(0.5), r"needs one value for each row, got a tensor of float32 \[\]"),
+    "no rows": ("reward", torch.zeros(0), r"needs one value for each row, got a tensor of float32 \[0\]"),
+    "too many dimensions": ("reward", torch.zeros(2, 1), r"takes shape \[2\], got a tensor of float32 \[2, 1\]"),
+    "another shape": ("scores", torch.zeros(2, 3, 2), r"takes shape \[2, 2, 3\], got .* \[2, 3, 2\]; reshape"),
+    "ragged for fixed": ("scores", torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged), "takes shape"),
+    "dense for ragged": (
+        "ids",
+        torch.zeros(2, 3, dtype=torch.int64),
+        "is ragged; give a jagged nested tensor or a list",
+    ),
+    "another ragged dtype": ("ids", [torch.tensor([1]), torch.tensor([1], dtype=torch.int32)], "got a tensor of int32"),
+    "another jagged dtype": (
+        "ids",
+        torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),
+        "of float32 jagged",
+    ),
+    "a strided nested tensor": ("ids", torch.nested.nested_tensor(IDS), "give a jagged .*, got .* strided"),
+    "rows of two dimensions": ("ids", [torch.zeros(2, 2, dtype=torch.int64)], "ragged rows have one dimension"),
+    "a jagged of two dimensions": (
+        "ids",
+        torch.nested.nested_tensor([torch.zeros(2, 2, dtype=torch.int64)], layout=torch.jagged),
+        "ragged rows have one dimension",
+    ),
+    "rows of numbers": ("ids", [[1, 2], [3]], r"got list \[1, 2\]; make it a tensor"),
+    "a row that is a number": ("ids", [torch.tensor(1)], "ragged rows have one dimension"),
+    "one string": ("answer", "ab", "takes one string for each row, got str 'ab'"),
+    "bytes for text": ("answer", [b"a", b"b"], "takes strings, got"),
+    "a tensor for text": ("answer", torch.zeros(2), "takes strings, got a tensor"),
+    "half a character": ("answer", ["a", "\ud800"], "row 1 is not a text that UTF-8 can hold"),
+    "no value": ("answer", None, "needs one value for each row, got NoneType None"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_refusal_names_column_value_and_fix(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ColumnError, match=f"column '{name}'.*{message}"):
+        pack(SCHEMA, {name: value})
+
+
+def test_rows_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ColumnError, match=r"column 'reward': has 3 rows where 'ids' has 2; give all the same rows"):
+        pack(SCHEMA, {"ids": IDS, "reward": torch.zeros(3)})
+    with pytest.raises(ColumnError, match=r"column 'rewards' is not in the schema; it has \['ids', 'reward'"):
+        pack(SCHEMA, {"rewards": torch.zeros(2)})
+    with pytest.raises(ColumnError, match="no column given"):
+        pack(SCHEMA, {})
+
+
+def test_schemas_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ColumnError, match=r"column \['ids'\] is declared twice"):
+        Schema([Column.ragged("ids", torch.int64), Column.scalar("ids", torch.int64)])
+    with pytest.raises(ColumnError, match=r"column 'z': dtype torch\.complex64 cannot be stored"):
+        Column.scalar("z", torch.complex64)
+    with pytest.raises(ColumnError, match=r"column 't': text has no shape; use Column\.text"):
+        Column("t", "utf8", (2,))
+    columns = [Column.scalar(f"c{i}", torch.int8) for i in range(MAX_COLUMNS + 1)]
+    with pytest.raises(ColumnError, match=f"schema: {MAX_COLUMNS + 1} columns, at most {MAX_COLUMNS} fit"):
+        Schema(columns)
+    largest = Schema(columns[:MAX_COLUMNS])
+    every = [column.name for column in largest.columns]
+    assert largest.names(largest.mask(every)) == every
