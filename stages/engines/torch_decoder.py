@@ -252,13 +252,19 @@ class TorchDecoder:
                     prepared.append((module, attribute, weights[name].detach().to(self.device, copy=True)))
         return prepared
 
-    def install(self, prepared: WeightSet) -> None:
-        """Use ``prepared`` from the next forward on; KV already computed stays."""
+    def install(self, prepared: WeightSet) -> list[torch.Tensor]:
+        """Use ``prepared`` from the next forward on; KV already computed stays. Returns what was replaced: giving back
+        that much memory takes longer than all the rest, and is better done elsewhere."""
+        replaced = []
         for module, attribute, tensor in prepared:
             if isinstance(module, PackedLinear) and attribute == "weight":
+                replaced.append(module.packed)
                 module.packed = tensor
             else:
-                getattr(module, attribute).data = tensor
+                parameter = getattr(module, attribute)
+                replaced.append(parameter.data)
+                parameter.data = tensor
+        return replaced
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

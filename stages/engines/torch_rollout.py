@@ -164,7 +164,7 @@ class TorchRolloutEngine:
         if device is None:
             found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             device = found or torch.device("cpu")
-        self._decoder = TorchDecoder(model if dtype is None else model.to(dtype), torch.device(device), max_rows)
+        self._decoder = TorchDecoder(model if dtype is None else model.to(dtype), torch.device(device))
         self._tokenizer, self._max_rows, self._prefill_tokens = tokenizer, max_rows, prefill_tokens
         self._version = initial_version
         self._waiting: deque[_Row] = deque()
@@ -216,7 +216,9 @@ class TorchRolloutEngine:
             except asyncio.CancelledError:
                 await asyncio.wait([preparing])  # the caller's tensors are still being read
                 raise
-            exposed = await self._at_boundary(lambda: self._swap(version, prepared))
+            exposed, replaced = await self._at_boundary(lambda: self._swap(version, prepared))
+            prepared.clear()
+            self._loader.submit(replaced.clear)
             return SwapTimes(exposed=exposed, hidden=time.perf_counter() - began - exposed)
 
     async def pause(self) -> None:
@@ -325,11 +327,11 @@ class TorchRolloutEngine:
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
-    def _swap(self, version: int, prepared: WeightSet) -> float:
+    def _swap(self, version: int, prepared: WeightSet) -> tuple[float, list[torch.Tensor]]:
         began = time.perf_counter()
-        self._decoder.install(prepared)
+        replaced = self._decoder.install(prepared)
         self._version = version
-        return time.perf_counter() - began
+        return time.perf_counter() - began, replaced
 
     def _finish(self) -> None:
         self._drop_all(lambda: EngineClosed("the rollout engine was closed"))
