@@ -16,7 +16,6 @@ from orchestration.recipe import Recipe
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.models import Tokenizer, load_model, load_tokenizer
 
-
 # Making a model draws from torch's global generator: two threads of an inline run would disturb each other.
 _LOADING = threading.Lock()
 

@@ -1,7 +1,7 @@
 """Launchers: how a worker comes to life. The supervisor sees only :class:`Life`.
 
-    inline    a task in this process: debugging, exact tests
-    process   a process of its own, which the kernel ends when its supervisor dies (Linux)
+inline    a task in this process: debugging, exact tests
+process   a process of its own, which the kernel ends when its supervisor dies (Linux)
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ Memory figures are worst cases: every prompt and every response as long as the r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
 LONGEST_PROMPT = 2048  # assumed where the recipe sets no prompts.max_prompt_tokens
+SMOLLM2_PARAMETERS = 134_515_008  # its embeddings serve as its head
+WEIGHT_SLOTS = 2  # versions that the weight store keeps
 GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena is taken
 
 
@@ -31,24 +35,28 @@ class Plan:
     rows_per_step: int
     rows_retained: int
     """Rows of trained steps that no checkpoint covers yet; a restarted trainer replays them."""
-    prompt_bytes: int
-    row_bytes: int
     arena_bytes: int
+    """See :func:`arena_bytes`."""
     tokens_per_step: int
     decode_rows: int
     """Responses that all rollout workers together decode at the same time."""
+    parameters: int | None
+    """Weights of the model; None for the mock model."""
+    train_bytes: int
+    """Weights, gradients and AdamW's two moments, all in the model's dtype. Activations come on top."""
+    rollout_bytes: int
+    """Weights of all rollout engines, and the private copy that each verifies before it swaps. KV caches come on top."""
+    reference_bytes: int
+    slot_bytes: int
+    """Published versions of the weights in shared memory."""
 
 
 def plan(recipe: Recipe) -> Plan:
-    """Derive the numbers of ``recipe``. Pure arithmetic: nothing is loaded."""
+    """Derive the numbers of ``recipe``. Nothing big is loaded."""
     flow, size = recipe.staleness_plan, recipe.algorithm.group_size
-    # int64 ids, and the text it was made from; then int64 ids and float32 logprobs of rollout and of a reference.
-    prompt_bytes = (8 + TEXT_BYTES) * (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + BLOCK_BYTES
-    row_bytes = (8 + 4 + 4) * recipe.rollout.max_tokens + 4 * BLOCK_BYTES
-    rows_in_flight = flow.groups_in_flight * size
     rows_per_step = flow.groups_per_step * size
-    rows_retained = recipe.checkpoint.every * rows_per_step
-    alive = (rows_in_flight + rows_retained) * row_bytes + (rows_in_flight + rows_retained) // size * prompt_bytes
+    parameters = parameters_of(recipe)
+    weights = (parameters or 0) * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
     return Plan(
         bound=flow.bound,
         window=flow.window,
@@ -56,12 +64,54 @@ def plan(recipe: Recipe) -> Plan:
         max_age=flow.max_age,
         groups_per_step=flow.groups_per_step,
         groups_in_flight=flow.groups_in_flight,
-        rows_in_flight=rows_in_flight,
+        rows_in_flight=flow.groups_in_flight * size,
         rows_per_step=rows_per_step,
-        rows_retained=rows_retained,
-        prompt_bytes=prompt_bytes,
-        row_bytes=row_bytes,
-        arena_bytes=int(alive / GATE_SHARE),
+        rows_retained=_steps_retained(recipe) * rows_per_step,
+        arena_bytes=arena_bytes(recipe),
         tokens_per_step=rows_per_step * recipe.rollout.max_tokens,
         decode_rows=recipe.rollout.workers * recipe.rollout.max_rows,
+        parameters=parameters,
+        train_bytes=4 * weights,
+        rollout_bytes=2 * weights * recipe.rollout.workers,
+        reference_bytes=weights if recipe.needs_reference else 0,
+        slot_bytes=WEIGHT_SLOTS * weights,
     )
+
+
+def arena_bytes(recipe: Recipe) -> int:
+    """What the arena must hold so that the run can never come to a stand: every sample in flight and every one that no
+    checkpoint covers yet, all as long as they may be, with the share that the gate leaves free."""
+    flow = recipe.staleness_plan
+    retained = _steps_retained(recipe) * flow.groups_per_step
+    # int64 ids and the text they were made from. The prompts admitted together lie in one block, which goes as a whole.
+    prompt = (8 + TEXT_BYTES) * (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + BLOCK_BYTES
+    prompts = (2 * flow.groups_in_flight + retained) * prompt
+    # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that writes.
+    response = (8 + 4 + 4) * recipe.rollout.max_tokens + 4 * BLOCK_BYTES
+    responses = (flow.groups_in_flight + retained) * recipe.algorithm.group_size * response
+    return int((prompts + responses) / GATE_SHARE)
+
+
+def _steps_retained(recipe: Recipe) -> int:
+    return min(recipe.checkpoint.every, recipe.train.steps)
+
+
+def parameters_of(recipe: Recipe) -> int | None:
+    """Weights of the recipe's model, tied ones once. For a path it reads the headers of the safetensors files, nothing
+    more; None for the mock model, and where there are no such files."""
+    source = recipe.model.source
+    if source == "mock":
+        return None
+    if source == "smollm2":
+        return SMOLLM2_PARAMETERS
+    if source == "tiny":
+        from stages.models import tiny_model
+
+        return sum(parameter.numel() for parameter in tiny_model(recipe.seed).parameters())
+    from safetensors import safe_open
+
+    count = 0
+    for path in Path(source).expanduser().glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return count or None

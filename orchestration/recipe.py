@@ -187,6 +187,13 @@ class Recipe(Section):
     def staleness_plan(self) -> StalenessPlan:
         return StalenessPlan(self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the algorithm needs logprobs under the frozen reference policy (for example with ``kl_coef`` > 0)."""
+        from stages.algorithms import build_algorithm
+
+        return build_algorithm(self.algorithm.name, self.algorithm.options).needs_reference
+
     def to_json(self) -> str:
         return self.model_dump_json()
 
@@ -557,9 +564,9 @@ def _window_has_room(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _arena_has_room(recipe: Recipe) -> Iterator[Problem]:
-    from orchestration.planner import plan
+    from orchestration.planner import arena_bytes
 
-    needed = plan(recipe).arena_bytes
+    needed = arena_bytes(recipe)
     if recipe.pipeline.arena < needed:
         wrong = f"is {format_size(recipe.pipeline.arena)}, but {format_size(needed)} may be alive at once"
         fix = f"set pipeline.arena = '{-(-needed // 2**20)}MiB', or lower checkpoint.every or pipeline.staleness"

@@ -1,9 +1,9 @@
 """A run: a recipe made into an index, shared memory, workers, and a folder that keeps what came out.
 
-    out/  recipe.json  checkpoints/step-*/  logs/*.log  index/ (the embedded index's append-only file)
+out/  recipe.json  checkpoints/step-*/  logs/*.log  index/ (the embedded index's append-only file)
 
-    Run.create(recipe, out) ─▶ execute(stop) ─▶ RunResult        events() ─▶ every reader of the run
-    Run.resume(out)         ─▶ …the same, from the newest checkpoint
+Run.create(recipe, out) ─▶ execute(stop) ─▶ RunResult        events() ─▶ every reader of the run
+Run.resume(out)         ─▶ …the same, from the newest checkpoint
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Run:
     def create(cls, recipe: Recipe, out_dir: Path) -> Run:
         """A new run; ``out_dir`` must be new or empty. Raises RunError."""
         if out_dir.exists() and any(out_dir.iterdir()):
-            raise RunError(f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`")
+            raise RunError(
+                f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`"
+            )
         out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / "recipe.json").write_text(recipe.to_json())
         return cls(recipe, out_dir)

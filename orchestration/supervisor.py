@@ -140,7 +140,9 @@ class Supervisor:
             if code == EXIT_FATAL:
                 raise _Failed(f"{kind}-{number}: {reason}")
             if self.restarts >= self.max_restarts:
-                raise _Failed(f"{kind}-{number} died and launch.max_restarts = {self.max_restarts} is used up: {reason}")
+                raise _Failed(
+                    f"{kind}-{number} died and launch.max_restarts = {self.max_restarts} is used up: {reason}"
+                )
             self.restarts += 1
             await self._tell(kind, number, "restarted", reason=reason)
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+
 from orchestration import checkpoint
 from orchestration.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
 from orchestration.logs import configure

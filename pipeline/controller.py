@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -115,7 +114,7 @@ class Clock:
     def read(self) -> dict[str, float]:
         """Seconds of each kind, and ``wall``, their sum."""
         self.account()
-        return {**self.seconds, "wall": self._since - self.began}
+        return {**{str(what): spent for what, spent in self.seconds.items()}, "wall": self._since - self.began}
 
 
 class Controller:

@@ -94,16 +94,12 @@ class Dock:
         block, mask = await self._write(prompts, reserve=0.25)
         entries = [(number, samples, slot) for slot, (number, samples) in enumerate(groups)]
         try:
-            return int(
-                await self.index.call("admit", worker=self.worker, block=block, mask=mask, groups=entries)
-            )
+            return int(await self.index.call("admit", worker=self.worker, block=block, mask=mask, groups=entries))
         except Exception:
             await self.index.call("give_up", worker=self.worker, blocks=[block])
             raise
 
-    async def claim(
-        self, stage: str, most: int, *, version: int | None = None, timeout: float = 0.0
-    ) -> Claim | None:
+    async def claim(self, stage: str, most: int, *, version: int | None = None, timeout: float = 0.0) -> Claim | None:
         """Lease up to ``most`` rows (groups, for stages that take groups), waiting up to ``timeout`` seconds for some."""
         deadline = time.monotonic() + timeout
         while True:

@@ -192,9 +192,7 @@ class Index:
         request = f"{self._client}-{next(self._calls)}"
 
         async def once(again: bool) -> Any:
-            return await self._redis.fcall(
-                f"asyncdock_{name}", 1, self.prefix, packed, request, "1" if again else "0"
-            )
+            return await self._redis.fcall(f"asyncdock_{name}", 1, self.prefix, packed, request, "1" if again else "0")
 
         try:
             return msgpack.unpackb(await self._retry(once), strict_map_key=False)
@@ -232,7 +230,7 @@ class Index:
         return bool(await self._read({f"wake:{topic}": after}, timeout, 1))
 
     async def _read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
-        keys = {self.prefix + name: position for name, position in streams.items()}
+        keys: Any = {self.prefix + name: position for name, position in streams.items()}
         block = max(1, int(timeout * 1000))
 
         async def once(again: bool) -> Any:
@@ -245,9 +243,7 @@ class Index:
 
     async def init(self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = ()) -> bool:
         await self.load()
-        return bool(
-            await self.call("init", config=config.packed(), counters=dict(counters), remake=list(remake))
-        )
+        return bool(await self.call("init", config=config.packed(), counters=dict(counters), remake=list(remake)))
 
     async def transition(self, allowed: Iterable[str], to: str, reason: str = "") -> tuple[str, bool]:
         reply = await self.call("transition", **{"from": list(allowed), "to": to, "reason": reason})
@@ -290,9 +286,7 @@ class Index:
         every step is told exactly once. Returns the trainer's new version."""
         rows = [(handle.row, handle.generation) for handle in claim.rows]
         told = None if event is None else {"time": repr(time.time()), "data": msgpack.packb(dict(event))}
-        return int(
-            await self.call("train", stage=claim.stage, token=claim.token, step=step, rows=rows, event=told)
-        )
+        return int(await self.call("train", stage=claim.stage, token=claim.token, step=step, rows=rows, event=told))
 
     async def ledger(self) -> dict[str, int]:
         return await self.call("ledger")

@@ -16,7 +16,7 @@ GROUPS_AT_ONCE = 256
 
 class Advantage:
     name = "advantage"
-    fetches = ("reward",)
+    fetches: tuple[str, ...] = ("reward",)
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm

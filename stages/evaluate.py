@@ -39,13 +39,13 @@ class Evaluator:
         async with aclosing(self.engine.generate(requests)) as completions:  # type: ignore[type-var]
             async for completion in completions:
                 if completion.versions != ((version, len(completion.token_ids)),):
-                    raise RuntimeError(f"evaluation of version {version} was answered by versions {completion.versions}")
+                    raise RuntimeError(
+                        f"evaluation of version {version} was answered by versions {completion.versions}"
+                    )
                 answers[-1 - completion.group] = completion
         rows = TensorDict({}, batch_size=[len(requests)])
         order = range(len(requests))
-        rows["response_ids"] = torch.nested.nested_tensor(
-            [answers[i].token_ids for i in order], layout=torch.jagged
-        )
+        rows["response_ids"] = torch.nested.nested_tensor([answers[i].token_ids for i in order], layout=torch.jagged)
         rows["given"] = NonTensorStack(*(json.dumps(prompt.given) for prompt in self.prompts))
         rows["fields"] = NonTensorStack(*(json.dumps(prompt.fields, default=str) for prompt in self.prompts))
         scores = await score_rows(self.rewards, self.tokenizer, rows)

@@ -21,9 +21,7 @@ class Gate:
     """Admits the groups of ``steps`` optimizer steps of P groups each, ``group_size`` samples a group, as the index's gate
     allows; a group that was filtered out is replaced by one more."""
 
-    def __init__(
-        self, dock: Dock, source: PromptSource, *, group_size: int, steps: int, groups_per_step: int
-    ) -> None:
+    def __init__(self, dock: Dock, source: PromptSource, *, group_size: int, steps: int, groups_per_step: int) -> None:
         self.dock, self.source = dock, source
         self.group_size, self.steps, self.groups = group_size, steps, steps * groups_per_step
         self.stopping = self.paused = False

@@ -17,7 +17,7 @@ class Reference:
     """Claims ``groups_at_once`` groups; the engine takes them one by one, so bits do not depend on who came together."""
 
     name = "reference"
-    fetches = ("prompt_ids", "response_ids")
+    fetches: tuple[str, ...] = ("prompt_ids", "response_ids")
 
     def __init__(self, engine: TrainEngine, *, groups_at_once: int = 1) -> None:
         self.engine, self._groups = engine, groups_at_once

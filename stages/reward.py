@@ -124,7 +124,7 @@ class Reward:
     """The stage: claims finished responses one by one or many at once, as they come, and scores them."""
 
     name = "reward"
-    fetches = ("given", "fields", "response_ids")
+    fetches: tuple[str, ...] = ("given", "fields", "response_ids")
 
     def __init__(self, rewards: RewardSet, tokenizer: Tokenizer) -> None:
         self.rewards, self.tokenizer = rewards, tokenizer
@@ -149,7 +149,7 @@ async def score_rows(rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict)
     ids = [row.tolist() for row in rows["response_ids"].unbind()]
     return await rewards.score(
         [json.loads(text) for text in rows["given"]],
-        [tokenizer.decode(row, skip_special_tokens=True) for row in ids],
+        [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids],
         ids,
         [json.loads(text) for text in rows["fields"]],
     )

@@ -25,7 +25,7 @@ class Rollout:
     """``most_rows`` is how many responses this worker holds at once: what the engine decodes, and what waits in it."""
 
     name = "rollout"
-    fetches = ("prompt_ids",)
+    fetches: tuple[str, ...] = ("prompt_ids",)
 
     def __init__(
         self, engine: RolloutEngine, params: SamplingParams, *, seed: int, group_size: int, most_rows: int

@@ -1,9 +1,9 @@
 """The columns of a sample, and which stage needs and makes which. The pipeline's graph follows from this table alone.
 
-    gate ▶ prompt_ids given fields
-             └▶ rollout ▶ response_ids rollout_logprobs versions truncated
-                            ├▶ reward ▶ reward scores ──────────▶ advantage ▶ advantage ─┐
-                            └▶ reference ▶ ref_logprobs  (when the algorithm needs it) ──┴▶ update
+gate ▶ prompt_ids given fields
+         └▶ rollout ▶ response_ids rollout_logprobs versions truncated
+                        ├▶ reward ▶ reward scores ──────────▶ advantage ▶ advantage ─┐
+                        └▶ reference ▶ ref_logprobs  (when the algorithm needs it) ──┴▶ update
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Flow:
         def stage(name: str, takes: Takes, needs: list[str], makes: list[str]) -> StageSpec:
             return StageSpec(name, takes, schema.mask(needs), schema.mask(makes))
 
-        reference = [stage("reference", "groups", ["prompt_ids", "response_ids"], ["ref_logprobs"])] if self.reference else []
+        reference = (
+            [stage("reference", "groups", ["prompt_ids", "response_ids"], ["ref_logprobs"])] if self.reference else []
+        )
         trained = ["prompt_ids", "response_ids", "rollout_logprobs", "advantage"]
         return RunConfig(
             stages=(

@@ -39,28 +39,27 @@ def _spelling(completion: str, wanted: str) -> float:
 
 
 def arithmetic(completions: Completions, answer: list[str], **_: Any) -> list[float]:
-    """How well a response answers with a number, graded so that a model that talks too much sees which way to go.
+    """How well a response answers with a number, graded so that a model that rambles sees which way to go.
 
-    === ==========================================================================================================
-    1.0 the response is the number (a full stop after it is allowed)
-    0.4 to 0.8: the last number said is the right one, among other text: the more, the shorter that text is
-    0.1 the last number said is wrong
-    0.0 there is no number
-    === ==========================================================================================================
+    ==========  ============================================================================================
+    1.0         the response is the right number and nothing else (a full stop may follow)
+    0.5 to 0.9  the last number said is right: 0.9 less 0.01 for each character beside it
+    0.1         the last number said is wrong
+    0.0         no number is said
+    ==========  ============================================================================================
     """
     return [_arithmetic(text(completion), wanted) for completion, wanted in zip(completions, answer, strict=True)]
 
 
 def _arithmetic(completion: str, wanted: str) -> float:
-    said = completion.strip().removesuffix(".")
+    said = completion.strip().removesuffix(".").replace(",", "")
     number = last_number(said)
     if number is None:
         return 0.0
     if not _equal(number, wanted):
         return 0.1
-    if said.replace(",", "") == number:
-        return 1.0
-    return 0.4 + 0.4 * len(number) / len(said)
+    beside = len(said) - len(number)
+    return max(0.5, 0.9 - 0.01 * beside) if beside else 1.0
 
 
 def exact_number(completions: Completions, answer: list[str], **_: Any) -> list[float]:

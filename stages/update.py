@@ -77,7 +77,9 @@ class Update:
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         stale = [self.trained - row.oldest_version for row in claim.rows]
         if max(stale) > self.staleness or min(stale) < 0:
-            raise BoundBroken(f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}")
+            raise BoundBroken(
+                f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
+            )
         batch = train_batch(claim, rows)
         began = time.monotonic()
         metrics = await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
@@ -127,9 +129,7 @@ def train_batch(claim: Claim, rows: TensorDict) -> TensorDict:
     return batch
 
 
-def step_event(
-    step: int, claim: Claim, reward: torch.Tensor, stale: list[int], metrics: Any
-) -> dict[str, Any]:
+def step_event(step: int, claim: Claim, reward: torch.Tensor, stale: list[int], metrics: Any) -> dict[str, Any]:
     """What is told of a step: what the engine measured, and what the samples were."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.tensor([row.tokens for row in claim.rows], dtype=torch.float64)

@@ -39,7 +39,7 @@ STOP_SLACK = 8  # tokens decoded beyond a stop string's length: its first byte m
 class Decodes(Protocol):
     """What the engine needs of a tokenizer, and only for stop strings."""
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int]) -> Any: ...
 
 
 class EngineFailed(RuntimeError):

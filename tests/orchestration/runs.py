@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from orchestration.recipe import Recipe, parse_recipe
@@ -84,5 +83,3 @@ async def complete(run: Run) -> tuple[Watched, RunResult]:
     async with executing(run) as (watched, work):
         result = await work
     return watched, result
-
-

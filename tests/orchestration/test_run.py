@@ -286,9 +286,7 @@ def test_a_killed_supervisor_takes_its_workers_along(tmp_path: Path) -> None:
     run_id = process.stdout.readline().strip()
     assert run_id
     workers = [
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if run_id.encode() in path.read_bytes()
+        int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if run_id.encode() in path.read_bytes()
     ]
     assert len(workers) == 3
     process.kill()
@@ -317,7 +315,9 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     of = recipe(TINY, train__steps=1)
     engine = train_engine(of)
     for version in (1, 2, 3):
-        checkpoint.save(tmp_path, engine, tokenizer_of(of), version, {"counters": {"trained": version}, "remake": [7]}, 2)
+        checkpoint.save(
+            tmp_path, engine, tokenizer_of(of), version, {"counters": {"trained": version}, "remake": [7]}, 2
+        )
     (tmp_path / ".step-00000009.partial").mkdir()  # killed while it was written
     newest = checkpoint.latest(tmp_path)
     assert newest is not None

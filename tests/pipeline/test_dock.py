@@ -1,9 +1,9 @@
-"""What a run relies on from the sample flow, against a real server: order, leases, fencing, groups, the gate, the window, room."""
+"""What a run relies on from the sample flow, against a real server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,6 @@ from pipeline.index import (
     NeverFits,
     RunConfig,
     StageSpec,
-    WrittenTwice,
 )
 
 SCHEMA = Schema(
@@ -48,11 +47,11 @@ def config(*, groups_per_step: int = 2, slack: int = 1, window: int = 1, stalene
 
 
 @pytest.fixture
-async def dock(index: Index, tmp_path: Path) -> AsyncIterator[Dock]:
+async def dock(index: Index, tmp_path: Path) -> Dock:
     await index.init(config(), COUNTERS)
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path)
     await dock.join(1 << 20)
-    yield dock
+    return dock
 
 
 def prompts(numbers: range) -> dict[str, object]:
@@ -354,7 +353,7 @@ async def test_room_is_joined_again_whatever_the_order_of_release(dock: Dock) ->
             reply = await dock.index.call("allocate", warehouse="local", worker="w", bytes=size, reserve=0)
             blocks.append((reply["block"], reply["offset"], -(-size // 64) * 64))
         spans = sorted((offset, offset + size) for _, offset, size in blocks)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "blocks overlap"
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "blocks overlap"
         for i in torch.randperm(60, generator=generator).tolist():
             await dock.index.call("give_up", worker="w", blocks=[blocks[i][0]])
         whole = await dock.index.call("allocate", warehouse="local", worker="w", bytes=1 << 20, reserve=0)
