@@ -45,7 +45,7 @@ class Plan:
     train_bytes: int
     """Weights, gradients and AdamW's two moments, all in the model's dtype. Activations come on top."""
     rollout_bytes: int
-    """Weights of all rollout engines, and the private copy that each verifies before it swaps. KV caches come on top."""
+    """Weights of all rollout engines, and the copy that each verifies before it swaps. KV caches come on top."""
     reference_bytes: int
     slot_bytes: int
     """Published versions of the weights in shared memory."""

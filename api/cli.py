@@ -1,0 +1,312 @@
+"""The command ``asyncdock``.
+
+    run, resume ──▶ Run.execute
+                      └─ events ──▶ metrics.jsonl, the terminal ──at the end──▶ summary, plot, samples
+    check       ──▶ the recipe's problems, or its derived numbers
+    recipes     ──▶ what there is to run
+
+Exit codes: 0 the run finished, 1 it failed, 2 the input was wrong, 130 it was stopped before its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import importlib.metadata
+import os
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from api.progress import Event
+    from orchestration.recipe import Recipe
+    from orchestration.run import RunResult
+
+FINISHED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+EXIT_CODES = {"finished": FINISHED, "failed": FAILED, "stopped": INTERRUPTED}
+READERS_SECONDS = 5.0  # how long the last events may take to arrive once a run is over
+REDRAWS_PER_SECOND = 4
+
+app = typer.Typer(
+    help="Asynchronous RL post-training of language models.",
+    epilog="Exit codes: 0 finished, 1 the run failed, 2 wrong input, 130 stopped before the end.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A TOML file, or a name from `asyncdock recipes`.")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as train.steps=10. Repeatable.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print every event as one line of JSON.")]
+PlainOption = Annotated[bool, typer.Option("--plain", help="Print one line a step, on a terminal too.")]
+
+
+class RunLike(Protocol):
+    """What a view needs of a run; :class:`orchestration.run.Run` has it."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def out_dir(self) -> Path: ...
+
+    async def execute(self, stop: asyncio.Event | None = None) -> RunResult: ...
+    def events(self, after: str = "0") -> AsyncIterator[Event]: ...
+
+
+class View(Protocol):
+    def event(self, event: Event) -> None: ...
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"asyncdock {importlib.metadata.version('asyncdock')}")
+        raise typer.Exit(FINISHED)
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    out: Annotated[Path | None, typer.Option("--out", help="A new folder. Default: runs/NAME-TIME.")] = None,
+    json: JsonOption = False,
+    plain: PlainOption = False,
+) -> None:
+    """Train as RECIPE says, and show it live. Ctrl-C stops cleanly, a second one at once."""
+    loaded = _load(recipe, set_)
+    from orchestration.run import Run, RunError
+
+    folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        made = Run.create(loaded, folder)
+    except (RunError, OSError) as error:
+        _refuse(str(error))
+    raise typer.Exit(_show(made, json=json, plain=plain))
+
+
+@app.command()
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run that did not finish.")],
+    json: JsonOption = False,
+    plain: PlainOption = False,
+) -> None:
+    """Go on from the newest checkpoint of the run in RUN_DIR."""
+    from orchestration.run import Run, RunError
+
+    try:
+        made = Run.resume(run_dir)
+    except (RunError, OSError, ValueError) as error:
+        _refuse(str(error))
+    raise typer.Exit(_show(made, json=json, plain=plain))
+
+
+@app.command()
+def check(recipe: RecipeArgument, set_: SetOption = None) -> None:
+    """Validate RECIPE without running it, and print what follows from it."""
+    loaded = _load(recipe, set_)
+    from api.report import plan_table
+    from orchestration.planner import plan
+
+    Console().print(plan_table(loaded, plan(loaded)))
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that can be run by name."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, path in _recipes().items():
+        table.add_row(name, _description(path))
+    Console().print(table)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding and loading recipes
+
+
+def _recipe_folders() -> list[Path]:
+    """Where a bare name is looked up: the present directory's recipes first, then those that came with the source."""
+    return [Path.cwd() / "recipes", Path(__file__).resolve().parent.parent / "recipes"]
+
+
+def _recipes() -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for folder in _recipe_folders():
+        for path in sorted(folder.glob("*.toml")):
+            found.setdefault(path.stem, path)
+    return found
+
+
+def _description(path: Path) -> str:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"(cannot be read: {error})"
+    return str(data.get("description", ""))
+
+
+def _find(name: str) -> Path:
+    path = Path(name)
+    if path.is_file():
+        return path
+    known = _recipes()
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(path.stem, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"use a path, or one of: {', '.join(known) or '(none found)'}"
+    _refuse(f"recipe: {name!r} is neither a file nor a known name; {hint}")
+
+
+def _load(name: str, overrides: list[str] | None) -> Recipe:
+    path = _find(name)
+    from orchestration.recipe import RecipeError, load_recipe
+
+    try:
+        return load_recipe(path, overrides or [])
+    except RecipeError as error:
+        _refuse(str(error))
+
+
+def _refuse(message: str) -> NoReturn:
+    """End with the exit code of wrong input, and say why."""
+    print(message, file=sys.stderr)
+    raise typer.Exit(BAD_INPUT)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Showing a run
+
+
+def _show(made: RunLike, *, json: bool, plain: bool) -> int:
+    """Execute ``made`` in front of a person, report what came out, and return the exit code."""
+    console = Console(stderr=json)
+    outcome = asyncio.run(show(made, console, json=json, plain=plain or not console.is_terminal))
+    if outcome is None:
+        console.print(f"[bold yellow]Ended at once.[/] Go on with: asyncdock resume {made.out_dir}")
+        return INTERRUPTED
+    _report(made, outcome, console)
+    return EXIT_CODES[outcome.state]
+
+
+async def show(made: RunLike, console: Console, *, json: bool, plain: bool) -> RunResult | None:
+    """Execute ``made`` while a view follows its events; they also go to its ``metrics.jsonl``. Returns None when it was
+    ended at once."""
+    from api.progress import Progress
+    from api.report import METRICS, MetricsFile
+    from api.terminal import LiveView, PlainView
+    from orchestration import logs
+
+    progress = Progress(made.recipe.name, made.recipe.train.steps, made.recipe.pipeline.staleness)
+    with contextlib.ExitStack() as stack:
+        view: View
+        say: Callable[[str], None] = console.print
+        if json:
+            view = JsonView()
+        elif plain:
+            view = PlainView(progress, console)
+        else:
+            from rich.live import Live
+
+            live_view = view = LiveView(progress, console)
+            live = Live(get_renderable=live_view.render, console=console, refresh_per_second=REDRAWS_PER_SECOND)
+            stack.enter_context(live)
+            say = live_view.notify
+        logs.configure()  # now: a live view prints what goes to standard error above itself
+        metrics = stack.enter_context(MetricsFile(made.out_dir / METRICS))
+
+        async def follow() -> None:
+            async for event in made.events():
+                metrics.event(event)
+                progress.apply(event)
+                view.event(event)
+
+        return await _until_over(made, follow, say)
+
+
+async def _until_over(made: RunLike, follow: Callable[[], Any], say: Callable[[str], None]) -> RunResult | None:
+    """Execute ``made`` and ``follow`` it. The first interrupt asks it to stop, the second cancels it."""
+    stop = asyncio.Event()
+    reading = asyncio.create_task(follow())
+    executing = asyncio.create_task(made.execute(stop))
+
+    def interrupt() -> None:
+        if stop.is_set():
+            say("Ending at once.")
+            executing.cancel()
+        else:
+            say("Stopping cleanly; Ctrl-C once more ends it at once.")
+            stop.set()
+
+    loop = asyncio.get_running_loop()
+    caught = [signal.SIGINT, signal.SIGTERM]
+    for number in caught:
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await executing
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+        return None
+    finally:
+        # A view that fails ends the run's display, not the run; what it raised is told once the run is over.
+        _, late = await asyncio.wait([reading], timeout=READERS_SECONDS)
+        for task in late:
+            task.cancel()
+        for number in caught:
+            loop.remove_signal_handler(number)
+        failed = (await asyncio.gather(reading, return_exceptions=True))[0]
+        if isinstance(failed, Exception) and not executing.cancelled():
+            say(f"The view of the run failed: {type(failed).__name__}: {failed}")
+
+
+def _report(made: RunLike, outcome: RunResult, console: Console) -> None:
+    from api.report import summary_table, write_report
+
+    model = outcome.checkpoint.model if outcome.checkpoint else None
+    report = write_report(made.out_dir, made.recipe, seconds=outcome.seconds, checkpoint=model)
+    console.print()
+    console.print(summary_table(report.summary))
+    for path in report.files:
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
+    for line in report.missing:
+        console.print(f"  {line}", style="yellow", highlight=False, markup=False)
+    if outcome.state != "finished":
+        console.print(f"Go on with: asyncdock resume {made.out_dir}", highlight=False, soft_wrap=True)
+
+
+class JsonView:
+    """Prints each event as a line of JSON, as ``metrics.jsonl`` has it."""
+
+    def event(self, event: Event) -> None:
+        from api.report import event_json
+
+        print(event_json(event), flush=True)
+
+
+def main() -> None:
+    """The entry point. Modules beside the caller can be named in recipes, as ``my_reward:exact``."""
+    sys.path.insert(0, os.getcwd())
+    app(prog_name="asyncdock")
+
+
+if __name__ == "__main__":
+    main()
