@@ -73,7 +73,8 @@ class ProcessLauncher:
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         self._logs.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "orchestration.worker"]
+        # -P: a folder called `api` or `stages` where the user stands must not be taken for ours.
+        command = [sys.executable, "-P", "-m", "orchestration.worker"]
         options = {"run": run, "index": url, "kind": kind, "number": str(number), "name": name}
         for option, value in options.items():
             command += [f"--{option}", value]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
@@ -376,6 +377,7 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     options = parser.parse_args()
     configure(terminal=False)
+    sys.path.append(os.getcwd())  # rewards and algorithms given as module:name; last, so that nothing is shadowed
     try:
         asyncio.run(Worker(options.run, options.index, options.kind, options.number, options.name).run())
     except FATAL:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+ENTRY_POINTS = "asyncdock.algorithms"
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,20 @@ def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
 
 
 def algorithm_class(name: str) -> Any:
+    """The class behind ``name``: a built-in one, ``module:Class``, or an entry point of the group ``asyncdock.algorithms``."""
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"algorithm: {name!r} cannot be imported ({error}); is it on PYTHONPATH?") from error
     from stages.algorithms.grpo import GRPO
 
     known = {"grpo": GRPO}
-    if name not in known:
-        raise ValueError(f"algorithm: {name!r} is not known; use one of {sorted(known)}")
-    return known[name]
+    if name in known:
+        return known[name]
+    entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    if name not in entries.names:
+        names = sorted({*known, *entries.names})
+        raise ValueError(f"algorithm: {name!r} is not known; use 'module:Class' or one of {names}")
+    return entries[name].load()
