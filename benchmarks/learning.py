@@ -1,0 +1,173 @@
+"""Learning, asynchronous against synchronous: the same recipe under several staleness bounds and seeds.
+
+    python benchmarks/learning.py tiny --staleness 0 1 2 --seeds 0 1 2 --json tiny.json --plot tiny.png
+
+Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to
+the bit. The table gives the mean reward of the first and of the last five steps, the held-out reward before and after, and
+seconds of training (from the first to the last step). The plot shows every seed thin, and the mean of the seeds thick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from orchestration.logs import configure
+from orchestration.recipe import load_recipe
+from orchestration.run import Run
+
+ENDS = 5  # steps at each end whose mean reward is compared
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito: told apart by all eyes
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: ``reward`` of each step, ``held_out`` reward by policy version, largest staleness, seconds."""
+
+    staleness: int
+    seed: int
+    reward: list[float]
+    held_out: dict[int, float]
+    staleness_max: float
+    seconds: float
+    trained_samples: int
+
+    @property
+    def first(self) -> float:
+        return statistics.fmean(self.reward[:ENDS])
+
+    @property
+    def last(self) -> float:
+        return statistics.fmean(self.reward[-ENDS:])
+
+
+async def trial(path: Path, overrides: list[str], staleness: int, seed: int, folder: Path) -> Trial:
+    """Run the recipe once. Raises RuntimeError when the run does not finish."""
+    recipe = load_recipe(path, [*overrides, f"pipeline.staleness={staleness}", f"seed={seed}"])
+    run = Run.create(recipe, folder)
+    steps: list[tuple[float, dict[str, Any]]] = []
+    held_out: dict[int, float] = {}
+
+    async def follow() -> None:
+        async for event in run.events():
+            if event.kind == "step":
+                steps.append((event.time, event.data))
+            elif event.kind == "evaluation":
+                held_out[event.data["version"]] = event.data["reward_mean"]
+
+    following = asyncio.create_task(follow())
+    result = await run.execute()
+    await following
+    if result.state != "finished":
+        raise RuntimeError(f"seed {seed}, staleness {staleness}: {result.state}: {result.reason}")
+    began = steps[0][0] - steps[0][1]["seconds"]
+    return Trial(
+        staleness,
+        seed,
+        [step["reward_mean"] for _, step in steps],
+        held_out,
+        max(step["staleness_max"] for _, step in steps),
+        steps[-1][0] - began,
+        sum(step["rows"] for _, step in steps),
+    )
+
+
+def table(trials: list[Trial], name: str) -> Table:
+    shown = Table(title=f"{name}: mean reward of the first and last {ENDS} steps")
+    for column in ("η", "seed", "first", "last", "gain", "held out before", "after", "staleness max", "seconds"):
+        shown.add_column(column, justify="right")
+    for staleness in sorted({t.staleness for t in trials}):
+        arm = [t for t in trials if t.staleness == staleness]
+        for t in arm:
+            before, after = (f"{t.held_out[at(t.held_out)]:.3f}" if t.held_out else "–" for at in (min, max))
+            shown.add_row(
+                str(staleness),
+                str(t.seed),
+                f"{t.first:.3f}",
+                f"{t.last:.3f}",
+                f"{t.last - t.first:+.3f}",
+                before,
+                after,
+                f"{t.staleness_max:.0f}",
+                f"{t.seconds:.0f}",
+            )
+        last, spread = statistics.fmean(t.last for t in arm), statistics.pstdev([t.last for t in arm])
+        gain = statistics.fmean(t.last - t.first for t in arm)
+        shown.add_row(
+            str(staleness), "mean", "", f"{last:.3f} ± {spread:.3f}", f"{gain:+.3f}", "", "", "", "", style="bold"
+        )
+        shown.add_section()
+    return shown
+
+
+def plot(trials: list[Trial], name: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for colour, staleness in zip(COLOURS, sorted({t.staleness for t in trials}), strict=False):
+        arm = [t for t in trials if t.staleness == staleness]
+        for t in arm:
+            axes.plot(range(1, len(t.reward) + 1), t.reward, color=colour, linewidth=0.6, alpha=0.45)
+        mean = [statistics.fmean(rewards) for rewards in zip(*(t.reward for t in arm), strict=True)]
+        smooth = [statistics.fmean(mean[max(0, i - ENDS + 1) : i + 1]) for i in range(len(mean))]
+        label = f"η = {staleness}" + (" (synchronous)" if staleness == 0 else "") + f", {len(arm)} seeds"
+        axes.plot(range(1, len(smooth) + 1), smooth, color=colour, linewidth=2.4, label=label)
+    axes.set(
+        title=f"{name}: reward while training (thick: mean of the seeds, over {ENDS} steps)", xlabel="optimizer step"
+    )
+    axes.set_ylabel("mean reward")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=130)
+
+
+async def measure(options: argparse.Namespace) -> list[Trial]:
+    trials: list[Trial] = []
+    if options.json.exists() and options.resume:
+        trials = [
+            Trial(**{**one, "held_out": {int(v): r for v, r in one["held_out"].items()}})
+            for one in json.loads(options.json.read_text())["trials"]
+        ]
+    done = {(t.staleness, t.seed) for t in trials}
+    for staleness in options.staleness:
+        for seed in options.seeds:
+            if (staleness, seed) in done:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                path = options.recipe if options.recipe.exists() else Path("recipes") / f"{options.recipe}.toml"
+                trials.append(await trial(path, options.set or [], staleness, seed, Path(folder) / "run"))
+            options.json.write_text(json.dumps({"recipe": str(options.recipe), "trials": [asdict(t) for t in trials]}))
+    return trials
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("recipe", type=Path, help="a recipe's path, or its name in recipes/")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE")
+    parser.add_argument("--json", type=Path, default=Path("learning.json"), help="written after each run")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    configure()
+    trials = asyncio.run(measure(options))
+    Console(width=120).print(table(trials, options.recipe.stem))
+    if options.plot:
+        plot(trials, options.recipe.stem, options.plot)
+
+
+if __name__ == "__main__":
+    main()
