@@ -1,0 +1,300 @@
+"""One GRPO step, generation and training together, against TRL's GRPOTrainer, on the same prompts in the same run.
+
+    pip install -e '.[bench,quickstart]'
+    python benchmarks/grpo_step.py [--model smollm2|PATH] [--steps 3] [--peer plain|default|both|none] [--json FILE]
+
+Both sides take the same 4 prompts x 8 completions of at most 16 tokens per step, float32, temperature 1, no filter of
+the distribution, the same reward function and learning rate, and end a response at the same token. TRL comes twice: as
+it is by default (it computes activations again in the backward), and "plain", without that, as our engine runs. Steps
+alternate, TRL's and ours, so that other work on the machine slows both; ratios are taken step by step, and medians
+told. Our step is the synchronous one: generate, reward, advantage, train, new weights into the rollout engine.
+
+Tokens are counted TRL's way for both (its ``num_tokens``): each completion's real tokens plus its prompt's, the prompt
+once per completion, although our engines compute it once per group.
+
+The floors of our engines are operations / matmul rate and bytes / read bandwidth, each measured beside the step:
+
+  train    6 operations per fed token and linear weight (logits: only where a response token is predicted), attention,
+           and AdamW's 7 passes over the parameters
+  rollout  as in rollout_floor.py, with the lengths that were really drawn
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rollout_floor import Sizes, readings
+from tensordict import TensorDict
+
+from stages.algorithms.grpo import GRPO
+from stages.engines.protocols import Completion, GroupRequest, SamplingParams
+from stages.engines.torch_rollout import TorchRolloutEngine
+from stages.engines.torch_train import TorchTrainEngine
+from stages.models import load_model
+from stages.tasks import arithmetic
+
+GROUPS, ROWS, MAX_TOKENS = 4, 8, 16
+LEARNING_RATE = 1e-6
+
+
+def dataset(steps: int) -> list[dict[str, Any]]:
+    """``steps`` batches of sums, as conversations."""
+    rng = random.Random(0)
+    rows = []
+    for _ in range(steps * GROUPS):
+        a, b = rng.randint(10, 99), rng.randint(10, 99)
+        asked = f"What is {a} + {b}? Answer with just the number."
+        rows.append({"prompt": [{"role": "user", "content": asked}], "answer": str(a + b)})
+    return rows
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step of ours: seconds of its parts, tokens counted TRL's way, and the floors of both engines in seconds."""
+
+    generate: float
+    train: float
+    sync: float
+    tokens: int
+    generate_floor: float
+    train_floor: float
+    gflops: float
+    gb_per_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.generate + self.train + self.sync
+
+
+class OurSide:
+    def __init__(self, source: str, threads: int, total_steps: int) -> None:
+        model, self.tokenizer = load_model(source, dtype=torch.float32, seed=0)
+        self.sizes, self.parameters = Sizes.of(model), sum(p.numel() for p in model.parameters())
+        self.trainer = TorchTrainEngine(
+            model, learning_rate=LEARNING_RATE, total_steps=total_steps, threads=threads, device="cpu"
+        )
+        self.engine = TorchRolloutEngine(
+            load_model(source, dtype=torch.float32, seed=0)[0], max_rows=GROUPS * ROWS, threads=threads, device="cpu"
+        )
+        self.algorithm = GRPO()
+
+    async def step(self, number: int, rows: Sequence[dict[str, Any]]) -> Measured:
+        rate, bandwidth = readings(torch.float32)
+        began = time.perf_counter()
+        prompts = [
+            torch.tensor(self.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
+            for row in rows
+        ]
+        params = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(self.tokenizer.eos_token_id,))
+        asked = [GroupRequest(i, tuple(range(ROWS)), ids, params, seed=number) for i, ids in enumerate(prompts)]
+        made = [completion async for completion in self.engine.generate(asked)]
+        made.sort(key=lambda completion: (completion.group, completion.place))
+        generated = time.perf_counter()
+        self.trainer.train_batch(self._batch(made, prompts, rows), self.algorithm)
+        trained = time.perf_counter()
+        await self.engine.load_weights(number + 1, dict(self.trainer.weights()))
+        synced = time.perf_counter()
+        lengths = [[len(c.token_ids) for c in made if c.group == group] for group in range(len(prompts))]
+        sizes = [len(ids) for ids in prompts]
+        return Measured(
+            generate=generated - began,
+            train=trained - generated,
+            sync=synced - trained,
+            tokens=sum(len(c.token_ids) + sizes[c.group] for c in made),
+            generate_floor=self._generate_floor(sizes, lengths, rate, bandwidth),
+            train_floor=self._train_floor(sizes, lengths, rate, bandwidth),
+            gflops=rate / 1e9,
+            gb_per_s=bandwidth / 1e9,
+        )
+
+    def _batch(
+        self, made: Sequence[Completion], prompts: Sequence[torch.Tensor], rows: Sequence[dict[str, Any]]
+    ) -> TensorDict:
+        said = [self.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in made]
+        rewards = torch.tensor(arithmetic(said, answer=[rows[completion.group]["answer"] for completion in made]))
+        return TensorDict(
+            {
+                "group": torch.tensor([completion.group for completion in made]),
+                "place": torch.tensor([completion.place for completion in made]),
+                "prompt_ids": jagged([prompts[completion.group] for completion in made]),
+                "response_ids": jagged([completion.token_ids for completion in made]),
+                "rollout_logprobs": jagged([completion.logprobs for completion in made]),
+                "advantage": torch.cat([self.algorithm.advantages(group) for group in rewards.split(ROWS)]),
+            },
+            batch_size=[len(made)],
+        )
+
+    def _generate_floor(self, prompts: list[int], lengths: list[list[int]], rate: float, bandwidth: float) -> float:
+        sizes, pairs_cost = self.sizes, 4 * self.sizes.layers * self.sizes.attention
+        read = sizes.item * (sizes.body + sizes.head) / bandwidth
+        prefill = 2 * (sizes.body * sum(prompts) + sizes.head * len(prompts))
+        total = max(read, (prefill + pairs_cost * sum(p * p / 2 for p in prompts)) / rate)
+        for step in range(1, max(map(max, lengths))):
+            active = [p + step for p, group in zip(prompts, lengths, strict=True) for length in group if length > step]
+            total += max(read, (2 * (sizes.body + sizes.head) * len(active) + pairs_cost * sum(active)) / rate)
+        return total
+
+    def _train_floor(self, prompts: list[int], lengths: list[list[int]], rate: float, bandwidth: float) -> float:
+        sizes = self.sizes
+        fed = sum(p + sum(group) - len(group) for p, group in zip(prompts, lengths, strict=True))
+        predicted = fed - sum(prompts) + len(prompts)
+        pairs = sum(
+            p * p / 2 + sum((n - 1) * (p + n / 2) for n in group) for p, group in zip(prompts, lengths, strict=True)
+        )
+        operations = 6 * (sizes.body * fed + sizes.head * predicted) + 12 * sizes.layers * sizes.attention * pairs
+        return operations / rate + 7 * sizes.item * self.parameters / bandwidth
+
+
+def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, recompute: bool) -> dict[str, Any]:
+    """Alternate ``steps`` of TRL's and ours, after one of each that is not counted."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    model, tokenizer = load_model(source, dtype=torch.float32, seed=0)
+    rows = dataset(steps + 1)
+    theirs: list[tuple[float, int]] = []
+    mine: list[Measured] = []
+
+    class Alternate(TrainerCallback):
+        """Generation lies inside TRL's training step, so begin and end of the step enclose all of it."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.tokens, self.began = state.num_input_tokens_seen, time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            theirs.append((time.perf_counter() - self.began, int(state.num_input_tokens_seen - self.tokens)))
+            number = len(mine)
+            mine.append(runner.run(ours.step(number, rows[number * GROUPS : (number + 1) * GROUPS])))
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=GROUPS * ROWS,
+            num_generations=ROWS,
+            max_completion_length=MAX_TOKENS,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=recompute,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            beta=0.0,
+            max_steps=steps + 1,
+            shuffle_dataset=False,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        GRPOTrainer(
+            model=model,
+            reward_funcs=arithmetic,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[Alternate()],
+        ).train()
+    return summary("TRL default" if recompute else "TRL plain", theirs[1:], mine[1:])
+
+
+def alone(ours: OurSide, runner: asyncio.Runner, steps: int) -> dict[str, Any]:
+    rows = dataset(steps + 1)
+    mine = [runner.run(ours.step(i, rows[i * GROUPS : (i + 1) * GROUPS])) for i in range(steps + 1)]
+    return summary(None, [], mine[1:])
+
+
+def summary(peer: str | None, theirs: list[tuple[float, int]], mine: list[Measured]) -> dict[str, Any]:
+    median = statistics.median
+    result: dict[str, Any] = {
+        "steps": len(mine),
+        "seconds": median(m.seconds for m in mine),
+        "tokens_per_step": median(m.tokens for m in mine),
+        "tokens_per_s": median(m.tokens / m.seconds for m in mine),
+        "generate_s": median(m.generate for m in mine),
+        "generate_floor_s": median(m.generate_floor for m in mine),
+        "generate_share_of_floor": median(m.generate_floor / m.generate for m in mine),
+        "train_s": median(m.train for m in mine),
+        "train_floor_s": median(m.train_floor for m in mine),
+        "train_share_of_floor": median(m.train_floor / m.train for m in mine),
+        "sync_s": median(m.sync for m in mine),
+        "matmul_gflops": median(m.gflops for m in mine),
+        "read_gb_per_s": median(m.gb_per_s for m in mine),
+    }
+    if peer:
+        result["peer"] = {
+            "name": peer,
+            "seconds": median(seconds for seconds, _ in theirs),
+            "tokens_per_step": median(tokens for _, tokens in theirs),
+            "tokens_per_s": median(tokens / seconds for seconds, tokens in theirs),
+        }
+        pairs = zip(mine, theirs, strict=True)
+        result["ratio"] = median(m.tokens / m.seconds / (tokens / seconds) for m, (seconds, tokens) in pairs)
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    line = "{:<14}{:>10.2f} s{:>12.0f}{:>12.0f} tok/s".format
+    print(f"\n{'':<14}{'step':>12}{'tokens':>12}{'speed':>18}")
+    if "peer" in result:
+        peer = result["peer"]
+        print(line(peer["name"], peer["seconds"], peer["tokens_per_step"], peer["tokens_per_s"]))
+    print(line("asyncdock", result["seconds"], result["tokens_per_step"], result["tokens_per_s"]))
+    if "peer" in result:
+        print(f"{'ratio':<14}{result['ratio']:>54.2f} x")
+    for part in ("generate", "train"):
+        took, floor, share = (result[f"{part}_{key}"] for key in ("s", "floor_s", "share_of_floor"))
+        print(f"  {part:<12}{took:>10.2f} s, floor {floor:.2f} s: {share:.0%} of what the machine can do")
+    print(f"  {'sync':<12}{result['sync_s']:>10.2f} s")
+    print(f"  this machine just then: {result['matmul_gflops']:.0f} GFLOP/s, {result['read_gb_per_s']:.1f} GB/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="smollm2, or a directory in Hugging Face format")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps of each side; one more comes before")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--peer", choices=["plain", "default", "both", "none"], default="both")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(
+        f"{args.model} float32, {args.threads} threads, {GROUPS} prompts x {ROWS} completions of at most {MAX_TOKENS} "
+        f"tokens, medians of {args.steps} steps\n"
+        "tokens: completion + prompt, the prompt once per completion (TRL's count)"
+    )
+    ours = OurSide(args.model, args.threads, 3 * (args.steps + 1))
+    results = []
+    with asyncio.Runner() as runner:
+        if args.peer == "none":
+            results.append(alone(ours, runner, args.steps))
+            show(results[-1])
+        for peer, recompute in (("plain", False), ("default", True)):
+            if args.peer in (peer, "both"):
+                results.append(against_trl(args.model, ours, runner, args.steps, recompute))
+                show(results[-1])
+        runner.run(ours.engine.close())
+    if args.json:
+        args.json.write_text(
+            json.dumps({"model": args.model, "threads": args.threads, "runs": results}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
