@@ -265,7 +265,7 @@ def write_plot(path: Path, progress: Progress) -> None:
     stale.set_ylim(-0.1, max(progress.bound, progress.staleness_max()) + 0.6)
     stale.yaxis.set_major_locator(MaxNLocator(integer=True))
     stale.xaxis.set_major_locator(MaxNLocator(integer=True))
-    stale.set_ylabel("staleness (versions)")
+    stale.set_ylabel("staleness")
     stale.set_xlabel("optimizer step")
     stale.legend(loc="upper center", bbox_to_anchor=(0.5, 1.02), ncols=3, frameon=False, fontsize=9)
     for axes in (reward, stale):

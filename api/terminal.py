@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -87,6 +87,16 @@ def number(value: Any, form: str = ".3g") -> str:
     return format(value, form)
 
 
+def count(value: int) -> str:
+    """
+    >>> count(98_765), count(987_654), count(98_765_432)
+    ('98,765', '988k', '98.8M')
+    """
+    if value < 100_000:
+        return f"{value:,}"
+    return f"{value / 1e3:.0f}k" if value < 999_500 else f"{value / 1e6:.3g}M"
+
+
 def short_seconds(seconds: float | None) -> str:
     """
     >>> short_seconds(0.0042), short_seconds(1.25)
@@ -155,15 +165,14 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         ("held out", _held_out(progress)),
         ("loss", Text(f"{number(step.get('loss'), '.4f')}   grad {number(step.get('grad_norm'))}")),
         ("KL", Text(f"{number(step.get('kl_behaviour'), '.2g')}   clipped {_percent(step.get('clip_fraction'))}")),
-        ("sample size", Text(f"{_percent(step.get('ess'))} effective   lr {number(step.get('learning_rate'), '.2g')}")),
+        ("effective", Text(f"{_percent(step.get('ess'))} of tokens   lr {number(step.get('learning_rate'), '.2g')}")),
     ]
-    tokens = [step.get(f"tokens_{what}") for what in ("generated", "trained", "filtered")]
     right = [
         ("tokens/s", Text(number(progress.tokens_per_second, ",.0f"), style="bold")),
-        ("tokens", Text(" / ".join(number(value, ",.0f") for value in tokens))),
-        ("", Text("generated / trained / filtered", style="dim")),
+        ("tokens", _tokens(step)),
         ("staleness", _staleness(progress)),
-        ("sync", _sync(progress)),
+        ("weights", _weights(progress, width)),
+        ("swap", _swap(progress)),
     ]
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(style="dim", no_wrap=True)
@@ -195,27 +204,38 @@ def _staleness(progress: Progress) -> Text:
     return text.append(f"  bound {progress.bound}", style="bold red" if over else "dim")
 
 
-def _sync(progress: Progress) -> Text:
-    """The weights in use: seconds in which no token was made, and seconds beside generation."""
-    swap, published = progress.swapped, progress.published
-    if swap is None and published is None:
+def _tokens(step: Mapping[str, Any]) -> Text:
+    if not step:
         return Text("–")
-    latest = swap if swap is not None else published
-    assert latest is not None
-    text = Text(f"v{latest['version']} {format_size(latest['bytes'])}")
-    if swap is not None:
-        text.append(f"  {short_seconds(swap['exposed_seconds'])} exposed")
-        text.append(f"  {short_seconds(swap['hidden_seconds'])} hidden", style="dim")
-    return text
+    text = Text(f"{count(step['tokens_generated'])} made, {count(step['tokens_trained'])} trained")
+    return text.append(f", {count(step['tokens_filtered'])} filtered" if step["tokens_filtered"] else "")
+
+
+def _weights(progress: Progress, width: int) -> Text:
+    """The newest version published, and the newest that a rollout engine has taken."""
+    if progress.published is None:
+        return Text("–")
+    used = "–" if progress.swapped is None else f"v{progress.swapped['version']}"
+    text = Text(f"v{progress.published['version']} out, {used} in use")
+    return text.append(f"  {format_size(progress.published['bytes'])}" if width >= WIDE else "", style="dim")
+
+
+def _swap(progress: Progress) -> Text:
+    """Of the last weight update: seconds in which no token was made, and seconds beside generation."""
+    swap = progress.swapped
+    if swap is None:
+        return Text("–")
+    hidden = f", {short_seconds(swap['hidden_seconds'])} hidden"
+    return Text(f"{short_seconds(swap['exposed_seconds'])} exposed{hidden}")
 
 
 def _stages(progress: Progress, width: int) -> RenderableType:
     wide = width >= WIDE
-    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1), header_style="dim")
-    table.add_column("stage", no_wrap=True)
-    table.add_column("queue", justify="right")
-    table.add_column("held", justify="right")
-    bar = 32 if wide else 16
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("stage", no_wrap=True, min_width=11)
+    table.add_column("queue", justify="right", no_wrap=True)
+    table.add_column("held", justify="right", no_wrap=True)
+    bar = 36 if wide else 18
     table.add_column("where its time goes", min_width=bar, no_wrap=True)
     names = ("busy", "input", "room", "other") if wide else ("busy", "input")
     for name in names:
@@ -240,7 +260,7 @@ def _stages(progress: Progress, width: int) -> RenderableType:
         legend.append(glyph * 2, style=style)
         legend.append(f" {WORDS[name]}   ", style="dim")
     if progress.restarts:
-        legend.append(f"{progress.restarts} restarts", style="bold yellow")
+        legend.append(f"restarts: {progress.restarts}", style="bold yellow")
     return Group(table, legend)
 
 
