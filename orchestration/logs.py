@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 
 import structlog
 
 
+class Current:
+    """A value that is looked up when a line is written: bound once, it shows what holds then."""
+
+    def __init__(self, look_up: Callable[[], object]) -> None:
+        self._look_up = look_up
+
+    def __structlog__(self) -> object:  # JSONRenderer asks for this
+        return self._look_up()
+
+    def __repr__(self) -> str:
+        return repr(self._look_up())
+
+
 def configure(*, terminal: bool | None = None) -> None:
     """Send logs to standard error. ``terminal`` chooses the form; by default it is looked up."""
+    # tensordict sets off a deprecation notice of torch's own in every process; there is nothing a user could do about it.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     shown = sys.stderr.isatty() if terminal is None else terminal
     structlog.configure(
         processors=[

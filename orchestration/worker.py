@@ -29,7 +29,7 @@ import structlog
 
 from orchestration import checkpoint
 from orchestration.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
-from orchestration.logs import configure
+from orchestration.logs import Current, configure
 from orchestration.recipe import Recipe
 from pipeline.columns import ColumnError
 from pipeline.controller import Controller, Stage
@@ -104,13 +104,16 @@ class Worker:
         self.kind, self.number, self.name = kind, number, name
         self._controllers: list[Controller] = []
         self._gate: Gate | None = None
+        self._version: Callable[[], int | None] = lambda: None  # of the policy that this worker holds, if any
         self._beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._following: list[asyncio.Task[None]] = []
         self._close: list[Callable[[], Any]] = []
 
     async def run(self) -> None:
         """Work until the run's work is done or the run stops. Raises what went wrong, after saying it in the index."""
-        structlog.contextvars.bind_contextvars(run=self.index.run, stage=self.kind, worker=self.name)
+        structlog.contextvars.bind_contextvars(
+            run=self.index.run, stage=self.kind, worker=self.name, version=Current(lambda: self._version())
+        )
         try:
             recipe, place = await self._documents()
             self.recipe, self.place = recipe, place
@@ -124,6 +127,7 @@ class Worker:
             await self.dock.join(recipe.pipeline.arena)
             await getattr(self, f"_build_{self.kind}")()
             await self._tell("ready")
+            log.info("ready")
             await self._work()
             await self._tell("stopped")
         except BaseException as error:
@@ -219,6 +223,7 @@ class Worker:
             rollout_engine, recipe, version=start.version if start else 0, weights=start.model if start else None
         )
         self._close.append(engine.close)
+        self._version = lambda: engine.version
         tokenizer, size = tokenizer_of(recipe), recipe.algorithm.group_size
         sampling = sampling_of(recipe, tokenizer)
         # One worker takes a whole step's groups at once, so that the batch it decodes is the same however fast the rest
@@ -277,6 +282,7 @@ class Worker:
             after_step=after_step,
             after_last=lambda: controller.stop(),
         )
+        self._version = lambda: stage.trained
         controller = self._control(stage)
         await stage.catch_up()
 
