@@ -1,0 +1,264 @@
+"""A recipe is right, or every one of its faults is told at once with key, value and fix."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestration.planner import plan
+from orchestration.recipe import Problem, Recipe, RecipeError, format_size, load_recipe, parse_recipe, parse_size
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+MINIMAL = """
+[model]
+source = "tiny"
+[prompts]
+source = "builtin"
+task = "repeat"
+[reward]
+functions = [{ name = "spelling" }]
+[train]
+steps = 10
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    path = tmp_path / "minimal.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def problems(path: Path, *overrides: str) -> list[Problem]:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(path, overrides)
+    return raised.value.problems
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_of_the_package_are_sound_and_described(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    assert recipe.description
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_what_a_recipe_does_not_say_has_a_default(minimal: Path) -> None:
+    recipe = load_recipe(minimal)
+    assert (recipe.name, recipe.seed) == ("minimal", 0)
+    assert recipe.algorithm.name == "grpo"
+    assert recipe.pipeline.staleness == 1
+    assert recipe.pipeline.window == 1
+    assert recipe.launch.launcher == "process"
+
+
+@pytest.mark.parametrize(
+    ("override", "at", "value"),
+    [
+        ("train.steps=7", "train.steps", 7),
+        ("train.learning_rate=3e-4", "train.learning_rate", 3e-4),
+        ("train.learning_rate=1", "train.learning_rate", 1.0),
+        ("train.betas=[0.8, 0.9]", "train.betas", (0.8, 0.9)),
+        ("train.activation_checkpointing=true", "train.activation_checkpointing", True),
+        ("pipeline.arena=96MiB", "pipeline.arena", 96 * 2**20),
+        ("pipeline.arena=100000000", "pipeline.arena", 10**8),
+        ("pipeline.index=redis://h:1/0", "pipeline.index", "redis://h:1/0"),
+        ("model.dtype=bfloat16", "model.dtype", "bfloat16"),
+        ("model.dtype='bfloat16'", "model.dtype", "bfloat16"),
+        ("name=run-2", "name", "run-2"),
+        ('rollout.stop=["a=b", "c"]', "rollout.stop", ["a=b", "c"]),
+        ("algorithm.options.kl_coef=0.1", "algorithm.options", {"kl_coef": 0.1}),
+        ("reward.functions.0.weight=2", "reward.functions", None),
+    ],
+)
+def test_overrides_are_toml_values_or_else_strings(minimal: Path, override: str, at: str, value: Any) -> None:
+    found: Any = load_recipe(minimal, [override])
+    for part in at.split("."):
+        found = getattr(found, part)
+    if value is None:
+        assert [function.weight for function in found] == [2.0]
+    else:
+        assert found == value
+        assert type(found) is type(value)
+
+
+# One fault each: the override, the key that is blamed, and what the fix has to say.
+FAULTS = [
+    ("train.stepz=3", "train.stepz", "did you mean 'steps'?"),
+    ("lunch.launcher=inline", "lunch", "did you mean 'launch'?"),
+    ("train.steps=0", "train.steps", ">= 1"),
+    ("train.steps=1.5", "train.steps", "a whole number"),
+    ("train.steps=true", "train.steps", "a whole number"),
+    ("train.steps=ten", "train.steps", "a whole number"),
+    ("train.learning_rate=nan", "train.learning_rate", "a finite number"),
+    ("train.learning_rate='1e-5'", "train.learning_rate", "a number"),
+    ("train.betas=[0.9]", "train.betas.1", "train.betas"),
+    ("train.betas=[0.9, 1.0]", "train.betas.1", "< 1"),
+    ("train.schedule=cosin", "train.schedule", "did you mean 'cosine'?"),
+    ("train=3", "train", "a table"),
+    ("name=../../etc", "name", "letters, digits"),
+    ("seed=-1", "seed", ">= 0"),
+    ("model.dtype=int8", "model.dtype", "'float32'"),
+    ("pipeline.arena=64XB", "pipeline.arena", "'64MiB'"),
+    ("pipeline.index=http://h", "pipeline.index", "redis://"),
+    ("prompts.task=repeet", "prompts.task", "repeat"),
+    ("prompts.held_out='0.1'", "prompts.held_out", "a number"),
+    ("reward.functions=[]", "reward.functions", "at least 1"),
+    ("reward.functions=[{nam='spelling'}]", "reward.functions.0.nam", "did you mean 'name'?"),
+    ("reward.functions=[{name='speling'}]", "reward.functions.0.name", "spelling"),
+    ("reward.functions=[{name='nowhere.at.all:f'}]", "reward.functions.0.name", "PYTHONPATH"),
+    ("reward.functions=[{name='spelling'},{name='spelling'}]", "reward.functions.1.name", "add up the weights"),
+    ("reward.functions=[{name='spelling',weight=0}]", "reward.functions", "another weight"),
+    ("algorithm.name=ppo", "algorithm.name", "grpo"),
+    ("algorithm.options.kl_coeff=0.1", "algorithm.options.kl_coeff", "did you mean 'kl_coef'?"),
+    ("algorithm.options.kl_coef=-1", "algorithm.options.kl_coef", ">= 0"),
+    ("algorithm.options.scale_rewards=1", "algorithm.options.scale_rewards", "true or false"),
+    ("algorithm.group_size=1", "algorithm.group_size", ">= 2"),
+    ("model.source=mock", "rollout.engine", "'mock'"),
+    ("train.engine=mock", "train.engine", "'torch'"),
+    ("train.mock.step_seconds=1", "train.mock", "remove"),
+    ("model.source=smolm2", "model.source", "did you mean 'smollm2'?"),
+    ("rollout.max_rows=4", "rollout.max_rows", ">= 8"),
+    ("rollout.temperature=0", "rollout.temperature", "> 0"),
+    ("rollout.top_p=0", "rollout.top_p", "> 0"),
+    ("train.token_budget=100", "train.token_budget", ">= "),
+    ("train.warmup_steps=11", "train.warmup_steps", "<= 10"),
+    ("pipeline.window=6", "pipeline.window", "pipeline.staleness >= 3"),
+    ("pipeline.arena=1KiB", "pipeline.arena", "pipeline.arena = '"),
+    ("evaluate.every=5", "prompts.held_out", "0.1"),
+    (f"rollout.threads={(os.cpu_count() or 1) + 1}", "rollout.threads", "automatic"),
+    ("nonsense", "--set", "train.steps=10"),
+    ("train.steps.more=1", "--set", "section"),
+    ("reward.functions.7.weight=1", "--set", "section"),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "fix"), FAULTS)
+def test_a_fault_names_its_key_its_value_and_its_fix(minimal: Path, override: str, key: str, fix: str) -> None:
+    sets = [override]
+    if override.startswith("train.token_budget"):
+        sets.append("prompts.max_prompt_tokens=90")
+    found = problems(minimal, *sets)
+    blamed = next((problem for problem in found if problem.key == key), None)
+    assert blamed is not None, [str(problem) for problem in found]
+    assert fix in blamed.wrong + "; " + blamed.fix
+    assert blamed.wrong
+    assert str(blamed).startswith(key)
+
+
+@given(
+    chosen=st.lists(
+        st.sampled_from(FAULTS[:29]), min_size=2, max_size=6, unique_by=lambda fault: fault[1].split(".")[0]
+    )
+)
+def test_faults_are_told_all_at_once(
+    chosen: list[tuple[str, str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Faults in different sections never hide one another."""
+    path = tmp_path_factory.getbasetemp() / "minimal.toml"
+    path.write_text(MINIMAL)
+    found = {problem.key for problem in problems(path, *(override for override, _, _ in chosen))}
+    assert {key for _, key, _ in chosen} <= found
+
+
+def test_relations_are_told_beside_faults_of_other_keys(minimal: Path) -> None:
+    found = problems(minimal, "train.stepz=1", "rollout.max_rows=2", "rollout.temperature=0", "prompts.held_out='x'")
+    assert {p.key for p in found} == {"train.stepz", "rollout.max_rows", "rollout.temperature", "prompts.held_out"}
+
+
+def test_a_fault_does_not_make_others_up(minimal: Path) -> None:
+    """What depends on a value that is wrong in itself is not judged."""
+    assert [p.key for p in problems(minimal, "rollout.max_rows=many")] == ["rollout.max_rows"]
+    assert [p.key for p in problems(minimal, "prompts.source=jsonlines")] == ["prompts.source"]
+
+
+def test_the_message_lists_every_problem_on_a_line_of_its_own(minimal: Path) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(minimal, ["train.stepz=1", "rollout.temperature=0"])
+    lines = str(raised.value).splitlines()
+    assert lines[0] == f"{minimal}: 2 problems"
+    assert lines[1] == "  train.stepz = 1: is not a known key; did you mean 'steps'?"
+    assert len(lines) == 3
+
+
+def test_missing_sections_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.toml").write_text("")
+    found = problems(tmp_path / "empty.toml")
+    assert {p.key: p.fix for p in found} == {
+        name: f"add a [{name}] section" for name in ("model", "prompts", "reward", "train")
+    }
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    assert "cannot be read" in problems(tmp_path / "nowhere.toml")[0].wrong
+    (tmp_path / "bad.toml").write_text("[model\nsource = 1")
+    assert "is not TOML" in problems(tmp_path / "bad.toml")[0].wrong
+
+
+def test_prompt_files_must_exist(minimal: Path, tmp_path: Path) -> None:
+    sets = ["prompts={source='jsonl', path='%s'}"]
+    missing = problems(minimal, sets[0] % (tmp_path / "no.jsonl"))
+    assert [p.key for p in missing] == ["prompts.path"]
+    (tmp_path / "yes.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    assert load_recipe(minimal, [sets[0] % (tmp_path / "yes.jsonl")]).prompts.path == str(tmp_path / "yes.jsonl")
+
+
+def test_an_arena_that_is_refused_is_accepted_with_the_size_that_the_fix_names(minimal: Path) -> None:
+    sets = ["checkpoint.every=10", "rollout.max_tokens=4096"]
+    fix = problems(minimal, *sets, "pipeline.arena=1MiB")[0].fix
+    size = fix.split("'")[1]
+    recipe = load_recipe(minimal, [*sets, f"pipeline.arena={size}"])
+    assert plan(recipe).arena_bytes <= recipe.pipeline.arena
+
+
+def test_a_reward_beside_the_recipe_is_found(minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_reward.py").write_text("def short(completions, **_):\n    return [0.0 for _ in completions]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = load_recipe(minimal, ["reward.functions=[{name='my_own_reward:short'}]"])
+    assert recipe.reward.functions[0].name == "my_own_reward:short"
+    assert "no attribute 'long'" in problems(minimal, "reward.functions=[{name='my_own_reward:long'}]")[0].wrong
+
+
+def test_a_reference_is_needed_exactly_with_a_kl_term(minimal: Path) -> None:
+    assert not load_recipe(minimal).needs_reference
+    assert load_recipe(minimal, ["algorithm.options.kl_coef=0.05"]).needs_reference
+
+
+def test_a_recipe_cannot_be_changed(minimal: Path) -> None:
+    recipe = load_recipe(minimal)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.train.steps = 3  # type: ignore[misc]
+
+
+def test_a_recipe_may_be_given_as_tables() -> None:
+    tables = {
+        "name": "tables",
+        "model": {"source": "tiny"},
+        "prompts": {"source": "builtin", "task": "repeat"},
+        "reward": {"functions": [{"name": "spelling"}]},
+        "train": {"steps": 1},
+    }
+    assert parse_recipe(tables).train.steps == 1
+    assert "train" in tables  # left as it was
+
+
+@given(size=st.integers(1, 2**45))
+def test_a_size_is_read_as_it_is_written(size: int) -> None:
+    assert parse_size(str(size)) == size
+    assert parse_size(f"{size} B") == size
+    assert parse_size(f"{size}KiB") == 1024 * size
+    shown = parse_size(format_size(size))
+    assert isinstance(shown, int)
+    assert abs(shown - size) <= size * 1e-3
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 2", "1e3", "64 mebibytes", "0x10"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
