@@ -304,8 +304,8 @@ class JsonView:
 
 
 def main() -> None:
-    """The entry point. Modules beside the caller can be named in recipes, as ``my_reward:exact``."""
-    sys.path.insert(0, os.getcwd())
+    """The entry point. Modules where the caller stands can be named in recipes, as ``my_reward:exact``."""
+    sys.path.append(os.getcwd())  # last, so that nothing is shadowed
     app(prog_name="asyncdock")
 
 

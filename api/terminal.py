@@ -159,7 +159,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
     reward = Text(number(step.get("reward_mean"), ".3f"), style="bold")
     if rewards:
         reward.append(f" ±{number(step.get('reward_std'), '.2f')} ", style="dim")
-        reward.append(sparkline(rewards, 24 if width >= WIDE else 14), style="green")
+        reward.append(sparkline(rewards, 24 if width >= WIDE else 12), style="green")
     left = [
         ("reward", reward),
         ("held out", _held_out(progress)),
@@ -176,7 +176,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
     ]
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(no_wrap=True, overflow="ellipsis", min_width=40 if width >= WIDE else 26)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for (a, b), (c, d) in zip(left, right, strict=True):
@@ -192,7 +192,7 @@ def _held_out(progress: Progress) -> Text:
     if last != first:
         text.append(" → ")
         text.append(number(progress.evaluations[last]["reward_mean"], ".3f"), style="bold")
-    return text.append(f"  v{last}, greedy", style="dim")
+    return text.append(f"  v{last} greedy", style="dim")
 
 
 def _staleness(progress: Progress) -> Text:
@@ -225,8 +225,8 @@ def _swap(progress: Progress) -> Text:
     swap = progress.swapped
     if swap is None:
         return Text("–")
-    hidden = f", {short_seconds(swap['hidden_seconds'])} hidden"
-    return Text(f"{short_seconds(swap['exposed_seconds'])} exposed{hidden}")
+    text = Text(f"{short_seconds(swap['exposed_seconds'])} exposed")
+    return text.append(f" {short_seconds(swap['hidden_seconds'])} hidden", style="dim")
 
 
 def _stages(progress: Progress, width: int) -> RenderableType:

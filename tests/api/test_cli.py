@@ -105,6 +105,22 @@ def test_a_recipe_of_ones_own_is_found_by_path_and_by_name(tmp_path: Path, monke
     assert "mine" in asyncdock("recipes")[1]
 
 
+def test_a_reward_where_the_caller_stands_can_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "reward_here.py").write_text(
+        "def short(completions, **_):\n    return [-len(c) for c in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = ["check", "mock", "--set", "reward.functions=[{name='reward_here:short'}]"]
+    monkeypatch.setattr(sys, "argv", ["asyncdock", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert "mock: sound" in capsys.readouterr().out
+
+
 # --- wrong input ------------------------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ def test_everything_is_shown_and_nothing_is_cut(width: int) -> None:
         "4,100 made, 4,000 trained",
         "1.00 mean  2 max  bound 2",
         "v8 out, v8 in use",
-        "2 ms exposed, 0.3 s hidden",
+        "2 ms exposed 0.3 s hidden",
         "rollout-0",
         "70%",
         "20%",
@@ -65,11 +65,12 @@ def test_a_long_run_fits_a_narrow_terminal() -> None:
         progress.apply(scripted.stage(4 * number, "reference-10", 4e4 + number, 1e4, 2e4, 1e3, 10**9 + 10**4 * number))
     for event in scripted.events():
         if event.kind == "sync":
-            progress.apply(scripted.event(0, "sync", **event.data | {"version": 1000}))
+            progress.apply(scripted.event(0, "sync", **event.data | {"version": 1000, "exposed_seconds": 0.00018}))
     text = "\n".join(screen(progress, 80))
     assert "…" not in text
     assert "123M made, 100M trained" in text
     assert "v1000 out, v1000 in use" in text
+    assert "0.18 ms exposed 0.3 s hidden" in text
 
 
 @pytest.mark.parametrize("upto", range(0, 12))
