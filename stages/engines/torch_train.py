@@ -263,12 +263,10 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = _logits(hidden[start : start + size], weight, bias, temperature)
             mine = (source >= start) & (source < start + size)
             at = source[mine] - start
-            peak = logits.amax(-1, keepdim=True)
-            chosen_logits = (logits[at, targets[mine]] - peak[at, 0]).clone()
-            probabilities = logits.sub_(peak).exp_()
-            total = probabilities.sum(-1, keepdim=True)
-            chosen[mine] = chosen_logits - total.log()[at, 0]
-            kept = probabilities.div_(total) if size >= len(hidden) else None
+            wanted = logits[at, targets[mine]]
+            peak, log_total = _softmax_in_place(logits)
+            chosen[mine] = wanted - peak[at] - log_total[at]
+            kept = logits if size >= len(hidden) else None
         ctx.save_for_backward(hidden, weight, bias, source, targets, kept)
         ctx.temperature, ctx.size = temperature, size
         return chosen
@@ -283,7 +281,8 @@ class _TokenLogprobs(torch.autograd.Function):
         to_bias = None if bias is None else torch.zeros_like(bias)
         for start in range(0, len(hidden), ctx.size):
             part = hidden[start : start + ctx.size]
-            probabilities = kept if kept is not None else _logits(part, weight, bias, ctx.temperature).softmax(-1)
+            if (probabilities := kept) is None:
+                _softmax_in_place(probabilities := _logits(part, weight, bias, ctx.temperature))
             mine = (source >= start) & (source < start + ctx.size)
             to_logits = probabilities.mul_(-of_place[start : start + ctx.size, None])
             to_logits.index_put_((source[mine] - start, targets[mine]), gradient[mine], accumulate=True)
@@ -298,6 +297,15 @@ class _TokenLogprobs(torch.autograd.Function):
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
     logits = nn.functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _softmax_in_place(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turns ``logits`` [U, V] into probabilities; returns each row's largest logit, and the log of the sum of the
+    exponentials of what the others are below it: together the row's logsumexp."""
+    peak = logits.amax(-1, keepdim=True)
+    total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
+    logits.div_(total)
+    return peak[:, 0], total[:, 0].log()
 
 
 # --- the engine ----------------------------------------------------------------------------------------------------
