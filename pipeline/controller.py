@@ -126,6 +126,7 @@ class Controller:
         self.rows = self.tokens = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by token
         self._held: dict[int, int] = {}  # rows not yet committed, by token
+        self._settled: set[int] = set()  # tokens whose lease ends by their own last commit: nothing to renew or to lose
         self._stopping = False
         self._running = asyncio.Event()
         self._running.set()
@@ -207,10 +208,12 @@ class Controller:
         finally:
             self._tasks.pop(claim.token, None)
             self._held.pop(claim.token, None)
+            self._settled.discard(claim.token)
             self.nudge()
 
     async def _commit(self, claim: Claim, output: Output) -> None:
         if output.step is not None:
+            self._settled.add(claim.token)
             await self.dock.index.train(claim, output.step, output.event)
             self.rows += len(claim.rows)
         elif output.positions:
@@ -222,12 +225,12 @@ class Controller:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self.dock.lease / 3)
-            held = list(self._tasks)
+            held = [token for token in self._tasks if token not in self._settled]
             if not held:
                 continue
             kept = await self.dock.index.renew(self.stage.name, held, self.dock.lease)
             for token in set(held) - kept:
-                if token in self._tasks and self._held.get(token, 0) > 0:
+                if token in self._tasks and token not in self._settled and self._held.get(token, 0) > 0:
                     log.warning("lease lost", stage=self.stage.name, token=token)
                     self._tasks[token].cancel()
 

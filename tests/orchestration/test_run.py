@@ -218,6 +218,14 @@ async def test_pause_holds_and_resume_goes_on(tmp_path: Path) -> None:
     assert_each_sample_once(of, watched)
 
 
+async def test_leases_far_shorter_than_the_work_are_renewed_and_end_where_they_should(tmp_path: Path) -> None:
+    of = recipe(MOCK, train__steps=20, pipeline__lease_seconds=0.15, checkpoint__every=1)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        result = await asyncio.wait_for(work, 60)
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+
+
 def boom(completions: list[Any], **_: Any) -> list[float]:
     raise ZeroDivisionError("the reward's own mistake")
 
