@@ -12,6 +12,7 @@
 --   n                 counters: admitted groups, published and trained versions, next ids, the ledger
 --   rows              row id → record (below)          groups   group → {first row, rows, live?}
 --   open              groups admitted and not yet consumed, by number
+--   filtered          groups that left untrained while an older one was open
 --   ready:STAGE       what can be claimed: row ids, or groups for stages that take whole groups
 --   count:STAGE       group → rows that became ready (group stages)
 --   due:STAGE         token → deadline in ms           held:TOKEN   the rows of a lease
@@ -110,10 +111,15 @@ local function wake_all(run, touched)
   for name in pairs(touched) do wake(run, name) end
 end
 
--- Groups that a stage at policy version v may touch lie below this number (design: admitted < (v + S + 1)·P); a filtered
--- group makes room for another.
+-- Groups that a stage at policy version v may touch lie below this number (design: admitted < (v + S + 1)·P). A filtered
+-- group makes room for another, but only for one behind it: a slow engine must not count those that left ahead of it.
 local function gate(run, cfg, version)
-  return (version + cfg.slack + 1) * cfg.groups_per_step + value(run, 'filtered_groups')
+  local base, ahead = (version + cfg.slack + 1) * cfg.groups_per_step + value(run, 'filtered_groups'), 0
+  while true do
+    local limit = base - ahead
+    ahead = call('ZCOUNT', run .. 'filtered', limit, '+inf')
+    if base - ahead == limit then return limit end
+  end
 end
 
 -- ── Room: best fit by size, neighbours joined on return ───────────────────────────────────────────────────────────────
@@ -170,16 +176,17 @@ end
 local function expire(run, stage, token)
   local worker = call('HGET', run .. 'owner', token)
   local ids = call('SMEMBERS', run .. 'held:' .. token)
-  local rows = load_rows(run, ids)
+  local rows, back = load_rows(run, ids), 0
   for i, id in ipairs(ids) do
-    if rows[i] then
+    if rows[i] then  -- not filtered meanwhile by another stage
       local member = stage.takes == 'rows' and id or rows[i][GROUP]
       call('ZADD', run .. 'ready:' .. stage.name, member, member)
+      back = back + 1
     end
   end
   drop_lease(run, stage.name, token, worker)
-  if #ids > 0 then
-    count(run, 'redelivered', #ids)
+  if back > 0 then
+    count(run, 'redelivered', back)
     wake(run, stage.name)
   end
 end
@@ -406,8 +413,12 @@ end)
 
 -- Checks that all of `items` ({row, generation, …}) are held under `token`, and loads them.
 local function held(run, stage, token, items)
-  local ids = {}
-  for i, item in ipairs(items) do ids[i] = item[1] end
+  local ids, seen = {}, {}
+  for i, item in ipairs(items) do
+    ids[i] = item[1]
+    if seen[item[1]] then fail('TWICE', 'row ' .. item[1] .. ' is given twice in one call; give each row once') end
+    seen[item[1]] = true
+  end
   local rows = load_rows(run, ids)
   for i, item in ipairs(items) do
     if not rows[i] or rows[i][GEN] ~= item[2] then
@@ -465,9 +476,12 @@ define('commit', function(run, a)
 end)
 
 local function tally(run, rows, state, name)
-  local tokens = 0
-  for _, row in ipairs(rows) do row[STATE], tokens = state, tokens + row[TOKENS] end
-  count(run, name, #rows)
+  local made, tokens = 0, 0
+  for _, row in ipairs(rows) do
+    if row[STATE] == GENERATED then made = made + 1 end  -- a prompt that leaves without a response was never counted
+    row[STATE], tokens = state, tokens + row[TOKENS]
+  end
+  count(run, name, made)
   count(run, name .. '_tokens', tokens)
 end
 
@@ -570,7 +584,10 @@ define('filter', function(run, a)
   for _, seq in ipairs(a.groups) do
     call('ZREM', run .. 'open', seq)
     call('HDEL', run .. 'groups', seq)
+    call('ZADD', run .. 'filtered', seq, seq)
   end
+  local oldest = call('ZRANGE', run .. 'open', 0, 0)[1]
+  call('ZREMRANGEBYSCORE', run .. 'filtered', '-inf', oldest and '(' .. oldest or '+inf')
   count(run, 'filtered_groups', #a.groups)
   wake_all(run, freed)
   for _, s in ipairs(cfg.stages) do touched[s.name] = true end

@@ -1,0 +1,506 @@
+"""Any order of what workers do, dying ones included, against a small model: index and model agree after every move.
+
+    admit ▶ claim ▶ commit ▶ … ▶ train ▶ publish ▶ release     beside them: leases expire, workers are forgotten, groups
+                                                              leave, writes are torn, the run resumes from a snapshot
+
+Moves are drawn by a seeded generator, with weights that bring whole steps about; a failure names its seed and plan.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from pipeline.columns import Column, Schema, StaleHandle, pack
+from pipeline.dock import Dock
+from pipeline.index import Claim, GateClosed, Index, IndexRefused, LeaseLost, RunConfig, StageSpec, WrittenTwice
+from pipeline.staleness import StalenessPlan, max_age, windowed_pick
+
+SCHEMA = Schema(
+    [
+        Column.ragged("prompt", torch.int64),
+        Column.ragged("response", torch.int64),
+        Column.scalar("reward", torch.float32),
+        Column.scalar("judged", torch.float32),
+        Column.scalar("advantage", torch.float32),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    takes: Literal["rows", "groups", "batch"]
+    needs: tuple[str, ...]
+    makes: str = ""
+
+
+FLOW = {
+    "rollout": Step("groups", ("prompt",), "response"),
+    "reward": Step("rows", ("response",), "reward"),
+    "judge": Step("groups", ("response",), "judged"),
+    "advantage": Step("groups", ("reward",), "advantage"),
+    "update": Step("batch", ("advantage", "judged")),
+}
+INNER = [stage for stage in FLOW if stage != "update"]
+SPECS = tuple(
+    StageSpec(name, step.takes, SCHEMA.mask(step.needs), SCHEMA.mask([step.makes] if step.makes else []))
+    for name, step in FLOW.items()
+)
+WORKERS = ("a", "b", "c")
+ARENA = 1 << 20
+
+
+@dataclass(eq=False)
+class Block:
+    nbytes: int
+    refs: int
+
+
+@dataclass(eq=False)
+class Row:
+    id: int
+    group: int
+    place: int
+    columns: set[str]
+    blocks: list[Block]
+    done: set[str] = field(default_factory=set)
+    oldest: int = -1
+    response: list[int] = field(default_factory=list)
+    state: str = "live"
+
+
+@dataclass(eq=False)
+class Lease:
+    claim: Claim
+    worker: str
+    version: int
+    held: dict[int, Row]  # not committed; rows that were filtered meanwhile included
+
+
+class Flow:
+    """The model, and the moves that are made on it and on the index alike."""
+
+    def __init__(self, url: str, home: Path, plan: StalenessPlan, size: int, rng: random.Random) -> None:
+        self.url, self.home, self.plan, self.size, self.rng = url, home, plan, size, rng
+        self.published = self.trained = self.admitted = self.texts = 0
+        self.filtered: set[int] = set()
+        self.remake: list[int] = []
+        self.ledger = {"generated": 0, "trained": 0, "filtered": 0}
+        self.tokens = dict(self.ledger)
+        self.docks: dict[str, Dock] = {}
+
+    async def enter(self, counters: dict[str, int]) -> None:
+        """A run of its own: fresh index, fresh arena."""
+        run, directory = uuid.uuid4().hex[:8], self.home / uuid.uuid4().hex[:8]
+        config = RunConfig(SPECS, self.plan.groups_per_step, self.plan.slack, self.plan.window, self.plan.bound)
+        for worker in WORKERS:
+            self.docks[worker] = Dock(Index(self.url, run), SCHEMA, worker=worker, directory=directory)
+            assert await self.docks[worker].index.init(config, counters, self.remake) == (worker == "a")
+            await self.docks[worker].join(ARENA)
+        self.loaded = dict.fromkeys(WORKERS, self.trained)
+        self.groups: dict[int, list[Row]] = {}
+        self.blocks: set[Block] = set()
+        self.pending: dict[str, list[Block]] = {worker: [] for worker in WORKERS}
+        self.leases: list[Lease] = []
+        self.lost: list[Lease] = []
+        self.steps: dict[int, list[int]] = {}
+        self.rows_made = 0
+
+    async def leave(self) -> None:
+        await self.docks["a"].index.erase()
+        for dock in self.docks.values():
+            await dock.index.close()
+
+    # ── what should be ──
+
+    def open(self) -> list[int]:
+        trained = {group for groups in self.steps.values() for group in groups}
+        return sorted(set(self.groups) - trained)
+
+    def effective(self, group: int) -> int:
+        """The group's number without the filtered ones before it."""
+        return group - sum(other < group for other in self.filtered)
+
+    def held(self, stage: str) -> set[int]:
+        return {row for lease in self.leases if lease.claim.stage == stage for row in lease.held}
+
+    def ready(self, stage: str) -> list[int]:
+        """The rows, or the groups, that can be claimed."""
+        held, needs = self.held(stage), set(FLOW[stage].needs)
+        if FLOW[stage].takes == "rows":
+            rows = [row for rows in self.groups.values() for row in rows]
+            return sorted(r.id for r in rows if r.columns >= needs and stage not in r.done and r.id not in held)
+        return sorted(
+            group
+            for group, rows in self.groups.items()
+            if all(row.columns >= needs and row.id not in held for row in rows)
+            and any(stage not in row.done for row in rows)
+        )
+
+    def expected(self, stage: str, most: int, version: int | None) -> list[Row]:
+        """What a claim must bring, in its order."""
+        ready = self.ready(stage)
+        if FLOW[stage].takes == "rows":
+            by_id = {row.id: row for rows in self.groups.values() for row in rows}
+            return [by_id[row] for row in ready[:most]]
+        if FLOW[stage].takes == "batch":
+            left = self.open()
+            gone = set(range(self.admitted)) - set(left)
+            groups = windowed_pick(left[0], ready, self.plan.groups_per_step, self.plan.window, gone) if left else None
+            return [row for group in groups or () for row in self.groups[group]]
+        if version is not None:
+            ready = [group for group in ready if self.plan.may_claim(self.effective(group), version)]
+        return [row for group in ready[:most] for row in self.groups[group] if stage not in row.done]
+
+    def erase(self, groups: list[int]) -> None:
+        for row in (row for group in groups for row in self.groups.pop(group)):
+            for block in row.blocks:
+                block.refs -= 1
+        self.blocks = {block for block in self.blocks if block.refs or block in sum(self.pending.values(), [])}
+
+    def lose(self, lease: Lease) -> None:
+        self.leases.remove(lease)
+        self.lost.append(lease)
+
+    def some(self, *stages: str) -> Lease | None:
+        found = [lease for lease in self.leases if lease.claim.stage in stages]
+        return self.rng.choice(found) if found else None
+
+    def any_worker(self) -> str:
+        return self.rng.choice(WORKERS)
+
+    # ── what workers do ──
+
+    async def admit_all(self) -> None:
+        """As many as the gate lets in."""
+        gate = self.plan.admissible(self.published) + len(self.filtered)
+        await self.admit(gate - self.admitted)
+
+    async def admit_some(self) -> None:
+        await self.admit(self.rng.randint(1, 4))
+
+    async def admit(self, more: int) -> None:
+        """As the gate does it: the lost ones first, all of them, then new ones."""
+        new = list(range(self.admitted, self.admitted + more))
+        numbers = [*self.remake, *new]
+        if not numbers:
+            return
+        prompts = {"prompt": [torch.tensor([number, 7]) for number in numbers]}
+        admission = self.docks[self.any_worker()].admit([(number, self.size) for number in numbers], prompts)
+        if new and not self.plan.may_claim(self.effective(new[-1]), self.published):
+            with pytest.raises(GateClosed):
+                await admission
+            return
+        await admission
+        block = Block(pack(SCHEMA, prompts).nbytes, self.size * len(numbers))
+        self.blocks.add(block)
+        for number in numbers:
+            first, self.rows_made = self.rows_made, self.rows_made + self.size
+            self.groups[number] = [Row(first + i, number, i, {"prompt"}, [block]) for i in range(self.size)]
+        self.admitted += more
+        self.remake = []
+
+    async def claim_some(self) -> None:
+        await self.claim(self.any_worker(), self.rng.choice(list(FLOW)), self.rng.randint(1, 5))
+
+    async def claim(self, worker: str, stage: str, most: int) -> Lease | None:
+        if stage == "update" and self.held(stage):
+            return None  # there is one trainer, and it makes one step at a time
+        version = self.loaded[worker] if stage == "rollout" else None
+        wanted, others = self.expected(stage, most, version), self.held(stage)
+        claim = await self.docks[worker].claim(stage, most, version=version)
+        assert [row.id for row in wanted] == [handle.row for handle in (claim.rows if claim else ())]
+        if claim is None:
+            return None
+        for row, handle in zip(wanted, claim.rows, strict=True):
+            assert row.id not in others, "two leases of one stage hold a row"
+            assert row.columns >= set(FLOW[stage].needs), "ready without its columns"
+            assert (handle.group, handle.place, handle.oldest_version) == (row.group, row.place, row.oldest)
+        if stage == "update":
+            assert len({row.group for row in wanted}) == self.plan.groups_per_step
+            assert all(0 <= self.trained - row.oldest <= self.plan.bound for row in wanted)
+        await self.check_bytes(worker, claim, wanted)
+        self.leases.append(Lease(claim, worker, self.loaded[worker], {row.id: row for row in wanted}))
+        return self.leases[-1]
+
+    async def check_bytes(self, worker: str, claim: Claim, rows: list[Row]) -> None:
+        prompts = self.docks[worker].fetch(claim, ["prompt"])["prompt"].unbind()
+        assert [prompt.tolist() for prompt in prompts] == [[row.group, 7] for row in rows], "a group was mixed"
+        if claim.stage != "rollout":
+            responses = self.docks[worker].fetch(claim, ["response"])["response"].unbind()
+            assert [response.tolist() for response in responses] == [row.response for row in rows]
+
+    def outputs(self, lease: Lease, rows: list[Row]) -> tuple[dict[str, Any], list[tuple[int, int]] | None]:
+        stage = lease.claim.stage
+        if stage != "rollout":
+            return {FLOW[stage].makes: torch.tensor([float(row.id) for row in rows])}, None
+        texts = []
+        for row in rows:
+            self.texts += 1  # every response is another one
+            texts.append([row.id, self.texts] * self.rng.randint(1, 3))
+        return {"response": [torch.tensor(text) for text in texts]}, [(lease.version, len(text)) for text in texts]
+
+    async def commit_some(self) -> None:
+        """Some of a lease's rows, in any order."""
+        if (lease := self.some(*INNER)) is not None:
+            await self.commit(lease, self.rng.sample(list(lease.held), self.rng.randint(1, len(lease.held))))
+
+    async def commit(self, lease: Lease, ids: list[int]) -> None:
+        stage, rows, dock = lease.claim.stage, [lease.held[row] for row in ids], self.docks[lease.worker]
+        where = {handle.row: i for i, handle in enumerate(lease.claim.rows)}
+        positions, (written, generated) = [where[row] for row in ids], self.outputs(lease, rows)
+        if any(row.state == "filtered" for row in rows):  # by another stage, meanwhile
+            with pytest.raises(StaleHandle, match="was released"):
+                await dock.commit(lease.claim, positions, written, generated=generated)
+            return
+        with pytest.raises(WrittenTwice, match="given twice"):
+            again = {name: [*value, value[0]] for name, value in written.items()}
+            again = {name: v if name == "response" else torch.stack(v) for name, v in again.items()}
+            twice = None if generated is None else [*generated, generated[0]]
+            await dock.commit(lease.claim, [*positions, positions[0]], again, generated=twice)
+        await dock.commit(lease.claim, positions, written, generated=generated)
+        block = Block(pack(SCHEMA, written).nbytes, len(rows))
+        self.blocks.add(block)
+        for slot, row in enumerate(rows):
+            row.columns.add(FLOW[stage].makes)
+            row.done.add(stage)
+            row.blocks.append(block)
+            if generated:
+                row.oldest, row.response, row.state = lease.version, written["response"][slot].tolist(), "generated"
+                self.ledger["generated"] += 1
+                self.tokens["generated"] += len(row.response)
+            del lease.held[row.id]
+        if not lease.held:
+            self.leases.remove(lease)
+
+    async def work(self) -> None:
+        """All that is ready at some stages goes on."""
+        for stage in self.rng.sample(INNER, self.rng.randint(1, len(INNER))):
+            if (lease := await self.claim(self.any_worker(), stage, 100)) is not None:
+                await self.commit(lease, list(lease.held))
+
+    async def respond(self) -> None:
+        """Some groups of a rollout lease end, the others are slow."""
+        lease = self.some("rollout") or await self.claim(self.any_worker(), "rollout", 100)
+        if lease is not None and all(row.state == "live" for row in lease.held.values()):
+            groups = sorted({row.group for row in lease.held.values()})
+            ended = self.rng.sample(groups, self.rng.randint(1, len(groups)))
+            await self.commit(lease, [row.id for row in lease.held.values() if row.group in ended])
+
+    async def go_on(self) -> None:
+        """All that is generated goes as far as the update."""
+        for stage in INNER[1:]:
+            if (lease := await self.claim(self.any_worker(), stage, 100)) is not None:
+                await self.commit(lease, list(lease.held))
+
+    async def train(self) -> None:
+        lease = self.some("update") or await self.claim(self.any_worker(), "update", 1)
+        if lease is None:
+            return
+        index, rows = self.docks[lease.worker].index, list(lease.held.values())
+        with pytest.raises(IndexRefused, match="is not next"):
+            await index.train(lease.claim, self.trained + 1)
+        assert await index.train(lease.claim, self.trained) == self.trained + 1
+        self.steps[self.trained] = sorted({row.group for row in rows})
+        self.trained += 1
+        for row in rows:
+            assert row.state == "generated", "trained twice, or never generated"
+            row.state = "trained"
+            row.done.add("update")
+            self.ledger["trained"] += 1
+            self.tokens["trained"] += len(row.response)
+        self.leases.remove(lease)
+        replayed = await index.replay(self.trained - 1)
+        assert {handle.row for handle in replayed.rows} == {row.id for row in rows}
+
+    async def publish(self) -> None:
+        if self.published < self.trained:
+            await self.docks["a"].index.call("publish", version=self.trained, record={"slot": 1})
+            self.published = self.trained
+
+    async def load(self) -> None:
+        worker = self.any_worker()
+        self.loaded[worker] = self.rng.randint(self.loaded[worker], self.published)
+
+    async def release(self) -> None:
+        before = self.trained - self.rng.randint(0, 2)
+        covered = {step: groups for step, groups in self.steps.items() if step < before}
+        gone = [group for groups in covered.values() for group in groups]
+        assert await self.docks["a"].index.call("release", before=before) == len(gone)
+        self.erase(gone)
+        for step in covered:
+            del self.steps[step]
+
+    async def filter(self) -> None:
+        """Groups leave: those that gave nothing to learn from, or prompts that nobody wants."""
+        if (lease := self.some("advantage", "rollout")) is None:
+            return
+        whole = [g for g, rows in self.groups.items() if all(row.id in lease.held for row in rows)]
+        leaving = self.rng.sample(whole, min(len(whole), self.rng.randint(1, 2)))
+        if not leaving:
+            return
+        call = {"stage": lease.claim.stage, "token": lease.claim.token, "groups": leaving}
+        await self.docks[lease.worker].index.call("filter", **call)
+        for row in (row for group in leaving for row in self.groups[group]):
+            del lease.held[row.id]
+            if row.state == "generated":
+                self.ledger["filtered"] += 1
+                self.tokens["filtered"] += len(row.response)
+            row.state = "filtered"
+        self.erase(leaving)
+        self.filtered |= set(leaving)
+        if not lease.held:
+            self.leases.remove(lease)
+
+    # ── what goes wrong ──
+
+    async def expire(self) -> None:
+        if (lease := self.some(*FLOW)) is not None:
+            renewed = await self.docks[lease.worker].index.renew(lease.claim.stage, [lease.claim.token], 0)
+            assert renewed == {lease.claim.token}
+            self.lose(lease)
+
+    async def forget(self) -> None:
+        worker = self.any_worker()
+        await self.docks["a"].index.call("forget", worker=worker)
+        for lease in [lease for lease in self.leases if lease.worker == worker]:
+            self.lose(lease)
+        self.blocks -= set(self.pending[worker])
+        self.pending[worker] = []
+
+    async def tear(self) -> None:
+        """A worker dies inside a write: its bytes are taken, and nothing points to them."""
+        worker, nbytes = self.any_worker(), self.rng.randint(1, 3000)
+        call = {"warehouse": "local", "worker": worker, "bytes": nbytes, "reserve": 0}
+        assert "block" in await self.docks[worker].index.call("allocate", **call)
+        self.pending[worker].append(Block(-(-nbytes // 64) * 64, 0))
+        self.blocks.add(self.pending[worker][-1])
+
+    async def come_late(self) -> None:
+        """A worker that lost its lease goes on regardless."""
+        if not self.lost:
+            return
+        lease = self.rng.choice(self.lost)
+        dock, rows = self.docks[lease.worker], list(lease.held.values())
+        assert await dock.index.renew(lease.claim.stage, [lease.claim.token], 60) == set()
+        with pytest.raises((LeaseLost, StaleHandle)):
+            if lease.claim.stage == "update":
+                await dock.index.train(lease.claim, self.trained)
+            else:
+                positions = [i for i, handle in enumerate(lease.claim.rows) if handle.row in lease.held]
+                written, generated = self.outputs(lease, rows)
+                await dock.commit(lease.claim, positions, written, generated=generated)
+
+    async def resume(self) -> None:
+        """The run ends here and goes on elsewhere from a snapshot."""
+        state = await self.docks["c"].index.call("snapshot")
+        self.remake = sorted([*self.remake, *self.open()])
+        assert sorted(state["remake"] or ()) == self.remake
+        await self.leave()
+        self.published = self.trained
+        await self.enter(state["counters"])
+        for kept in (self.ledger, self.tokens):
+            kept["generated"] = kept["trained"] + kept["filtered"]
+
+    # ── what always holds ──
+
+    async def agree(self) -> None:
+        stats = await self.docks["a"].index.stats()
+        for stage in FLOW:
+            held = sum(len(lease.held) for lease in self.leases if lease.claim.stage == stage)
+            told = stats["stages"][stage]
+            assert (told["ready"], told["leased"]) == (len(self.ready(stage)), held), stage
+        at = {"admitted": self.admitted, "published": self.published, "trained": self.trained}
+        assert {name: stats[name] for name in at} == at
+        assert stats["open"] == len(self.open())
+        assert stats["rows"] == sum(map(len, self.groups.values()))
+        assert stats["blocks"] == len(self.blocks)
+        assert stats["warehouses"]["local"]["used"] == sum(block.nbytes for block in self.blocks)
+        flying = [row for group in self.open() for row in self.groups[group] if row.state == "generated"]
+        ledger = await self.docks["b"].index.ledger()
+        for unit, known in (("", self.ledger), ("_tokens", self.tokens)):
+            assert {name: ledger[name + unit] for name in known} == known
+            assert known["generated"] == known["trained"] + known["filtered"] + ledger["in_flight" + unit]
+        assert ledger["in_flight"] == len(flying)
+        assert ledger["in_flight_tokens"] == sum(len(row.response) for row in flying)
+
+
+MOVES = {
+    "admit_all": 8,
+    "admit_some": 1,
+    "claim_some": 6,
+    "commit_some": 4,
+    "work": 3,
+    "respond": 10,
+    "go_on": 10,
+    "train": 12,
+    "publish": 10,
+    "load": 8,
+    "release": 3,
+    "filter": 5,
+    "expire": 3,
+    "forget": 1,
+    "tear": 1,
+    "come_late": 2,
+    "resume": 0.3,
+}
+
+
+@pytest.mark.parametrize("seed", range(14))
+async def test_the_index_keeps_its_promises_in_whatever_order_things_happen(
+    index_url: str, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    slack, groups, window = (seed + 1) % 4, rng.randint(1, 3), rng.randint(1, 4)
+    plan = StalenessPlan(max_age(slack, groups, window), groups, window)
+    assert plan.slack == slack
+    flow = Flow(index_url, tmp_path, plan, size=rng.randint(1, 3), rng=rng)
+    await flow.enter({"published": 0, "trained": 0, "admitted": 0})
+    for move in rng.choices(list(MOVES), list(MOVES.values()), k=250):
+        await getattr(flow, move)()
+        await flow.agree()
+    assert flow.trained, "a walk that trains nothing shows nothing"
+    await flow.leave()
+
+
+async def test_groups_filtered_ahead_make_no_room_for_a_slow_engine_behind(index: Index, tmp_path: Path) -> None:
+    """Group 2 needs version 1 (P = 1, S = 1): the filtered groups 3 and 4 stand behind it, and change nothing for it."""
+    await index.init(RunConfig(SPECS, 1, 1, 1, 1), {"published": 0, "trained": 0, "admitted": 0})
+    dock = Dock(index, SCHEMA, worker="w", directory=tmp_path)
+    await dock.join(ARENA)
+
+    async def admit(*numbers: int) -> None:
+        await dock.admit([(number, 1) for number in numbers], {"prompt": [torch.tensor([n]) for n in numbers]})
+
+    await admit(0, 1)
+    for step in (0, 1):
+        for stage in INNER:
+            claim = await dock.claim(stage, 1, version=step if stage == "rollout" else None)
+            assert claim is not None
+            made = {FLOW[stage].makes: [torch.tensor([1])] if stage == "rollout" else torch.ones(1)}
+            await dock.commit(claim, [0], made, generated=[(step, 1)] if stage == "rollout" else None)
+        update = await dock.claim("update", 1)
+        assert update is not None
+        await index.train(update, step)
+        await index.call("publish", version=step + 1, record={})
+        if step == 0:
+            await admit(2)
+    await admit(3)
+    assert (slow := await dock.claim("rollout", 1, version=2)) is not None
+    assert [row.group for row in slow.rows] == [2]
+    for number in (3, 4):  # a filtered group makes room for one more
+        unwanted = await dock.claim("rollout", 1, version=2)
+        assert unwanted is not None
+        assert [row.group for row in unwanted.rows] == [number]
+        await index.call("filter", stage="rollout", token=unwanted.token, groups=[number])
+        await admit(number + 1)
+    await index.renew("rollout", [slow.token], 0)  # lost: group 2 can be claimed again
+    assert await dock.claim("rollout", 1, version=0) is None
+    assert (found := await dock.claim("rollout", 1, version=1)) is not None
+    assert [row.group for row in found.rows] == [2]
