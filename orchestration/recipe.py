@@ -351,6 +351,11 @@ def _wrong_and_fix(message: str) -> tuple[str, str]:
     return wrong, fix
 
 
+def _said_of(name: str, error: Exception) -> tuple[str, str]:
+    """Wrong and fix of a message that begins with whose it is and ``name``."""
+    return _wrong_and_fix(str(error).partition(f"{name!r} ")[2] or str(error))
+
+
 def _suggest(given: str, allowed: Sequence[str]) -> str:
     close = difflib.get_close_matches(given, allowed, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
@@ -508,8 +513,7 @@ def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
         try:
             find_reward(name)
         except RewardError as error:
-            _, _, wrong = str(error).partition(f"{name!r} ")
-            wrong, _, fix = wrong.partition("; ")
+            wrong, fix = _said_of(name, error)
             yield Problem(key, name, wrong, fix or "put its directory on PYTHONPATH, or correct the name")
     if all(function.weight == 0 for function in recipe.reward.functions):
         yield Problem("reward.functions", None, "all have weight 0", "give at least one another weight")
@@ -522,7 +526,12 @@ def _algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
     try:
         algorithm = algorithm_class(name)
     except ValueError as error:
-        yield Problem("algorithm.name", name, str(error))
+        yield Problem("algorithm.name", name, *_said_of(name, error))
+        return
+    lacks = [method for method in ("advantages", "loss", "finish") if not hasattr(algorithm, method)]
+    if lacks:
+        fix = "see stages.algorithms.Algorithm"
+        yield Problem("algorithm.name", name, f"is not an algorithm: it has no {' and no '.join(lacks)}", fix)
         return
     yield from _refusals("algorithm.options", algorithm, options)
     if name == "grpo" and recipe.algorithm.group_size < 2:

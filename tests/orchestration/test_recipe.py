@@ -116,6 +116,8 @@ FAULTS = [
     ("reward.functions=[{name='spelling'},{name='spelling'}]", "reward.functions.1.name", "add up the weights"),
     ("reward.functions=[{name='spelling',weight=0}]", "reward.functions", "another weight"),
     ("algorithm.name=ppo", "algorithm.name", "grpo"),
+    ("algorithm.name=collections:Counter", "algorithm.name", "no loss"),
+    ("algorithm.name=nowhere.at.all:A", "algorithm.name", "PYTHONPATH"),
     ("algorithm.options.kl_coeff=0.1", "algorithm.options.kl_coeff", "did you mean 'kl_coef'?"),
     ("algorithm.options.kl_coef=-1", "algorithm.options.kl_coef", ">= 0"),
     ("algorithm.options.scale_rewards=1", "algorithm.options.scale_rewards", "true or false"),
@@ -154,7 +156,7 @@ def test_a_fault_names_its_key_its_value_and_its_fix(minimal: Path, override: st
 
 @given(
     chosen=st.lists(
-        st.sampled_from(FAULTS[:29]), min_size=2, max_size=6, unique_by=lambda fault: fault[1].split(".")[0]
+        st.sampled_from(FAULTS[:31]), min_size=2, max_size=6, unique_by=lambda fault: fault[1].split(".")[0]
     )
 )
 def test_faults_are_told_all_at_once(
