@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import uuid
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -162,7 +163,8 @@ class Flow:
         for row in (row for group in groups for row in self.groups.pop(group)):
             for block in row.blocks:
                 block.refs -= 1
-        self.blocks = {block for block in self.blocks if block.refs or block in sum(self.pending.values(), [])}
+        torn = {block for blocks in self.pending.values() for block in blocks}
+        self.blocks = {block for block in self.blocks if block.refs or block in torn}
 
     def lose(self, lease: Lease) -> None:
         self.leases.remove(lease)
@@ -259,11 +261,10 @@ class Flow:
             with pytest.raises(StaleHandle, match="was released"):
                 await dock.commit(lease.claim, positions, written, generated=generated)
             return
+        double = {name: [*v, v[0]] if isinstance(v, list) else torch.cat([v, v[:1]]) for name, v in written.items()}
+        told = None if generated is None else [*generated, generated[0]]
         with pytest.raises(WrittenTwice, match="given twice"):
-            again = {name: [*value, value[0]] for name, value in written.items()}
-            again = {name: v if name == "response" else torch.stack(v) for name, v in again.items()}
-            twice = None if generated is None else [*generated, generated[0]]
-            await dock.commit(lease.claim, [*positions, positions[0]], again, generated=twice)
+            await dock.commit(lease.claim, [*positions, positions[0]], double, generated=told)
         await dock.commit(lease.claim, positions, written, generated=generated)
         block = Block(pack(SCHEMA, written).nbytes, len(rows))
         self.blocks.add(block)
@@ -389,13 +390,14 @@ class Flow:
         lease = self.rng.choice(self.lost)
         dock, rows = self.docks[lease.worker], list(lease.held.values())
         assert await dock.index.renew(lease.claim.stage, [lease.claim.token], 60) == set()
+        if lease.claim.stage == "update":
+            late: Coroutine[Any, Any, Any] = dock.index.train(lease.claim, self.trained)
+        else:
+            positions = [i for i, handle in enumerate(lease.claim.rows) if handle.row in lease.held]
+            written, generated = self.outputs(lease, rows)
+            late = dock.commit(lease.claim, positions, written, generated=generated)
         with pytest.raises((LeaseLost, StaleHandle)):
-            if lease.claim.stage == "update":
-                await dock.index.train(lease.claim, self.trained)
-            else:
-                positions = [i for i, handle in enumerate(lease.claim.rows) if handle.row in lease.held]
-                written, generated = self.outputs(lease, rows)
-                await dock.commit(lease.claim, positions, written, generated=generated)
+            await late
 
     async def resume(self) -> None:
         """The run ends here and goes on elsewhere from a snapshot."""
@@ -492,7 +494,8 @@ async def test_groups_filtered_ahead_make_no_room_for_a_slow_engine_behind(index
         if step == 0:
             await admit(2)
     await admit(3)
-    assert (slow := await dock.claim("rollout", 1, version=2)) is not None
+    slow = await dock.claim("rollout", 1, version=2)
+    assert slow is not None
     assert [row.group for row in slow.rows] == [2]
     for number in (3, 4):  # a filtered group makes room for one more
         unwanted = await dock.claim("rollout", 1, version=2)
@@ -502,5 +505,6 @@ async def test_groups_filtered_ahead_make_no_room_for_a_slow_engine_behind(index
         await admit(number + 1)
     await index.renew("rollout", [slow.token], 0)  # lost: group 2 can be claimed again
     assert await dock.claim("rollout", 1, version=0) is None
-    assert (found := await dock.claim("rollout", 1, version=1)) is not None
+    found = await dock.claim("rollout", 1, version=1)
+    assert found is not None
     assert [row.group for row in found.rows] == [2]
