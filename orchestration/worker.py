@@ -37,7 +37,7 @@ from pipeline.dock import Dock
 from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
-from stages.evaluate import Evaluator
+from stages.evaluate import Evaluator, distinct_prompts
 from stages.gate import Gate
 from stages.models import ModelNotFound
 from stages.prompts import PromptError, load_prompts
@@ -237,7 +237,7 @@ class Worker:
         if recipe.evaluate.every and self.number == 0:
             held_out = load_prompts(recipe.prompts, tokenizer, recipe.seed).held_out
             assert held_out is not None, "checked with the recipe"
-            prompts = [held_out.prompt(number) for number in range(recipe.evaluate.prompts)]
+            prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
             evaluator = Evaluator(engine, sampling, self._rewards(), tokenizer, prompts, recipe.evaluate.samples)
         follower = Follower(
             self.index,

@@ -16,8 +16,10 @@ from tensordict import NonTensorStack, TensorDict
 
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
 from stages.models import Tokenizer
-from stages.prompts import Prompt
+from stages.prompts import Prompt, PromptSource
 from stages.reward import RewardSet, score_rows
+
+DRAWS_PER_PROMPT = 20  # a small set of procedural prompts repeats itself; a search for more different ones ends here
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,17 @@ class Evaluator:
                 for i in range(min(self.samples, len(requests)))
             ],
         }
+
+
+def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:
+    """The first ``count`` different prompts of ``source``; fewer when it repeats itself before."""
+    found: dict[str, Prompt] = {}
+    for number in range(DRAWS_PER_PROMPT * count):
+        prompt = source.prompt(number)
+        found.setdefault(prompt.text, prompt)
+        if len(found) == count:
+            break
+    return list(found.values())
 
 
 def question(prompt: Prompt) -> str:

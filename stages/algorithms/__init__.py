@@ -62,7 +62,7 @@ def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
 
 
 def algorithm_class(name: str) -> Any:
-    """The class behind ``name``: a built-in one, ``module:Class``, or an entry point of the group ``asyncdock.algorithms``."""
+    """The class behind ``name``: built in, ``module:Class``, or an entry point of the group ``asyncdock.algorithms``."""
     if ":" in name:
         module, _, attribute = name.partition(":")
         try:
