@@ -120,7 +120,8 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
 def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
     """The run in numbers, as ``summary.json`` keeps them."""
     rewards, last = progress.rewards(), progress.last or {}
-    first, final = (_mean(part) for part in (rewards[:ENDS], rewards[-ENDS:]))
+    compared = min(ENDS, -(-len(rewards) // 2))  # a short run's two ends must not be the same steps
+    first, final = _mean(rewards[:compared]), _mean(rewards[len(rewards) - compared :])
     evaluations = [progress.evaluations[version] for version in sorted(progress.evaluations)]
     history = progress.history
     stepping = sum(step["seconds"] for step in history[1:])
@@ -136,7 +137,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "reward_first_steps": first,
         "reward_last_steps": final,
         "reward_gain": None if first is None or final is None else final - first,
-        "steps_compared": min(ENDS, len(rewards)),
+        "steps_compared": compared,
         "held_out_first": evaluations[0]["reward_mean"] if evaluations else None,
         "held_out_last": evaluations[-1]["reward_mean"] if evaluations else None,
         "tokens_generated": last.get("tokens_generated", 0),
@@ -288,15 +289,16 @@ def samples_markdown(progress: Progress) -> str:
         f"Greedy answers. Mean reward of {first['count']} prompts: {number(first['reward_mean'], '.3f')} with version "
         f"{first['version']}, {number(last['reward_mean'], '.3f')} with version {last['version']}.",
     ]
-    for at, sample in enumerate(first["samples"], start=1):
-        other = after.get(sample["prompt"])
+    before = {sample["prompt"]: sample for sample in first["samples"]}  # a prompt asked twice is shown once
+    for at, (prompt, sample) in enumerate(before.items(), start=1):
+        other = after.get(prompt)
         answers = [_cell(sample["response"]), _cell(other["response"]) if other else ""]
         rewards = [number(sample["reward"], ".2f"), number(other["reward"], ".2f") if other else "–"]
         lines += [
             "",
             f"## {at}",
             "",
-            *("> " + line for line in sample["prompt"].splitlines() or [""]),
+            *("> " + line for line in prompt.splitlines() or [""]),
             "",
             f"| before (version {first['version']}) | after (version {last['version']}) |",
             "| --- | --- |",

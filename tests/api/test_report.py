@@ -55,7 +55,7 @@ def test_a_resumed_run_is_reported_as_one(tmp_path: Path) -> None:
     )  # from a checkpoint
     report = write_report(tmp_path, scripted.recipe(), seconds=9.0, checkpoint=None)
     assert report.summary["steps"] == scripted.STEPS
-    assert report.summary["reward_last_steps"] == pytest.approx(0.5)
+    assert report.summary["reward_last_steps"] == pytest.approx(0.55)
 
 
 def test_the_report_of_a_run(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
 
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["state"] == "finished"
-    assert summary["reward_first_steps"] == pytest.approx(0.2)
-    assert summary["reward_last_steps"] == pytest.approx(0.5)
-    assert summary["reward_gain"] == pytest.approx(0.3)
+    assert summary["reward_first_steps"] == pytest.approx(0.15)
+    assert summary["reward_last_steps"] == pytest.approx(0.55)
+    assert summary["reward_gain"] == pytest.approx(0.4)
     assert summary["held_out_first"] == 0.1
     assert summary["held_out_last"] == 0.9
     assert summary["tokens_per_second"] == pytest.approx(250)
@@ -88,9 +88,9 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     Console(file=shown, width=100).print(summary_table(report.summary))
     for text in (
         "8 of 8 in 0:28",
-        "0.200 → 0.500  (+0.300",
+        "0.150 → 0.550  (+0.400, mean of the first and last 4 steps)",
         "0.100 → 0.900",
-        "1 max" if scripted.BOUND == 1 else "2 max",
+        "2 max, bound 2",
     ):
         assert text in shown.getvalue()
 
