@@ -59,7 +59,6 @@ class Supervisor:
         self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
         self.restarts = 0
         self._lives: dict[tuple[str, int], Life] = {}
-        self._ready: set[str] = set()
         self._stopping = False
 
     def pids(self) -> dict[str, int]:

@@ -55,6 +55,8 @@ FATAL = (BoundBroken, WrittenTwice, GateClosed, NeverFits, ColumnError, ModelNot
 EXIT_FATAL = 3
 EXIT_FAILED = 1
 STATE_SECONDS = 10.0
+READ_ATTEMPTS = 3  # of one published version whose bytes do not match their checksums
+READ_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -309,6 +311,7 @@ class Follower:
     ) -> None:
         self.index, self.store, self.stage, self.controller, self.evaluator = index, store, stage, controller, evaluator
         self.worker, self.every, self.steps, self.overlap = worker, every, steps, overlap
+        self._damaged: dict[int, int] = {}  # failed reads of the version that is published now
 
     async def begin(self) -> None:
         """Take what is published already: the worker is new, the run may not be."""
@@ -326,7 +329,7 @@ class Follower:
                 self.controller.stop()
                 return
             while not await self._take():
-                await self.index.wait("version", self._seen, STATE_SECONDS)
+                await self.index.wait("version", self._seen, READ_SECONDS if self._damaged else STATE_SECONDS)
 
     async def _take(self) -> bool:
         """Load the published version when it is newer; whether the engine's version has changed."""
@@ -338,9 +341,17 @@ class Follower:
         try:
             weights = await asyncio.to_thread(self.store.read, published)
         except WeightsDamaged as damaged:
-            log.warning("weights not taken", version=published.version, kept=engine.version, reason=str(damaged))
+            log.warning("weights not taken", offered=published.version, kept=engine.version, reason=str(damaged))
+            await self.index.emit(
+                "worker",
+                {"stage": "rollout", "worker": self.worker, "change": "kept its weights", "reason": str(damaged)},
+            )
+            self._damaged = {published.version: self._damaged.get(published.version, 0) + 1}
+            if self._damaged[published.version] >= READ_ATTEMPTS:
+                raise  # not overwritten by a newer version, or that would be here by now
             return False
         self.stage.held_back = self._due(published.version) and not self.overlap
+        self._damaged = {}
         times = await engine.load_weights(published.version, weights)
         await self.index.emit(
             "sync",

@@ -20,6 +20,7 @@ from orchestration.run import Run, RunError, RunResult, sweep_shared_memory
 from orchestration.synchronous import synchronous_run
 from pipeline.index import RunConfig
 from pipeline.warehouse import shared_memory_directory
+from stages.weight_sync import Published, WeightStore
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
 
 Weights = dict[str, torch.Tensor]
@@ -216,6 +217,28 @@ async def test_pause_holds_and_resume_goes_on(tmp_path: Path) -> None:
         result = await work
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
+
+
+async def test_weights_corrupted_in_shared_memory_are_never_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = WeightStore.publish
+
+    def corrupting(self: WeightStore, version: int, weights: Any) -> Published:
+        published = publish(self, version, weights)
+        if version == 3:
+            self._open(published.slot, published.nbytes)[100] ^= 1
+        return published
+
+    monkeypatch.setattr(WeightStore, "publish", corrupting)
+    of = recipe(MOCK, train__steps=6, pipeline__staleness=0, launch__max_restarts=0)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "failed"
+    assert "weights of version 3: bucket 0" in result.reason
+    assert "checksum" in result.reason
+    assert len(watched.of("step")) == 3, "nothing was generated with them"
+    assert [w["change"] for w in watched.of("worker")].count("kept its weights") == 3
+    assert_nothing_left(watched.run)
 
 
 async def test_leases_far_shorter_than_the_work_are_renewed_and_end_where_they_should(tmp_path: Path) -> None:
