@@ -97,6 +97,7 @@ class WeightStore:
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
         """A private, verified copy of a published version, by parameter name. Raises WeightsDamaged."""
+        self._check_file(published)
         source = np.frombuffer(self._open(published.slot, max(published.nbytes, 1)), np.uint8)
         copy = np.empty(published.nbytes, np.uint8)
         for number, (offset, nbytes, digest) in enumerate(published.buckets):
@@ -114,6 +115,20 @@ class WeightStore:
 
     def close(self) -> None:
         self._maps.clear()
+
+    def _check_file(self, published: Published) -> None:
+        """A reader makes no file longer, and reads no mapped page that the file has lost (that would be SIGBUS)."""
+        path = self.directory / f"weights-{published.slot}"
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise WeightsDamaged(
+                f"weights of version {published.version}: {path} is not there; is this the node that they were published on?"
+            ) from None
+        if size < published.nbytes:
+            raise WeightsDamaged(
+                f"weights of version {published.version}: {path} has {size} bytes where {published.nbytes} were published"
+            )
 
     def _open(self, slot: int, nbytes: int) -> mmap.mmap:
         if slot not in self._maps or len(self._maps[slot]) < nbytes:
