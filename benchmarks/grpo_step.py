@@ -7,7 +7,8 @@ Both sides take the same 4 prompts x 8 completions of at most 16 tokens per step
 the distribution, the same reward function and learning rate, and end a response at the same token. TRL comes twice: as
 it is by default (it computes activations again in the backward), and "plain", without that, as our engine runs. Steps
 alternate, TRL's and ours, so that other work on the machine slows both; ratios are taken step by step, and medians
-told. Our step is the synchronous one: generate, reward, advantage, train, new weights into the rollout engine.
+told. The same ratio in CPU seconds stands beside it: on a busy machine it is the steadier one.
+Our step is the synchronous one: generate, reward, advantage, train, new weights into the rollout engine.
 
 Tokens are counted TRL's way for both (its ``num_tokens``): each completion's real tokens plus its prompt's, the prompt
 once per completion, although our engines compute it once per group.
@@ -61,7 +62,7 @@ def dataset(steps: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One step of ours: seconds of its parts, tokens counted TRL's way, and the floors of both engines in seconds."""
+    """One step of ours: seconds of its parts and of CPU, tokens as TRL counts, the floors of both engines in seconds."""
 
     generate: float
     train: float
@@ -69,12 +70,22 @@ class Measured:
     tokens: int
     generate_floor: float
     train_floor: float
+    cpu: float
     gflops: float
     gb_per_s: float
 
     @property
     def seconds(self) -> float:
         return self.generate + self.train + self.sync
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One step of TRL's: its wall seconds, CPU seconds, and tokens by its own count."""
+
+    seconds: float
+    cpu: float
+    tokens: int
 
 
 class OurSide:
@@ -91,7 +102,7 @@ class OurSide:
 
     async def step(self, number: int, rows: Sequence[dict[str, Any]]) -> Measured:
         rate, bandwidth = readings(torch.float32)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         prompts = [
             torch.tensor(self.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
             for row in rows
@@ -104,7 +115,7 @@ class OurSide:
         self.trainer.train_batch(self._batch(made, prompts, rows), self.algorithm)
         trained = time.perf_counter()
         await self.engine.load_weights(number + 1, dict(self.trainer.weights()))
-        synced = time.perf_counter()
+        synced, cpu = time.perf_counter(), time.process_time() - cpu
         lengths = [[len(c.token_ids) for c in made if c.group == group] for group in range(len(prompts))]
         sizes = [len(ids) for ids in prompts]
         return Measured(
@@ -114,6 +125,7 @@ class OurSide:
             tokens=sum(len(c.token_ids) + sizes[c.group] for c in made),
             generate_floor=self._generate_floor(sizes, lengths, rate, bandwidth),
             train_floor=self._train_floor(sizes, lengths, rate, bandwidth),
+            cpu=cpu,
             gflops=rate / 1e9,
             gb_per_s=bandwidth / 1e9,
         )
@@ -168,17 +180,18 @@ def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, 
 
     model, tokenizer = load_model(source, dtype=torch.float32, seed=0)
     rows = dataset(steps + 1)
-    theirs: list[tuple[float, int]] = []
+    theirs: list[Peer] = []
     mine: list[Measured] = []
 
     class Alternate(TrainerCallback):
         """Generation lies inside TRL's training step, so begin and end of the step enclose all of it."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.tokens, self.began = state.num_input_tokens_seen, time.perf_counter()
+            self.tokens, self.began, self.cpu = state.num_input_tokens_seen, time.perf_counter(), time.process_time()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            theirs.append((time.perf_counter() - self.began, int(state.num_input_tokens_seen - self.tokens)))
+            seconds, cpu = time.perf_counter() - self.began, time.process_time() - self.cpu
+            theirs.append(Peer(seconds, cpu, int(state.num_input_tokens_seen - self.tokens)))
             number = len(mine)
             mine.append(runner.run(ours.step(number, rows[number * GROUPS : (number + 1) * GROUPS])))
 
@@ -220,7 +233,7 @@ def alone(ours: OurSide, runner: asyncio.Runner, steps: int) -> dict[str, Any]:
     return summary(None, [], mine[1:])
 
 
-def summary(peer: str | None, theirs: list[tuple[float, int]], mine: list[Measured]) -> dict[str, Any]:
+def summary(peer: str | None, theirs: list[Peer], mine: list[Measured]) -> dict[str, Any]:
     median = statistics.median
     result: dict[str, Any] = {
         "steps": len(mine),
@@ -240,12 +253,13 @@ def summary(peer: str | None, theirs: list[tuple[float, int]], mine: list[Measur
     if peer:
         result["peer"] = {
             "name": peer,
-            "seconds": median(seconds for seconds, _ in theirs),
-            "tokens_per_step": median(tokens for _, tokens in theirs),
-            "tokens_per_s": median(tokens / seconds for seconds, tokens in theirs),
+            "seconds": median(t.seconds for t in theirs),
+            "tokens_per_step": median(t.tokens for t in theirs),
+            "tokens_per_s": median(t.tokens / t.seconds for t in theirs),
         }
-        pairs = zip(mine, theirs, strict=True)
-        result["ratio"] = median(m.tokens / m.seconds / (tokens / seconds) for m, (seconds, tokens) in pairs)
+        pairs = list(zip(mine, theirs, strict=True))
+        result["ratio"] = median(m.tokens / m.seconds / (t.tokens / t.seconds) for m, t in pairs)
+        result["cpu_ratio"] = median(m.tokens / m.cpu / (t.tokens / t.cpu) for m, t in pairs)
     return result
 
 
@@ -257,7 +271,7 @@ def show(result: dict[str, Any]) -> None:
         print(line(peer["name"], peer["seconds"], peer["tokens_per_step"], peer["tokens_per_s"]))
     print(line("asyncdock", result["seconds"], result["tokens_per_step"], result["tokens_per_s"]))
     if "peer" in result:
-        print(f"{'ratio':<14}{result['ratio']:>54.2f} x")
+        print(f"{'ratio':<14}{result['ratio']:>36.2f} x ({result['cpu_ratio']:.2f} x per CPU second)")
     for part in ("generate", "train"):
         took, floor, share = (result[f"{part}_{key}"] for key in ("s", "floor_s", "share_of_floor"))
         print(f"  {part:<12}{took:>10.2f} s, floor {floor:.2f} s: {share:.0%} of what the machine can do")

@@ -42,7 +42,9 @@ class LossOutput:
 
 
 class Algorithm(Protocol):
-    needs_reference: bool
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads ``ref_logprobs``."""
 
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
         """Advantages float32 [N] of one group from its rewards float32 [N]."""
