@@ -99,7 +99,7 @@ class WeightStore:
         """A private, verified copy of a published version, by parameter name. Raises WeightsDamaged."""
         self._check_file(published)
         source = np.frombuffer(self._open(published.slot, max(published.nbytes, 1)), np.uint8)
-        copy = np.empty(published.nbytes, np.uint8)
+        copy = np.empty(max(published.nbytes, 1), np.uint8)
         for number, (offset, nbytes, digest) in enumerate(published.buckets):
             copy[offset : offset + nbytes] = source[offset : offset + nbytes]
             if _digest(copy[offset : offset + nbytes]) != digest:
