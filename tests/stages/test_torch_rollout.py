@@ -199,6 +199,16 @@ async def test_responses_are_yielded_as_they_end() -> None:
         assert (await anext(stream)).group == 0
 
 
+async def test_rows_that_end_with_their_first_token_leave_before_they_have_room() -> None:
+    """A large submission after a small one: its rows have no KV yet when the first of them end."""
+    async with running(max_rows=40) as engine:
+        await collect(engine.generate([ask(0, 4)]))
+        stops = tuple(range(VOCABULARY // 2))  # about half of the first tokens end their response
+        done = await collect(engine.generate([ask(1, 40, stop_token_ids=stops)]))
+    lengths = [len(done[1, place].token_ids) for place in range(40)]
+    assert min(lengths) == 1 < max(lengths)
+
+
 async def test_stop_token_ids_end_a_response_with_the_token_included() -> None:
     async with running() as engine:
         free = (await collect(engine.generate([ask(0, places=1, max_tokens=30)])))[0, 0].token_ids.tolist()
