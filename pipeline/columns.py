@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from struct import unpack_from
 from typing import Any, Literal
 
 import numpy as np
@@ -86,6 +87,11 @@ class Column:
     @classmethod
     def text(cls, name: str) -> Column:
         return cls(name, "utf8", None)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element; a text's elements are the bytes of its UTF-8."""
+        return 1 if self.dtype == "utf8" else self.dtype.itemsize
 
     def describe(self) -> str:
         kind = "text" if self.dtype == "utf8" else str(self.dtype).removeprefix("torch.")
@@ -239,15 +245,14 @@ class BlockView:
     """The columns of one block as tensors that view its bytes."""
 
     def __init__(self, schema: Schema, memory: memoryview, block_id: int) -> None:
-        head = np.frombuffer(memory, np.int64, 4)
-        if head[0] != _MAGIC or head[1] != block_id:
+        magic, found, self.rows, columns = unpack_from("4q", memory)
+        if magic != _MAGIC or found != block_id:
             raise StaleHandle(
                 f"block {block_id} was released: its bytes now hold something else; fetch rows you still hold"
             )
-        self.rows = int(head[2])
-        self._schema, self._memory, self._block_id = schema, memory, block_id
-        table = np.frombuffer(memory, np.int64, 4 * int(head[3]), 32).reshape(-1, 4)
-        self._places = {int(bit): (int(o), int(v), int(n)) for bit, o, v, n in table}
+        self._schema, self._memory = schema, memory
+        table = unpack_from(f"{4 * columns}q", memory, 32)
+        self._places = {table[i]: table[i + 1 : i + 4] for i in range(0, 4 * columns, 4)}
 
     def __contains__(self, name: str) -> bool:
         return self._schema.bit(name) in self._places
@@ -268,6 +273,15 @@ class BlockView:
         _, values_at, nbytes = self._places[self._schema.bit(name)]
         return _view(self._memory, column.dtype, values_at, nbytes).view(self.rows, *column.shape)
 
+    def row_bytes(self, column: Column, bit: int, slot: int) -> memoryview:
+        """The bytes of one row's value of ``column``, whose bit is ``bit``; KeyError when the block does not have it."""
+        offsets_at, values_at, nbytes = self._places[bit]
+        if column.shape is None:
+            begin, end = unpack_from("2q", self._memory, offsets_at + 8 * slot)
+            return self._memory[values_at + begin * column.itemsize : values_at + end * column.itemsize]
+        size = nbytes // self.rows
+        return self._memory[values_at + slot * size : values_at + (slot + 1) * size]
+
     def column(self, name: str) -> torch.Tensor:
         """The whole column: dense, or a jagged nested tensor."""
         if self._schema[name].shape is not None:
@@ -284,40 +298,45 @@ def gather(schema: Schema, names: Sequence[str], places: Sequence[Sequence[tuple
     """
     out = TensorDict({}, batch_size=[len(places)])
     for name in names:
-        column = schema[name]
-        found = []
-        for row, blocks in enumerate(places):
-            place = next(((view, slot) for view, slot in blocks if name in view), None)
-            if place is None:
-                raise ColumnError(
-                    f"column {name!r}: row {row} of this claim does not have it yet; declare it as consumed"
-                )
-            found.append(place)
+        column, found = schema[name], _find(name, places)
         first, start = found[0]
-        together = all(view is first and slot == start + i for i, (view, slot) in enumerate(found))
-        if column.shape is not None:
-            if together:
+        if all(view is first and slot == start + i for i, (view, slot) in enumerate(found)):
+            if column.shape is not None:
                 out[name] = first.dense(name)[start : start + len(found)]
-            else:
-                out[name] = torch.stack([view.dense(name)[slot] for view, slot in found])
-            continue
-        if together:
+                continue
             offsets, values = first.ragged(name)
             offsets = offsets[start : start + len(found) + 1]
             values = values[int(offsets[0]) : int(offsets[-1])]
             bounds = torch.from_numpy(offsets - offsets[0])
-        else:
-            parts = []
-            for view, slot in found:
-                offsets, values = view.ragged(name)
-                parts.append(values[int(offsets[slot]) : int(offsets[slot + 1])])
-            values, bounds = torch.cat(parts), _offsets([part.numel() for part in parts])
+        else:  # joined as bytes: a tensor for each row would take ten times as long
+            bit = schema.bit(name)
+            parts = [view.row_bytes(column, bit, slot) for view, slot in found]
+            joined = bytearray().join(parts)
+            dtype = torch.uint8 if column.dtype == "utf8" else column.dtype
+            values = _view(memoryview(joined), dtype, 0, len(joined))
+            if column.shape is not None:
+                out[name] = values.view(len(found), *column.shape)
+                continue
+            bounds = _offsets([len(part) // column.itemsize for part in parts])
         if column.dtype == "utf8":
             payload, edges = values.numpy().tobytes(), bounds.tolist()
             out[name] = NonTensorStack(*(payload[a:b].decode() for a, b in pairwise(edges)))
         else:
             out[name] = torch.nested.nested_tensor_from_jagged(values, bounds)
     return out
+
+
+def _find(name: str, places: Sequence[Sequence[tuple[BlockView, int]]]) -> list[tuple[BlockView, int]]:
+    """Where each row has the column ``name``."""
+    found = []
+    for row, blocks in enumerate(places):
+        for place in blocks:
+            if name in place[0]:
+                found.append(place)
+                break
+        else:
+            raise ColumnError(f"column {name!r}: row {row} of this claim does not have it yet; declare it as consumed")
+    return found
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
