@@ -1,0 +1,54 @@
+"""The overlap benchmark tells the truth about what it is given, and still runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.overlap import Trained, Workload, main, measured
+
+
+@pytest.mark.parametrize("balance", [0.5, 1.0, 2.0])
+def test_a_run_whose_busiest_stage_never_waits_reaches_exactly_its_bound(balance: float) -> None:
+    workload = Workload(balance=balance, steps=8, margin=2)
+    now, steps = 100.0, []
+    for step in range(8):
+        tokens = 20_000 + 500 * step
+        busiest = max(workload.generation_seconds(tokens), workload.training_seconds(1, tokens))
+        now += busiest if 2 <= step < 7 else 99.0  # what is slow while the pipeline fills and drains is left out
+        steps.append(Trained(step, tokens, now, step % 3))
+    arm = measured(workload, "ideal", 2, steps)
+    assert (arm.first, arm.last, arm.staleness_max) == (1, 6, 2)
+    assert arm.tokens == sum(step.tokens for step in steps[2:7])
+    assert arm.tokens_per_second == pytest.approx(arm.tokens / (steps[6].at - steps[1].at))
+    if balance != 1.0:  # else which stage is the busiest changes with the step's tokens
+        assert arm.of_bound == pytest.approx(1.0)
+    shares = (arm.generation_share, arm.training_share)
+    assert arm.of_bound == max(shares) <= 1 + 1e-9
+    assert shares.index(max(shares)) == (0 if balance < 1 else 1) or balance == 1.0
+
+
+@pytest.mark.parametrize("balance", [0.5, 1.0, 2.0])
+def test_an_average_step_takes_each_stage_what_the_workload_says(balance: float) -> None:
+    workload = Workload(step_seconds=4.0, balance=balance)
+    tokens = round(workload.mean_tokens * workload.groups * workload.group_size)
+    generation, training = workload.generation_seconds(tokens), workload.training_seconds(1, tokens)
+    assert max(generation, training) == pytest.approx(4.0, rel=1e-3)
+    assert training / generation == pytest.approx(balance, rel=1e-3)
+
+
+def test_the_smoke_run_compares_the_orders_of_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--smoke", "--json", str(tmp_path / "overlap.json")])
+    told = json.loads((tmp_path / "overlap.json").read_text())
+    assert [(arm["name"], arm["bound"]) for arm in told["arms"]] == [("synchronous", None), ("η = 0", 0), ("η = 2", 2)]
+    for arm in told["arms"]:
+        assert arm["staleness_max"] <= (arm["bound"] or 0)
+        assert 0 < arm["of_bound"] == max(arm["generation_share"], arm["training_share"])
+        assert arm["tokens_per_second"] == pytest.approx(arm["tokens"] / arm["seconds"])
+        assert (arm["first"], arm["last"]) == (0, told["workload"]["steps"] - 1)
+    assert len({arm["tokens"] for arm in told["arms"]}) == 1, "the same groups have the same lengths in every arm"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:13].strip() for line in lines[-3:]] == ["synchronous", "η = 0", "η = 2"]
+    assert lines[-3].split()[-1] == "1.00", "speed-up is told against the synchronous order"
