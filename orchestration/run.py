@@ -93,9 +93,9 @@ class Run:
         """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind.
         Cancelling ends everything at once."""
         began = time.monotonic()
-        sweep_shared_memory()
+        sweep_leftovers()
         recipe, server = self.recipe, None
-        sockets = Path(tempfile.mkdtemp(prefix="adk-"))
+        sockets = Path(tempfile.mkdtemp(prefix=f"asyncdock-{os.getpid()}-"))
         try:
             if recipe.pipeline.index == "embedded":
                 data = self.out_dir / "index"
@@ -189,13 +189,14 @@ class Run:
         return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
 
 
-def sweep_shared_memory() -> None:
-    """Remove what runs left in shared memory whose process was killed."""
-    for folder in shared_memory_directory().glob("asyncdock-*-*"):
-        pid = folder.name.split("-")[1]
-        if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-            log.info("removed what a killed run left in shared memory", folder=folder.name)
+def sweep_leftovers() -> None:
+    """Remove what runs whose process was killed left in shared memory, and their indexes' socket directories."""
+    for parent in (shared_memory_directory(), Path(tempfile.gettempdir())):
+        for folder in parent.glob("asyncdock-*-*"):
+            pid = folder.name.split("-")[1]
+            if pid.isdigit() and not _alive(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)
+                log.info("removed what a killed run left behind", folder=str(folder))
 
 
 def _alive(pid: int) -> bool:

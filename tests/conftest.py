@@ -8,9 +8,16 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Index
+
+# A run of the suite says something about the code alone: the same examples each time. New ones are looked for with
+# `pytest --hypothesis-profile=explore`.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from orchestration import checkpoint
 from orchestration.engines import tokenizer_of, train_engine
 from orchestration.recipe import Recipe
-from orchestration.run import Run, RunError, RunResult, sweep_shared_memory
+from orchestration.run import Run, RunError, RunResult, sweep_leftovers
 from orchestration.synchronous import synchronous_run
 from pipeline.index import RunConfig
 from pipeline.warehouse import shared_memory_directory
@@ -325,9 +326,10 @@ def test_a_killed_supervisor_takes_its_workers_along(tmp_path: Path) -> None:
     for worker in workers:
         waited = subprocess.run(["tail", f"--pid={worker}", "-f", "/dev/null"], timeout=20, check=False)
         assert waited.returncode == 0
-    assert list(shared_memory_directory().glob(f"asyncdock-{process.pid}-*"))
-    sweep_shared_memory()
-    assert not list(shared_memory_directory().glob(f"asyncdock-{process.pid}-*"))
+    homes = [shared_memory_directory(), Path(tempfile.gettempdir())]  # its arena, and its index's socket
+    assert all(list(home.glob(f"asyncdock-{process.pid}-*")) for home in homes)
+    sweep_leftovers()
+    assert not any(list(home.glob(f"asyncdock-{process.pid}-*")) for home in homes)
 
 
 def test_a_checkpoint_opens_with_transformers(tmp_path: Path) -> None:

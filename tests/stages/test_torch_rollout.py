@@ -410,12 +410,13 @@ async def test_a_model_that_two_part_attention_cannot_serve_is_refused() -> None
 
 
 def allowed(logits: torch.Tensor, params: SamplingParams) -> list[bool]:
-    """Top-k and then top-p as the papers say it, one token at a time."""
+    """Top-k and then top-p as the papers say it, one token at a time. A token whose mass ahead equals top-p but for
+    rounding may be drawn or not; it counts as allowed."""
     probabilities = (logits.double() / params.temperature).softmax(-1)
     order = probabilities.argsort(descending=True).tolist()[: params.top_k or None]
     mass, kept = 0.0, []
     for token in order:
-        if mass >= params.top_p * probabilities[order].sum():
+        if mass >= params.top_p * probabilities[order].sum() + 1e-6:
             break
         kept.append(token)
         mass += float(probabilities[token])
