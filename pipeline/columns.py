@@ -19,6 +19,7 @@ Sections begin at multiples of 64 bytes. Readers get tensors that are views of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDictBase
 
 Dtype = torch.dtype | Literal["utf8"]
 
@@ -58,11 +59,13 @@ class StaleHandle(LookupError):
 
 @dataclass(frozen=True)
 class Column:
-    """A named field of a sample. ``shape`` is ``()`` for a scalar, a tuple for fixed, None for ragged and text."""
+    """A named field of a sample. ``shape`` is ``()`` for a scalar, a tuple for fixed, None for ragged and text. A column
+    that is ``finite`` refuses NaN and infinities."""
 
     name: str
     dtype: Dtype
     shape: tuple[int, ...] | None
+    finite: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype != "utf8" and self.dtype not in _DTYPES:
@@ -73,16 +76,16 @@ class Column:
             raise ColumnError(f"column {self.name!r}: text has no shape; use Column.text({self.name!r})")
 
     @classmethod
-    def scalar(cls, name: str, dtype: torch.dtype) -> Column:
-        return cls(name, dtype, ())
+    def scalar(cls, name: str, dtype: torch.dtype, *, finite: bool = False) -> Column:
+        return cls(name, dtype, (), finite)
 
     @classmethod
-    def fixed(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Column:
-        return cls(name, dtype, tuple(shape))
+    def fixed(cls, name: str, dtype: torch.dtype, shape: Iterable[int], *, finite: bool = False) -> Column:
+        return cls(name, dtype, tuple(shape), finite)
 
     @classmethod
-    def ragged(cls, name: str, dtype: torch.dtype) -> Column:
-        return cls(name, dtype, None)
+    def ragged(cls, name: str, dtype: torch.dtype, *, finite: bool = False) -> Column:
+        return cls(name, dtype, None, finite)
 
     @classmethod
     def text(cls, name: str) -> Column:
@@ -133,8 +136,8 @@ class Schema:
 @dataclass(frozen=True)
 class _Section:
     bit: int
-    lengths: torch.Tensor | None  # int64 [B + 1] offsets; None for scalar and fixed
-    values: list[torch.Tensor]  # flat uint8, written one after the other
+    offsets: torch.Tensor | None  # int64 [B + 1]; None for scalar and fixed
+    parts: list[torch.Tensor]  # of one dtype, flat, written one after the other
     nbytes: int
 
 
@@ -147,24 +150,25 @@ class PackedRows:
         self._places: list[tuple[int, int]] = []
         for section in sections:
             offsets_at = at
-            if section.lengths is not None:
+            if section.offsets is not None:
                 at = _aligned(at + 8 * (rows + 1))
-            self._places.append((offsets_at if section.lengths is not None else -1, at))
+            self._places.append((offsets_at if section.offsets is not None else -1, at))
             at = _aligned(at + section.nbytes)
         self.nbytes = at
 
     def write_into(self, memory: memoryview, block_id: int) -> None:
         """Write header and columns; ``memory`` has ``nbytes`` bytes. Each payload byte is copied once."""
         header = [_MAGIC, block_id, self.rows, len(self._sections)]
-        target = torch.frombuffer(memory, dtype=torch.uint8)
         for section, (offsets_at, values_at) in zip(self._sections, self._places, strict=True):
             header += [section.bit, offsets_at, values_at, section.nbytes]
-            if section.lengths is not None:
-                target[offsets_at : offsets_at + 8 * (self.rows + 1)] = section.lengths.view(torch.uint8)
-            at = values_at
-            for value in section.values:
-                target[at : at + value.numel()] = value
-                at += value.numel()
+            if section.offsets is not None:
+                _view(memory, torch.int64, offsets_at, 8 * (self.rows + 1)).copy_(section.offsets)
+            if section.nbytes:
+                target = _view(memory, section.parts[0].dtype, values_at, section.nbytes)
+                if len(section.parts) == 1:
+                    target.copy_(section.parts[0])
+                else:
+                    torch.cat(section.parts, out=target)
         np.frombuffer(memory, np.int64, len(header))[:] = header
 
 
@@ -209,36 +213,92 @@ def _section(schema: Schema, column: Column, value: Any, rows: int) -> _Section:
         encoded = [_encoded(column, row, text) for row, text in enumerate(texts)]
         payload = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8) if any(encoded) else _EMPTY
         return _Section(bit, _offsets([len(text) for text in encoded]), [payload], payload.numel())
-    if column.shape is None:
-        if isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.jagged:
-            _check_dtype(column, value)
-            nested: Any = value  # torch declares none of a nested tensor's own methods
-            parts, offsets = [nested.values()], nested.offsets()
-            if parts[0].dim() != 1:
-                raise ColumnError(f"column {column.name!r}: ragged rows have one dimension, got {_what(value)}")
-            if int(offsets[0]) != 0 or nested.lengths() is not None:
-                parts = list(nested.unbind())
-                offsets = _offsets([part.numel() for part in parts])
-        elif isinstance(value, torch.Tensor):
+    offsets: torch.Tensor | None = None
+    if column.shape is not None:
+        _check_dtype(column, value)
+        if value.is_nested or tuple(value.shape[1:]) != column.shape:
+            raise ColumnError(
+                f"column {column.name!r}: takes shape {[rows, *column.shape]}, got {_what(value)}; reshape it first"
+            )
+        parts = [value.detach().reshape(-1)]
+    elif isinstance(value, torch.Tensor):
+        if not (value.is_nested and value.layout == torch.jagged):
             raise ColumnError(
                 f"column {column.name!r}: is ragged; give a jagged nested tensor or a list, got {_what(value)}"
             )
-        else:
-            parts = list(value)
-            for part in parts:
-                _check_dtype(column, part)
-                if part.dim() != 1:
-                    raise ColumnError(f"column {column.name!r}: ragged rows have one dimension, got {_what(part)}")
+        _check_dtype(column, value)
+        nested: Any = value.detach()  # torch declares none of a nested tensor's own methods
+        parts, offsets = [nested.values()], nested.offsets().to("cpu", torch.int64)
+        if parts[0].dim() != 1:
+            raise ColumnError(f"column {column.name!r}: ragged rows have one dimension, got {_what(value)}")
+        if int(offsets[0]) != 0 or nested.lengths() is not None:
+            parts = list(nested.unbind())
             offsets = _offsets([part.numel() for part in parts])
-        flat = [_bytes(part) for part in parts if part.numel()]
-        return _Section(bit, offsets.to("cpu", torch.int64), flat, sum(part.numel() for part in flat))
-    _check_dtype(column, value)
-    if value.is_nested or tuple(value.shape[1:]) != column.shape:
+    else:
+        parts = list(value)
+        try:  # all of them at once: a check for each would cost more than the copy
+            fits = {part.dtype for part in parts} == {column.dtype} and {part.dim() for part in parts} == {1}
+        except AttributeError:
+            fits = False
+        if not fits:
+            _find_misfit(column, parts)
+        if any(part.requires_grad for part in parts):
+            parts = [part.detach() for part in parts]
+        offsets = _offsets([part.numel() for part in parts])
+    if not all(part.is_cpu for part in parts):
+        parts = [part.cpu() for part in parts]
+    count = rows * math.prod(column.shape or ()) if offsets is None else int(offsets[-1])
+    if column.finite and not all(bool(part.isfinite().all()) for part in parts):
         raise ColumnError(
-            f"column {column.name!r}: takes shape {[rows, *column.shape]}, got {_what(value)}; reshape it first"
+            f"column {column.name!r}: {_not_finite(parts, offsets, rows)}; NaN and infinities are refused"
         )
-    flat_value = _bytes(value)
-    return _Section(bit, None, [flat_value], flat_value.numel())
+    return _Section(bit, offsets, parts, count * column.itemsize)
+
+
+def _find_misfit(column: Column, parts: Sequence[Any]) -> None:
+    for part in parts:
+        _check_dtype(column, part)
+        if part.dim() != 1:
+            raise ColumnError(f"column {column.name!r}: ragged rows have one dimension, got {_what(part)}")
+
+
+def _not_finite(parts: Sequence[torch.Tensor], offsets: torch.Tensor | None, rows: int) -> str:
+    """Which row holds the first value that is not finite."""
+    values = torch.cat([part.reshape(-1) for part in parts])
+    at = int((~values.isfinite()).nonzero()[0, 0])
+    row = at // (len(values) // rows) if offsets is None else int(torch.searchsorted(offsets, at, right=True)) - 1
+    return f"row {row} holds {float(values[at])}"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One column of B rows, never padded: ``values`` flat, one row after the other; ``offsets`` int64 [B + 1] in elements,
+    None where all rows have one size."""
+
+    values: torch.Tensor
+    offsets: torch.Tensor | None
+
+    def lengths(self) -> torch.Tensor:
+        """Elements of each row, int64 [B]; of ragged columns."""
+        assert self.offsets is not None, "a dense column has no lengths"
+        return self.offsets.diff()
+
+    def jagged(self) -> torch.Tensor:
+        """A jagged nested tensor [B, j] on the same memory."""
+        return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
+
+    def padded(self, fill: float = 0) -> torch.Tensor:
+        """A new tensor [B, longest row], filled up with ``fill``."""
+        lengths = self.lengths()
+        out = self.values.new_full((len(lengths), int(lengths.max()) if len(lengths) else 0), fill)
+        out[torch.arange(out.shape[1]) < lengths[:, None]] = self.values
+        return out
+
+    def texts(self) -> list[str]:
+        """The strings of a text column."""
+        assert self.offsets is not None
+        payload = self.values.numpy().tobytes()
+        return [payload[a:b].decode() for a, b in pairwise(self.offsets.tolist())]
 
 
 class BlockView:
@@ -247,9 +307,7 @@ class BlockView:
     def __init__(self, schema: Schema, memory: memoryview, block_id: int) -> None:
         magic, found, self.rows, columns = unpack_from("4q", memory)
         if magic != _MAGIC or found != block_id:
-            raise StaleHandle(
-                f"block {block_id} was released: its bytes now hold something else; fetch rows you still hold"
-            )
+            raise _stale(block_id)
         self._schema, self._memory = schema, memory
         table = unpack_from(f"{4 * columns}q", memory, 32)
         self._places = {table[i]: table[i + 1 : i + 4] for i in range(0, 4 * columns, 4)}
@@ -273,72 +331,108 @@ class BlockView:
         _, values_at, nbytes = self._places[self._schema.bit(name)]
         return _view(self._memory, column.dtype, values_at, nbytes).view(self.rows, *column.shape)
 
-    def row_bytes(self, column: Column, bit: int, slot: int) -> memoryview:
-        """The bytes of one row's value of ``column``, whose bit is ``bit``; KeyError when the block does not have it."""
-        offsets_at, values_at, nbytes = self._places[bit]
-        if column.shape is None:
-            begin, end = unpack_from("2q", self._memory, offsets_at + 8 * slot)
-            return self._memory[values_at + begin * column.itemsize : values_at + end * column.itemsize]
-        size = nbytes // self.rows
-        return self._memory[values_at + slot * size : values_at + (slot + 1) * size]
-
-    def column(self, name: str) -> torch.Tensor:
-        """The whole column: dense, or a jagged nested tensor."""
+    def packed(self, name: str, first: int, rows: int) -> Packed:
+        """Rows ``first`` .. ``first + rows - 1`` of a column, on the block's own memory."""
         if self._schema[name].shape is not None:
-            return self.dense(name)
+            return Packed(self.dense(name)[first : first + rows].view(-1), None)
         offsets, values = self.ragged(name)
-        return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
+        bounds = torch.from_numpy(offsets[first : first + rows + 1])
+        start = int(bounds[0])
+        return Packed(values[start : int(bounds[-1])], bounds if start == 0 else bounds - start)
 
 
-def gather(schema: Schema, names: Sequence[str], places: Sequence[Sequence[tuple[BlockView, int]]]) -> TensorDict:
-    """Rows from wherever they lie, as a TensorDict with batch size [B], in the order of ``places``.
+def collect(
+    schema: Schema, names: Sequence[str], arena: memoryview, places: np.ndarray, blocks: np.ndarray, slots: np.ndarray
+) -> dict[str, Packed]:
+    """The columns ``names`` of B rows of one arena, in their order: row i is slot ``slots[i]`` of the packed rows of block
+    ``blocks[i]`` that begin at byte ``places[i]`` (each int64 [B]).
 
-    ``places[i]`` lists the (block, slot) pairs of row i. Rows that lie side by side in one block stay views of it;
-    others are copied together. Ragged columns come back as jagged nested tensors, text as lists of strings.
+    Rows that lie side by side stay views of the arena; others are copied together once. Raises StaleHandle when other
+    bytes lie there by now, ColumnError when a row does not have the column.
     """
-    out = TensorDict({}, batch_size=[len(places)])
+    count, first = len(slots), int(slots[0])
+    if (places == places[0]).all() and (blocks == blocks[0]).all() and (slots == np.arange(first, first + count)).all():
+        view = BlockView(schema, arena[int(places[0]) :], int(blocks[0]))
+        missing = [name for name in names if name not in view]
+        if missing:
+            raise missing_column(missing[0], 0)
+        return {name: view.packed(name, first, count) for name in names}
+    words = np.frombuffer(arena, np.int64, len(arena) // 8)
+    # One header for each stretch of rows in the same packed rows; all headers are read at once.
+    heads = np.concatenate([[0], np.flatnonzero((np.diff(places) != 0) | (np.diff(blocks) != 0)) + 1])
+    head_of = np.repeat(np.arange(len(heads)), np.diff(np.append(heads, count)))
+    at = places[heads] // 8
+    stale = (words[at] != _MAGIC) | (words[at + 1] != blocks[heads])
+    if stale.any():
+        raise _stale(int(blocks[heads][stale][0]))
+    columns = words[at + 3]
+    table = words[np.minimum(at[:, None] + 4 + np.arange(4 * columns.max()), len(words) - 1)].reshape(len(at), -1, 4)
+    table[np.arange(table.shape[1]) >= columns[:, None], 0] = -1
+    out = {}
     for name in names:
-        column, found = schema[name], _find(name, places)
-        first, start = found[0]
-        if all(view is first and slot == start + i for i, (view, slot) in enumerate(found)):
-            if column.shape is not None:
-                out[name] = first.dense(name)[start : start + len(found)]
-                continue
-            offsets, values = first.ragged(name)
-            offsets = offsets[start : start + len(found) + 1]
-            values = values[int(offsets[0]) : int(offsets[-1])]
-            bounds = torch.from_numpy(offsets - offsets[0])
-        else:  # joined as bytes: a tensor for each row would take ten times as long
-            bit = schema.bit(name)
-            parts = [view.row_bytes(column, bit, slot) for view, slot in found]
-            joined = bytearray().join(parts)
-            dtype = torch.uint8 if column.dtype == "utf8" else column.dtype
-            values = _view(memoryview(joined), dtype, 0, len(joined))
-            if column.shape is not None:
-                out[name] = values.view(len(found), *column.shape)
-                continue
-            bounds = _offsets([len(part) // column.itemsize for part in parts])
-        if column.dtype == "utf8":
-            payload, edges = values.numpy().tobytes(), bounds.tolist()
-            out[name] = NonTensorStack(*(payload[a:b].decode() for a, b in pairwise(edges)))
+        column, here = schema[name], table[:, :, 0] == schema.bit(name)
+        if not here.any(1).all():
+            raise missing_column(name, int(heads[~here.any(1)][0]))
+        _, offsets_at, values_at, _ = table[here].T
+        begin = places + values_at[head_of]
+        if column.shape is None:
+            bounds = (places + offsets_at[head_of]) // 8 + slots
+            starts, ends = (begin + words[bounds + i] * column.itemsize for i in (0, 1))
+            sizes = ends - starts
+            offsets: torch.Tensor | None = _offsets(sizes // column.itemsize)
         else:
-            out[name] = torch.nested.nested_tensor_from_jagged(values, bounds)
+            size = column.itemsize * math.prod(column.shape)
+            starts, sizes, offsets = begin + slots * size, np.full(count, size), None
+        dtype = torch.uint8 if column.dtype == "utf8" else column.dtype
+        out[name] = Packed(_joined(arena, dtype, starts, sizes), offsets)
     return out
 
 
-def _find(name: str, places: Sequence[Sequence[tuple[BlockView, int]]]) -> list[tuple[BlockView, int]]:
-    """Where each row has the column ``name``."""
-    found = []
-    for row, blocks in enumerate(places):
-        for place in blocks:
-            if name in place[0]:
-                found.append(place)
-                break
-        else:
-            raise ColumnError(f"column {name!r}: row {row} of this claim does not have it yet; declare it as consumed")
-    return found
+def _joined(arena: memoryview, dtype: torch.dtype, starts: np.ndarray, sizes: np.ndarray) -> torch.Tensor:
+    """The bytes [starts, starts + sizes) one after the other; a view when they already lie so."""
+    keep = sizes > 0
+    starts, sizes = starts[keep], sizes[keep]
+    if not len(starts):
+        return torch.empty(0, dtype=dtype)
+    breaks = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
+    firsts = np.concatenate([[0], breaks])
+    begins, lengths = starts[firsts], np.add.reduceat(sizes, firsts)
+    if len(begins) == 1:
+        return _view(arena, dtype, int(begins[0]), int(lengths[0]))
+    if lengths.mean() >= _GATHER_BELOW:
+        pieces = zip(begins.tolist(), lengths.tolist(), strict=True)
+        return torch.cat([_view(arena, dtype, begin, length) for begin, length in pieces])
+    items, begins = lengths // dtype.itemsize, begins // dtype.itemsize
+    ends = np.cumsum(items)
+    index = np.arange(ends[-1]) + np.repeat(begins - ends + items, items)
+    source = np.frombuffer(arena, _NUMPY[dtype.itemsize], len(arena) // dtype.itemsize)
+    return torch.from_numpy(source[index]).view(dtype)
 
 
+def in_order(parts: Sequence[tuple[np.ndarray, Packed]], count: int) -> Packed:
+    """One column whose rows came from several places: each part says which of the ``count`` rows it holds."""
+    order = np.argsort(np.concatenate([positions for positions, _ in parts]), kind="stable")
+    values = torch.cat([part.values for _, part in parts])
+    if parts[0][1].offsets is None:
+        return Packed(values.view(count, -1)[torch.from_numpy(order)].view(-1), None)
+    sizes = np.concatenate([part.lengths().numpy() for _, part in parts])
+    starts = np.cumsum(sizes) - sizes
+    sizes, starts = sizes[order], starts[order]
+    offsets = _offsets(sizes)
+    index = np.arange(int(offsets[-1])) + np.repeat(starts - offsets.numpy()[:-1], sizes)
+    return Packed(values[torch.from_numpy(index)], offsets)
+
+
+def missing_column(name: str, row: int) -> ColumnError:
+    return ColumnError(f"column {name!r}: row {row} of this claim does not have it yet; declare it as consumed")
+
+
+def _stale(block: int) -> StaleHandle:
+    return StaleHandle(f"block {block} was released: its bytes now hold something else; fetch rows you still hold")
+
+
+_GATHER_BELOW = 2048  # bytes: pieces shorter than this are gathered element by element, longer ones copied one by one
+_NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
@@ -346,8 +440,10 @@ def _aligned(nbytes: int) -> int:
     return (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
-def _offsets(lengths: list[int]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64))
+def _offsets(lengths: Sequence[int] | np.ndarray) -> torch.Tensor:
+    out = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=out[1:])
+    return torch.from_numpy(out)
 
 
 def _count(value: Any) -> int:
@@ -364,10 +460,6 @@ def _encoded(column: Column, row: int, text: str) -> bytes:
             f"column {column.name!r}: row {row} is not a text that UTF-8 can hold ({error}); "
             "decode it with errors='replace'"
         ) from None
-
-
-def _bytes(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _view(memory: memoryview, dtype: torch.dtype, at: int, nbytes: int) -> torch.Tensor:

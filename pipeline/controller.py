@@ -161,7 +161,7 @@ class Controller:
                         break
                     claim = await self._claim()
                     if claim is not None:
-                        self._held[claim.token] = len(claim.rows)
+                        self._held[claim.token] = len(claim)
                         task = handling.create_task(self._handle(claim))
                         self._tasks[claim.token] = task
             for task in beside:
@@ -194,7 +194,7 @@ class Controller:
     async def _handle(self, claim: Claim) -> None:
         try:
             with self.clock.during("working"):
-                rows = self.dock.fetch(claim, self.stage.fetches)
+                rows = await self.dock.fetch(claim, self.stage.fetches)
                 outputs = self.stage.process(claim, rows)
                 try:
                     async for output in outputs:
@@ -204,7 +204,7 @@ class Controller:
                     await outputs.aclose()
         except (LeaseLost, StaleHandle) as lost:
             # Somebody else has these rows now; what was made of them here is dropped, and nothing else is touched.
-            log.warning("lease lost", stage=self.stage.name, rows=len(claim.rows), reason=str(lost))
+            log.warning("lease lost", stage=self.stage.name, rows=len(claim), reason=str(lost))
         finally:
             self._tasks.pop(claim.token, None)
             self._held.pop(claim.token, None)
@@ -215,7 +215,7 @@ class Controller:
         if output.step is not None:
             self._settled.add(claim.token)
             await self.dock.index.train(claim, output.step, output.event)
-            self.rows += len(claim.rows)
+            self.rows += len(claim)
         elif output.positions:
             await self.dock.commit(claim, output.positions, output.rows, generated=output.generated)
             self.rows += len(output.positions)

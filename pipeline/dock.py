@@ -1,35 +1,88 @@
 """The dock: one run's index and warehouses as one thing to put samples into and take them out of.
 
-    admit(groups) ─▶ … claim(stage) ─▶ fetch(claim, columns) ─▶ commit(claim, positions, columns) ─▶ …
-                                                             └▶ train(claim, step) ─▶ release(before=step)
+    put / admit ─▶ … claim(stage) ─▶ fetch(claim, columns) ─▶ commit(claim, positions, columns) ─▶ …
+                                                           └▶ train(claim, step) ─▶ release(before=step)
 
 TensorDict at the borders. Every wait has a deadline.
+
+A worker writes small outputs one behind the other into a *slab*, a block that it holds open, so that most writes need no
+call for room: the bytes are carved here and the commit tells the index where they lie. A slab's bytes are free when it
+is closed and all rows that point to it are released.
 """
 
 from __future__ import annotations
 
 import asyncio
+import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tensordict import TensorDict, TensorDictBase
+import numpy as np
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from pipeline.columns import BlockView, Schema, gather, pack
-from pipeline.index import Claim, Index, Nothing
-from pipeline.warehouse import Arena
+from pipeline.columns import Packed, PackedRows, Schema, StaleHandle, collect, in_order, missing_column, pack
+from pipeline.index import REF, BlockLost, Claim, Index, Nothing, RunConfig, StageSpec, WarehouseGone, ranges
+from pipeline.transfer import RemoteWarehouse
+from pipeline.warehouse import Arena, shared_memory_directory
 
 Rows = Mapping[str, Any] | TensorDictBase
+
+SLAB = 1 << 20  # bytes, at most a 64th of the arena
+_MADE = np.dtype([("oldest", "<i4"), ("tokens", "<u4")])
+_OFFSET_BITS = 48
+_SOURCE_RESERVE = 0.25  # of the arena, kept from what enters, so that samples find the room to get out
 
 
 class NoRoom(TimeoutError):
     """The warehouse stayed full until the deadline."""
 
 
+@dataclass(frozen=True)
+class _Warehouse:
+    number: int
+    name: str
+    node: str
+    path: Path
+    nbytes: int
+    host: str
+    port: int
+    leaving: bool
+
+
+@dataclass
+class _Slab:
+    """A block that this worker holds open, written up to ``used``; ``writers`` are writes not yet committed."""
+
+    home: _Warehouse
+    block: int
+    offset: int
+    nbytes: int
+    used: int = 0
+    writers: int = 0
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Rows that lie in a warehouse and that no row of the index points to yet."""
+
+    block: int
+    place: int  # as in REF
+    mask: int
+    slab: _Slab | None  # None: a block of their own, which closes with their commit
+
+
 class Dock:
-    """One worker's access to a run's samples. ``directory`` holds the arenas of this node's warehouses."""
+    """One worker's access to a run's samples.
+
+    ``warehouse`` names the one that this worker writes to; its arena lies in ``directory``. ``node`` says which warehouses
+    can be mapped here: those that joined with the same name. Others are reached over the wire with ``secret``.
+    ``lease`` and ``room_timeout`` are seconds, ``slab`` bytes (0: each write takes a block of its own).
+    """
 
     def __init__(
         self,
@@ -39,65 +92,241 @@ class Dock:
         worker: str,
         directory: Path,
         warehouse: str = "local",
+        node: str | None = None,
+        secret: bytes = b"",
         lease: float = 60.0,
         room_timeout: float = 600.0,
+        slab: int = SLAB,
     ) -> None:
         self.index, self.schema, self.worker = index, schema, worker
         self.lease, self.room_timeout = lease, room_timeout
-        self._directory, self._warehouse = directory, warehouse
-        self._arenas: dict[str, Arena] = {}
+        self.node = node or platform.node()
+        self._directory, self._name, self._secret, self._slab_bytes = directory, warehouse, secret, slab
+        self._home: _Warehouse | None = None
+        self._warehouses: dict[int, _Warehouse] = {}
+        self._arenas: dict[int, Arena] = {}
+        self._remotes: dict[int, RemoteWarehouse] = {}
+        self._producer: dict[str, int] = {}  # column → who makes it
+        self._slab: _Slab | None = None
+        self._retired: list[_Slab] = []
+        self._carving = asyncio.Lock()
         # What a wait for room runs in; a controller accounts its time with it.
         self.on_room: Callable[[], AbstractContextManager[None]] = nullcontext
 
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        url: str,
+        run: str,
+        schema: Schema,
+        stages: Sequence[StageSpec],
+        *,
+        worker: str,
+        arena: int,
+        directory: Path | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Dock]:
+        """A flow on its own, without a trainer's gate: ``stages`` joined by their columns alone, the last of which releases
+        the rows. Whoever comes first makes it, the others join. ``arena`` is the warehouse's size in bytes."""
+        index = Index(url, run)
+        dock = cls(
+            index, schema, worker=worker, directory=directory or shared_memory_directory() / f"dock-{run}", **options
+        )
+        try:
+            await index.init(RunConfig(tuple(stages)), {})
+            await dock.join(arena)
+            yield dock
+        finally:
+            await dock.close()
+            await index.close()
+
     async def join(self, nbytes: int) -> None:
-        """Bring this node's warehouse into the run, with ``nbytes`` bytes."""
-        self._arenas[self._warehouse] = Arena.create(self._directory / f"arena-{self._warehouse}", nbytes)
-        await self.index.call("join", warehouse=self._warehouse, bytes=nbytes)
+        """Bring this node's warehouse into the run, with ``nbytes`` bytes; harmless when it is there."""
+        path = (self._directory / f"arena-{self._name}").resolve()
+        arena = Arena.create(path, nbytes)
+        reply = await self.index.call("join", warehouse=self._name, node=self.node, path=str(path), bytes=nbytes)
+        self._arenas[reply["number"]] = arena
+        await self._enter()
 
-    def _arena(self, warehouse: str) -> Arena:
-        if warehouse not in self._arenas:
-            self._arenas[warehouse] = Arena(self._directory / f"arena-{warehouse}")
-        return self._arenas[warehouse]
-
-    async def _write(self, rows: Rows, reserve: float = 0.0) -> tuple[int, int]:
-        """Write ``rows`` as one block; waits while the warehouse is full. Returns the block and its columns' mask."""
-        packed = pack(self.schema, rows)
-        arena, started = self._arena(self._warehouse), time.monotonic()
-        while True:
-            reply = await self.index.call(
-                "allocate",
-                warehouse=self._warehouse,
-                worker=self.worker,
-                bytes=packed.nbytes,
-                reserve=int(reserve * arena.nbytes),
+    async def _enter(self) -> _Warehouse:
+        """Learn the run's stages and warehouses; returns the one to write to."""
+        if not self._producer:
+            config = await self.index.config()
+            makers = {stage["producer"]: stage["makes"] for stage in config["stages"] if stage["producer"] > 0}
+            for bit, column in enumerate(self.schema.columns):
+                self._producer[column.name] = next((p for p, makes in makers.items() if makes >> bit & 1), 0)
+        found = await self.index.call("warehouses")
+        self._warehouses = {
+            int(number): _Warehouse(
+                int(number), w["name"], w["node"], Path(w["path"]), w["bytes"], w["host"], w["port"], w["leaving"]
             )
+            for number, w in (found or {}).items()
+        }
+        for number in [number for number in self._arenas if number not in self._warehouses]:
+            del self._arenas[number]
+        staying = [w for w in self._warehouses.values() if not w.leaving]
+        home = next((w for w in staying if w.name == self._name), None)
+        if home is None and staying and self._home is not None:  # ours has gone: any other, near ones first
+            home = min(staying, key=lambda w: (w.node != self.node, w.number))
+        if home is None:
+            raise WarehouseGone(
+                f"warehouse {self._name!r} is not in run {self.index.run!r}, which has "
+                f"{[w.name for w in staying]}; join() it first, or name one of these"
+            )
+        if self._home != home:  # an equal one stays the same object, as slabs compare
+            self._home = home
+        return self._home
+
+    async def close(self) -> None:
+        """Give back what this worker holds open, and its connections. The rows that it wrote stay."""
+        if not self.index.closed:
+            await self.flush()
+        for remote in self._remotes.values():
+            await remote.close()
+        self._remotes.clear()
+
+    # ── writing ──
+
+    async def flush(self) -> None:
+        """Close slabs that nothing is being written to: their bytes can be free as soon as their rows are."""
+        if self._slab is not None:
+            self._retired.append(self._slab)
+            self._slab = None
+        if idle := self._idle():
+            await self.index.call("close", worker=self.worker, blocks=idle)
+
+    def _idle(self) -> list[int]:
+        """Retired slabs without writers, taken off the list."""
+        idle = [slab.block for slab in self._retired if not slab.writers]
+        self._retired = [slab for slab in self._retired if slab.writers]
+        return idle
+
+    async def _allocate(self, nbytes: int, reserve: float) -> _Slab:
+        """Room in the warehouse; waits while it is full."""
+        started = time.monotonic()
+        while True:
+            home = self._home or await self._enter()
+            try:
+                reply = await self.index.call(
+                    "allocate",
+                    warehouse=home.number,
+                    worker=self.worker,
+                    bytes=nbytes,
+                    reserve=int(reserve * home.nbytes),
+                    close=self._idle(),
+                )
+            except WarehouseGone:
+                await self._enter()
+                continue
             if "block" in reply:
-                break
+                return _Slab(home, reply["block"], reply["offset"], nbytes)
             left = started + self.room_timeout - time.monotonic()
             if left <= 0:
                 raise NoRoom(
-                    f"warehouse {self._warehouse!r} stayed full for {self.room_timeout:.0f} s: {packed.nbytes} bytes found "
-                    "no room; give pipeline.arena more, or let checkpoints release rows sooner"
+                    f"warehouse {home.name!r} stayed full for {self.room_timeout:.0f} s: {nbytes} bytes found no room; "
+                    "give pipeline.arena more, or let checkpoints release rows sooner"
                 )
             with self.on_room():
-                await self.index.wait(f"room:{self._warehouse}", reply["wait"], min(left, 5.0))
+                await self.index.wait("room", reply["wait"], min(left, 5.0))
+
+    async def _write(self, rows: Rows, reserve: float = 0.0) -> _Written:
+        """Write ``rows`` packed; waits while the warehouse is full."""
+        packed = pack(self.schema, rows)
+        home = self._home or await self._enter()
+        size = min(self._slab_bytes, home.nbytes // 64) // 64 * 64
+        if 4 * packed.nbytes > size:
+            slab = await self._allocate(packed.nbytes, reserve)
+            written = _Written(slab.block, slab.home.number << _OFFSET_BITS | slab.offset, packed.mask, None)
+        else:
+            async with self._carving:
+                old = self._slab
+                if old is None or old.used + packed.nbytes > old.nbytes or old.home is not self._home:
+                    if old is not None:
+                        self._retired.append(old)
+                    self._slab = None
+                    old = self._slab = await self._allocate(size, reserve)
+                slab = old
+                place = slab.home.number << _OFFSET_BITS | slab.offset + slab.used
+                written = _Written(slab.block, place, packed.mask, slab)
+                slab.used += packed.nbytes
+                slab.writers += 1
         try:
-            packed.write_into(arena.slice(reply["offset"], packed.nbytes), reply["block"])
+            await self._fill(slab.home, written, packed)
         except BaseException:
-            await asyncio.shield(self.index.call("give_up", worker=self.worker, blocks=[reply["block"]]))
+            await asyncio.shield(self._give_up(written))
             raise
-        return reply["block"], packed.mask
+        return written
+
+    async def _fill(self, home: _Warehouse, written: _Written, packed: PackedRows) -> None:
+        offset = written.place & (1 << _OFFSET_BITS) - 1
+        if home.node == self.node:
+            packed.write_into(self._arena(home).slice(offset, packed.nbytes), written.block)
+        else:
+            await self._remote(home).write(offset, written.block, packed)
+
+    async def _give_up(self, written: _Written) -> None:
+        if written.slab is None:
+            await self.index.call("close", worker=self.worker, blocks=[written.block])
+        else:
+            written.slab.writers -= 1  # its bytes stay unused until the slab is free
+
+    async def _place(
+        self, name: str, columns: Rows | None, slots: np.ndarray, reserve: float = 0.0, **arguments: Any
+    ) -> Any:
+        """Write ``columns`` and call the index with rows that point to them: the i-th to slot ``slots[i]``."""
+        if columns is None:
+            home = self._home or await self._enter()
+            arguments |= {"block": 0, "mask": 0, "close": False, "refs": b""}
+            return await self.index.call(name, worker=self.worker, home=home.number, **arguments)
+        written = await self._write(columns, reserve)
+        try:
+            return await self._point(name, written, slots, arguments)
+        except BlockLost:  # this worker was taken for dead; its next block is its own again
+            self._slab = None if written.slab is self._slab else self._slab
+            return await self._point(name, await self._write(columns, reserve), slots, arguments)
+
+    async def _point(self, name: str, written: _Written, slots: np.ndarray, arguments: Mapping[str, Any]) -> Any:
+        refs = np.empty(len(slots), REF)
+        refs["block"], refs["slot"], refs["place"] = written.block, slots, written.place
+        try:
+            reply = await self.index.call(
+                name,
+                worker=self.worker,
+                home=written.place >> _OFFSET_BITS,
+                block=written.block,
+                mask=written.mask,
+                close=written.slab is None,
+                refs=refs.tobytes(),
+                **arguments,
+            )
+        except Exception:
+            await self._give_up(written)
+            raise
+        if written.slab is not None:
+            written.slab.writers -= 1
+        return reply
+
+    # ── samples come, and go from stage to stage ──
 
     async def admit(self, groups: Sequence[tuple[int, int]], prompts: Rows) -> int:
         """Let groups in: ``groups`` are (number, samples), ``prompts`` holds one row of columns per group, which all of
         its samples share. Returns the next group's number. Raises GateClosed past the gate."""
-        block, mask = await self._write(prompts, reserve=0.25)
-        entries = [(number, samples, slot) for slot, (number, samples) in enumerate(groups)]
-        try:
-            return int(await self.index.call("admit", worker=self.worker, block=block, mask=mask, groups=entries))
-        except Exception:
-            await self.index.call("give_up", worker=self.worker, blocks=[block])
-            raise
+        entries: list[tuple[int | bool, int, int]] = []
+        for _, run in groupby(enumerate(groups), key=lambda item: (item[1][0] - item[0], item[1][1])):
+            members = [group for _, group in run]
+            entries.append((members[0][0], len(members), members[0][1]))
+        slots = np.repeat(np.arange(len(groups)), [samples for _, samples in groups])
+        return int(await self._place("admit", prompts, slots, reserve=_SOURCE_RESERVE, groups=entries))
+
+    async def put(self, rows: Rows, *, samples: int = 1) -> int:
+        """Let B rows in, each ``samples`` of them one group, under the next free numbers; visible to claims when this
+        returns. Returns the number after the last group's."""
+        count = rows.batch_size[0] if isinstance(rows, TensorDictBase) else len(next(iter(rows.values())))
+        if count % samples:
+            raise ValueError(f"samples: {count} rows are no whole groups of {samples}; put them group by group")
+        entries = [(False, count // samples, samples)]
+        return int(await self._place("admit", rows, np.arange(count), reserve=_SOURCE_RESERVE, groups=entries))
 
     async def claim(self, stage: str, most: int, *, version: int | None = None, timeout: float = 0.0) -> Claim | None:
         """Lease up to ``most`` rows (groups, for stages that take groups), waiting up to ``timeout`` seconds for some."""
@@ -112,20 +341,68 @@ class Dock:
             await self.wait(stage, found, left)
 
     async def try_claim(self, stage: str, most: int, *, version: int | None = None) -> Claim | Nothing:
-        return await self.index.claim(stage, self.worker, most, self.lease, version)
+        home = self._home.number if self._home else 0
+        return await self.index.claim(stage, self.worker, most, self.lease, version, home)
 
     async def wait(self, stage: str, nothing: Nothing, timeout: float) -> bool:
         """Wait until a claim of ``stage`` that found ``nothing`` may find something."""
         return await self.index.wait(stage, nothing.wait, min(timeout, nothing.due or timeout))
 
-    def fetch(self, claim: Claim, columns: Sequence[str]) -> TensorDict:
+    async def fetch(
+        self, claim: Claim, columns: Sequence[str], *, ragged: Literal["jagged", "padded"] = "jagged", fill: float = 0
+    ) -> TensorDict:
         """The claimed rows' ``columns``, batch size [B], in the claim's order; views of shared memory where they lie
-        side by side. They are valid while the lease is held. Raises StaleHandle for released rows."""
-        views = {
-            block: BlockView(self.schema, self._arena(p.warehouse).slice(p.offset, p.nbytes), block)
-            for block, p in claim.places.items()
-        }
-        return gather(self.schema, columns, [[(views[b], slot) for b, slot in row.blocks] for row in claim.rows])
+        side by side on this node, valid while the lease is held. Ragged columns come as jagged nested tensors [B, j],
+        or ``padded`` with ``fill``; text as strings. Raises StaleHandle for released rows."""
+        found = await self.fetch_packed(claim, columns)
+        out: dict[str, Any] = {}
+        for name in columns:
+            column, packed = self.schema[name], found[name]
+            if column.shape is not None:
+                out[name] = packed.values.view(len(claim), *column.shape)
+            elif column.dtype == "utf8":
+                out[name] = NonTensorStack(*packed.texts())
+            else:
+                out[name] = packed.jagged() if ragged == "jagged" else packed.padded(fill)
+        return TensorDict(out, batch_size=[len(claim)])
+
+    async def fetch_packed(self, claim: Claim, columns: Sequence[str]) -> dict[str, Packed]:
+        """Like :meth:`fetch`, each column as one packed buffer with its offsets: what packed training wants."""
+        if not self._producer:
+            await self._enter()
+        producers: dict[int, list[str]] = {}
+        for name in columns:
+            self.schema.bit(name)  # a clear error for a column that is not there
+            producers.setdefault(self._producer[name], []).append(name)
+        out: dict[str, Packed] = {}
+        for producer, names in producers.items():
+            refs = claim.refs[producer]
+            if not refs["block"].all():
+                raise missing_column(names[0], int((refs["block"] == 0).argmax()))
+            numbers = (refs["place"] >> _OFFSET_BITS).astype(np.int64)
+            if (numbers == numbers[0]).all():
+                out |= await self._read(int(numbers[0]), names, refs)
+                continue
+            parts = []
+            for number in np.unique(numbers).tolist():
+                positions = np.flatnonzero(numbers == number)
+                parts.append((positions, await self._read(number, names, refs[positions])))
+            for name in names:
+                out[name] = in_order([(positions, part[name]) for positions, part in parts], len(claim))
+        return out
+
+    async def _read(self, number: int, names: list[str], refs: np.ndarray) -> dict[str, Packed]:
+        if number not in self._warehouses:
+            await self._enter()
+        warehouse = self._warehouses.get(number)
+        if warehouse is None:
+            raise StaleHandle(f"warehouse {number} has left the run, and these rows with it; claim again")
+        places = (refs["place"] & (1 << _OFFSET_BITS) - 1).astype(np.int64)
+        blocks, slots = refs["block"].astype(np.int64), refs["slot"].astype(np.int64)
+        if warehouse.node == self.node:
+            arena = self._arena(warehouse)
+            return collect(self.schema, names, arena.slice(0, arena.nbytes), places, blocks, slots)
+        return await self._remote(warehouse).read(blocks, places, slots, names)
 
     async def commit(
         self,
@@ -140,17 +417,53 @@ class Dock:
         ``generated`` gives (oldest policy version, tokens) of each row when this stage makes the responses. Raises
         LeaseLost, and writes nothing, when any of the rows is held by somebody else by now.
         """
-        block, mask = await self._write(rows) if rows is not None else (0, 0)
-        items: list[tuple[int, ...]] = []
-        for slot, position in enumerate(positions):
-            handle = claim.rows[position]
-            made = generated[slot] if generated is not None else ()
-            items.append((handle.row, handle.generation, slot, *made))
-        try:
-            await self.index.call(
-                "commit", stage=claim.stage, worker=self.worker, token=claim.token, block=block, mask=mask, rows=items
+        if not len(positions):
+            return
+        held, order = ranges(claim.row[np.asarray(positions)])
+        made = np.array(list(generated), _MADE)[order].tobytes() if generated is not None else None
+        await self._place("commit", rows, order, stage=claim.stage, token=claim.token, rows=held, made=made)
+
+    # ── warehouses ──
+
+    async def drain(self) -> int:
+        """Move all that lies on this node's warehouse to the others, and take it out of the run. Returns the bytes moved.
+        Rows that are leased meanwhile are delivered again if their reader came too late."""
+        home, moved = self._home or await self._enter(), 0
+        await self.flush()
+        while True:
+            blocks = await self.index.call("leave", warehouse=home.number)
+            await self._enter()
+            if not blocks["closed"] and not blocks["open"]:
+                break
+            pairs = []
+            for block, offset, nbytes in blocks["closed"] or ():
+                room = await self._allocate(nbytes, 0)
+                data = self._arena(home).slice(offset, nbytes)
+                if room.home.node == self.node:
+                    self._arena(room.home).slice(room.offset, nbytes)[:] = data
+                else:
+                    await self._remote(room.home).copy_in(room.offset, data)
+                pairs.append((block, room.block))
+                moved += nbytes
+            if pairs:
+                await self.index.call("move", worker=self.worker, **{"from": home.number}, blocks=pairs)
+            else:
+                await self.index.wait("room", blocks["wait"], 5.0)  # others still write there, and will stop
+        await self.index.call("lose", warehouse=home.number)
+        return moved
+
+    def _arena(self, warehouse: _Warehouse) -> Arena:
+        if warehouse.number not in self._arenas:
+            self._arenas[warehouse.number] = Arena(warehouse.path)
+        return self._arenas[warehouse.number]
+
+    def _remote(self, warehouse: _Warehouse) -> RemoteWarehouse:
+        if warehouse.number not in self._remotes:
+            if not warehouse.port:
+                raise ConnectionError(
+                    f"warehouse {warehouse.name!r} lies on node {warehouse.node!r} and serves nobody; start its server"
+                )
+            self._remotes[warehouse.number] = RemoteWarehouse(
+                warehouse.host, warehouse.port, self.schema, secret=self._secret, timeout=self.index.timeout
             )
-        except Exception:
-            if block:
-                await self.index.call("give_up", worker=self.worker, blocks=[block])
-            raise
+        return self._remotes[warehouse.number]

@@ -7,26 +7,52 @@
 --                ▲                   │ expired, or its worker forgotten
 --                └───────────────────┘ (delivered again, under a new token)
 --
+-- What is known of rows lies in arrays, cut into segments of 4096 rows; what is ready, open or leased is a set of number
+-- ranges. A batch of rows in the same condition is then read, compared and written as one string each, so a batch of 256
+-- costs little more than one row. Row numbers are never used again: a number is its own generation.
+--
 -- Keys of a run, all behind one hash tag, `asyncdock:{run}:`
 --   config            the stages, P, S, W, η as msgpack, written once
---   n                 counters: admitted groups, published and trained versions, next ids, the ledger
---   rows              row id → record (below)          groups   group → {first row, rows, live?}
---   open              groups admitted and not yet consumed, by number
+--   n                 counters: admitted groups, published and trained versions, next ids, queue depths, the ledger
+--   s:SEG             rows' state: columns u32, stages done u16, condition u8 (0: not there), 0
+--   f:SEG             rows' group u32, place in it u16, samples of the group u16
+--   g:SEG             rows' oldest version i32, tokens u32
+--   b0:SEG b1:SEG …   where the columns lie that admission (0) or a producing stage wrote: block u32, slot u32, offset u48,
+--                     warehouse u16
+--   q:SEG             groups' first row u48, samples u16
+--   live:FIELD        segment → rows (s) or groups (q) that are there
+--   open              groups admitted and not yet consumed
+--   remake            groups that were lost and must be admitted again
 --   filtered          groups that left untrained while an older one was open
---   ready:STAGE       what can be claimed: row ids, or groups for stages that take whole groups
+--   ready:STAGE:HOME  what can be claimed: rows, or groups for stages that take whole groups, by the warehouse of the commit
+--                     that made them ready
 --   count:STAGE       group → rows that became ready (group stages)
---   due:STAGE         token → deadline in ms           held:TOKEN   the rows of a lease
---   worker:NAME       'STAGE TOKEN' of its leases      steps    step → groups trained in it, until released
---   blocks            block → {warehouse, offset, bytes, owner}    refs   block → rows that point to it
---   pending:WORKER    blocks allocated and not yet committed
+--   gone:STAGE        group → rows that a stage which releases rows has released
+--   partial:STAGE     groups with rows that this stage has committed while others were delivered again
+--   leases            token → {stage, worker, row ranges}        left   token → rows not committed
+--   due:STAGE         token → deadline in ms                     worker:NAME   tokens of its leases
+--   steps             step → groups trained in it, until released
+--   blocks            block → {warehouse, offset, bytes, worker}   refs   block → rows that point to it, + 1 while it is open
+--   open:WORKER       blocks that their worker still writes to
+--   warehouses        number → {name, node, path, host, port, bytes, leaving}
 --   bysize:W, byaddr:W   free extents of warehouse W: offset scored by size and by address (best fit, coalesced)
---   wake:TOPIC        a stream of one entry, read with BLOCK: a stage's name, `room:W`, `version`, `state`
---   reply:ID          what a call answered, for the client that has to ask again after a lost connection
+--   wake:TOPIC        a stream of one entry, read with BLOCK: a stage's name, `room`, `version`, `state`
+--   reply:CLIENT:LANE what the last call of a client's lane answered, for one that has to ask again after a lost connection
+--
+-- Sets of ranges are sorted sets of 'first-last' scored by first; ranges never touch.
 
 local configs = {}  -- config by run, decoded; a cache of what never changes
 
-local GEN, GROUP, PLACE, MASK, OFFERED, DONE, OLDEST, TOKENS, STATE, BLOCKS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
-local LIVE, GENERATED, TRAINED, FILTERED = 0, 1, 2, 3
+local SEGMENT = 4096
+local LIVE, GENERATED, TRAINED = 1, 2, 3
+
+-- The libraries are not there yet while this file is loaded; the first call binds them.
+local rep, sub, floor, min, max, pack, unpack_at, band, bor
+local function bind()
+  if rep then return end
+  rep, sub, floor, min, max = string.rep, string.sub, math.floor, math.min, math.max
+  pack, unpack_at, band, bor = struct.pack, struct.unpack, bit.band, bit.bor
+end
 
 local function call(...) return redis.call(...) end
 local function int(text) return tonumber(text or 0) or 0 end
@@ -34,7 +60,7 @@ local function fail(code, text) error(code .. ' ' .. text, 0) end
 
 local function now()
   local t = call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
+  return t[1] * 1000 + floor(t[2] / 1000)
 end
 
 local function config(run)
@@ -49,6 +75,7 @@ end
 local function count(run, field, by) return call('HINCRBY', run .. 'n', field, by) end
 local function value(run, field) return int(call('HGET', run .. 'n', field)) end
 local function wake(run, topic) call('XADD', run .. 'wake:' .. topic, 'MAXLEN', 1, '*', 'x', 1) end
+local function wake_all(run, topics) for topic in pairs(topics) do wake(run, topic) end end
 local function woken(run, topic)
   local last = call('XREVRANGE', run .. 'wake:' .. topic, '+', '-', 'COUNT', 1)
   return last[1] and last[1][1] or '0-0'
@@ -61,54 +88,195 @@ local function stage_of(cfg, name)
   fail('BAD', 'stage ' .. name .. ' is not declared')
 end
 
-local function load_rows(run, ids)
-  local rows, from = {}, 1
-  while from <= #ids do  -- unpack() takes a bounded number of values
-    local last = math.min(from + 999, #ids)
-    local found = call('HMGET', run .. 'rows', unpack(ids, from, last))
-    for i = 1, last - from + 1 do rows[from + i - 1] = found[i] and cmsgpack.unpack(found[i]) or false end
+-- ── Arrays in segments ────────────────────────────────────────────────────────────────────────────────────────────────
+local function read(run, field, width, from, to)
+  local out
+  while from <= to do
+    local segment = floor(from / SEGMENT)
+    local last, base = min(to, segment * SEGMENT + SEGMENT - 1), segment * SEGMENT
+    local want = (last - from + 1) * width
+    local got = call('GETRANGE', run .. field .. ':' .. segment, (from - base) * width, (last - base + 1) * width - 1)
+    if #got < want then got = got .. rep('\0', want - #got) end
+    out = out and out .. got or got
     from = last + 1
   end
-  return rows
+  return out
 end
 
-local function save_rows(run, ids, rows)
-  local args, n = {}, 0
-  for i, id in ipairs(ids) do
-    args[n + 1], args[n + 2], n = id, cmsgpack.pack(rows[i]), n + 2
-    if n == 2000 or i == #ids then
-      call('HSET', run .. 'rows', unpack(args, 1, n))
-      n = 0
+local function write(run, field, width, from, bytes)
+  local at, to = 1, from + #bytes / width - 1
+  while from <= to do
+    local segment = floor(from / SEGMENT)
+    local last = min(to, segment * SEGMENT + SEGMENT - 1)
+    local size = (last - from + 1) * width
+    call('SETRANGE', run .. field .. ':' .. segment, (from - segment * SEGMENT) * width, sub(bytes, at, at + size - 1))
+    at, from = at + size, last + 1
+  end
+end
+
+-- Entries from..to have come (by = 1) or gone (-1). A segment that nothing is left in is dropped once it is not the newest,
+-- which holds entry `newest`.
+local function occupy(run, cfg, field, from, to, by, newest)
+  local first = floor(max(0, from - 1) / SEGMENT)  -- when entries come: the segment that was the newest
+  while from <= to do
+    local segment = floor(from / SEGMENT)
+    local last = min(to, segment * SEGMENT + SEGMENT - 1)
+    call('HINCRBY', run .. 'live:' .. field, segment, by * (last - from + 1))
+    from = last + 1
+  end
+  for segment = first, min(floor(to / SEGMENT), floor(newest / SEGMENT) - 1) do
+    if call('HGET', run .. 'live:' .. field, segment) == '0' then
+      call('HDEL', run .. 'live:' .. field, segment)
+      for _, name in ipairs(field == 's' and cfg.row_fields or { 'q' }) do call('UNLINK', run .. name .. ':' .. segment) end
     end
   end
 end
 
-local function group_of(run, seq)
-  local packed = call('HGET', run .. 'groups', seq)
-  return packed and cmsgpack.unpack(packed)
+-- visit(entry, i, j) for each stretch i..j (from 0) of equal 8-byte entries
+local function stretches(bytes, visit)
+  local n, i = #bytes / 8, 0
+  local first = sub(bytes, 1, 8)
+  if bytes == rep(first, n) then return visit(first, 0, n - 1) end
+  while i < n do
+    local entry, j = sub(bytes, 8 * i + 1, 8 * i + 8), i
+    while j + 1 < n and sub(bytes, 8 * j + 9, 8 * j + 16) == entry do j = j + 1 end
+    visit(entry, i, j)
+    i = j + 1
+  end
 end
 
--- Tell every stage whose columns are now complete in this row; `touched` collects the stages to wake.
-local function offer(run, cfg, id, row, touched)
+-- ── Sets of ranges ────────────────────────────────────────────────────────────────────────────────────────────────────
+local function ends(member)
+  local a, b = member:match('^(%d+)-(%d+)$')
+  return tonumber(a), tonumber(b)
+end
+
+local function range(a, b) return string.format('%d-%d', a, b) end
+
+local function add(key, a, b)
+  local before = call('ZREVRANGEBYSCORE', key, a, '-inf', 'LIMIT', 0, 1)[1]
+  if before then
+    local c, d = ends(before)
+    if d == a - 1 then
+      call('ZREM', key, before)
+      a = c
+    end
+  end
+  local after = call('ZRANGEBYSCORE', key, b + 1, b + 1)[1]
+  if after then
+    call('ZREM', key, after)
+    local _, d = ends(after)
+    b = d
+  end
+  call('ZADD', key, a, range(a, b))
+end
+
+-- Takes a..b out; how many were in it.
+local function cut(key, a, b)
+  local gone = 0
+  local function clip(member)
+    local c, d = ends(member)
+    if d < a then return end
+    call('ZREM', key, member)
+    if c < a then call('ZADD', key, c, range(c, a - 1)) end
+    if d > b then call('ZADD', key, b + 1, range(b + 1, d)) end
+    gone = gone + min(b, d) - max(a, c) + 1
+  end
+  local before = call('ZREVRANGEBYSCORE', key, '(' .. a, '-inf', 'LIMIT', 0, 1)[1]
+  if before then clip(before) end
+  for _, member in ipairs(call('ZRANGEBYSCORE', key, a, b)) do clip(member) end
+  return gone
+end
+
+-- Joins a..b to the last of a flat list {first, last, first, last, …} when it follows on it.
+local function append(list, a, b)
+  if #list > 0 and list[#list] == a - 1 then
+    list[#list] = b
+  else
+    list[#list + 1], list[#list + 2] = a, b
+  end
+end
+
+local function homes(run, stage)
+  return stage.takes == 'batch' and { 0 } or call('HKEYS', run .. 'homes:' .. stage.name)
+end
+
+local function make_ready(run, stage, home, list)
+  if stage.takes == 'batch' then home = 0 else call('HSET', run .. 'homes:' .. stage.name, home, 1) end
+  local total = 0
+  for i = 1, #list, 2 do
+    add(run .. 'ready:' .. stage.name .. ':' .. home, list[i], list[i + 1])
+    total = total + list[i + 1] - list[i] + 1
+  end
+  if total > 0 then
+    count(run, 'ready:' .. stage.name, total)
+    wake(run, stage.name)
+  end
+end
+
+local function not_ready(run, stage, a, b)
+  if value(run, 'ready:' .. stage.name) == 0 then return end
+  for _, home in ipairs(homes(run, stage)) do
+    local gone = cut(run .. 'ready:' .. stage.name .. ':' .. home, a, b)
+    if gone > 0 then count(run, 'ready:' .. stage.name, -gone) end
+  end
+end
+
+-- ── Groups ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+local function rows_of(run, group)
+  local first, n = unpack_at('<I6I2', read(run, 'q', 8, group, group))
+  return first, n  -- n is 0 when the group is not there
+end
+
+-- The rows of groups {first, last, …} as ranges, one after the other; groups that are not there are left out.
+local function rows_in(run, groups)
+  local rows = {}
+  for i = 1, #groups, 2 do
+    local from = groups[i]
+    while from <= groups[i + 1] do  -- in pieces, to keep strings short
+      local to = min(groups[i + 1], from + SEGMENT - 1)
+      local bytes = read(run, 'q', 8, from, to)
+      for j = 0, to - from do
+        local first, n = unpack_at('<I6I2', bytes, 8 * j + 1)
+        if n > 0 then append(rows, first, first + n - 1) end
+      end
+      from = to + 1
+    end
+  end
+  return rows
+end
+
+-- Tells every stage whose columns have become complete in rows from..to, which had the columns `before` and now have
+-- `after`. `offers` collects, by stage, the ranges that can be claimed.
+local function offer(run, cfg, from, to, before, after, offers)
+  local fixed
   for _, stage in ipairs(cfg.stages) do
-    if bit.band(row[MASK], stage.needs) == stage.needs and bit.band(row[OFFERED], stage.bit) == 0 then
-      row[OFFERED] = bit.bor(row[OFFERED], stage.bit)
+    if band(after, stage.needs) == stage.needs and band(before, stage.needs) ~= stage.needs then
+      local list = offers[stage.name] or {}
+      offers[stage.name] = list
       if stage.takes == 'rows' then
-        call('ZADD', run .. 'ready:' .. stage.name, id, id)
-        touched[stage.name] = true
+        append(list, from, to)
       else
-        local complete = call('HINCRBY', run .. 'count:' .. stage.name, row[GROUP], 1)
-        if complete == group_of(run, row[GROUP])[2] then
-          call('ZADD', run .. 'ready:' .. stage.name, row[GROUP], row[GROUP])
-          touched[stage.name] = true
+        fixed = fixed or read(run, 'f', 8, from, to)
+        local i, n = 0, to - from + 1
+        while i < n do
+          local group, place, size = unpack_at('<I4I2I2', fixed, 8 * i + 1)
+          local here = min(size - place, n - i)
+          if here == size then
+            append(list, group, group)
+          elseif call('HINCRBY', run .. 'count:' .. stage.name, group, here) == size then
+            call('HDEL', run .. 'count:' .. stage.name, group)
+            append(list, group, group)
+          end
+          i = i + here
         end
       end
     end
   end
 end
 
-local function wake_all(run, touched)
-  for name in pairs(touched) do wake(run, name) end
+local function make_offers(run, cfg, home, offers)
+  for name, list in pairs(offers) do make_ready(run, stage_of(cfg, name), home, list) end
 end
 
 -- Groups that a stage at policy version v may touch lie below this number (design: admitted < (v + S + 1)·P). A filtered
@@ -123,9 +291,15 @@ local function gate(run, cfg, version)
 end
 
 -- ── Room: best fit by size, neighbours joined on return ───────────────────────────────────────────────────────────────
-local function give_back(run, block)
-  local place = cmsgpack.unpack(call('HGET', run .. 'blocks', block))
+local function free(run, block)
+  local packed = call('HGET', run .. 'blocks', block)
+  if not packed then return end
+  local place = cmsgpack.unpack(packed)
   local warehouse, offset, size = place[1], place[2], place[3]
+  call('HDEL', run .. 'blocks', block)
+  call('HDEL', run .. 'refs', block)
+  if call('HEXISTS', run .. 'n', 'used:' .. warehouse) == 0 then return end  -- the warehouse is gone
+  count(run, 'used:' .. warehouse, -size)
   local sizes, addresses = run .. 'bysize:' .. warehouse, run .. 'byaddr:' .. warehouse
   local following = call('ZSCORE', sizes, offset + size)
   if following then
@@ -144,97 +318,181 @@ local function give_back(run, block)
   end
   call('ZADD', sizes, size, string.format('%d', offset))
   call('ZADD', addresses, offset, string.format('%d', offset))
-  call('HDEL', run .. 'blocks', block)
-  call('HDEL', run .. 'refs', block)
-  call('HINCRBY', run .. 'n', 'used:' .. warehouse, -place[3])
-  return warehouse
 end
 
-local function unreference(run, blocks, freed)
-  for i = 1, #blocks, 2 do
-    if call('HINCRBY', run .. 'refs', blocks[i], -1) == 0 then freed['room:' .. give_back(run, blocks[i])] = true end
+local function unreference(run, block, rows, freed)
+  if call('HINCRBY', run .. 'refs', block, -rows) <= 0 then
+    free(run, block)
+    freed.room = true
   end
 end
 
--- A block that its writer has filled: no longer pending, pointed to by `rows` rows.
-local function adopt(run, worker, block, rows)
-  if call('SREM', run .. 'pending:' .. worker, block) == 0 then
+-- Rows point to a block that its worker has written. `close`: it writes no more to it.
+local function refer(run, worker, block, rows, close)
+  if call('SISMEMBER', run .. 'open:' .. worker, block) == 0 then
     fail('LOST', 'block ' .. block .. ' was taken back: its worker was declared dead; write the rows again')
   end
-  call('HINCRBY', run .. 'refs', block, rows)
+  if close then
+    call('SREM', run .. 'open:' .. worker, block)
+    rows = rows - 1
+  end
+  if rows ~= 0 then call('HINCRBY', run .. 'refs', block, rows) end
 end
 
--- ── Leases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-local function drop_lease(run, stage, token, worker)
-  call('ZREM', run .. 'due:' .. stage, token)
-  call('DEL', run .. 'held:' .. token)
-  call('HDEL', run .. 'owner', token)
-  if worker then call('SREM', run .. 'worker:' .. worker, stage .. ' ' .. token) end
-end
-
--- Rows of a lost lease can be claimed again.
-local function expire(run, stage, token)
-  local worker = call('HGET', run .. 'owner', token)
-  local ids = call('SMEMBERS', run .. 'held:' .. token)
-  local rows, back = load_rows(run, ids), 0
-  for i, id in ipairs(ids) do
-    if rows[i] then  -- not filtered meanwhile by another stage
-      local member = stage.takes == 'rows' and id or rows[i][GROUP]
-      call('ZADD', run .. 'ready:' .. stage.name, member, member)
-      back = back + 1
+-- Forgets rows: their state, their places in every queue, their bytes.
+local function erase_rows(run, cfg, from, to, freed)
+  local blocks, n = {}, to - from + 1
+  for producer = 0, cfg.producers - 1 do
+    local refs = read(run, 'b' .. producer, 16, from, to)
+    if refs ~= rep('\0', 16 * n) then
+      for i = 0, n - 1 do
+        local block = unpack_at('<I4', refs, 16 * i + 1)
+        if block > 0 then blocks[block] = (blocks[block] or 0) + 1 end
+      end
+      write(run, 'b' .. producer, 16, from, rep('\0', 16 * n))
     end
   end
-  drop_lease(run, stage.name, token, worker)
-  if back > 0 then
-    count(run, 'redelivered', back)
-    wake(run, stage.name)
+  for block, rows in pairs(blocks) do unreference(run, block, rows, freed) end
+  write(run, 's', 8, from, rep('\0', 8 * n))
+  for _, stage in ipairs(cfg.stages) do
+    if stage.takes == 'rows' then not_ready(run, stage, from, to) end
   end
+  occupy(run, cfg, 's', from, to, -1, value(run, 'rows') - 1)
+  count(run, 'live', -n)
 end
 
-local function reap(run, stage, t)
-  for _, token in ipairs(call('ZRANGEBYSCORE', run .. 'due:' .. stage.name, '-inf', t)) do expire(run, stage, token) end
-end
-
-local function describe(run, ids, rows)
-  local out, blocks, seen = {}, {}, {}
-  for i, id in ipairs(ids) do
-    local row = rows[i]
-    out[i] = { int(id), row[GEN], row[GROUP], row[PLACE], row[OLDEST], row[TOKENS], row[BLOCKS] }
-    for j = 1, #row[BLOCKS], 2 do
-      local block = row[BLOCKS][j]
-      if not seen[block] then
-        seen[block] = true
-        local place = cmsgpack.unpack(call('HGET', run .. 'blocks', block))
-        blocks[#blocks + 1] = { block, place[1], place[2], place[3] }
+-- Forgets groups {first, last, …} with their rows.
+local function erase_groups(run, cfg, groups, freed)
+  local rows = rows_in(run, groups)
+  for i = 1, #rows, 2 do erase_rows(run, cfg, rows[i], rows[i + 1], freed) end
+  for i = 1, #groups, 2 do
+    local from, to = groups[i], groups[i + 1]
+    write(run, 'q', 8, from, rep('\0', 8 * (to - from + 1)))
+    occupy(run, cfg, 'q', from, to, -1, value(run, 'admitted') - 1)
+    for _, stage in ipairs(cfg.stages) do
+      if stage.takes ~= 'rows' then
+        not_ready(run, stage, from, to)
+        for _, key in ipairs({ 'count:', 'partial:' }) do
+          if call('EXISTS', run .. key .. stage.name) == 1 then
+            for group = from, to do call('HDEL', run .. key .. stage.name, group) end
+          end
+        end
       end
     end
   end
-  return out, blocks
+end
+
+-- ── Leases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+local function lease_of(run, token)
+  local packed = call('HGET', run .. 'leases', token)
+  return packed and cmsgpack.unpack(packed)
+end
+
+local function drop_lease(run, token, lease)
+  call('ZREM', run .. 'due:' .. lease[1], token)
+  call('HDEL', run .. 'leases', token)
+  call('HDEL', run .. 'left', token)
+  call('HDEL', run .. 'homes', token)
+  call('SREM', run .. 'worker:' .. lease[2], token)
+end
+
+local function settle(run, token, lease, n)
+  if call('HINCRBY', run .. 'left', token, -n) <= 0 then drop_lease(run, token, lease) end
+end
+
+-- Rows of a lost lease can be claimed again; those that were committed, or filtered by another stage meanwhile, not.
+local function expire(run, cfg, token)
+  local lease = lease_of(run, token)
+  local stage, back, list = stage_of(cfg, lease[1]), 0, {}
+  for i = 1, #lease[3], 2 do
+    local from = lease[3][i]
+    local bytes = read(run, 's', 8, from, lease[3][i + 1])
+    stretches(bytes, function(entry, a, b)
+      local _, done, state = unpack_at('<I4I2I1', entry)
+      if state == 0 then return end
+      if band(done, stage.bit) == 0 then
+        back = back + b - a + 1
+        if stage.takes == 'rows' then append(list, from + a, from + b) end
+      end
+    end)
+    if stage.takes ~= 'rows' then
+      local fixed, k = read(run, 'f', 8, from, lease[3][i + 1]), 0
+      while k < #bytes / 8 do
+        local group, place, size = unpack_at('<I4I2I2', fixed, 8 * k + 1)
+        local n, left = min(size - place, #bytes / 8 - k), 0
+        for j = k, k + n - 1 do
+          local _, done, state = unpack_at('<I4I2I1', bytes, 8 * j + 1)
+          if state ~= 0 and band(done, stage.bit) == 0 then left = left + 1 end
+        end
+        if left > 0 then
+          if list[#list] ~= group then append(list, group, group) end
+          if left < size then call('HSET', run .. 'partial:' .. stage.name, group, 1) end
+        end
+        k = k + n
+      end
+    end
+  end
+  local home = call('HGET', run .. 'homes', token) or 0
+  drop_lease(run, token, lease)
+  if back > 0 then
+    count(run, 'redelivered', back)
+    make_ready(run, stage, home, list)
+  end
+end
+
+local function reap(run, cfg, stage, t)
+  for _, token in ipairs(call('ZRANGEBYSCORE', run .. 'due:' .. stage.name, '-inf', t)) do expire(run, cfg, token) end
+end
+
+-- What a worker has to know of rows {first, last, …}: parallel arrays, in this order.
+local function describe(run, cfg, rows)
+  local fixed, made, refs = {}, {}, {}
+  for producer = 1, cfg.producers do refs[producer] = {} end
+  for i = 1, #rows, 2 do
+    local from, to, at = rows[i], rows[i + 1], #fixed + 1
+    fixed[at], made[at] = read(run, 'f', 8, from, to), read(run, 'g', 8, from, to)
+    for producer = 1, cfg.producers do refs[producer][at] = read(run, 'b' .. (producer - 1), 16, from, to) end
+  end
+  for producer = 1, cfg.producers do refs[producer] = table.concat(refs[producer]) end
+  return { rows = rows, fixed = table.concat(fixed), made = table.concat(made), refs = refs }
 end
 
 -- The groups that the update may take now: P of them in order, allowed past a straggler only inside the window W that is
--- anchored at the oldest group left behind.
+-- anchored at the oldest group left behind. As ranges.
 local function pick_window(run, cfg, stage)
-  local picked, anchor = {}, nil
-  for _, seq in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
-    if call('ZSCORE', run .. 'ready:' .. stage.name, seq) then
-      if anchor and int(seq) >= anchor + cfg.window then break end
-      picked[#picked + 1] = seq
-      if #picked == cfg.groups_per_step then return picked end
-    elseif not anchor then
-      anchor = int(seq)
+  if value(run, 'ready:' .. stage.name) < cfg.groups_per_step then return {} end
+  local ready = call('ZRANGE', run .. 'ready:' .. stage.name .. ':0', 0, -1)
+  local picked, n, anchor, at = {}, 0, nil, 1
+  local from, to = ends(ready[1])
+  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+    local first, last = ends(member)
+    for group = first, last do
+      while to and to < group do
+        at = at + 1
+        if ready[at] then from, to = ends(ready[at]) else from, to = nil, nil end
+      end
+      if not to or (anchor and group >= anchor + cfg.window) then return {} end
+      if group >= from then
+        append(picked, group, group)
+        n = n + 1
+        if n == cfg.groups_per_step then return picked end
+      elseif not anchor then
+        anchor = group
+      end
     end
   end
   return {}
 end
 
 -- ── The functions ─────────────────────────────────────────────────────────────────────────────────────────────────────
-local function define(name, body)
+-- A function that changes nothing is defined with `reads`: its answer need not be kept.
+local function define(name, body, reads)
   redis.register_function('asyncdock_' .. name, function(keys, args)
-    local run, id = keys[1], args[2]
-    if args[3] == '1' then
-      local reply = call('GET', run .. 'reply:' .. id)
-      if reply then return reply end
+    local run, request, lane = keys[1], args[2], args[4]
+    bind()
+    if args[3] == '1' and not reads then
+      local known = call('GET', run .. 'reply:' .. lane)
+      if known and sub(known, 1, #request) == request then return sub(known, #request + 1) end
     end
     local ok, result = pcall(body, run, cmsgpack.unpack(args[1]))
     if not ok then
@@ -242,7 +500,7 @@ local function define(name, body)
       return redis.error_reply(text:match('^%u+ ') and text or 'INTERNAL ' .. name .. ': ' .. text)
     end
     local reply = cmsgpack.pack(result)
-    call('SET', run .. 'reply:' .. id, reply, 'EX', 120)
+    if not reads then call('SET', run .. 'reply:' .. lane, request .. reply, 'EX', 3600) end
     return reply
   end)
 end
@@ -253,32 +511,74 @@ define('init', function(run, a)
   if call('SETNX', run .. 'config', cmsgpack.pack(a.config)) == 0 then return false end
   configs[run] = nil
   for field, number in pairs(a.counters) do call('HSET', run .. 'n', field, number) end
-  for _, seq in ipairs(a.remake) do call('SADD', run .. 'remake', seq) end
+  for _, group in ipairs(a.remake) do
+    call('SADD', run .. 'remake', group)
+    add(run .. 'open', group, group)
+  end
   return true
 end)
 
--- {warehouse, bytes}: a warehouse joins with all of its bytes free; joining again changes nothing.
+define('config', function(run) return config(run) end, true)
+
+-- {warehouse = name, node, path, bytes} → {number, bytes}: a warehouse joins with all of its bytes free; joining again changes nothing.
 define('join', function(run, a)
-  if call('HSETNX', run .. 'n', 'capacity:' .. a.warehouse, a.bytes) == 1 then
-    call('ZADD', run .. 'bysize:' .. a.warehouse, a.bytes, '0')
-    call('ZADD', run .. 'byaddr:' .. a.warehouse, 0, '0')
+  local number = call('HGET', run .. 'names', a.warehouse)
+  if not number then
+    number = count(run, 'warehouses', 1)
+    call('HSET', run .. 'names', a.warehouse, number)
+    call('HSET', run .. 'warehouses', number,
+      cmsgpack.pack({ name = a.warehouse, node = a.node, path = a.path, bytes = a.bytes, host = '', port = 0, leaving = false }))
+    call('HSET', run .. 'n', 'used:' .. number, 0)
+    call('ZADD', run .. 'bysize:' .. number, a.bytes, '0')
+    call('ZADD', run .. 'byaddr:' .. number, 0, '0')
   end
-  return value(run, 'capacity:' .. a.warehouse)
+  local known = cmsgpack.unpack(call('HGET', run .. 'warehouses', number))
+  return { number = int(number), bytes = known.bytes }
 end)
 
--- {warehouse, worker, bytes, reserve} → {block, offset}, or {wait = id} when there is no room now. `reserve` bytes are left
--- to the stages further on, so that a source cannot fill the room that its samples need to get out.
+local function change_warehouse(run, number, change)
+  local packed = call('HGET', run .. 'warehouses', number)
+  if not packed then fail('NOHOUSE', 'warehouse ' .. number .. ' is not in this run: it has left, or its node was lost') end
+  local known = cmsgpack.unpack(packed)
+  for field, new in pairs(change) do known[field] = new end
+  call('HSET', run .. 'warehouses', number, cmsgpack.pack(known))
+  return known
+end
+
+-- {warehouse, host, port}: where other nodes reach it.
+define('serve', function(run, a)
+  change_warehouse(run, a.warehouse, { host = a.host, port = a.port })
+  return true
+end)
+
+-- → number → {name, node, path, bytes, host, port, leaving}
+define('warehouses', function(run, a)
+  local out, found = {}, call('HGETALL', run .. 'warehouses')
+  for i = 1, #found, 2 do out[found[i]] = cmsgpack.unpack(found[i + 1]) end
+  return out
+end, true)
+
+-- {warehouse, worker, bytes, reserve, close} → {block, offset}, or {wait = id} when there is no room now. `reserve` bytes are
+-- left to the stages further on, so that a source cannot fill the room that its samples need to get out. `close` are blocks
+-- that the worker writes no more to.
 define('allocate', function(run, a)
-  local size, capacity = math.ceil(a.bytes / 64) * 64, value(run, 'capacity:' .. a.warehouse)
-  if size > capacity - a.reserve then
-    fail('NOFIT', 'a block of ' .. size .. ' bytes can never fit into warehouse ' .. a.warehouse .. ': it has '
-      .. (capacity - a.reserve) .. ' bytes for it; write fewer rows at once or give it more')
+  local size, freed = math.ceil(a.bytes / 64) * 64, {}
+  local known = call('HGET', run .. 'warehouses', a.warehouse)
+  if not known then fail('NOHOUSE', 'warehouse ' .. a.warehouse .. ' is not in this run: it has left, or its node was lost') end
+  known = cmsgpack.unpack(known)
+  if known.leaving then fail('NOHOUSE', 'warehouse ' .. known.name .. ' is leaving the run; write to another one') end
+  for _, block in ipairs(a.close) do
+    if call('SREM', run .. 'open:' .. a.worker, block) == 1 then unreference(run, block, 1, freed) end
+  end
+  wake_all(run, freed)
+  local room = known.bytes - a.reserve
+  if size > room then
+    fail('NOFIT', 'a block of ' .. size .. ' bytes can never fit into warehouse ' .. known.name .. ': it has '
+      .. room .. ' bytes for it; write fewer rows at once or give it more')
   end
   local sizes = run .. 'bysize:' .. a.warehouse
   local offset = call('ZRANGEBYSCORE', sizes, size, '+inf', 'LIMIT', 0, 1)[1]
-  if not offset or value(run, 'used:' .. a.warehouse) + size > capacity - a.reserve then
-    return { wait = woken(run, 'room:' .. a.warehouse) }
-  end
+  if not offset or value(run, 'used:' .. a.warehouse) + size > room then return { wait = woken(run, 'room') } end
   local left = int(call('ZSCORE', sizes, offset)) - size
   call('ZREM', sizes, offset)
   call('ZREM', run .. 'byaddr:' .. a.warehouse, offset)
@@ -288,17 +588,18 @@ define('allocate', function(run, a)
     call('ZADD', run .. 'byaddr:' .. a.warehouse, rest, rest)
   end
   local block = count(run, 'blocks', 1)
-  call('HSET', run .. 'blocks', block, cmsgpack.pack({ a.warehouse, int(offset), size }))
-  call('SADD', run .. 'pending:' .. a.worker, block)
+  call('HSET', run .. 'blocks', block, cmsgpack.pack({ a.warehouse, int(offset), size, a.worker }))
+  call('HSET', run .. 'refs', block, 1)
+  call('SADD', run .. 'open:' .. a.worker, block)
   count(run, 'used:' .. a.warehouse, size)
   return { block = block, offset = int(offset) }
 end)
 
--- {worker, blocks}: blocks that their writer gives up.
-define('give_up', function(run, a)
+-- {worker, blocks}: blocks that their worker writes no more to.
+define('close', function(run, a)
   local freed = {}
   for _, block in ipairs(a.blocks) do
-    if call('SREM', run .. 'pending:' .. a.worker, block) == 1 then freed['room:' .. give_back(run, block)] = true end
+    if call('SREM', run .. 'open:' .. a.worker, block) == 1 then unreference(run, block, 1, freed) end
   end
   wake_all(run, freed)
   return true
@@ -312,91 +613,167 @@ define('room_at_gate', function(run, a)
     remake = call('SMEMBERS', run .. 'remake'), filtered = value(run, 'filtered_groups'),
     published = value(run, 'published'), trained = value(run, 'trained'), wait = woken(run, 'version'),
   }
-end)
+end, true)
 
--- {worker, block, mask, groups = {{seq, rows, slot}…}}: groups enter, new ones in order, or lost ones again.
+-- {worker, home, block, close, mask, refs, groups = {{group or false, how many groups, samples of each}…}} → next group:
+-- groups enter, new ones in order (false: whatever numbers are next), or lost ones again. `refs` are the places of all rows.
 define('admit', function(run, a)
-  local cfg, touched = config(run), {}
+  local cfg, offers = config(run), {}
   local next_group, limit = value(run, 'admitted'), gate(run, cfg, value(run, 'published'))
-  local total = 0
-  for _, g in ipairs(a.groups) do
-    local seq = g[1]
-    if call('SISMEMBER', run .. 'remake', seq) == 0 then
-      if seq ~= next_group then fail('BAD', 'group ' .. seq .. ' is out of order: the next one is ' .. next_group) end
-      if seq >= limit then fail('GATE', 'group ' .. seq .. ' is past the gate, which stands at ' .. limit) end
-      next_group = next_group + 1
+  local total, first_new = 0, value(run, 'admitted')
+  for _, entry in ipairs(a.groups) do
+    if not entry[1] then entry[1] = next_group end
+    if entry[3] < 1 or entry[3] > 65535 then
+      fail('BAD', 'group ' .. entry[1] .. ' has ' .. entry[3] .. ' samples; give it 1 to 65535')
     end
-    total = total + g[2]
-  end
-  adopt(run, a.worker, a.block, total)
-  for _, g in ipairs(a.groups) do
-    local seq, n, slot = g[1], g[2], g[3]
-    local known = group_of(run, seq)
-    local first = known and known[1] or count(run, 'rows', n) - n
-    local generation = known and known[3] + 1 or 1
-    call('HSET', run .. 'groups', seq, cmsgpack.pack({ first, n, generation }))
-    call('ZADD', run .. 'open', seq, seq)
-    call('SREM', run .. 'remake', seq)
-    local ids, rows = {}, {}
-    for place = 0, n - 1 do
-      ids[place + 1] = first + place
-      rows[place + 1] = { generation, seq, place, a.mask, 0, 0, -1, 0, LIVE, { a.block, slot } }
-      offer(run, cfg, first + place, rows[place + 1], touched)
+    for group = entry[1], entry[1] + entry[2] - 1 do
+      if group >= next_group or call('SISMEMBER', run .. 'remake', group) == 0 then
+        if group ~= next_group then fail('BAD', 'group ' .. group .. ' is out of order: the next one is ' .. next_group) end
+        if group >= limit then fail('GATE', 'group ' .. group .. ' is past the gate, which stands at ' .. limit) end
+        next_group = next_group + 1
+      end
     end
-    save_rows(run, ids, rows)
+    total = total + entry[2] * entry[3]
   end
+  if #a.refs ~= 16 * total then fail('BAD', 'refs: ' .. #a.refs .. ' bytes for ' .. total .. ' rows; give 16 for each') end
+  refer(run, a.worker, a.block, total, a.close)
+  local first = count(run, 'rows', total) - total
+  local row = first
+  local fixed = {}
+  for _, entry in ipairs(a.groups) do
+    local records, size = {}, entry[3]
+    for i = 0, entry[2] - 1 do
+      records[i + 1] = pack('<I6I2', row, size)
+      for place = 0, size - 1 do fixed[#fixed + 1] = pack('<I4I2I2', entry[1] + i, place, size) end
+      row = row + size
+    end
+    write(run, 'q', 8, entry[1], table.concat(records))
+    occupy(run, cfg, 'q', entry[1], entry[1] + entry[2] - 1, 1, next_group - 1)
+    if entry[1] < first_new then
+      for group = entry[1], entry[1] + entry[2] - 1 do call('SREM', run .. 'remake', group) end
+    end
+  end
+  if next_group > first_new then add(run .. 'open', first_new, next_group - 1) end
+  write(run, 's', 8, first, rep(pack('<I4I2I1I1', a.mask, 0, LIVE, 0), total))
+  write(run, 'f', 8, first, table.concat(fixed))
+  write(run, 'g', 8, first, rep(pack('<i4I4', -1, 0), total))
+  write(run, 'b0', 16, first, a.refs)
+  occupy(run, cfg, 's', first, row - 1, 1, row - 1)
+  count(run, 'live', total)
   call('HSET', run .. 'n', 'admitted', next_group)
-  wake_all(run, touched)
+  offer(run, cfg, first, row - 1, 0, a.mask, offers)
+  make_offers(run, cfg, a.home, offers)
   return next_group
 end)
 
--- {stage, worker, most, lease, version} → {token, rows, blocks}, or {wait, due = ms until the next lease expires}.
--- `most` counts rows or groups as the stage takes them. A stage that generates gives the policy version it has loaded, and
--- gets no group that this version may not touch.
+-- Takes up to `most` of what is ready below `limit`, near rows first. An older one elsewhere is passed only while it is at
+-- most `reach` groups behind: nothing waits for ever because it lies on a node without a worker.
+local function take(run, cfg, stage, most, limit, home)
+  local taken, n, nearest = {}, 0, nil
+  while n < most do
+    local best, best_first, near, near_first
+    for _, place in ipairs(homes(run, stage)) do
+      local member = call('ZRANGE', run .. 'ready:' .. stage.name .. ':' .. place, 0, 0)[1]
+      if member then
+        local first = ends(member)
+        if not best or first < best_first then best, best_first = { place, member }, first end
+        if int(place) == home then near, near_first = { place, member }, first end
+      end
+    end
+    if not best then break end
+    if near and near_first ~= best_first then
+      local behind = near_first - best_first
+      if stage.takes == 'rows' then  -- count groups, not rows
+        behind = unpack_at('<I4', read(run, 'f', 8, near_first, near_first))
+          - unpack_at('<I4', read(run, 'f', 8, best_first, best_first))
+      end
+      if behind <= cfg.reach and not (limit and near_first >= limit) then best = near end
+    end
+    local first, last = ends(best[2])
+    if limit and first >= limit then break end
+    local to = min(last, first + most - n - 1, limit and limit - 1 or last)
+    local key = run .. 'ready:' .. stage.name .. ':' .. best[1]
+    call('ZREM', key, best[2])
+    if to < last then call('ZADD', key, to + 1, range(to + 1, last)) end
+    append(taken, first, to)
+    n, nearest = n + to - first + 1, best[1]
+  end
+  return taken, n, nearest
+end
+
+-- The rows of claimed groups that this stage has not committed before.
+local function not_done(run, stage, groups)
+  if call('EXISTS', run .. 'partial:' .. stage.name) == 0 then return rows_in(run, groups) end
+  local rows = {}
+  for i = 1, #groups, 2 do
+    for group = groups[i], groups[i + 1] do
+      local first, n = rows_of(run, group)
+      if call('HDEL', run .. 'partial:' .. stage.name, group) == 0 then
+        append(rows, first, first + n - 1)
+      else
+        stretches(read(run, 's', 8, first, first + n - 1), function(entry, a, b)
+          local _, done = unpack_at('<I4I2', entry)
+          if band(done, stage.bit) == 0 then append(rows, first + a, first + b) end
+        end)
+      end
+    end
+  end
+  return rows
+end
+
+-- {stage, worker, home, most, lease, version} → {token, rows, fixed, made, refs}, or {wait, due = ms until the next lease
+-- expires}. `most` counts rows or groups as the stage takes them. A stage that generates gives the policy version it has
+-- loaded, and gets no group that this version may not touch.
 define('claim', function(run, a)
   local cfg, t = config(run), now()
   local stage = stage_of(cfg, a.stage)
-  reap(run, stage, t)
-  local ready = run .. 'ready:' .. stage.name
-  local members
-  if stage.takes == 'batch' then
-    members = pick_window(run, cfg, stage)
-  elseif a.version then
-    members = call('ZRANGEBYSCORE', ready, '-inf', '(' .. gate(run, cfg, a.version), 'LIMIT', 0, a.most)
+  reap(run, cfg, stage, t)
+  local taken, n, home
+  if value(run, 'ready:' .. stage.name) == 0 then
+    taken, n = {}, 0
+  elseif stage.takes == 'batch' then
+    taken, home = pick_window(run, cfg, stage), 0
   else
-    members = call('ZRANGE', ready, 0, a.most - 1)
+    taken, n, home = take(run, cfg, stage, a.most, a.version and gate(run, cfg, a.version), a.home)
   end
-  if #members == 0 then
+  if #taken == 0 then
     local due = call('ZRANGE', run .. 'due:' .. stage.name, 0, 0, 'WITHSCORES')
-    return { wait = woken(run, stage.name), due = due[2] and math.max(1, due[2] - t + 1) or false }
+    return { wait = woken(run, stage.name), due = due[2] and max(1, due[2] - t + 1) or false }
   end
-  local ids = members
-  if stage.takes ~= 'rows' then
-    ids = {}
-    for _, seq in ipairs(members) do
-      local g = group_of(run, seq)
-      for id = g[1], g[1] + g[2] - 1 do ids[#ids + 1] = id end
-    end
-  end
-  local rows, kept, kept_rows, trained = load_rows(run, ids), {}, {}, value(run, 'trained')
-  for i, id in ipairs(ids) do
-    local row = rows[i]
-    if row and bit.band(row[DONE], stage.bit) == 0 then
-      if stage.takes == 'batch' and trained - row[OLDEST] > cfg.staleness then
-        fail('STALE', 'row ' .. id .. ' was made by version ' .. row[OLDEST] .. ' and would be trained at version '
-          .. trained .. ': more than the bound ' .. cfg.staleness)
+  local rows = taken
+  if stage.takes ~= 'rows' then rows = not_done(run, stage, taken) end
+  if stage.takes == 'batch' then
+    local trained = value(run, 'trained')
+    for i = 1, #rows, 2 do
+      local made = read(run, 'g', 8, rows[i], rows[i + 1])
+      for j = 0, rows[i + 1] - rows[i] do
+        local oldest = unpack_at('<i4', made, 8 * j + 1)
+        if trained - oldest > cfg.staleness then
+          fail('STALE', 'row ' .. rows[i] + j .. ' was made by version ' .. oldest .. ' and would be trained at version '
+            .. trained .. ': more than the bound ' .. cfg.staleness)
+        end
       end
-      kept[#kept + 1], kept_rows[#kept_rows + 1] = id, row
     end
+    for i = 1, #taken, 2 do not_ready(run, stage, taken[i], taken[i + 1]) end
+  else
+    count(run, 'ready:' .. stage.name, -n)
   end
-  for i = 1, #members, 1000 do call('ZREM', ready, unpack(members, i, math.min(i + 999, #members))) end
-  local token = count(run, 'token', 1)
-  for i = 1, #kept, 1000 do call('SADD', run .. 'held:' .. token, unpack(kept, i, math.min(i + 999, #kept))) end
+  local token, pairs_of, left = count(run, 'token', 1), {}, 0
+  for i = 1, #rows, 2 do
+    pairs_of[#pairs_of + 1] = { rows[i], rows[i + 1] }
+    left = left + rows[i + 1] - rows[i] + 1
+  end
+  table.sort(pairs_of, function(x, y) return x[1] < y[1] end)
+  local held = {}
+  for _, pair in ipairs(pairs_of) do append(held, pair[1], pair[2]) end
+  call('HSET', run .. 'leases', token, cmsgpack.pack({ stage.name, a.worker, held }))
+  call('HSET', run .. 'left', token, left)
+  call('HSET', run .. 'homes', token, home)
   call('ZADD', run .. 'due:' .. stage.name, t + a.lease, token)
-  call('HSET', run .. 'owner', token, a.worker)
-  call('SADD', run .. 'worker:' .. a.worker, stage.name .. ' ' .. token)
-  local out, blocks = describe(run, kept, kept_rows)
-  return { token = token, rows = out, blocks = blocks }
+  call('SADD', run .. 'worker:' .. a.worker, token)
+  local out = describe(run, cfg, rows)
+  out.token = token
+  return out
 end)
 
 -- {stage, tokens, lease} → the tokens that still hold.
@@ -411,75 +788,116 @@ define('renew', function(run, a)
   return kept
 end)
 
--- Checks that all of `items` ({row, generation, …}) are held under `token`, and loads them.
-local function held(run, stage, token, items)
-  local ids, seen = {}, {}
-  for i, item in ipairs(items) do
-    ids[i] = item[1]
-    if seen[item[1]] then fail('TWICE', 'row ' .. item[1] .. ' is given twice in one call; give each row once') end
-    seen[item[1]] = true
-  end
-  local rows = load_rows(run, ids)
-  for i, item in ipairs(items) do
-    if not rows[i] or rows[i][GEN] ~= item[2] then
-      fail('GONE', 'row ' .. item[1] .. ' generation ' .. item[2] .. ' was released; this handle is stale')
+-- Checks that rows {first, last, …} (ascending) are there and held under `token`. Returns the lease, how many they are, and
+-- for each range the stretches {first, last, columns, done, state} of equal state.
+local function held(run, stage, token, rows)
+  local lease, total, out, at = lease_of(run, token), 0, {}, 1
+  if lease and lease[1] ~= stage.name then lease = nil end
+  for i = 1, #rows, 2 do
+    local from, to = rows[i], rows[i + 1]
+    if i > 1 and from <= rows[i - 1] then fail('TWICE', 'row ' .. from .. ' is given twice in one call; give each row once') end
+    total = total + to - from + 1
+    local parts = {}
+    stretches(read(run, 's', 8, from, to), function(entry, x, y)
+      local columns, done, state = unpack_at('<I4I2I1', entry)
+      if state == 0 then fail('GONE', 'row ' .. from + x .. ' was released; this handle is stale') end
+      parts[#parts + 1] = { from + x, from + y, columns, done, state }
+    end)
+    local ranges = lease and lease[3] or {}
+    while ranges[at] and ranges[at + 1] < from do at = at + 2 end
+    for _, part in ipairs(parts) do
+      local lost = (not ranges[at] or part[1] < ranges[at] or band(part[4], stage.bit) ~= 0) and part[1]
+        or part[2] > ranges[at + 1] and ranges[at + 1] + 1
+      if lost then
+        fail('LEASE', 'row ' .. lost .. ' is no longer held by token ' .. token .. ' of stage ' .. stage.name
+          .. ': the lease expired, or the row is committed already')
+      end
     end
-    if call('SISMEMBER', run .. 'held:' .. token, item[1]) == 0 then
-      fail('LEASE', 'row ' .. item[1] .. ' is no longer held by token ' .. token .. ' of stage ' .. stage.name
-        .. ': the lease expired, or the row is committed already')
-    end
+    out[#out + 1] = parts
   end
-  return ids, rows
+  return lease, total, out
 end
 
-local function settle(run, stage, token, ids)
-  for i = 1, #ids, 1000 do call('SREM', run .. 'held:' .. token, unpack(ids, i, math.min(i + 999, #ids))) end
-  if call('EXISTS', run .. 'held:' .. token) == 0 then
-    drop_lease(run, stage.name, token, call('HGET', run .. 'owner', token))
-  end
-end
-
--- {stage, worker, token, block?, mask, rows = {{row, generation, slot, oldest?, tokens?}…}}: outputs written, lease released.
+-- {stage, worker, home, token, block, close, mask, rows = {first, last, …}, refs, made?}: outputs written, lease released.
+-- `refs` are the rows' places in the block; `made` (oldest version, tokens) is given by a stage that generates.
 define('commit', function(run, a)
-  local cfg, touched = config(run), {}
+  local cfg, offers, freed = config(run), {}, {}
   local stage = stage_of(cfg, a.stage)
-  local ids, rows = held(run, stage, a.token, a.rows)
-  if bit.band(a.mask, stage.makes) ~= a.mask then
+  local lease, total, ranges = held(run, stage, a.token, a.rows)
+  if band(a.mask, stage.makes) ~= a.mask then
     fail('BAD', 'stage ' .. stage.name .. ' writes columns that it does not declare as produced')
   end
-  for i, row in ipairs(rows) do
-    if bit.band(row[MASK], a.mask) ~= 0 then fail('TWICE', 'row ' .. ids[i] .. ' has one of these columns already') end
-  end
-  if a.mask ~= 0 then adopt(run, a.worker, a.block, #rows) end
-  local made, tokens = 0, 0
-  for i, row in ipairs(rows) do
-    local item = a.rows[i]
-    row[MASK], row[DONE] = bit.bor(row[MASK], a.mask), bit.bor(row[DONE], stage.bit)
-    if a.mask ~= 0 then
-      row[BLOCKS][#row[BLOCKS] + 1] = a.block
-      row[BLOCKS][#row[BLOCKS] + 1] = item[3]
+  for _, parts in ipairs(ranges) do
+    for _, part in ipairs(parts) do
+      if band(part[3], a.mask) ~= 0 then fail('TWICE', 'row ' .. part[1] .. ' has one of these columns already') end
+      if a.made and part[5] ~= LIVE then fail('TWICE', 'row ' .. part[1] .. ' is generated already') end
     end
-    if item[4] then
-      row[OLDEST], row[TOKENS], row[STATE] = item[4], item[5], GENERATED
-      made, tokens = made + 1, tokens + item[5]
-    end
-    offer(run, cfg, ids[i], row, touched)
   end
-  save_rows(run, ids, rows)
-  if made > 0 then
-    count(run, 'generated', made)
+  if a.mask ~= 0 then
+    if #a.refs ~= 16 * total then fail('BAD', 'refs: ' .. #a.refs .. ' bytes for ' .. total .. ' rows; give 16 for each') end
+    refer(run, a.worker, a.block, total, a.close)
+  end
+  if a.made then
+    if #a.made ~= 8 * total then fail('BAD', 'made: ' .. #a.made .. ' bytes for ' .. total .. ' rows; give 8 for each') end
+    local tokens = 0
+    for i = 0, total - 1 do tokens = tokens + unpack_at('<I4', a.made, 8 * i + 5) end
+    count(run, 'generated', total)
     count(run, 'generated_tokens', tokens)
   end
-  settle(run, stage, a.token, ids)
-  wake_all(run, touched)
+  local at = 0
+  for r, parts in ipairs(ranges) do
+    local from, n, states = a.rows[2 * r - 1], a.rows[2 * r] - a.rows[2 * r - 1] + 1, {}
+    for i, part in ipairs(parts) do
+      local state = a.made and GENERATED or part[5]
+      states[i] = rep(pack('<I4I2I1I1', bor(part[3], a.mask), bor(part[4], stage.bit), state, 0), part[2] - part[1] + 1)
+    end
+    write(run, 's', 8, from, table.concat(states))
+    if a.mask ~= 0 then write(run, 'b' .. stage.producer, 16, from, sub(a.refs, 16 * at + 1, 16 * (at + n))) end
+    if a.made then write(run, 'g', 8, from, sub(a.made, 8 * at + 1, 8 * (at + n))) end
+    if a.mask ~= 0 then
+      for _, part in ipairs(parts) do offer(run, cfg, part[1], part[2], part[3], bor(part[3], a.mask), offers) end
+    end
+    at = at + n
+  end
+  settle(run, a.token, lease, total)
+  make_offers(run, cfg, a.home, offers)
+  if stage.releases then
+    for i = 1, #a.rows, 2 do
+      local from, to = a.rows[i], a.rows[i + 1]
+      local fixed, k, gone = read(run, 'f', 8, from, to), 0, {}
+      while k <= to - from do
+        local group, place, size = unpack_at('<I4I2I2', fixed, 8 * k + 1)
+        local here = min(size - place, to - from + 1 - k)
+        if here == size or call('HINCRBY', run .. 'gone:' .. stage.name, group, here) == size then
+          if here ~= size then call('HDEL', run .. 'gone:' .. stage.name, group) end
+          append(gone, group, group)
+        end
+        k = k + here
+      end
+      erase_rows(run, cfg, from, to, freed)
+      for j = 1, #gone, 2 do
+        cut(run .. 'open', gone[j], gone[j + 1])
+        write(run, 'q', 8, gone[j], rep('\0', 8 * (gone[j + 1] - gone[j] + 1)))
+        occupy(run, cfg, 'q', gone[j], gone[j + 1], -1, value(run, 'admitted') - 1)
+      end
+    end
+    wake_all(run, freed)
+  end
   return true
 end)
 
-local function tally(run, rows, state, name)
+-- Generated rows of these ranges leave the ledger's flight under `name`; their state becomes `state`.
+local function tally(run, rows, name)
   local made, tokens = 0, 0
-  for _, row in ipairs(rows) do
-    if row[STATE] == GENERATED then made = made + 1 end  -- a prompt that leaves without a response was never counted
-    row[STATE], tokens = state, tokens + row[TOKENS]
+  for i = 1, #rows, 2 do
+    local from, to = rows[i], rows[i + 1]
+    local numbers = read(run, 'g', 8, from, to)
+    stretches(read(run, 's', 8, from, to), function(entry, x, y)
+      local _, _, state = unpack_at('<I4I2I1', entry)
+      if state ~= GENERATED then return end  -- a prompt that leaves without a response was never counted
+      made = made + y - x + 1
+      for j = x, y do tokens = tokens + unpack_at('<I4', numbers, 8 * j + 5) end
+    end)
   end
   count(run, name, made)
   count(run, name .. '_tokens', tokens)
@@ -491,79 +909,64 @@ define('train', function(run, a)
   local stage = stage_of(cfg, a.stage)
   local trained = value(run, 'trained')
   if a.step ~= trained then fail('BAD', 'step ' .. a.step .. ' is not next: the trainer is at version ' .. trained) end
-  local ids, rows = held(run, stage, a.token, a.rows)
-  local seqs, seen = {}, {}
-  for i, row in ipairs(rows) do
-    if trained - row[OLDEST] > cfg.staleness then
-      fail('STALE', 'row ' .. ids[i] .. ' of version ' .. row[OLDEST] .. ' at version ' .. trained .. ': the bound is ' .. cfg.staleness)
+  local lease, total, ranges = held(run, stage, a.token, a.rows)
+  local groups = {}
+  for r, parts in ipairs(ranges) do
+    local from, to = a.rows[2 * r - 1], a.rows[2 * r]
+    local made, fixed, k = read(run, 'g', 8, from, to), read(run, 'f', 8, from, to), 0
+    for j = 0, to - from do
+      local oldest = unpack_at('<i4', made, 8 * j + 1)
+      if trained - oldest > cfg.staleness then
+        fail('STALE', 'row ' .. from + j .. ' of version ' .. oldest .. ' at version ' .. trained .. ': the bound is ' .. cfg.staleness)
+      end
     end
-    if row[STATE] ~= GENERATED then fail('TWICE', 'row ' .. ids[i] .. ' was trained or filtered before') end
-    row[DONE] = bit.bor(row[DONE], stage.bit)
-    if not seen[row[GROUP]] then
-      seen[row[GROUP]] = true
-      seqs[#seqs + 1] = row[GROUP]
+    for _, part in ipairs(parts) do
+      if part[5] ~= GENERATED then fail('TWICE', 'row ' .. part[1] .. ' was trained before, or never generated') end
+    end
+    while k <= to - from do
+      local group, place, size = unpack_at('<I4I2I2', fixed, 8 * k + 1)
+      if place ~= 0 or size > to - from + 1 - k then fail('BAD', 'group ' .. group .. ' is not whole; train all of its rows') end
+      append(groups, group, group)
+      k = k + size
     end
   end
-  tally(run, rows, TRAINED, 'trained_rows')
-  save_rows(run, ids, rows)
-  for _, seq in ipairs(seqs) do call('ZREM', run .. 'open', seq) end
-  call('HSET', run .. 'steps', a.step, cmsgpack.pack(seqs))
+  tally(run, a.rows, 'trained_rows')
+  for r, parts in ipairs(ranges) do
+    local states = {}
+    for i, part in ipairs(parts) do
+      states[i] = rep(pack('<I4I2I1I1', part[3], bor(part[4], stage.bit), TRAINED, 0), part[2] - part[1] + 1)
+    end
+    write(run, 's', 8, a.rows[2 * r - 1], table.concat(states))
+  end
+  for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
+  call('HSET', run .. 'steps', a.step, cmsgpack.pack(groups))
   call('HSET', run .. 'n', 'trained', a.step + 1)
   if a.event then
     call('XADD', run .. 'events', 'MAXLEN', '~', 100000, '*', 'kind', 'step', 'time', a.event.time, 'data', a.event.data)
   end
-  settle(run, stage, a.token, ids)
+  settle(run, a.token, lease, total)
   return a.step + 1
 end)
 
-local function rows_of(run, seqs)
-  local ids = {}
-  for _, seq in ipairs(seqs) do
-    local g = group_of(run, seq)
-    if g then
-      for id = g[1], g[1] + g[2] - 1 do ids[#ids + 1] = id end
-    end
-  end
-  return ids, load_rows(run, ids)
-end
-
--- {step} → {rows, blocks} that the step was made of, for a trainer that comes back and replays it.
+-- {step} → the rows that it was made of, for a trainer that comes back and replays it.
 define('replay', function(run, a)
   local packed = call('HGET', run .. 'steps', a.step)
-  if not packed then fail('GONE', 'step ' .. a.step .. ' was released: a checkpoint covers it; resume from that') end
-  local out, blocks = describe(run, rows_of(run, cmsgpack.unpack(packed)))
-  return { rows = out, blocks = blocks }
-end)
-
--- Forgets groups: their records, their places in every queue, their bytes.
-local function erase(run, cfg, seqs, freed)
-  local ids, rows = rows_of(run, seqs)
-  for i, row in ipairs(rows) do
-    if row then unreference(run, row[BLOCKS], freed) end
-    call('HDEL', run .. 'rows', ids[i])
+  if not packed then
+    fail('GONE', 'step ' .. a.step .. ' cannot be replayed: a checkpoint covers it, or its samples were lost with a '
+      .. 'warehouse; resume from the checkpoint')
   end
-  for _, stage in ipairs(cfg.stages) do
-    if stage.takes == 'rows' then
-      for _, id in ipairs(ids) do call('ZREM', run .. 'ready:' .. stage.name, id) end
-    else
-      for _, seq in ipairs(seqs) do
-        call('ZREM', run .. 'ready:' .. stage.name, seq)
-        call('HDEL', run .. 'count:' .. stage.name, seq)
-      end
-    end
-  end
-end
+  return describe(run, config(run), rows_in(run, cmsgpack.unpack(packed)))
+end, true)
 
 -- {before}: a checkpoint covers the steps below `before`; their rows are released and their bytes reused.
 define('release', function(run, a)
   local cfg, freed, released = config(run), {}, 0
   for _, step in ipairs(call('HKEYS', run .. 'steps')) do
     if int(step) < a.before then
-      local seqs = cmsgpack.unpack(call('HGET', run .. 'steps', step))
-      erase(run, cfg, seqs, freed)
-      for _, seq in ipairs(seqs) do call('HDEL', run .. 'groups', seq) end
+      local groups = cmsgpack.unpack(call('HGET', run .. 'steps', step))
+      erase_groups(run, cfg, groups, freed)
       call('HDEL', run .. 'steps', step)
-      released = released + #seqs
+      for i = 1, #groups, 2 do released = released + groups[i + 1] - groups[i] + 1 end
     end
   end
   wake_all(run, freed)
@@ -572,27 +975,147 @@ end)
 
 -- {stage, token, groups}: whole groups, held under `token` by a stage that takes groups, leave without being trained.
 define('filter', function(run, a)
-  local cfg, freed, touched = config(run), {}, {}
+  local cfg, freed, groups = config(run), {}, {}
   local stage = stage_of(cfg, a.stage)
-  local ids, rows = rows_of(run, a.groups)
-  local items = {}
-  for i, id in ipairs(ids) do items[i] = { id, rows[i] and rows[i][GEN] or 0 } end
-  held(run, stage, a.token, items)
-  tally(run, rows, FILTERED, 'filtered_rows')
-  settle(run, stage, a.token, ids)
-  erase(run, cfg, a.groups, freed)
-  for _, seq in ipairs(a.groups) do
-    call('ZREM', run .. 'open', seq)
-    call('HDEL', run .. 'groups', seq)
-    call('ZADD', run .. 'filtered', seq, seq)
-  end
+  table.sort(a.groups)
+  for _, group in ipairs(a.groups) do append(groups, group, group) end
+  local rows = rows_in(run, groups)
+  table.sort(rows)  -- groups that were made again may have later rows
+  local lease, total = held(run, stage, a.token, rows)
+  tally(run, rows, 'filtered_rows')
+  settle(run, a.token, lease, total)
+  erase_groups(run, cfg, groups, freed)
+  for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
+  for _, group in ipairs(a.groups) do call('ZADD', run .. 'filtered', group, group) end
   local oldest = call('ZRANGE', run .. 'open', 0, 0)[1]
-  call('ZREMRANGEBYSCORE', run .. 'filtered', '-inf', oldest and '(' .. oldest or '+inf')
+  call('ZREMRANGEBYSCORE', run .. 'filtered', '-inf', oldest and '(' .. ends(oldest) or '+inf')
   count(run, 'filtered_groups', #a.groups)
   wake_all(run, freed)
-  for _, s in ipairs(cfg.stages) do touched[s.name] = true end
-  wake_all(run, touched)
+  for _, s in ipairs(cfg.stages) do wake(run, s.name) end
   wake(run, 'version')
+  return true
+end)
+
+-- ── Warehouses that go ────────────────────────────────────────────────────────────────────────────────────────────────
+-- All groups that are there: the open ones, and those of steps that are not released.
+local function alive(run)
+  local groups = {}
+  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+    local first, last = ends(member)
+    append(groups, first, last)
+  end
+  for _, packed in ipairs(call('HVALS', run .. 'steps')) do
+    local trained = cmsgpack.unpack(packed)
+    for i = 1, #trained, 2 do append(groups, trained[i], trained[i + 1]) end
+  end
+  return groups
+end
+
+local function lies_on(run, cfg, warehouse, from, to)
+  for producer = 0, cfg.producers - 1 do
+    local refs = read(run, 'b' .. producer, 16, from, to)
+    for i = 0, to - from do
+      local block, _, _, at = unpack_at('<I4I4I6I2', refs, 16 * i + 1)
+      if block > 0 and at == warehouse then return true end
+    end
+  end
+  return false
+end
+
+-- {warehouse} → {groups, rows}: its node is gone, and so are its bytes. Open groups with any column there are made again:
+-- their prompts enter again at the gate under the same numbers, and the ledger counts what was generated as `remade`.
+-- Steps whose rows lay there can no longer be replayed.
+define('lose', function(run, a)
+  local cfg, freed, lost, rows_lost = config(run), {}, {}, 0
+  for _, step in ipairs(call('HKEYS', run .. 'steps')) do
+    local groups = cmsgpack.unpack(call('HGET', run .. 'steps', step))
+    local rows, hit = rows_in(run, groups), false
+    for i = 1, #rows, 2 do hit = hit or lies_on(run, cfg, a.warehouse, rows[i], rows[i + 1]) end
+    if hit then
+      erase_groups(run, cfg, groups, freed)
+      call('HDEL', run .. 'steps', step)
+    end
+  end
+  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+    local first, last = ends(member)
+    for group = first, last do
+      local row, n = rows_of(run, group)
+      if n > 0 and lies_on(run, cfg, a.warehouse, row, row + n - 1) then
+        append(lost, group, group)
+        rows_lost = rows_lost + n
+        call('SADD', run .. 'remake', group)
+      end
+    end
+  end
+  tally(run, rows_in(run, lost), 'remade_rows')
+  erase_groups(run, cfg, lost, freed)
+  local blocks = call('HGETALL', run .. 'blocks')
+  for i = 1, #blocks, 2 do
+    if cmsgpack.unpack(blocks[i + 1])[1] == a.warehouse then
+      call('HDEL', run .. 'blocks', blocks[i])
+      call('HDEL', run .. 'refs', blocks[i])
+    end
+  end
+  local packed = call('HGET', run .. 'warehouses', a.warehouse)
+  if packed then call('HDEL', run .. 'names', cmsgpack.unpack(packed).name) end
+  call('HDEL', run .. 'warehouses', a.warehouse)
+  call('HDEL', run .. 'n', 'used:' .. a.warehouse)
+  call('DEL', run .. 'bysize:' .. a.warehouse, run .. 'byaddr:' .. a.warehouse)
+  for _, stage in ipairs(cfg.stages) do wake(run, stage.name) end
+  wake(run, 'room')
+  wake(run, 'version')
+  local groups_lost = 0
+  for i = 1, #lost, 2 do groups_lost = groups_lost + lost[i + 1] - lost[i] + 1 end
+  return { groups = groups_lost, rows = rows_lost }
+end)
+
+-- {warehouse} → {closed = {{block, offset, bytes}…} to be moved away before it may go, open = how many are still written to,
+-- wait}. Nothing new is placed on it.
+define('leave', function(run, a)
+  local closed, open, blocks = {}, 0, call('HGETALL', run .. 'blocks')
+  change_warehouse(run, a.warehouse, { leaving = true })
+  for i = 1, #blocks, 2 do
+    local place = cmsgpack.unpack(blocks[i + 1])
+    if place[1] == a.warehouse then
+      if call('SISMEMBER', run .. 'open:' .. place[4], blocks[i]) == 1 then
+        open = open + 1
+      else
+        closed[#closed + 1] = { int(blocks[i]), place[2], place[3] }
+      end
+    end
+  end
+  wake(run, 'room')
+  return { closed = closed, open = open, wait = woken(run, 'room') }
+end)
+
+-- {worker, from, blocks = {{old, new}…}}: the bytes of blocks on warehouse `from` were copied into new ones, which the
+-- worker holds open. Rows point to the new places; the old bytes are free. A block that was freed meanwhile is left out.
+define('move', function(run, a)
+  local cfg, moved, freed = config(run), {}, {}
+  for _, pair in ipairs(a.blocks) do
+    local old, new = call('HGET', run .. 'blocks', pair[1]), call('HGET', run .. 'blocks', pair[2])
+    if old and new and cmsgpack.unpack(old)[1] == a.from then
+      local source, target = cmsgpack.unpack(old), cmsgpack.unpack(new)
+      moved[pair[1]] = { target[1], target[2] - source[2] }
+      call('HSET', run .. 'blocks', pair[1], new)
+      call('HSET', run .. 'blocks', pair[2], old)  -- freed below, under its new number
+    end
+    if call('SREM', run .. 'open:' .. a.worker, pair[2]) == 1 then unreference(run, pair[2], 1, freed) end
+  end
+  local rows = rows_in(run, alive(run))
+  for i = 1, #rows, 2 do
+    for producer = 0, cfg.producers - 1 do
+      local refs, out, changed = read(run, 'b' .. producer, 16, rows[i], rows[i + 1]), {}, false
+      for j = 0, rows[i + 1] - rows[i] do
+        local block, slot, offset, at = unpack_at('<I4I4I6I2', refs, 16 * j + 1)
+        local to = at == a.from and moved[block]
+        out[j + 1] = to and pack('<I4I4I6I2', block, slot, offset + to[2], to[1]) or sub(refs, 16 * j + 1, 16 * j + 16)
+        changed = changed or to
+      end
+      if changed then write(run, 'b' .. producer, 16, rows[i], table.concat(out)) end
+    end
+  end
+  wake_all(run, freed)
   return true
 end)
 
@@ -615,20 +1138,14 @@ end)
 define('published', function(run, a)
   local record = call('GET', run .. 'weights')
   return { version = value(run, 'published'), record = record and cmsgpack.unpack(record) or false, wait = woken(run, 'version') }
-end)
+end, true)
 
--- {worker}: it is dead. Its leases end now and its unfinished blocks are taken back.
+-- {worker}: it is dead. Its leases end now, and the rest of its open blocks is taken back.
 define('forget', function(run, a)
   local cfg, freed = config(run), {}
-  for _, entry in ipairs(call('SMEMBERS', run .. 'worker:' .. a.worker)) do
-    local name, token = entry:match('^(%S+) (%S+)$')
-    expire(run, stage_of(cfg, name), token)
-  end
-  for _, block in ipairs(call('SMEMBERS', run .. 'pending:' .. a.worker)) do
-    freed['room:' .. give_back(run, block)] = true
-  end
-  call('DEL', run .. 'pending:' .. a.worker)
-  call('DEL', run .. 'worker:' .. a.worker)
+  for _, token in ipairs(call('SMEMBERS', run .. 'worker:' .. a.worker)) do expire(run, cfg, token) end
+  for _, block in ipairs(call('SMEMBERS', run .. 'open:' .. a.worker)) do unreference(run, block, 1, freed) end
+  call('DEL', run .. 'open:' .. a.worker, run .. 'worker:' .. a.worker)
   wake_all(run, freed)
   return true
 end)
@@ -637,7 +1154,7 @@ end)
 define('state', function(run, a)
   local found = call('HMGET', run .. 'state', 'state', 'reason')
   return { found[1] or '', found[2] or '', woken(run, 'state') }
-end)
+end, true)
 
 -- {topic}: wake whoever waits on it
 define('nudge', function(run, a)
@@ -646,73 +1163,99 @@ define('nudge', function(run, a)
 end)
 
 -- {stage} → how many rows or groups wait to be claimed
-define('depth', function(run, a)
-  return call('ZCARD', run .. 'ready:' .. a.stage)
-end)
+define('depth', function(run, a) return value(run, 'ready:' .. a.stage) end, true)
 
 -- The ledger. `in_flight` is counted row by row over the open groups, not derived from the other counters.
 define('ledger', function(run, a)
   local rows_in_flight, tokens_in_flight = 0, 0
-  local _, rows = rows_of(run, call('ZRANGE', run .. 'open', 0, -1))
-  for _, row in ipairs(rows) do
-    if row and row[STATE] == GENERATED then
-      rows_in_flight, tokens_in_flight = rows_in_flight + 1, tokens_in_flight + row[TOKENS]
+  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+    local first, last = ends(member)
+    local rows = rows_in(run, { first, last })
+    for i = 1, #rows, 2 do
+      local numbers = read(run, 'g', 8, rows[i], rows[i + 1])
+      stretches(read(run, 's', 8, rows[i], rows[i + 1]), function(entry, x, y)
+        local _, _, state = unpack_at('<I4I2I1', entry)
+        if state ~= GENERATED then return end
+        rows_in_flight = rows_in_flight + y - x + 1
+        for j = x, y do tokens_in_flight = tokens_in_flight + unpack_at('<I4', numbers, 8 * j + 5) end
+      end)
     end
   end
   return {
     generated = value(run, 'generated'), generated_tokens = value(run, 'generated_tokens'),
     trained = value(run, 'trained_rows'), trained_tokens = value(run, 'trained_rows_tokens'),
     filtered = value(run, 'filtered_rows'), filtered_tokens = value(run, 'filtered_rows_tokens'),
+    remade = value(run, 'remade_rows'), remade_tokens = value(run, 'remade_rows_tokens'),
     in_flight = rows_in_flight, in_flight_tokens = tokens_in_flight,
     redelivered = value(run, 'redelivered'),
   }
-end)
+end, true)
 
 -- → {counters, remake}: what a run that resumes at the trainer's version starts from. Groups admitted and not trained are
 -- made again; their responses leave the ledger, as they will be generated anew.
 define('snapshot', function(run, a)
-  local trained = value(run, 'trained')
-  local remake, highest = call('ZRANGE', run .. 'open', 0, -1), value(run, 'admitted')
-  for _, seq in ipairs(call('SMEMBERS', run .. 'remake')) do remake[#remake + 1] = seq end
-  for i, seq in ipairs(remake) do remake[i] = int(seq) end
-  return {
-    counters = {
-      published = trained, trained = trained, admitted = highest,
-      generated = value(run, 'trained_rows') + value(run, 'filtered_rows'),
-      generated_tokens = value(run, 'trained_rows_tokens') + value(run, 'filtered_rows_tokens'),
-      trained_rows = value(run, 'trained_rows'), trained_rows_tokens = value(run, 'trained_rows_tokens'),
-      filtered_rows = value(run, 'filtered_rows'), filtered_rows_tokens = value(run, 'filtered_rows_tokens'),
-      filtered_groups = value(run, 'filtered_groups'),
-    },
-    remake = remake,
-  }
-end)
+  local trained, remake = value(run, 'trained'), {}
+  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+    local first, last = ends(member)
+    for group = first, last do remake[#remake + 1] = group end
+  end
+  local counters = { published = trained, trained = trained, admitted = value(run, 'admitted') }
+  for _, unit in ipairs({ '', '_tokens' }) do
+    local left = 0
+    for _, name in ipairs({ 'trained_rows', 'filtered_rows', 'remade_rows' }) do
+      counters[name .. unit] = value(run, name .. unit)
+      left = left + counters[name .. unit]
+    end
+    counters['generated' .. unit] = left
+  end
+  counters.filtered_groups = value(run, 'filtered_groups')
+  return { counters = counters, remake = remake }
+end, true)
 
 -- {ready = {stage → queue depth}, leased, used and capacity by warehouse, …}
 define('stats', function(run, a)
   local cfg, t = config(run), now()
+  local open = 0
+  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+    local first, last = ends(member)
+    open = open + last - first + 1
+  end
   local out = {
     admitted = value(run, 'admitted'), published = value(run, 'published'), trained = value(run, 'trained'),
-    gate = gate(run, cfg, value(run, 'published')), open = call('ZCARD', run .. 'open'),
-    rows = call('HLEN', run .. 'rows'), blocks = call('HLEN', run .. 'blocks'), stages = {}, warehouses = {},
+    gate = gate(run, cfg, value(run, 'published')), open = open, rows = value(run, 'live'),
+    blocks = call('HLEN', run .. 'blocks'), stages = {}, warehouses = {}, leases = {},
   }
   for _, stage in ipairs(cfg.stages) do
-    reap(run, stage, t)
+    reap(run, cfg, stage, t)
     local leased = 0
-    for _, token in ipairs(call('ZRANGE', run .. 'due:' .. stage.name, 0, -1)) do
-      leased = leased + call('SCARD', run .. 'held:' .. token)
+    local due = call('ZRANGE', run .. 'due:' .. stage.name, 0, -1, 'WITHSCORES')
+    for i = 1, #due, 2 do
+      local rows = int(call('HGET', run .. 'left', due[i]))
+      leased = leased + rows
+      out.leases[#out.leases + 1] = {
+        token = int(due[i]), stage = stage.name, worker = lease_of(run, due[i])[2], rows = rows, due = due[i + 1] / 1000,
+      }
     end
-    out.stages[stage.name] = { ready = call('ZCARD', run .. 'ready:' .. stage.name), leased = leased, takes = stage.takes }
+    out.stages[stage.name] = { ready = value(run, 'ready:' .. stage.name), leased = leased, takes = stage.takes }
   end
-  local counters = call('HGETALL', run .. 'n')
-  for i = 1, #counters, 2 do
-    local warehouse = counters[i]:match('^capacity:(.+)$')
-    if warehouse then
-      out.warehouses[warehouse] = { capacity = int(counters[i + 1]), used = value(run, 'used:' .. warehouse) }
-    end
+  local houses = call('HGETALL', run .. 'warehouses')
+  for i = 1, #houses, 2 do
+    local known = cmsgpack.unpack(houses[i + 1])
+    out.warehouses[known.name] = {
+      capacity = known.bytes, used = value(run, 'used:' .. houses[i]), node = known.node, leaving = known.leaving,
+    }
   end
   return out
 end)
+
+-- {group} → its rows as a claim would bring them, with their states, columns and stages done; nothing when it is not there.
+define('inspect', function(run, a)
+  local first, n = rows_of(run, a.group)
+  if n == 0 then return false end
+  local out = describe(run, config(run), { first, first + n - 1 })
+  out.states = read(run, 's', 8, first, first + n - 1)
+  return out
+end, true)
 
 -- {from = {state…}, to, reason} → {state, changed}. The run's state moves only along what `from` allows.
 define('transition', function(run, a)

@@ -1,6 +1,7 @@
 """The index's client: each call is one atomic round trip to the function library ``index.lua``.
 
     call ──▶ FCALL asyncdock_NAME  (one msgpack value in, one out)
+      calls that come while others are under way go out together, as one pipeline
       lost connection: bounded retries with backoff; the server answers a repeated call with what it answered first
     wait ──▶ XREAD BLOCK on a topic's stream, from the id that an empty answer carried: no wake-up is ever missed
 
@@ -14,13 +15,15 @@ import itertools
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgpack
+import numpy as np
 import redis.asyncio as redis
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -31,6 +34,17 @@ from pipeline.columns import StaleHandle
 
 Takes = Literal["rows", "groups", "batch"]
 
+MAX_STAGES = 16  # the index keeps the stages that are done with a row as bits of a 16-bit word
+UNLIMITED = 2**40
+CALLS_UNDER_WAY = 2  # round trips at once; what comes meanwhile waits for the next, and shares it
+CALLS_TOGETHER = 256
+
+# Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48 - 1 of the arena of
+# warehouse `place` >> 48, as part of `block`. Block 0: nowhere yet.
+REF = np.dtype([("block", "<u4"), ("slot", "<u4"), ("place", "<u8")])
+_FIXED = np.dtype([("group", "<u4"), ("place", "<u2"), ("samples", "<u2")])
+_MADE = np.dtype([("oldest", "<i4"), ("tokens", "<u4")])
+
 
 class IndexRefused(RuntimeError):
     """The index refused a call; the message says which rule it would have broken."""
@@ -38,6 +52,10 @@ class IndexRefused(RuntimeError):
 
 class LeaseLost(IndexRefused):
     """The lease expired or the row was committed already: somebody else has the row, and what was computed is dropped."""
+
+
+class BlockLost(LeaseLost):
+    """The block that was written to was taken back, as its worker was declared dead. The rows must be written again."""
 
 
 class BoundBroken(IndexRefused):
@@ -56,17 +74,22 @@ class NeverFits(IndexRefused):
     """A block is larger than the warehouse can ever hold."""
 
 
+class WarehouseGone(IndexRefused):
+    """The warehouse is leaving the run, or its node was lost."""
+
+
 class IndexUnreachable(ConnectionError):
     """The index did not answer within the deadline, retries included."""
 
 
 _ERRORS: dict[str, type[Exception]] = {
     "LEASE": LeaseLost,
-    "LOST": LeaseLost,
+    "LOST": BlockLost,
     "STALE": BoundBroken,
     "GATE": GateClosed,
     "TWICE": WrittenTwice,
     "NOFIT": NeverFits,
+    "NOHOUSE": WarehouseGone,
     "GONE": StaleHandle,
     "BAD": IndexRefused,
     "NORUN": IndexRefused,
@@ -76,70 +99,105 @@ _ERRORS: dict[str, type[Exception]] = {
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What the index knows of a stage: the columns it needs and makes, and whether it takes rows, whole groups or train
-    batches (P groups by the anchored window)."""
+    """What the index knows of a stage: the columns it needs and makes, as masks, and whether it takes rows, whole groups or
+    train batches (P groups by the anchored window). A stage that ``releases`` is the last of its rows: its commit frees
+    them."""
 
     name: str
     takes: Takes
     needs: int
     makes: int
+    releases: bool = False
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What the index enforces: P groups a step, slack S, window W and bound η (``pipeline.staleness`` derives S)."""
+    """What the index enforces: P groups a step, slack S, window W and bound η (``pipeline.staleness`` derives S).
+
+    ``reach``: a claim prefers rows that were made ready on its own node, and passes older ones elsewhere while they are at
+    most so many groups older. The defaults are those of a flow without a trainer: nothing is held back at the gate.
+    """
 
     stages: tuple[StageSpec, ...]
-    groups_per_step: int
-    slack: int
-    window: int
-    staleness: int
+    groups_per_step: int = 1
+    slack: int = UNLIMITED
+    window: int = 1
+    staleness: int = UNLIMITED
+    reach: int = 64
+
+    def __post_init__(self) -> None:
+        if len(self.stages) > MAX_STAGES:
+            raise ValueError(f"stages: {len(self.stages)} are too many; join some, at most {MAX_STAGES} fit")
 
     def packed(self) -> dict[str, Any]:
-        stages = [
-            {"name": s.name, "takes": s.takes, "needs": s.needs, "makes": s.makes, "bit": 1 << i}
-            for i, s in enumerate(self.stages)
-        ]
+        stages, producers = [], 1  # producer 0 is the admission
+        for i, s in enumerate(self.stages):
+            stages.append(
+                {"name": s.name, "takes": s.takes, "needs": s.needs, "makes": s.makes, "releases": s.releases}
+                | {"bit": 1 << i, "producer": producers if s.makes else -1}
+            )
+            producers += bool(s.makes)
         return {
             "stages": stages,
+            "producers": producers,
+            "row_fields": ["s", "f", "g", *(f"b{producer}" for producer in range(producers))],
             "groups_per_step": self.groups_per_step,
             "slack": self.slack,
             "window": self.window,
             "staleness": self.staleness,
+            "reach": self.reach,
         }
 
 
-@dataclass(frozen=True)
-class Handle:
-    """One row as a claim hands it out. ``blocks`` are the (block, slot) pairs where its columns lie."""
+class Handle(NamedTuple):
+    """One row as a claim hands it out. ``row`` is its global index, which no other row ever gets: it is its own generation,
+    so a handle to a released row is an error, not somebody else's data."""
 
     row: int
-    generation: int
     group: int
     place: int
+    samples: int  # in its group
     oldest_version: int  # -1 before it is generated
     tokens: int
-    blocks: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a block lies: ``nbytes`` bytes at ``offset`` of a warehouse's arena."""
-
-    block: int
-    warehouse: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class Claim:
-    """A lease on rows of a stage. ``token`` fences: a commit under a lost lease is refused."""
+    """A lease on rows of a stage, as parallel arrays [B]: ``row``, ``group``, ``place``, ``oldest_version``, ``tokens``, and
+    ``refs``, one array for each producer, that says where its columns lie. ``token`` fences: a commit under a lost lease
+    is refused."""
 
-    stage: str
-    token: int
-    rows: tuple[Handle, ...]
-    places: dict[int, Place] = field(repr=False)
+    def __init__(self, stage: str, token: int, reply: Mapping[str, Any]) -> None:
+        self.stage, self.token = stage, token
+        edges = np.array(reply["rows"] or (), np.int64).reshape(-1, 2)
+        self.row = np.concatenate([np.arange(a, b + 1) for a, b in edges]) if len(edges) else np.zeros(0, np.int64)
+        self._fixed = np.frombuffer(reply["fixed"], _FIXED)
+        self._made = np.frombuffer(reply["made"], _MADE)
+        self.refs = [np.frombuffer(refs, REF) for refs in reply["refs"]]
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def group(self) -> np.ndarray:
+        return self._fixed["group"]
+
+    @property
+    def place(self) -> np.ndarray:
+        return self._fixed["place"]
+
+    @property
+    def oldest_version(self) -> np.ndarray:
+        return self._made["oldest"]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self._made["tokens"]
+
+    @cached_property
+    def rows(self) -> tuple[Handle, ...]:
+        """The rows one by one."""
+        columns = (self.row, *(self._fixed[n] for n in _FIXED.names or ()), *(self._made[n] for n in _MADE.names or ()))
+        return tuple(map(Handle._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -175,12 +233,27 @@ class Index:
         self._closed = False
         self._client = uuid.uuid4().hex[:12]
         self._calls = itertools.count()
+        self._lanes: list[int] = []  # free ones; the server keeps the last answer of each
+        self._lane = itertools.count()
+        self._queue: deque[tuple[tuple[Any, ...], asyncio.Future[Any]]] = deque()
+        self._senders: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """End every call under way; those that wait raise IndexUnreachable."""
         self._closed = True
+        for task in self._senders:
+            task.cancel()
+        await asyncio.gather(*self._senders, return_exceptions=True)
+        while self._queue:
+            _, reply = self._queue.popleft()
+            if not reply.done():
+                reply.set_exception(ConnectionError("the index's client was closed"))
         await self._redis.aclose()
         await self._waiting.aclose()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     async def load(self) -> None:
         """Put the function library on the server (replacing another version of it)."""
@@ -188,17 +261,69 @@ class Index:
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """Run ``index.lua``'s function ``name``. A repeat after a lost connection is answered, not done again."""
+        return msgpack.unpackb(await self._answer(name, arguments), strict_map_key=False)
+
+    async def _call_raw(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """Like :meth:`call`, for answers whose strings are bytes."""
+        reply = msgpack.unpackb(await self._answer(name, arguments), raw=True, strict_map_key=False)
+        return {key.decode(): value for key, value in reply.items()} if reply else {}
+
+    async def _answer(self, name: str, arguments: Mapping[str, Any]) -> bytes:
         packed = msgpack.packb(arguments, use_bin_type=False)  # the server knows one kind of string
-        request = f"{self._client}-{next(self._calls)}"
+        request, lane = f"{self._client}-{next(self._calls)}:", self._lanes.pop() if self._lanes else next(self._lane)
+        head = (f"asyncdock_{name}", 1, self.prefix, packed, request)
 
         async def once(again: bool) -> Any:
-            return await self._redis.fcall(f"asyncdock_{name}", 1, self.prefix, packed, request, "1" if again else "0")
+            return await self._send((*head, "1" if again else "0", f"{self._client}:{lane}"))
 
         try:
-            return msgpack.unpackb(await self._retry(once), strict_map_key=False)
+            return await self._retry(once)
         except ResponseError as refused:
             code, _, text = str(refused).partition(" ")
             raise _ERRORS.get(code, IndexRefused)(text or code) from None
+        finally:
+            self._lanes.append(lane)
+
+    def _send(self, command: tuple[Any, ...]) -> asyncio.Future[Any]:
+        reply = asyncio.get_running_loop().create_future()
+        if self._closed:
+            reply.set_exception(ConnectionError("the index's client was closed"))
+            return reply
+        self._queue.append((command, reply))
+        if len(self._senders) < CALLS_UNDER_WAY:
+            task = asyncio.create_task(self._drain())
+            self._senders.add(task)
+            task.add_done_callback(self._senders.discard)
+        return reply
+
+    async def _drain(self) -> None:
+        """Send what waits, all of it in one round trip, until nothing does."""
+        while self._queue:
+            batch = [self._queue.popleft() for _ in range(min(len(self._queue), CALLS_TOGETHER))]
+            try:
+                if len(batch) == 1:
+                    answers = [await self._redis.fcall(*batch[0][0])]
+                else:
+                    pipeline = self._redis.pipeline(transaction=False)
+                    for command, _ in batch:
+                        pipeline.fcall(*command)
+                    answers = await pipeline.execute(raise_on_error=False)
+            except ResponseError as refused:
+                answers = [refused]
+            except asyncio.CancelledError:
+                for _, reply in batch:
+                    if not reply.done():
+                        reply.set_exception(ConnectionError("the index's client was closed"))
+                raise
+            except Exception as lost:
+                answers = [lost] * len(batch)
+            for (_, reply), answer in zip(batch, answers, strict=True):
+                if reply.done():  # its caller was cancelled
+                    continue
+                if isinstance(answer, Exception):
+                    reply.set_exception(answer)
+                else:
+                    reply.set_result(answer)
 
     async def _retry(self, attempt: Any) -> Any:
         deadline, backoff, failures = time.monotonic() + self.timeout, ExponentialBackoff(cap=1.0, base=0.02), 0
@@ -263,15 +388,21 @@ class Index:
 
     # ── claims ──
 
+    async def config(self) -> dict[str, Any]:
+        """What :meth:`init` was given, packed."""
+        return await self.call("config")
+
     async def claim(
-        self, stage: str, worker: str, most: int, lease: float, version: int | None = None
+        self, stage: str, worker: str, most: int, lease: float, version: int | None = None, home: int = 0
     ) -> Claim | Nothing:
-        reply = await self.call(
-            "claim", stage=stage, worker=worker, most=most, lease=int(lease * 1000), version=version
+        """Lease what is ready, rows made ready on warehouse ``home`` first (``RunConfig.reach``)."""
+        milliseconds = int(lease * 1000)
+        reply = await self._call_raw(
+            "claim", stage=stage, worker=worker, home=home, most=most, lease=milliseconds, version=version
         )
         if "wait" in reply:
-            return Nothing(reply["wait"], reply["due"] / 1000 if reply["due"] else None)
-        return _claim(stage, reply["token"], reply)
+            return Nothing(reply["wait"].decode(), reply["due"] / 1000 if reply["due"] else None)
+        return Claim(stage, reply["token"], reply)
 
     async def renew(self, stage: str, tokens: Sequence[int], lease: float) -> set[int]:
         kept = await self.call("renew", stage=stage, tokens=list(tokens), lease=int(lease * 1000))
@@ -279,12 +410,12 @@ class Index:
 
     async def replay(self, step: int) -> Claim:
         """The rows that made a step whose rows are not released yet."""
-        return _claim("", 0, await self.call("replay", step=step))
+        return Claim("", 0, await self._call_raw("replay", step=step))
 
     async def train(self, claim: Claim, step: int, event: Mapping[str, Any] | None = None) -> int:
         """The claim's rows made optimizer step ``step``; ``event`` becomes a `step` event in the same atomic step, so that
         every step is told exactly once. Returns the trainer's new version."""
-        rows = [(handle.row, handle.generation) for handle in claim.rows]
+        rows, _ = ranges(claim.row)
         told = None if event is None else {"time": repr(time.time()), "data": msgpack.packb(dict(event))}
         return int(await self.call("train", stage=claim.stage, token=claim.token, step=step, rows=rows, event=told))
 
@@ -328,12 +459,13 @@ class Index:
             await self._redis.unlink(key)
 
 
-def _claim(stage: str, token: int, reply: Mapping[str, Any]) -> Claim:
-    rows = tuple(
-        Handle(row, generation, group, place, oldest, tokens, tuple(zip(b[::2], b[1::2], strict=True)))
-        for row, generation, group, place, oldest, tokens, b in reply["rows"] or ()
-    )
-    return Claim(stage, token, rows, {p[0]: Place(*p) for p in reply["blocks"] or ()})
+def ranges(rows: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Row numbers [B] as ascending ranges (first, last, first, last, …), and the order that puts them so."""
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    breaks = np.flatnonzero(np.diff(ordered) != 1)
+    firsts, lasts = ordered[np.concatenate([[0], breaks + 1])], ordered[np.concatenate([breaks, [len(ordered) - 1]])]
+    return np.stack([firsts, lasts], 1).reshape(-1).tolist(), order
 
 
 def redacted(url: str) -> str:

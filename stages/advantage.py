@@ -28,8 +28,8 @@ class Advantage:
         return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        advantage = advantages(self.algorithm, rows["reward"], [row.group for row in claim.rows])
-        yield Output(range(len(claim.rows)), {"advantage": advantage}, tokens=sum(row.tokens for row in claim.rows))
+        advantage = advantages(self.algorithm, rows["reward"], claim.group.tolist())
+        yield Output(range(len(claim)), {"advantage": advantage}, tokens=int(claim.tokens.sum()))
 
 
 def advantages(algorithm: Algorithm, rewards: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Reference:
         return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        rows["group"] = torch.tensor([row.group for row in claim.rows])
-        rows["place"] = torch.tensor([row.place for row in claim.rows])
+        rows["group"] = torch.from_numpy(claim.group.astype("int64"))
+        rows["place"] = torch.from_numpy(claim.place.astype("int64"))
         logprobs = await asyncio.to_thread(self.engine.logprobs, rows)
-        yield Output(range(len(claim.rows)), {"ref_logprobs": logprobs}, tokens=sum(row.tokens for row in claim.rows))
+        yield Output(range(len(claim)), {"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum()))

@@ -138,9 +138,9 @@ class Reward:
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         scores = await score_rows(self.rewards, self.tokenizer, rows)
         yield Output(
-            range(len(claim.rows)),
+            range(len(claim)),
             {"reward": scores.total, "scores": scores.scores},
-            tokens=sum(row.tokens for row in claim.rows),
+            tokens=int(claim.tokens.sum()),
         )
 
 

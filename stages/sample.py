@@ -24,7 +24,7 @@ RESPONSE = (
     Column.scalar("truncated", torch.bool),
 )
 REFERENCE = (Column.ragged("ref_logprobs", torch.float32),)
-ADVANTAGE = (Column.scalar("advantage", torch.float32),)
+ADVANTAGE = (Column.scalar("advantage", torch.float32, finite=True),)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ class Flow:
 
     @property
     def schema(self) -> Schema:
-        scores = (Column.scalar("reward", torch.float32), Column.fixed("scores", torch.float32, [self.rewards]))
+        scores = (
+            Column.scalar("reward", torch.float32, finite=True),
+            Column.fixed("scores", torch.float32, [self.rewards]),
+        )
         return Schema([*PROMPT, *RESPONSE, *scores, *(REFERENCE if self.reference else ()), *ADVANTAGE])
 
     def config(self, plan: StalenessPlan) -> RunConfig:

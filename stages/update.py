@@ -65,7 +65,7 @@ class Update:
         at = await self.dock.index.call("room_at_gate")
         while self.trained < at["trained"]:
             claim = await self.dock.index.replay(self.trained)
-            batch = train_batch(claim, self.dock.fetch(claim, self.fetches))
+            batch = train_batch(claim, await self.dock.fetch(claim, self.fetches))
             await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
             log.info("step replayed", step=self.trained)
             self.trained += 1
@@ -75,7 +75,7 @@ class Update:
             self._after_last()
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        stale = [self.trained - row.oldest_version for row in claim.rows]
+        stale = (self.trained - claim.oldest_version.astype(int)).tolist()
         if max(stale) > self.staleness or min(stale) < 0:
             raise BoundBroken(
                 f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
@@ -85,7 +85,7 @@ class Update:
         metrics = await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
         seconds = time.monotonic() - began
         ledger = await self.dock.index.ledger()
-        trained_tokens = sum(row.tokens for row in claim.rows)
+        trained_tokens = int(claim.tokens.sum())
         event = {
             **step_event(self.trained, claim, rows["reward"], stale, metrics),
             "tokens_generated": ledger["generated_tokens"],
@@ -124,21 +124,21 @@ class Update:
 def train_batch(claim: Claim, rows: TensorDict) -> TensorDict:
     """``rows`` with the columns ``group`` and ``place``, as :meth:`TrainEngine.train_batch` takes them."""
     batch = rows.copy()
-    batch["group"] = torch.tensor([row.group for row in claim.rows])
-    batch["place"] = torch.tensor([row.place for row in claim.rows])
+    batch["group"] = torch.from_numpy(claim.group.astype("int64"))
+    batch["place"] = torch.from_numpy(claim.place.astype("int64"))
     return batch
 
 
 def step_event(step: int, claim: Claim, reward: torch.Tensor, stale: list[int], metrics: Any) -> dict[str, Any]:
     """What is told of a step: what the engine measured, and what the samples were."""
     staleness = torch.tensor(stale, dtype=torch.float64)
-    lengths = torch.tensor([row.tokens for row in claim.rows], dtype=torch.float64)
+    lengths = torch.from_numpy(claim.tokens.astype("float64"))
     return {
         **{name: float(value) for name, value in metrics.items()},
         "step": step,
         "version": step + 1,
-        "rows": len(claim.rows),
-        "groups": sorted({row.group for row in claim.rows}),
+        "rows": len(claim),
+        "groups": sorted(set(claim.group.tolist())),
         "reward_mean": float(reward.double().mean()),
         "reward_std": float(reward.double().std(correction=0)),
         "staleness_mean": float(staleness.mean()),

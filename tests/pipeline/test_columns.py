@@ -12,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from pipeline.columns import MAX_COLUMNS, BlockView, Column, ColumnError, Schema, StaleHandle, gather, pack
+from pipeline.columns import (
+    MAX_COLUMNS,
+    BlockView,
+    Column,
+    ColumnError,
+    Packed,
+    Schema,
+    StaleHandle,
+    collect,
+    in_order,
+    pack,
+)
 
 DTYPES = [
     torch.bool,
@@ -43,6 +54,35 @@ def write(schema: Schema, rows: Any, block_id: int = 1) -> BlockView:
     return BlockView(schema, memoryview(buffer), block_id)
 
 
+class Shelf:
+    """An arena that writes go into one after the other. ``take`` reads rows, given as (write, slot), in the order asked."""
+
+    def __init__(self, schema: Schema, nbytes: int = 1 << 18) -> None:
+        self.schema, self.memory, self.end = schema, memoryview(bytearray(b"\xa5" * nbytes)), 0
+
+    def write(self, rows: Any) -> tuple[int, int]:
+        packed, place = pack(self.schema, rows), self.end
+        self.end += packed.nbytes
+        packed.write_into(self.memory[place : self.end], place + 1)
+        return place, place + 1
+
+    def take(self, names: list[str], asked: list[tuple[tuple[int, int], int]]) -> dict[str, Packed]:
+        places, blocks, slots = (
+            np.array(numbers) for numbers in zip(*((*at, slot) for at, slot in asked), strict=True)
+        )
+        return collect(self.schema, names, self.memory, places, blocks, slots)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        base = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        return base <= tensor.data_ptr() < base + len(self.memory)
+
+
+def whole(view: BlockView, name: str) -> Any:
+    """A block's column: dense, or the list of its rows."""
+    packed = view.packed(name, 0, view.rows)
+    return view.dense(name) if packed.offsets is None else packed.jagged().unbind()
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
@@ -66,10 +106,10 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     rows = {"scalar": values(dtype, 4), "fixed": values(dtype, 4, 3, 2), "ragged": ragged}
     view = write(schema, rows)
     for name in ("scalar", "fixed"):
-        assert view.column(name).dtype == dtype
-        assert view.column(name).shape == rows[name].shape
-        assert bits(view.column(name)) == bits(rows[name])
-    assert [bits(row) for row in view.column("ragged").unbind()] == [bits(row) for row in ragged]
+        assert whole(view, name).dtype == dtype
+        assert whole(view, name).shape == rows[name].shape
+        assert bits(whole(view, name)) == bits(rows[name])
+    assert [bits(row) for row in whole(view, "ragged")] == [bits(row) for row in ragged]
 
 
 ragged_rows = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), min_size=1, max_size=6)
@@ -90,23 +130,58 @@ def test_any_rows_come_back_in_any_order_asked(ids: list[list[int]], data: st.Da
         "scores": values(torch.float32, count, 2, 3),
         "answer": texts,
     }
-    first, second = write(SCHEMA, rows, 1), write(SCHEMA, rows, 2)
+    shelf = Shelf(SCHEMA)
+    first, second = shelf.write(rows), shelf.write(dict(reversed(rows.items())))
     asked = data.draw(st.lists(st.tuples(st.sampled_from([first, second]), st.integers(0, count - 1)), min_size=1))
-    out = gather(SCHEMA, ["answer", "scores", "ids", "reward"], [[place] for place in asked])
-    assert out.batch_size == torch.Size([len(asked)])
+    out = shelf.take(["answer", "scores", "ids", "reward"], asked)
     order = [slot for _, slot in asked]
-    assert [row.tolist() for row in out["ids"].unbind()] == [ids[slot] for slot in order]
-    assert bits(out["reward"]) == bits(rows["reward"][order])
-    assert bits(out["scores"]) == bits(rows["scores"][order])
-    assert list(out["answer"]) == [texts[slot] for slot in order]
+    assert [row.tolist() for row in out["ids"].jagged().unbind()] == [ids[slot] for slot in order]
+    assert out["ids"].lengths().tolist() == [len(ids[slot]) for slot in order]
+    assert bits(out["reward"].values) == bits(rows["reward"][order])
+    assert bits(out["scores"].values) == bits(rows["scores"][order])
+    assert out["answer"].texts() == [texts[slot] for slot in order]
 
 
-def test_columns_of_one_row_may_lie_in_different_blocks() -> None:
-    prompts = write(SCHEMA, {"ids": [torch.tensor([7, 8]), torch.tensor([9])]}, 1)
-    rewards = write(SCHEMA, {"reward": torch.tensor([0.5, 1.5, 2.5])}, 2)
-    out = gather(SCHEMA, ["reward", "ids"], [[(prompts, 1), (rewards, 0)], [(prompts, 0), (rewards, 2)]])
-    assert out["reward"].tolist() == [0.5, 2.5]
-    assert [row.tolist() for row in out["ids"].unbind()] == [[9], [7, 8]]
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_and_short_rows_come_together_bit_for_bit(dtype: torch.dtype) -> None:
+    """Long rows are copied as they are, short ones gathered by element; columns of a write may be fewer than another's."""
+    schema = Schema(
+        [Column.scalar("first", torch.int8), Column.ragged("row", dtype), Column.fixed("fixed", dtype, [3])]
+    )
+    for longest in (40, 4000):
+        shelf, rows, asked = Shelf(schema, 1 << 20), [], []
+        for i in range(12):
+            rows.append(values(dtype, longest * (i % 3), seed=i))
+            given = {"row": [values(dtype, 5), rows[-1]], "fixed": values(dtype, 2, 3, seed=i)}
+            asked.append((shelf.write({"first": torch.zeros(2, dtype=torch.int8), **given} if i % 2 else given), 1))
+        out = shelf.take(["row", "fixed"], asked[::-1])
+        assert bits(out["row"].values) == b"".join(bits(row) for row in rows[::-1])
+        assert out["row"].lengths().tolist() == [len(row) for row in rows[::-1]]
+        assert bits(out["fixed"].values) == b"".join(bits(values(dtype, 2, 3, seed=i)[1]) for i in reversed(range(12)))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_rows_from_several_places_come_in_the_order_asked(lengths: list[int], random: Any) -> None:
+    rows = [torch.arange(n) + 10 * i for i, n in enumerate(lengths)]
+    home = [random.randint(0, 2) for _ in rows]
+    ragged, dense = [], []
+    for place in set(home):
+        at = np.array([i for i, h in enumerate(home) if h == place])
+        offsets = torch.tensor([0, *(len(rows[i]) for i in at)]).cumsum(0)
+        ragged.append((at, Packed(torch.cat([rows[i] for i in at]), offsets)))
+        dense.append((at, Packed(torch.tensor([[i, -i] for i in at]).view(-1), None)))
+    out = in_order(ragged, len(rows))
+    assert [row.tolist() for row in out.jagged().unbind()] == [row.tolist() for row in rows]
+    assert in_order(dense, len(rows)).values.tolist() == [v for i in range(len(rows)) for v in (i, -i)]
+
+
+def test_ragged_rows_can_be_had_packed_padded_and_jagged() -> None:
+    shelf = Shelf(SCHEMA)
+    at = shelf.write({"ids": [torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([4])]})
+    ids = shelf.take(["ids"], [(at, slot) for slot in range(3)])["ids"]
+    assert (ids.values.tolist(), ids.offsets.tolist()) == ([1, 2, 3, 4], [0, 3, 3, 4])  # type: ignore[union-attr]
+    assert ids.padded(-1).tolist() == [[1, 2, 3], [-1, -1, -1], [4, -1, -1]]
+    assert [row.tolist() for row in ids.jagged().unbind()] == [[1, 2, 3], [], [4]]
 
 
 @pytest.mark.parametrize("as_given", ["jagged", "list", "slice of a jagged", "TensorDict"])
@@ -119,58 +194,49 @@ def test_ragged_columns_are_taken_in_each_form(as_given: str) -> None:
     rows: Any = {"ids": parts if as_given == "list" else jagged}
     if as_given == "TensorDict":
         rows = TensorDict(rows, batch_size=[3])
-    assert [row.tolist() for row in write(SCHEMA, rows).column("ids").unbind()] == [[1, 2, 3], [], [4]]
+    assert [row.tolist() for row in whole(write(SCHEMA, rows), "ids")] == [[1, 2, 3], [], [4]]
 
 
 def test_what_a_reader_got_can_be_written_again() -> None:
     """A stage may pass on, as it is, what it was given."""
-    rows = {
-        "ids": [torch.tensor([1]), torch.tensor([2, 3])],
-        "reward": torch.tensor([1.0, 2.0]),
-        "scores": torch.ones(2, 2, 3),
-        "answer": ["a", "é"],
-    }
-    names = list(rows)
-    read = gather(SCHEMA, names, [[(write(SCHEMA, rows), slot)] for slot in (1, 0)])
-    again = gather(SCHEMA, names, [[(write(SCHEMA, read), slot)] for slot in (1, 0)])
-    assert [row.tolist() for row in again["ids"].unbind()] == [[1], [2, 3]]
-    assert list(again["answer"]) == ["a", "é"]
-    assert again["reward"].tolist() == [1.0, 2.0]
+    shelf = Shelf(SCHEMA)
+    at = shelf.write({"ids": [torch.tensor([1]), torch.tensor([2, 3])], "reward": torch.tensor([1.0, 2.0])})
+    read = shelf.take(["ids", "reward"], [(at, 1), (at, 0)])
+    again = shelf.write({"ids": read["ids"].jagged(), "reward": read["reward"].values})
+    out = shelf.take(["ids", "reward"], [(again, 1), (again, 0)])
+    assert [row.tolist() for row in out["ids"].jagged().unbind()] == [[1], [2, 3]]
+    assert out["reward"].values.tolist() == [1.0, 2.0]
 
 
 def test_strided_values_and_values_with_gradients_are_written_as_they_read() -> None:
     wide = torch.arange(12, dtype=torch.float32).view(3, 4)
     reward = torch.ones(3, requires_grad=True)
     view = write(SCHEMA, {"ids": [torch.arange(10)[::3]] * 3, "reward": reward * wide[:, 1]})
-    assert view.column("reward").tolist() == [1.0, 5.0, 9.0]
-    assert view.column("ids")[0].tolist() == [0, 3, 6, 9]
+    assert whole(view, "reward").tolist() == [1.0, 5.0, 9.0]
+    assert whole(view, "ids")[0].tolist() == [0, 3, 6, 9]
 
 
 def test_rows_without_any_element_are_rows() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
-    view = write(SCHEMA, {"ids": [nothing, nothing], "answer": ["", ""]})
-    out = gather(SCHEMA, ["ids", "answer"], [[(view, 1)], [(view, 0)]])
-    assert [row.tolist() for row in out["ids"].unbind()] == [[], []]
-    assert list(out["answer"]) == ["", ""]
+    shelf = Shelf(SCHEMA)
+    at = shelf.write({"ids": [nothing, nothing], "answer": ["", ""]})
+    for order in ((0, 1), (1, 0)):
+        out = shelf.take(["ids", "answer"], [(at, slot) for slot in order])
+        assert [row.tolist() for row in out["ids"].jagged().unbind()] == [[], []]
+        assert out["answer"].texts() == ["", ""]
+        assert out["ids"].padded().shape == (2, 0)
 
 
 def test_neighbouring_rows_are_views_and_scattered_rows_are_copies() -> None:
-    schema = Schema([Column.ragged("ids", torch.int64), Column.scalar("reward", torch.float32)])
-    packed = pack(schema, {"ids": [torch.arange(n) for n in (2, 3, 4)], "reward": torch.arange(3.0)})
-    buffer = torch.zeros(packed.nbytes, dtype=torch.uint8)
-    packed.write_into(memoryview(buffer.numpy()), 5)
-    view = BlockView(schema, memoryview(buffer.numpy()), 5)
-
-    def inside(tensor: torch.Tensor) -> bool:
-        return buffer.data_ptr() <= tensor.data_ptr() < buffer.data_ptr() + packed.nbytes
-
-    side_by_side = gather(schema, ["ids", "reward"], [[(view, 1)], [(view, 2)]])
-    assert inside(side_by_side["ids"].values())
-    assert inside(side_by_side["reward"])
-    assert [row.tolist() for row in side_by_side["ids"].unbind()] == [[0, 1, 2], [0, 1, 2, 3]]
-    scattered = gather(schema, ["ids", "reward"], [[(view, 2)], [(view, 1)]])
-    assert not inside(scattered["ids"].values())
-    assert not inside(scattered["reward"])
+    shelf = Shelf(SCHEMA)
+    at = shelf.write({"ids": [torch.arange(n) for n in (2, 3, 4)], "reward": torch.arange(3.0)})
+    side_by_side = shelf.take(["ids", "reward"], [(at, 1), (at, 2)])
+    assert shelf.holds(side_by_side["ids"].values)
+    assert shelf.holds(side_by_side["reward"].values)
+    assert [row.tolist() for row in side_by_side["ids"].jagged().unbind()] == [[0, 1, 2], [0, 1, 2, 3]]
+    scattered = shelf.take(["ids", "reward"], [(at, 2), (at, 1)])
+    assert not shelf.holds(scattered["ids"].values)
+    assert not shelf.holds(scattered["reward"].values)
 
 
 def test_packing_pads_nothing() -> None:
@@ -195,9 +261,26 @@ def test_a_handle_to_reused_bytes_is_an_error() -> None:
 
 
 def test_a_column_that_a_row_does_not_have_is_an_error() -> None:
-    view = write(SCHEMA, {"reward": torch.zeros(2)})
+    shelf = Shelf(SCHEMA)
+    without, having = shelf.write({"reward": torch.zeros(2)}), shelf.write({"answer": ["a", "b"]})
     with pytest.raises(ColumnError, match="'answer': row 0 of this claim does not have it yet"):
-        gather(SCHEMA, ["answer"], [[(view, 0)]])
+        shelf.take(["answer"], [(without, 0)])
+    with pytest.raises(ColumnError, match="'answer': row 1 of this claim does not have it yet"):
+        shelf.take(["answer"], [(having, 0), (without, 1)])
+    with pytest.raises(StaleHandle, match="block 999 was released"):
+        shelf.take(["answer"], [(having, 0), ((having[0], 999), 1)])
+
+
+def test_values_that_are_not_finite_are_refused_where_the_schema_says_so() -> None:
+    schema = Schema(
+        [Column.scalar("reward", torch.float32, finite=True), Column.ragged("kl", torch.float64, finite=True)]
+    )
+    with pytest.raises(ColumnError, match="column 'reward': row 1 holds nan; NaN and infinities are refused"):
+        pack(schema, {"reward": torch.tensor([1.0, math.nan])})
+    rows = [torch.tensor([], dtype=torch.float64), torch.tensor([0.0, math.inf], dtype=torch.float64)]
+    with pytest.raises(ColumnError, match="column 'kl': row 1 holds inf"):
+        pack(schema, {"kl": rows})
+    assert pack(schema, {"kl": rows[:1], "reward": torch.ones(1)}).rows == 1
 
 
 # ── what is refused ──

@@ -97,7 +97,7 @@ async def test_rows_are_processed_in_order_and_each_once(dock: Dock) -> None:
     assert (controller.rows, controller.tokens) == (12, sum(range(12)))
     result = await dock.claim("check", 100)
     assert result is not None
-    made = dock.fetch(result, ["number", "doubled"])
+    made = await dock.fetch(result, ["number", "doubled"])
     assert made["doubled"].tolist() == (2 * made["number"]).tolist() == list(range(0, 24, 2))
 
 
@@ -328,16 +328,16 @@ async def test_cancelling_ends_everything_at_once(dock: Dock, moment: str) -> No
 
 async def test_waiting_for_room_is_told_apart_from_work(index: Index, tmp_path: Path) -> None:
     await index.init(RunConfig(STAGES, 100, 0, 1, 0), {"published": 0, "trained": 0, "admitted": 0})
-    dock = Dock(index, SCHEMA, worker="w", directory=tmp_path)
+    dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
     await dock.join(8192)
     await admit(dock, range(1))
     left = 8192 - (await index.stats())["warehouses"]["local"]["used"]
-    full = await index.call("allocate", warehouse="local", worker="hog", bytes=left, reserve=0)
+    full = await index.call("allocate", warehouse=1, worker="hog", bytes=left, reserve=0, close=[])
     stage = Double()
     controller = Controller(dock, stage)
     running = asyncio.create_task(controller.run())
     await until(lambda: controller.clock.state() == "waiting_room", "the arena is full")
-    await index.call("give_up", worker="hog", blocks=[full["block"]])
+    await index.call("close", worker="hog", blocks=[full["block"]])
     await until(lambda: stage.done == [0], "room came")
     await finish(controller, running)
     assert controller.clock.read()["waiting_room"] > 0

@@ -101,7 +101,7 @@ class Flow:
         run, directory = uuid.uuid4().hex[:8], self.home / uuid.uuid4().hex[:8]
         config = RunConfig(SPECS, self.plan.groups_per_step, self.plan.slack, self.plan.window, self.plan.bound)
         for worker in WORKERS:
-            self.docks[worker] = Dock(Index(self.url, run), SCHEMA, worker=worker, directory=directory)
+            self.docks[worker] = Dock(Index(self.url, run), SCHEMA, worker=worker, directory=directory, slab=0)
             assert await self.docks[worker].index.init(config, counters, self.remake) == (worker == "a")
             await self.docks[worker].join(ARENA)
         self.loaded = dict.fromkeys(WORKERS, self.trained)
@@ -122,7 +122,7 @@ class Flow:
 
     def open(self) -> list[int]:
         trained = {group for groups in self.steps.values() for group in groups}
-        return sorted(set(self.groups) - trained)
+        return sorted({*self.groups, *self.remake} - trained)
 
     def effective(self, group: int) -> int:
         """The group's number without the filtered ones before it."""
@@ -232,10 +232,10 @@ class Flow:
         return self.leases[-1]
 
     async def check_bytes(self, worker: str, claim: Claim, rows: list[Row]) -> None:
-        prompts = self.docks[worker].fetch(claim, ["prompt"])["prompt"].unbind()
+        prompts = (await self.docks[worker].fetch(claim, ["prompt"]))["prompt"].unbind()
         assert [prompt.tolist() for prompt in prompts] == [[row.group, 7] for row in rows], "a group was mixed"
         if claim.stage != "rollout":
-            responses = self.docks[worker].fetch(claim, ["response"])["response"].unbind()
+            responses = (await self.docks[worker].fetch(claim, ["response"]))["response"].unbind()
             assert [response.tolist() for response in responses] == [row.response for row in rows]
 
     def outputs(self, lease: Lease, rows: list[Row]) -> tuple[dict[str, Any], list[tuple[int, int]] | None]:
@@ -378,7 +378,7 @@ class Flow:
     async def tear(self) -> None:
         """A worker dies inside a write: its bytes are taken, and nothing points to them."""
         worker, nbytes = self.any_worker(), self.rng.randint(1, 3000)
-        call = {"warehouse": "local", "worker": worker, "bytes": nbytes, "reserve": 0}
+        call = {"warehouse": 1, "worker": worker, "bytes": nbytes, "reserve": 0, "close": []}
         assert "block" in await self.docks[worker].index.call("allocate", **call)
         self.pending[worker].append(Block(-(-nbytes // 64) * 64, 0))
         self.blocks.add(self.pending[worker][-1])
@@ -402,7 +402,7 @@ class Flow:
     async def resume(self) -> None:
         """The run ends here and goes on elsewhere from a snapshot."""
         state = await self.docks["c"].index.call("snapshot")
-        self.remake = sorted([*self.remake, *self.open()])
+        self.remake = self.open()
         assert sorted(state["remake"] or ()) == self.remake
         await self.leave()
         self.published = self.trained
@@ -424,7 +424,7 @@ class Flow:
         assert stats["rows"] == sum(map(len, self.groups.values()))
         assert stats["blocks"] == len(self.blocks)
         assert stats["warehouses"]["local"]["used"] == sum(block.nbytes for block in self.blocks)
-        flying = [row for group in self.open() for row in self.groups[group] if row.state == "generated"]
+        flying = [row for group in self.open() for row in self.groups.get(group, ()) if row.state == "generated"]
         ledger = await self.docks["b"].index.ledger()
         for unit, known in (("", self.ledger), ("_tokens", self.tokens)):
             assert {name: ledger[name + unit] for name in known} == known
