@@ -43,7 +43,7 @@ import numpy as np
 import structlog
 import torch
 
-from pipeline.columns import _MAGIC, Column, PackedRows, Schema, StaleHandle
+from pipeline.columns import _MAGIC, Column, Packed, PackedRows, Schema, StaleHandle
 from pipeline.warehouse import Arena
 
 log = structlog.get_logger()
@@ -74,15 +74,6 @@ class TransferError(RuntimeError):
 
 class WarehouseUnreachable(ConnectionError):
     """A warehouse did not answer within the deadline, reconnections included."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """One column of n rows. ``values`` are flat, of the column's dtype (uint8 for text); ``offsets`` int64 [n + 1], in
-    elements, for ragged columns and text, None for scalar and fixed ones."""
-
-    values: torch.Tensor
-    offsets: torch.Tensor | None
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.columns import BlockView, Column, ColumnError, PackedRows, Schema, StaleHandle, pack
+from pipeline.columns import BlockView, Column, ColumnError, Packed, PackedRows, Schema, StaleHandle, pack
 from pipeline.transfer import (
     ArenaReader,
     Limits,
-    Packed,
     ReadRequest,
     RemoteWarehouse,
     TransferError,
