@@ -564,7 +564,7 @@ def _serve(orders: Connection, arguments: tuple[Any, ...]) -> None:
 
 
 class Process:
-    """A :class:`Side` in a process of its own."""
+    """A :class:`Side` in a process of its own; its first result says that it is up."""
 
     def __init__(self, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -572,7 +572,6 @@ class Process:
         self._process = context.Process(target=_serve, args=(theirs, arguments), daemon=True)
         self._process.start()
         theirs.close()
-        self.result()
 
     def start(self, name: str, *arguments: Any) -> None:
         self._orders.send((name, arguments))
@@ -741,6 +740,7 @@ class Plan:
     turns: int = 5
     one_turns: int = 500  # over all rounds
     single_puts: int = 2000  # each round; a tenth of it for peers
+    streams: int = 3
     stream_rows: int = 51_200
     filled: tuple[int, int] = (1_000, 1_000_000)
     filled_turns: int = 100
@@ -765,6 +765,7 @@ def quick(plan: Plan) -> Plan:
         turns=2,
         one_turns=20,
         single_puts=100,
+        streams=1,
         stream_rows=2_048,
         filled=(1_000, 5_000),
         filled_turns=10,
@@ -833,6 +834,8 @@ def our_side(home: Path) -> Iterator[Pair]:
         )
         pair = Pair("ours", "", producer, consumer)
         try:
+            producer.result()
+            consumer.result()
             yield pair
         finally:
             pair.close()
@@ -851,7 +854,7 @@ def our_own(pair: Pair, plan: Plan, say: Callable[[str], None]) -> dict[str, Any
     for clients in (1, 2):
         say(f"index alone, {clients} client{'s' * (clients > 1)}")
         rates = []
-        for _ in range(3):
+        for _ in range(plan.streams):
             open_tiny("stream", stages, plan.stream_rows)
             for side in both[:clients]:
                 side.start("special", "stream", plan.stream_rows // clients, batch, stages)
