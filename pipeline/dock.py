@@ -32,6 +32,7 @@ from pipeline.warehouse import Arena, shared_memory_directory
 
 Rows = Mapping[str, Any] | TensorDictBase
 
+_PUTS_TOGETHER = 256
 SLAB = 1 << 20  # bytes, at most a 64th of the arena
 _MADE = np.dtype([("oldest", "<i4"), ("tokens", "<u4")])
 _OFFSET_BITS = 48
@@ -76,6 +77,14 @@ class _Written:
     slab: _Slab | None  # None: a block of their own, which closes with their commit
 
 
+@dataclass(frozen=True, eq=False)
+class _Put:
+    written: _Written
+    rows: int
+    samples: int
+    admitted: asyncio.Future[int]
+
+
 class Dock:
     """One worker's access to a run's samples.
 
@@ -110,6 +119,8 @@ class Dock:
         self._slab: _Slab | None = None
         self._retired: list[_Slab] = []
         self._carving = asyncio.Lock()
+        self._puts: list[_Put] = []
+        self._putting: asyncio.Task[None] | None = None
         # What a wait for room runs in; a controller accounts its time with it.
         self.on_room: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -180,6 +191,8 @@ class Dock:
 
     async def close(self) -> None:
         """Give back what this worker holds open, and its connections. The rows that it wrote stay."""
+        if self._putting is not None:
+            await self._putting
         if not self.index.closed:
             await self.flush()
         for remote in self._remotes.values():
@@ -288,24 +301,22 @@ class Dock:
 
     async def _point(self, name: str, written: _Written, slots: np.ndarray, arguments: Mapping[str, Any]) -> Any:
         refs = np.empty(len(slots), REF)
-        refs["block"], refs["slot"], refs["place"] = written.block, slots, written.place
+        refs["slot"], refs["place"] = slots, written.place
         try:
-            reply = await self.index.call(
-                name,
-                worker=self.worker,
-                home=written.place >> _OFFSET_BITS,
-                block=written.block,
-                mask=written.mask,
-                close=written.slab is None,
-                refs=refs.tobytes(),
-                **arguments,
-            )
+            reply = await self._refer(name, written, refs, arguments)
         except Exception:
             await self._give_up(written)
             raise
         if written.slab is not None:
             written.slab.writers -= 1
         return reply
+
+    async def _refer(self, name: str, written: _Written, refs: np.ndarray, arguments: Mapping[str, Any]) -> Any:
+        refs["block"] = written.block
+        where = {"block": written.block, "mask": written.mask, "home": written.place >> _OFFSET_BITS}
+        return await self.index.call(
+            name, worker=self.worker, close=written.slab is None, refs=refs.tobytes(), **where, **arguments
+        )
 
     # ── samples come, and go from stage to stage ──
 
@@ -321,12 +332,53 @@ class Dock:
 
     async def put(self, rows: Rows, *, samples: int = 1) -> int:
         """Let B rows in, each ``samples`` of them one group, under the next free numbers; visible to claims when this
-        returns. Returns the number after the last group's."""
+        returns. Returns the number after the last group's. Puts that come while others are under way share a call."""
         count = rows.batch_size[0] if isinstance(rows, TensorDictBase) else len(next(iter(rows.values())))
         if count % samples:
             raise ValueError(f"samples: {count} rows are no whole groups of {samples}; put them group by group")
-        entries = [(False, count // samples, samples)]
-        return int(await self._place("admit", rows, np.arange(count), reserve=_SOURCE_RESERVE, groups=entries))
+        written = await self._write(rows, reserve=_SOURCE_RESERVE)
+        if written.slab is None:
+            entries = [(False, count // samples, samples)]
+            return int(await self._point("admit", written, np.arange(count), {"groups": entries}))
+        put = _Put(written, count, samples, asyncio.get_running_loop().create_future())
+        self._puts.append(put)
+        if self._putting is None or self._putting.done():
+            self._putting = asyncio.create_task(self._admit_puts())
+        try:
+            return await asyncio.shield(put.admitted)
+        except BlockLost:  # this worker was taken for dead; its next block is its own again
+            self._slab = None if written.slab is self._slab else self._slab
+            written = await self._write(rows, reserve=_SOURCE_RESERVE)
+            return int(
+                await self._point("admit", written, np.arange(count), {"groups": [(False, count // samples, samples)]})
+            )
+
+    async def _admit_puts(self) -> None:
+        """Admit the puts that wait, those that lie in one block together, until none does."""
+        while self._puts:
+            first = self._puts[0].written
+            together = [
+                put for put in self._puts if put.written.block == first.block and put.written.mask == first.mask
+            ]
+            together = together[:_PUTS_TOGETHER]
+            self._puts = [put for put in self._puts if put not in together]
+            refs = np.empty(sum(put.rows for put in together), REF)
+            refs["slot"] = np.concatenate([np.arange(put.rows) for put in together])
+            refs["place"] = np.repeat([put.written.place for put in together], [put.rows for put in together])
+            entries = [(False, put.rows // put.samples, put.samples) for put in together]
+            try:
+                after = await self._refer("admit", first, refs, {"groups": entries})
+            except Exception as refused:
+                for put in together:
+                    await self._give_up(put.written)
+                    if not put.admitted.done():
+                        put.admitted.set_exception(refused)
+                continue
+            for put in reversed(together):
+                put.written.slab.writers -= 1  # type: ignore[union-attr]
+                if not put.admitted.done():
+                    put.admitted.set_result(after)
+                after -= put.rows // put.samples
 
     async def claim(self, stage: str, most: int, *, version: int | None = None, timeout: float = 0.0) -> Claim | None:
         """Lease up to ``most`` rows (groups, for stages that take groups), waiting up to ``timeout`` seconds for some."""

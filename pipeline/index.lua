@@ -29,15 +29,15 @@
 --   count:STAGE       group → rows that became ready (group stages)
 --   gone:STAGE        group → rows that a stage which releases rows has released
 --   partial:STAGE     groups with rows that this stage has committed while others were delivered again
---   leases            token → {stage, worker, row ranges}        left   token → rows not committed
---   due:STAGE         token → deadline in ms                     worker:NAME   tokens of its leases
+--   leases            token → {stage, worker, row ranges, rows not committed, home}
+--   due:STAGE         token → deadline in ms
 --   steps             step → groups trained in it, until released
 --   blocks            block → {warehouse, offset, bytes, worker}   refs   block → rows that point to it, + 1 while it is open
 --   open:WORKER       blocks that their worker still writes to
 --   warehouses        number → {name, node, path, host, port, bytes, leaving}
 --   bysize:W, byaddr:W   free extents of warehouse W: offset scored by size and by address (best fit, coalesced)
 --   wake:TOPIC        a stream of one entry, read with BLOCK: a stage's name, `room`, `version`, `state`
---   reply:CLIENT:LANE what the last call of a client's lane answered, for one that has to ask again after a lost connection
+--   replies:CLIENT    lane → what its last call answered, for a client that has to ask again after a lost connection
 --
 -- Sets of ranges are sorted sets of 'first-last' scored by first; ranges never touch.
 
@@ -75,6 +75,13 @@ end
 local function count(run, field, by) return call('HINCRBY', run .. 'n', field, by) end
 local function value(run, field) return int(call('HGET', run .. 'n', field)) end
 local function wake(run, topic) call('XADD', run .. 'wake:' .. topic, 'MAXLEN', 1, '*', 'x', 1) end
+-- A stage's topic is woken only when a claim of it has found nothing since the last time.
+local function wake_stage(run, name)
+  if call('HGET', run .. 'n', 'idle:' .. name) == '1' then
+    call('HSET', run .. 'n', 'idle:' .. name, 0)
+    wake(run, name)
+  end
+end
 local function wake_all(run, topics) for topic in pairs(topics) do wake(run, topic) end end
 local function woken(run, topic)
   local last = call('XREVRANGE', run .. 'wake:' .. topic, '+', '-', 'COUNT', 1)
@@ -197,12 +204,16 @@ local function append(list, a, b)
   end
 end
 
+-- Where a stage's readiness is kept: by warehouse, so that near rows are found at once; train batches know no nearness.
 local function homes(run, stage)
-  return stage.takes == 'batch' and { 0 } or call('HKEYS', run .. 'homes:' .. stage.name)
+  if stage.takes == 'batch' then return { 0 } end
+  local out = {}
+  for home = 0, value(run, 'warehouses') do out[home + 1] = home end
+  return out
 end
 
 local function make_ready(run, stage, home, list)
-  if stage.takes == 'batch' then home = 0 else call('HSET', run .. 'homes:' .. stage.name, home, 1) end
+  if stage.takes == 'batch' then home = 0 end
   local total = 0
   for i = 1, #list, 2 do
     add(run .. 'ready:' .. stage.name .. ':' .. home, list[i], list[i + 1])
@@ -210,7 +221,7 @@ local function make_ready(run, stage, home, list)
   end
   if total > 0 then
     count(run, 'ready:' .. stage.name, total)
-    wake(run, stage.name)
+    wake_stage(run, stage.name)
   end
 end
 
@@ -391,13 +402,11 @@ end
 local function drop_lease(run, token, lease)
   call('ZREM', run .. 'due:' .. lease[1], token)
   call('HDEL', run .. 'leases', token)
-  call('HDEL', run .. 'left', token)
-  call('HDEL', run .. 'homes', token)
-  call('SREM', run .. 'worker:' .. lease[2], token)
 end
 
 local function settle(run, token, lease, n)
-  if call('HINCRBY', run .. 'left', token, -n) <= 0 then drop_lease(run, token, lease) end
+  lease[4] = lease[4] - n
+  if lease[4] <= 0 then drop_lease(run, token, lease) else call('HSET', run .. 'leases', token, cmsgpack.pack(lease)) end
 end
 
 -- Rows of a lost lease can be claimed again; those that were committed, or filtered by another stage meanwhile, not.
@@ -432,11 +441,10 @@ local function expire(run, cfg, token)
       end
     end
   end
-  local home = call('HGET', run .. 'homes', token) or 0
   drop_lease(run, token, lease)
   if back > 0 then
     count(run, 'redelivered', back)
-    make_ready(run, stage, home, list)
+    make_ready(run, stage, lease[5], list)
   end
 end
 
@@ -485,22 +493,29 @@ local function pick_window(run, cfg, stage)
 end
 
 -- ── The functions ─────────────────────────────────────────────────────────────────────────────────────────────────────
--- A function that changes nothing is defined with `reads`: its answer need not be kept.
-local function define(name, body, reads)
+-- A function that changes nothing is defined with `reads`: its answer need not be kept. One with `recall` keeps only what
+-- the second result of its body says, and answers a repeated call from that.
+local function define(name, body, reads, recall)
   redis.register_function('asyncdock_' .. name, function(keys, args)
-    local run, request, lane = keys[1], args[2], args[4]
+    local run, request, replies, lane = keys[1], args[2], keys[1] .. 'replies:' .. args[4], args[5]
     bind()
     if args[3] == '1' and not reads then
-      local known = call('GET', run .. 'reply:' .. lane)
-      if known and sub(known, 1, #request) == request then return sub(known, #request + 1) end
+      local known = call('HGET', replies, lane)
+      if known and sub(known, 1, #request) == request then
+        known = sub(known, #request + 1)
+        return recall and cmsgpack.pack(recall(run, cmsgpack.unpack(known))) or known
+      end
     end
-    local ok, result = pcall(body, run, cmsgpack.unpack(args[1]))
+    local ok, result, kept = pcall(body, run, cmsgpack.unpack(args[1]))
     if not ok then
       local text = type(result) == 'table' and result.err or tostring(result)
       return redis.error_reply(text:match('^%u+ ') and text or 'INTERNAL ' .. name .. ': ' .. text)
     end
     local reply = cmsgpack.pack(result)
-    if not reads then call('SET', run .. 'reply:' .. lane, request .. reply, 'EX', 3600) end
+    -- A client that is gone leaves nothing for ever.
+    if not reads and call('HSET', replies, lane, request .. (kept and cmsgpack.pack(kept) or reply)) == 1 then
+      call('EXPIRE', replies, 86400)
+    end
     return reply
   end)
 end
@@ -738,6 +753,7 @@ define('claim', function(run, a)
   end
   if #taken == 0 then
     local due = call('ZRANGE', run .. 'due:' .. stage.name, 0, 0, 'WITHSCORES')
+    call('HSET', run .. 'n', 'idle:' .. stage.name, 1)
     return { wait = woken(run, stage.name), due = due[2] and max(1, due[2] - t + 1) or false }
   end
   local rows = taken
@@ -766,13 +782,15 @@ define('claim', function(run, a)
   table.sort(pairs_of, function(x, y) return x[1] < y[1] end)
   local held = {}
   for _, pair in ipairs(pairs_of) do append(held, pair[1], pair[2]) end
-  call('HSET', run .. 'leases', token, cmsgpack.pack({ stage.name, a.worker, held }))
-  call('HSET', run .. 'left', token, left)
-  call('HSET', run .. 'homes', token, home)
+  call('HSET', run .. 'leases', token, cmsgpack.pack({ stage.name, a.worker, held, left, int(home) }))
   call('ZADD', run .. 'due:' .. stage.name, t + a.lease, token)
-  call('SADD', run .. 'worker:' .. a.worker, token)
   local out = describe(run, cfg, rows)
   out.token = token
+  return out, { token, rows }
+end, false, function(run, kept)
+  if not kept[1] then return kept end
+  local out = describe(run, config(run), kept[2])
+  out.token = kept[1]
   return out
 end)
 
@@ -991,7 +1009,7 @@ define('filter', function(run, a)
   call('ZREMRANGEBYSCORE', run .. 'filtered', '-inf', oldest and '(' .. ends(oldest) or '+inf')
   count(run, 'filtered_groups', #a.groups)
   wake_all(run, freed)
-  for _, s in ipairs(cfg.stages) do wake(run, s.name) end
+  for _, s in ipairs(cfg.stages) do wake_stage(run, s.name) end
   wake(run, 'version')
   return true
 end)
@@ -1061,7 +1079,7 @@ define('lose', function(run, a)
   call('HDEL', run .. 'warehouses', a.warehouse)
   call('HDEL', run .. 'n', 'used:' .. a.warehouse)
   call('DEL', run .. 'bysize:' .. a.warehouse, run .. 'byaddr:' .. a.warehouse)
-  for _, stage in ipairs(cfg.stages) do wake(run, stage.name) end
+  for _, stage in ipairs(cfg.stages) do wake_stage(run, stage.name) end
   wake(run, 'room')
   wake(run, 'version')
   local groups_lost = 0
@@ -1130,7 +1148,7 @@ define('publish', function(run, a)
   call('HSET', run .. 'n', 'published', a.version)
   call('SET', run .. 'weights', cmsgpack.pack(a.record))
   wake(run, 'version')
-  for _, stage in ipairs(cfg.stages) do wake(run, stage.name) end
+  for _, stage in ipairs(cfg.stages) do wake_stage(run, stage.name) end
   return true
 end)
 
@@ -1143,9 +1161,12 @@ end, true)
 -- {worker}: it is dead. Its leases end now, and the rest of its open blocks is taken back.
 define('forget', function(run, a)
   local cfg, freed = config(run), {}
-  for _, token in ipairs(call('SMEMBERS', run .. 'worker:' .. a.worker)) do expire(run, cfg, token) end
+  local leases = call('HGETALL', run .. 'leases')
+  for i = 1, #leases, 2 do
+    if cmsgpack.unpack(leases[i + 1])[2] == a.worker then expire(run, cfg, leases[i]) end
+  end
   for _, block in ipairs(call('SMEMBERS', run .. 'open:' .. a.worker)) do unreference(run, block, 1, freed) end
-  call('DEL', run .. 'open:' .. a.worker, run .. 'worker:' .. a.worker)
+  call('DEL', run .. 'open:' .. a.worker)
   wake_all(run, freed)
   return true
 end)
@@ -1230,10 +1251,10 @@ define('stats', function(run, a)
     local leased = 0
     local due = call('ZRANGE', run .. 'due:' .. stage.name, 0, -1, 'WITHSCORES')
     for i = 1, #due, 2 do
-      local rows = int(call('HGET', run .. 'left', due[i]))
-      leased = leased + rows
+      local lease = lease_of(run, due[i])
+      leased = leased + lease[4]
       out.leases[#out.leases + 1] = {
-        token = int(due[i]), stage = stage.name, worker = lease_of(run, due[i])[2], rows = rows, due = due[i + 1] / 1000,
+        token = int(due[i]), stage = stage.name, worker = lease[2], rows = lease[4], due = due[i + 1] / 1000,
       }
     end
     out.stages[stage.name] = { ready = value(run, 'ready:' .. stage.name), leased = leased, takes = stage.takes }

@@ -274,7 +274,7 @@ class Index:
         head = (f"asyncdock_{name}", 1, self.prefix, packed, request)
 
         async def once(again: bool) -> Any:
-            return await self._send((*head, "1" if again else "0", f"{self._client}:{lane}"))
+            return await self._send((*head, "1" if again else "0", self._client, lane))
 
         try:
             return await self._retry(once)

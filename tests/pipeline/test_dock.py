@@ -311,22 +311,39 @@ async def test_a_waiting_claim_wakes_as_soon_as_a_group_is_admitted(dock: Dock) 
     assert {row.group for row in found.rows} == {0, 1}, "groups admitted together are claimed together"
 
 
-async def test_a_repeated_call_after_a_lost_connection_is_answered_not_done_again(dock: Dock) -> None:
-    index = dock.index
-    original, failed = index._redis.fcall, []
+@pytest.fixture
+def cut_once(dock: Dock, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The connection is lost once, after the server has done what it was asked."""
+    original, cuts = dock.index._redis.fcall, [0]
 
     async def flaky(*arguments: object) -> object:
         reply = await original(*arguments)
-        if not failed:
-            failed.append(1)
+        if cuts[0] == 1:
+            cuts[0] = 2
             raise ConnectionError("cut after the server had done it")
         return reply
 
-    index._redis.fcall = flaky  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(dock.index._redis, "fcall", flaky)
+    return cuts
+
+
+async def test_a_repeated_call_after_a_lost_connection_is_answered_not_done_again(
+    dock: Dock, cut_once: list[int]
+) -> None:
+    cut_once[0] = 1
     await admit(dock, range(2))
-    index._redis.fcall = original  # type: ignore[method-assign]
-    assert failed
-    assert (await index.stats())["admitted"] == 2
+    assert cut_once == [2]
+    assert (await dock.index.stats())["admitted"] == 2
+    cut_once[0] = 1
+    claimed = await claim(dock, "rollout", version=0)
+    assert cut_once == [2]
+    assert [(row.group, row.place) for row in claimed.rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert (await dock.index.stats())["stages"]["rollout"] == {"ready": 0, "leased": 4, "takes": "groups"}
+    cut_once[0] = 1
+    await respond(dock, claimed, positions=[0])
+    assert cut_once == [2]
+    assert (await dock.index.ledger())["generated"] == 1
+    assert await dock.claim("rollout", 1, version=0) is None, "a repeated empty answer is an answer too"
 
 
 async def test_a_cancelled_call_is_always_cancelled(dock: Dock) -> None:
