@@ -1167,18 +1167,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = quick(plan) if options.quick else plan
 
     quietly()
+    loads = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="flow-", dir=shared_memory_directory()) as home:
         found, alone = measure(plan, Path(home), lambda text: print(text, file=sys.stderr, flush=True))
+    loads.append(os.getloadavg()[0])
     reports = {case.name: case_report(case, found.cases[case.name]) for case in plan.cases}
     rows = goals(plan, reports, found, alone) if plan.ours else []
     versions = _versions()
     print(f"{os.cpu_count()} processors, {platform.machine()}; " + ", ".join(f"{k} {v}" for k, v in versions.items()))
+    print(f"load average {loads[0]:.1f} before, {loads[1]:.1f} after (this benchmark's own included)")
     print(f"{plan.rounds} rounds, {plan.turns} turns in each after the first; medians; x ours: its time over ours")
     print(show(list(reports.values()), rows))
     if options.json:
         told = {
             "versions": versions,
             "processors": os.cpu_count(),
+            "load_average": loads,
             "quick": options.quick,
             "rounds": plan.rounds,
             "turns": plan.turns,
