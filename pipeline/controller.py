@@ -205,6 +205,7 @@ class Controller:
         except (LeaseLost, StaleHandle) as lost:
             # Somebody else has these rows now; what was made of them here is dropped, and nothing else is touched.
             log.warning("lease lost", stage=self.stage.name, rows=len(claim), reason=str(lost))
+            await self.dock.index.call("hand_back", token=claim.token)  # what is left of it, if anything
         finally:
             self._tasks.pop(claim.token, None)
             self._held.pop(claim.token, None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -23,15 +24,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import structlog
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from pipeline.columns import Packed, PackedRows, Schema, StaleHandle, collect, in_order, missing_column, pack
 from pipeline.index import REF, BlockLost, Claim, Index, Nothing, RunConfig, StageSpec, WarehouseGone, ranges
-from pipeline.transfer import RemoteWarehouse
+from pipeline.transfer import RemoteWarehouse, WarehouseServer, WarehouseUnreachable
 from pipeline.warehouse import Arena, shared_memory_directory
+
+log = structlog.get_logger()
 
 Rows = Mapping[str, Any] | TensorDictBase
 
+SIGN_SECONDS = 2.0  # between a served warehouse's signs of life
+SILENT_SECONDS = 10.0  # without one, a warehouse that cannot be reached is taken for lost
 _PUTS_TOGETHER = 256
 SLAB = 1 << 20  # bytes, at most a 64th of the arena
 _MADE = np.dtype([("oldest", "<i4"), ("tokens", "<u4")])
@@ -89,8 +95,9 @@ class Dock:
     """One worker's access to a run's samples.
 
     ``warehouse`` names the one that this worker writes to; its arena lies in ``directory``. ``node`` says which warehouses
-    can be mapped here: those that joined with the same name. Others are reached over the wire with ``secret``.
-    ``lease`` and ``room_timeout`` are seconds, ``slab`` bytes (0: each write takes a block of its own).
+    can be mapped here: those that joined with the same name. Others are reached over the wire with ``secret``, within
+    ``wire_timeout`` seconds, inside TLS when ``tls`` gives the contexts of a server and of a client. ``lease`` and
+    ``room_timeout`` are seconds, ``slab`` bytes (0: each write takes a block of its own).
     """
 
     def __init__(
@@ -103,18 +110,23 @@ class Dock:
         warehouse: str = "local",
         node: str | None = None,
         secret: bytes = b"",
+        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         lease: float = 60.0,
         room_timeout: float = 600.0,
+        wire_timeout: float = 10.0,
         slab: int = SLAB,
     ) -> None:
         self.index, self.schema, self.worker = index, schema, worker
         self.lease, self.room_timeout = lease, room_timeout
         self.node = node or platform.node()
-        self._directory, self._name, self._secret, self._slab_bytes = directory, warehouse, secret, slab
+        self._directory, self._name, self._slab_bytes = directory, warehouse, slab
+        self._secret, self._tls, self._wire_timeout = secret, tls, wire_timeout
         self._home: _Warehouse | None = None
         self._warehouses: dict[int, _Warehouse] = {}
         self._arenas: dict[int, Arena] = {}
-        self._remotes: dict[int, RemoteWarehouse] = {}
+        self._remotes: dict[tuple[str, int], RemoteWarehouse] = {}  # by address
+        self._server: WarehouseServer | None = None
+        self._living: asyncio.Task[None] | None = None
         self._producer: dict[str, int] = {}  # column → who makes it
         self._slab: _Slab | None = None
         self._retired: list[_Slab] = []
@@ -189,25 +201,63 @@ class Dock:
             self._home = home
         return self._home
 
+    async def serve(self, host: str, port: int = 0, *, advertise: str | None = None) -> tuple[str, int]:
+        """Let other nodes reach this node's warehouse at ``host``, or at ``advertise`` where they know it by another name.
+        Returns the address. One worker of a node does this, until it closes."""
+        home = self._home or await self._enter()
+        server_side = self._tls[0] if self._tls else None
+        self._server = WarehouseServer(
+            self._arena(home), self.schema, secret=self._secret, host=host, port=port, ssl=server_side
+        )
+        _, port = await self._server.start()
+        name = advertise or host
+        address = {"warehouse": home.number, "host": name, "port": port}
+        await self.index.call("serve", **address)
+        self._living = asyncio.create_task(self._live(address))
+        await self._enter()
+        return name, port
+
+    async def _live(self, address: Mapping[str, Any]) -> None:
+        """Signs of life, until the warehouse is out of the run."""
+        try:
+            while True:
+                await asyncio.sleep(SIGN_SECONDS)
+                await self.index.call("serve", **address)
+        except WarehouseGone:
+            log.warning("this node's warehouse is out of the run", warehouse=self._name)
+
+    @property
+    def served(self) -> WarehouseServer | None:
+        return self._server
+
     async def close(self) -> None:
         """Give back what this worker holds open, and its connections. The rows that it wrote stay."""
         if self._putting is not None:
             await self._putting
         if not self.index.closed:
             await self.flush()
+        if self._living is not None:
+            self._living.cancel()
+            await asyncio.gather(self._living, return_exceptions=True)
         for remote in self._remotes.values():
             await remote.close()
         self._remotes.clear()
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
 
     # ── writing ──
 
     async def flush(self) -> None:
         """Close slabs that nothing is being written to: their bytes can be free as soon as their rows are."""
-        if self._slab is not None:
-            self._retired.append(self._slab)
-            self._slab = None
+        self._retire()
         if idle := self._idle():
             await self.index.call("close", worker=self.worker, blocks=idle)
+
+    def _retire(self) -> None:
+        if self._slab is not None:
+            self._retired.append(self._slab)
+        self._slab = None
 
     def _idle(self) -> list[int]:
         """Retired slabs without writers, taken off the list."""
@@ -255,9 +305,7 @@ class Dock:
             async with self._carving:
                 old = self._slab
                 if old is None or old.used + packed.nbytes > old.nbytes or old.home is not self._home:
-                    if old is not None:
-                        self._retired.append(old)
-                    self._slab = None
+                    self._retire()
                     old = self._slab = await self._allocate(size, reserve)
                 slab = old
                 place = slab.home.number << _OFFSET_BITS | slab.offset + slab.used
@@ -276,7 +324,11 @@ class Dock:
         if home.node == self.node:
             packed.write_into(self._arena(home).slice(offset, packed.nbytes), written.block)
         else:
-            await self._remote(home).write(offset, written.block, packed)
+            try:
+                await self._remote(home).write(offset, written.block, packed)
+            except WarehouseUnreachable as silent:
+                await self._suspect(home, silent)
+                raise BlockLost(f"warehouse {home.name!r} is gone; the rows are written again") from silent
 
     async def _give_up(self, written: _Written) -> None:
         if written.slab is None:
@@ -292,11 +344,10 @@ class Dock:
             home = self._home or await self._enter()
             arguments |= {"block": 0, "mask": 0, "close": False, "refs": b""}
             return await self.index.call(name, worker=self.worker, home=home.number, **arguments)
-        written = await self._write(columns, reserve)
         try:
-            return await self._point(name, written, slots, arguments)
-        except BlockLost:  # this worker was taken for dead; its next block is its own again
-            self._slab = None if written.slab is self._slab else self._slab
+            return await self._point(name, await self._write(columns, reserve), slots, arguments)
+        except BlockLost:  # this worker was taken for dead, or its warehouse is gone; its next block is its own again
+            self._retire()
             return await self._point(name, await self._write(columns, reserve), slots, arguments)
 
     async def _point(self, name: str, written: _Written, slots: np.ndarray, arguments: Mapping[str, Any]) -> Any:
@@ -336,22 +387,19 @@ class Dock:
         count = rows.batch_size[0] if isinstance(rows, TensorDictBase) else len(next(iter(rows.values())))
         if count % samples:
             raise ValueError(f"samples: {count} rows are no whole groups of {samples}; put them group by group")
-        written = await self._write(rows, reserve=_SOURCE_RESERVE)
-        if written.slab is None:
-            entries = [(False, count // samples, samples)]
-            return int(await self._point("admit", written, np.arange(count), {"groups": entries}))
-        put = _Put(written, count, samples, asyncio.get_running_loop().create_future())
-        self._puts.append(put)
-        if self._putting is None or self._putting.done():
-            self._putting = asyncio.create_task(self._admit_puts())
+        entries, slots = [(False, count // samples, samples)], np.arange(count)
         try:
-            return await asyncio.shield(put.admitted)
-        except BlockLost:  # this worker was taken for dead; its next block is its own again
-            self._slab = None if written.slab is self._slab else self._slab
             written = await self._write(rows, reserve=_SOURCE_RESERVE)
-            return int(
-                await self._point("admit", written, np.arange(count), {"groups": [(False, count // samples, samples)]})
-            )
+            if written.slab is None:
+                return int(await self._point("admit", written, slots, {"groups": entries}))
+            put = _Put(written, count, samples, asyncio.get_running_loop().create_future())
+            self._puts.append(put)
+            if self._putting is None or self._putting.done():
+                self._putting = asyncio.create_task(self._admit_puts())
+            return await asyncio.shield(put.admitted)
+        except BlockLost:
+            self._retire()
+            return int(await self._place("admit", rows, slots, reserve=_SOURCE_RESERVE, groups=entries))
 
     async def _admit_puts(self) -> None:
         """Admit the puts that wait, those that lie in one block together, until none does."""
@@ -454,7 +502,31 @@ class Dock:
         if warehouse.node == self.node:
             arena = self._arena(warehouse)
             return collect(self.schema, names, arena.slice(0, arena.nbytes), places, blocks, slots)
-        return await self._remote(warehouse).read(blocks, places, slots, names)
+        try:
+            return await self._remote(warehouse).read(blocks, places, slots, names)
+        except WarehouseUnreachable as silent:
+            await self._suspect(warehouse, silent)
+        if number in self._warehouses:
+            return await self._remote(self._warehouses[number]).read(blocks, places, slots, names)
+        raise StaleHandle(
+            f"warehouse {warehouse.name!r} on node {warehouse.node!r} is gone; its samples are made again"
+        )
+
+    async def _suspect(self, warehouse: _Warehouse, silent: WarehouseUnreachable) -> None:
+        """Returns when the warehouse is out of the run, or back at another address; raises when it is alive and only cannot
+        be reached from here."""
+        await self._enter()
+        if (now := self._warehouses.get(warehouse.number)) is not None and now != warehouse:
+            return
+        told = await self.index.call("suspect", warehouse=warehouse.number, silent=int(SILENT_SECONDS * 1000))
+        if "alive" in told:
+            raise WarehouseUnreachable(
+                f"warehouse {warehouse.name!r} on node {warehouse.node!r} is alive, but cannot be reached from node "
+                f"{self.node!r} ({silent}); check the network between them"
+            ) from silent
+        if "groups" in told:
+            log.warning("warehouse lost", warehouse=warehouse.name, groups_made_again=told["groups"], rows=told["rows"])
+        await self._enter()
 
     async def commit(
         self,
@@ -510,12 +582,17 @@ class Dock:
         return self._arenas[warehouse.number]
 
     def _remote(self, warehouse: _Warehouse) -> RemoteWarehouse:
-        if warehouse.number not in self._remotes:
-            if not warehouse.port:
-                raise ConnectionError(
-                    f"warehouse {warehouse.name!r} lies on node {warehouse.node!r} and serves nobody; start its server"
-                )
-            self._remotes[warehouse.number] = RemoteWarehouse(
-                warehouse.host, warehouse.port, self.schema, secret=self._secret, timeout=self.index.timeout
+        address = (warehouse.host, warehouse.port)
+        if not warehouse.port:
+            raise ConnectionError(
+                f"warehouse {warehouse.name!r} lies on node {warehouse.node!r} and serves nobody; start its server"
             )
-        return self._remotes[warehouse.number]
+        if address not in self._remotes:
+            self._remotes[address] = RemoteWarehouse(
+                *address,
+                self.schema,
+                secret=self._secret,
+                timeout=self._wire_timeout,
+                ssl=self._tls[1] if self._tls else None,
+            )
+        return self._remotes[address]

@@ -560,9 +560,9 @@ local function change_warehouse(run, number, change)
   return known
 end
 
--- {warehouse, host, port}: where other nodes reach it.
+-- {warehouse, host, port}: where other nodes reach it; said again every few seconds, as a sign of life.
 define('serve', function(run, a)
-  change_warehouse(run, a.warehouse, { host = a.host, port = a.port })
+  change_warehouse(run, a.warehouse, { host = a.host, port = a.port, seen = now() })
   return true
 end)
 
@@ -806,6 +806,12 @@ define('renew', function(run, a)
   return kept
 end)
 
+-- {token}: its worker will not finish these rows; they can be claimed again at once.
+define('hand_back', function(run, a)
+  if lease_of(run, a.token) then expire(run, config(run), a.token) end
+  return true
+end)
+
 -- Checks that rows {first, last, …} (ascending) are there and held under `token`. Returns the lease, how many they are, and
 -- for each range the stretches {first, last, columns, done, state} of equal state.
 local function held(run, stage, token, rows)
@@ -1040,10 +1046,10 @@ local function lies_on(run, cfg, warehouse, from, to)
   return false
 end
 
--- {warehouse} → {groups, rows}: its node is gone, and so are its bytes. Open groups with any column there are made again:
--- their prompts enter again at the gate under the same numbers, and the ledger counts what was generated as `remade`.
--- Steps whose rows lay there can no longer be replayed.
-define('lose', function(run, a)
+-- Its node is gone, and so are its bytes. Open groups with any column there are made again: their prompts enter again at
+-- the gate under the same numbers, and the ledger counts what was generated as `remade`. Steps whose rows lay there can no
+-- longer be replayed.
+local function lose(run, a)
   local cfg, freed, lost, rows_lost = config(run), {}, {}, 0
   for _, step in ipairs(call('HKEYS', run .. 'steps')) do
     local groups = cmsgpack.unpack(call('HGET', run .. 'steps', step))
@@ -1084,7 +1090,21 @@ define('lose', function(run, a)
   wake(run, 'version')
   local groups_lost = 0
   for i = 1, #lost, 2 do groups_lost = groups_lost + lost[i + 1] - lost[i] + 1 end
+  count(run, 'warehouses_lost', 1)
   return { groups = groups_lost, rows = rows_lost }
+end
+
+-- {warehouse} → {groups, rows} that are made again
+define('lose', lose)
+
+-- {warehouse, silent = ms}: somebody cannot reach it. → {alive} when it has given a sign of life within that time, else it
+-- is lost now → {groups, rows}, or {gone} when it was before.
+define('suspect', function(run, a)
+  local packed = call('HGET', run .. 'warehouses', a.warehouse)
+  if not packed then return { gone = true } end
+  local known = cmsgpack.unpack(packed)
+  if now() - (known.seen or 0) < a.silent then return { alive = true } end
+  return lose(run, a)
 end)
 
 -- {warehouse} → {closed = {{block, offset, bytes}…} to be moved away before it may go, open = how many are still written to,
