@@ -26,14 +26,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import itertools
 import math
-import mmap
 import os
 import socket
 import ssl as tls
 import struct
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,10 +61,12 @@ _MIN_SECRET = 16
 _SLICES = 512  # buffers in one call of sendmsg; Linux takes 1024
 _PIECE = 1 << 20  # bytes gathered at a time, and received before other tasks get a turn
 _TLS_PIECE = 1 << 18
+_KEPT = 64 << 20
+_REUSED = 1 << 16  # bytes: smaller buffers come from pages that the allocator has anyway
+_WAKE = 1 << 20  # bytes that a receiver of many lets gather before it is woken
 _SLICED = (
     512  # runs of at least so many bytes on average are sent from where they lie; shorter ones are copied together
 )
-_HUGE = 4 << 20  # buffers of so many bytes are received into huge pages, where there are some
 
 
 class TransferError(RuntimeError):
@@ -80,7 +81,7 @@ class WarehouseUnreachable(ConnectionError):
 class Limits:
     """What one end takes from the other. A frame that would need more is refused before anything is allocated for it."""
 
-    rows: int = 1 << 16  # of one read or one block
+    rows: int = 1 << 18  # of one read or one block
     nbytes: int = 4 << 30  # of one payload
     connections: int = 64
     hello_seconds: float = 5.0  # for all of the handshake
@@ -270,6 +271,10 @@ class Runs:
         return int(self.lengths.sum())
 
 
+# For each asked column, in the schema's order: offsets int64 [n + 1] in elements (None for scalar and fixed) and its values.
+Found = list[tuple[np.ndarray | None, Runs]]
+
+
 class ArenaReader:
     """Finds rows in an arena, for a whole request at once; every number that it reads from the arena is checked."""
 
@@ -278,15 +283,56 @@ class ArenaReader:
         self._words = np.frombuffer(self._memory, np.int64, arena.nbytes // 8)
         self._bytes = np.frombuffer(self._memory, np.uint8)
 
-    def plan(self, request: ReadRequest, limits: Limits) -> list[tuple[np.ndarray | None, Runs]]:
-        """For each asked column, in the schema's order: offsets int64 [n + 1] in elements (None for scalar and fixed) and
-        the runs of its values. Raises :class:`StaleHandle` and :class:`TransferError`."""
+    def plan(self, request: ReadRequest, limits: Limits) -> Found:
+        """Where the asked rows lie. Raises :class:`StaleHandle` and :class:`TransferError`."""
+        found = self._side_by_side(request) or self._scattered(request)
+        nbytes = sum(runs.nbytes + (0 if offsets is None else offsets.nbytes) for offsets, runs in found)
+        if nbytes > limits.nbytes:
+            raise TransferError(
+                f"read: {nbytes} bytes, at most {limits.nbytes} are sent at a time; ask for the rows in parts"
+            )
+        return found
+
+    def _side_by_side(self, request: ReadRequest) -> Found | None:
+        """Rows that follow one another in one block, found with a few numbers. None when they do not, or when anything is
+        wrong: the general case says what."""
+        at, block, slot, count = int(request.offsets[0]), request.blocks[0], int(request.slots[0]), len(request.slots)
+        memory, room = self._memory, len(self._memory) - at
+        if at < 0 or at & 7 or room < 64 or (request.offsets != at).any() or (request.blocks != block).any():
+            return None
+        magic, found, rows, columns = struct.unpack_from("4q", memory, at)
+        if magic != _MAGIC or found != block or not 0 <= slot <= rows - count or not 0 < 32 * columns <= room - 32:
+            return None
+        if (request.slots[1:] - request.slots[:-1] != 1).any():
+            return None
+        table = struct.unpack_from(f"{4 * columns}q", memory, at + 32)
+        places = {table[i]: table[i + 1 : i + 4] for i in range(0, 4 * columns, 4)}
+        out: Found = []
+        for bit, column in _asked(self._schema, request.mask):
+            offsets_at, values_at, nbytes = places.get(bit, (-1, -1, 0))
+            if values_at < 32 or nbytes < 0 or values_at + nbytes > room:
+                return None
+            if column.shape is not None:
+                width, bounds = _width(column), None
+                if nbytes != rows * width:
+                    return None
+                begin, end = slot * width, (slot + count) * width
+            else:
+                if offsets_at < 32 or offsets_at & 7 or offsets_at + 8 * (rows + 1) > room:
+                    return None
+                first = (at + offsets_at) // 8 + slot
+                bounds = self._words[first : first + count + 1]
+                low, high = int(bounds[0]), int(bounds[-1])
+                begin, end = low * column.itemsize, high * column.itemsize
+                if not 0 <= begin <= end <= nbytes:
+                    return None
+                bounds = bounds - low if low else bounds
+            out.append((bounds, Runs(np.array([at + values_at + begin]), np.array([end - begin]))))
+        return out
+
+    def _scattered(self, request: ReadRequest) -> Found:
         words, room = self._words, len(self._memory)
-        first = request.offsets[0]
-        if (request.offsets == first).all():
-            at, block_of = request.offsets[:1], np.zeros(len(request.slots), np.intp)
-        else:
-            at, block_of = np.unique(request.offsets, return_inverse=True)
+        at, block_of = np.unique(request.offsets, return_inverse=True)
         wrong = (at < 0) | (at > room - 64) | (at & 7 != 0)
         if wrong.any():
             raise TransferError(
@@ -318,26 +364,17 @@ class ArenaReader:
         cells = head[:, None] + 4 + np.arange(4 * widest)
         table = words[np.minimum(cells, len(words) - 1)].reshape(-1, widest, 4)
         told = np.arange(widest) < columns[:, None]
-        ordered = bool((request.slots[1:] - request.slots[:-1] == 1).all()) if len(at) == 1 else False
-        out, total = [], 0
-        for bit, column in enumerate(self._schema.columns):
-            if request.mask >> bit & 1:
-                here = told & (table[:, :, 0] == bit)
-                if not here.any(1).all():
-                    row = int(np.flatnonzero(~here.any(1)[block_of])[0])
-                    raise TransferError(
-                        f"read: column {column.name!r} is not in block {request.blocks[row]}; ask "
-                        "that row of the block that has it"
-                    )
-                offsets, runs = self._column(
-                    column, at, table[np.arange(len(at)), here.argmax(1), 1:], rows, block_of, request, ordered
+        out: Found = []
+        for bit, column in _asked(self._schema, request.mask):
+            here = told & (table[:, :, 0] == bit)
+            if not here.any(1).all():
+                row = int(np.flatnonzero(~here.any(1)[block_of])[0])
+                raise TransferError(
+                    f"read: column {column.name!r} is not in block {request.blocks[row]}; ask that row of the block that "
+                    "has it"
                 )
-                total += runs.nbytes + (0 if offsets is None else offsets.nbytes)
-                out.append((offsets, runs))
-        if total > limits.nbytes:
-            raise TransferError(
-                f"read: {total} bytes, at most {limits.nbytes} are sent at a time; ask for the rows in parts"
-            )
+            place = table[np.arange(len(at)), here.argmax(1), 1:]
+            out.append(self._column(column, at, place, rows, block_of, request.slots))
         return out
 
     def _column(
@@ -347,58 +384,61 @@ class ArenaReader:
         place: np.ndarray,
         rows: np.ndarray,
         block_of: np.ndarray,
-        request: ReadRequest,
-        ordered: bool,
+        slots: np.ndarray,
     ) -> tuple[np.ndarray | None, Runs]:
-        room, size = len(self._memory), column.itemsize
+        """Of blocks at ``at`` with ``rows`` rows, whose headers tell ``place`` [blocks, 3], row i is ``slots[i]`` of block
+        ``block_of[i]``."""
+        room, size = len(self._memory) - at, column.itemsize
         offsets_at, values_at, nbytes = place[:, 0], place[:, 1], place[:, 2]
-        bad = (values_at < 32) | (values_at > room - at) | (values_at % size != 0)
-        bad |= (nbytes < 0) | (nbytes > room - at - np.where(bad, 0, values_at))
+        bad = (values_at < 32) | (values_at > room)
+        bad |= (nbytes < 0) | (nbytes > room - np.where(bad, 0, values_at))
         if column.shape is None:
-            bad |= (offsets_at < 32) | (offsets_at & 7 != 0) | (offsets_at > room - at - 8 * (rows + 1))
+            bad |= (offsets_at < 32) | (offsets_at & 7 != 0) | (offsets_at > room - 8 * (rows + 1))
         else:
             bad |= nbytes != rows * _width(column)
         if bad.any():
             raise TransferError(f"read: column {column.name!r} of a block reaches beyond it; the arena is damaged")
-        base = at + values_at
+        base = (at + values_at)[block_of]
         if column.shape is not None:
             width = _width(column)
-            if ordered:
-                return None, Runs(base + request.slots[:1] * width, np.array([len(request.slots) * width]))
-            starts = base[block_of] + request.slots * width
-            return None, _joined(starts, np.full(len(starts), width))
-        if ordered:
-            begin = int(at[0] + offsets_at[0] >> 3) + int(request.slots[0])
-            bounds = self._words[begin : begin + len(request.slots) + 1]
-            if not 0 <= bounds[0] <= bounds[-1] <= nbytes[0] // size:
-                raise TransferError(f"read: offsets of column {column.name!r} are not in order; the arena is damaged")
-            runs = Runs(base + bounds[:1] * size, (bounds[-1:] - bounds[:1]) * size)
-            return (bounds if bounds[0] == 0 else bounds - bounds[0]), runs
-        index = ((at + offsets_at) >> 3)[block_of] + request.slots
+            return None, _joined(base + slots * width, np.full(len(slots), width))
+        index = ((at + offsets_at) >> 3)[block_of] + slots
         begins, ends = self._words[index], self._words[index + 1]
         if ((begins < 0) | (begins > ends) | (ends > (nbytes // size)[block_of])).any():
             raise TransferError(f"read: offsets of column {column.name!r} are not in order; the arena is damaged")
         lengths = ends - begins
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        return offsets, _joined(base[block_of] + begins * size, lengths * size)
+        return offsets, _joined(base + begins * size, lengths * size)
 
-    def buffers(self, runs: Runs) -> Iterator[memoryview]:
-        """The bytes of ``runs``, in order: slices of the arena, or copies, ``_PIECE`` at most, when runs are short."""
-        count = len(runs.starts)
-        if runs.nbytes == 0:
-            return
-        if runs.nbytes >= _SLICED * count:
-            for start, length in zip(runs.starts.tolist(), runs.lengths.tolist(), strict=True):
-                yield self._memory[start : start + length]
-            return
+    def batches(self, found: Found) -> Iterator[list[memoryview]]:
+        """What :meth:`plan` found, offsets and values column by column, in lists for one call of sendmsg each. Long runs are
+        slices of the arena, short ones copied together; only about ``_PIECE`` bytes of copies exist at a time."""
+        batch, copied = list[memoryview](), 0
+        for offsets, runs in found:
+            if offsets is not None:
+                batch.append(offsets.data.cast("B"))
+            slices = runs.nbytes >= _SLICED * len(runs.starts)
+            for buffer in self._slices(runs) if slices else self._copies(runs):
+                batch.append(buffer)
+                copied += 0 if slices else len(buffer)
+                if len(batch) >= _SLICES or copied >= _PIECE:
+                    yield batch
+                    batch, copied = [], 0
+        yield batch
+
+    def _slices(self, runs: Runs) -> Iterator[memoryview]:
+        for start, length in zip(runs.starts.tolist(), runs.lengths.tolist(), strict=True):
+            yield self._memory[start : start + length]
+
+    def _copies(self, runs: Runs) -> Iterator[memoryview]:
         together = int(np.bitwise_or.reduce(runs.starts | runs.lengths))
         unit = 8 if together & 7 == 0 else together & -together  # copied in the largest words that all runs consist of
         elements = self._bytes[: len(self._bytes) // unit * unit].view(f"u{unit}")
         starts, lengths = runs.starts // unit, runs.lengths // unit
         ends = np.cumsum(lengths)
         first, done = 0, 0
-        while first < count:
+        while first < len(starts):
             last = max(first + 1, int(np.searchsorted(ends, done + _PIECE // 8, "right")))
             total = int(ends[last - 1]) - done
             if total > _PIECE // 8:  # one long run among short ones
@@ -416,6 +456,10 @@ def _gathered(elements: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
     index = np.repeat(starts - (ends - lengths), lengths)
     index += np.arange(ends[-1])
     return elements[index]
+
+
+def _asked(schema: Schema, mask: int) -> list[tuple[int, Column]]:
+    return [(bit, column) for bit, column in enumerate(schema.columns) if mask >> bit & 1]
 
 
 def _joined(starts: np.ndarray, lengths: np.ndarray) -> Runs:
@@ -443,6 +487,7 @@ class _Stream:
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._loop = sock, asyncio.get_running_loop()
         self.sent = self.received = self._moved = 0
+        self._woken_at = 1
 
     @classmethod
     async def open(cls, sock: socket.socket, ssl: tls.SSLContext | None, server: str | None) -> _Stream:
@@ -485,22 +530,37 @@ class _Stream:
         finally:
             remove(descriptor)
 
-    async def receive_into(self, memory: memoryview, check: Callable[[], None] | None = None) -> None:
-        """Fill ``memory``; ``check`` runs before each piece is taken. Raises ConnectionResetError at the stream's end."""
-        at = 0
-        while at < len(memory):
-            rest = memory[at:]
-
-            def step(rest: memoryview = rest) -> int:
-                if check is not None:
-                    check()
-                return self._sock.recv_into(rest)
-
-            count = await self._until(step)
+    async def receive_into(self, *memories: memoryview, check: Callable[[], None] | None = None) -> None:
+        """Fill ``memories`` one after the other; ``check`` runs before each piece is taken. Raises ConnectionResetError at
+        the stream's end."""
+        pending = [memory for memory in memories if len(memory)]
+        while pending:
+            if check is not None:
+                check()
+            try:
+                if len(pending) == 1 or isinstance(self._sock, tls.SSLSocket):
+                    count = self._sock.recv_into(pending[0])
+                else:
+                    count = self._sock.recvmsg_into(pending[:_SLICES])[0]
+            except (BlockingIOError, tls.SSLWantReadError):
+                self._wake_at(min(sum(map(len, pending)), _WAKE))
+                await self._ready(to_send=False)
+                continue
+            except tls.SSLWantWriteError:
+                await self._ready(to_send=True)
+                continue
             if count == 0:
                 raise ConnectionResetError("the other end closed the connection")
-            at, self.received = at + count, self.received + count
+            self.received += count
+            _advance(pending, count)
             await self._give_turns(count)
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Have the kernel wake us when ``nbytes`` are there (or no more will come): many small wake-ups cost more than the
+        bytes. Under TLS bytes come in records, which the kernel does not know."""
+        if nbytes != self._woken_at and not isinstance(self._sock, tls.SSLSocket):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._woken_at = nbytes
 
     async def _give_turns(self, moved: int) -> None:
         """A fast peer never makes us wait, so others (and deadlines) get their turn by bytes."""
@@ -519,28 +579,17 @@ class _Stream:
         for at in range(0, nbytes, _PIECE >> 2):
             await self.receive_into(scratch[: nbytes - at])
 
-    async def send(self, buffers: Iterable[memoryview]) -> None:
-        """Send ``buffers`` one after the other; copied ones are made as they are needed, a piece at a time."""
-        pending, held = list[memoryview](), 0
-        for buffer in itertools.chain(buffers, [None]):
-            if buffer is not None:
-                pending.append(buffer)
-                held += len(buffer)
-                if held < _PIECE and len(pending) < _SLICES:
-                    continue
-            while held:
-                if isinstance(self._sock, tls.SSLSocket):
-                    data = pending[0][:_TLS_PIECE]
-                    count = await self._until(partial(self._sock.send, data), sends=True)
-                else:
-                    count = await self._until(partial(self._sock.sendmsg, pending), sends=True)
-                held, self.sent = held - count, self.sent + count
-                await self._give_turns(count)
-                while pending and count >= len(pending[0]):
-                    count -= len(pending.pop(0))
-                if count:
-                    pending[0] = pending[0][count:]
-            pending.clear()
+    async def send(self, *buffers: bytes | memoryview) -> None:
+        """Send ``buffers``, at most ``_SLICES`` of them, one after the other."""
+        pending = [memoryview(buffer) for buffer in buffers]
+        while pending:
+            if isinstance(self._sock, tls.SSLSocket):
+                count = await self._until(partial(self._sock.send, pending[0][:_TLS_PIECE]), sends=True)
+            else:
+                count = await self._until(partial(self._sock.sendmsg, pending), sends=True)
+            self.sent += count
+            _advance(pending, count)
+            await self._give_turns(count)
 
     def close(self) -> None:
         self._sock.close()
@@ -556,6 +605,17 @@ class _Stream:
         except (OSError, TimeoutError):
             pass
         self.close()
+
+
+def _advance(pending: list[memoryview], count: int) -> None:
+    """Take the first ``count`` bytes off ``pending``."""
+    done = 0
+    while done < len(pending) and count >= len(pending[done]):
+        count -= len(pending[done])
+        done += 1
+    del pending[:done]
+    if count:
+        pending[0] = pending[0][count:]
 
 
 def _check_secret(secret: bytes) -> bytes:
@@ -686,7 +746,7 @@ class WarehouseServer:
     async def _known(self, stream: _Stream) -> bool:
         """Whether the peer knows the secret; it learns no more than that."""
         hello = _HELLO.pack(_WIRE, VERSION, os.urandom(32))
-        await stream.send([memoryview(hello)])
+        await stream.send(hello)
         said = bytes(await stream.receive(_PROOF.size))
         wire, version, _, proof = _PROOF.unpack(said)
         right = hmac.compare_digest(proof, _proof(self._secret, b"client", hello, said[:-32]))
@@ -695,13 +755,16 @@ class WarehouseServer:
         welcome = _WELCOME.pack(
             time.monotonic(), self.limits.rows, self.limits.nbytes, self._arena.nbytes, schema_digest(self._schema), b""
         )[:-32]
-        await stream.send([memoryview(welcome + _proof(self._secret, b"warehouse", hello, said, welcome))])
+        await stream.send(welcome + _proof(self._secret, b"warehouse", hello, said, welcome))
         return True
 
     async def _turn(self, stream: _Stream) -> bool:
         """One request and its reply; False when the connection must end."""
-        async with asyncio.timeout(self.limits.idle_seconds):
-            head = await stream.receive(_HEAD.size)
+        try:
+            async with asyncio.timeout(self.limits.idle_seconds):
+                head = await stream.receive(_HEAD.size)
+        except ConnectionResetError:
+            return False  # the client closed it
         in_step = False
         try:
             kind, size, payload = parse_head(head, self.limits)
@@ -710,43 +773,40 @@ class WarehouseServer:
             in_step = payload == 0  # a payload is not waited for when it is refused
             request = parse_request(kind, control, payload, self._schema, self._arena.nbytes, self.limits)
             async with asyncio.timeout(self.limits.seconds(payload)):
-                told, size, buffers = await self._answer(stream, request)
+                told, size, batches = await self._answer(stream, request)
         except (TransferError, StaleHandle) as error:
             log.warning("request refused", error=str(error))
             message = str(error).encode()[:_MAX_MESSAGE]
             status = _STALE if isinstance(error, StaleHandle) else _REFUSED
             async with asyncio.timeout(self.limits.frame_seconds):
-                await stream.send([memoryview(_HEAD.pack(status, len(message), 0) + message)])
+                await stream.send(_HEAD.pack(status, len(message), 0) + message)
             if not in_step:
                 await stream.linger(min(2.0, self.limits.frame_seconds))
             return in_step
         self.payload_received += payload
         async with asyncio.timeout(self.limits.seconds(size)):
-            await stream.send(itertools.chain([memoryview(_HEAD.pack(_OK, len(told), size) + told)], buffers))
+            first = [_HEAD.pack(_OK, len(told), size) + told]
+            for batch in batches:
+                await stream.send(*first, *batch)
+                first = []
         self.payload_sent += size
         return True
 
-    async def _answer(self, stream: _Stream, request: Request) -> tuple[bytes, int, Iterable[memoryview]]:
-        """Control, bytes of payload, and the payload of the reply; a write's bytes are taken here."""
+    async def _answer(self, stream: _Stream, request: Request) -> tuple[bytes, int, Iterable[list[memoryview]]]:
+        """Control, bytes of payload, and the payload of the reply in batches; a write's bytes are taken here."""
         if isinstance(request, ReadRequest):
             found = self._reader.plan(request, self.limits)
             sizes = [runs.nbytes for _, runs in found]
             offsets = sum(offsets.nbytes for offsets, _ in found if offsets is not None)
-            return struct.pack(f"<{len(sizes)}Q", *sizes), sum(sizes) + offsets, self._buffers(found)
+            return struct.pack(f"<{len(sizes)}Q", *sizes), sum(sizes) + offsets, self._reader.batches(found)
         if isinstance(request, WriteRequest):
             await self._write(stream, request)
-            return b"", 0, []
+            return b"", 0, [[]]
         memory = self._arena.slice(request.offset, request.nbytes)
         if request.expires is None:
-            return b"", request.nbytes, [memory]
-        await stream.receive_into(memory, _before(request.expires))
-        return b"", 0, []
-
-    def _buffers(self, found: list[tuple[np.ndarray | None, Runs]]) -> Iterator[memoryview]:
-        for offsets, runs in found:
-            if offsets is not None:
-                yield offsets.data.cast("B")
-            yield from self._reader.buffers(runs)
+            return b"", request.nbytes, [[memory]]
+        await stream.receive_into(memory, check=_before(request.expires))
+        return b"", 0, [[]]
 
     async def _write(self, stream: _Stream, request: WriteRequest) -> None:
         at, header = request.offset // 8, request.header
@@ -757,7 +817,7 @@ class WarehouseServer:
         in_time = _before(request.expires)
         in_time()
         there[0] = 0  # no reader takes what stood here for a block any more
-        await stream.receive_into(self._arena.slice(request.offset + header.nbytes, request.payload), in_time)
+        await stream.receive_into(self._arena.slice(request.offset + header.nbytes, request.payload), check=in_time)
         for bit, offsets_at, _, size in header[4:].reshape(-1, 4).tolist():
             column = self._schema.columns[bit]
             if column.shape is None:
@@ -802,10 +862,8 @@ class _Connection:
         """Send a request; control and bytes of payload of the reply. The caller takes the payload, then sets ``in_step``."""
         self.in_step = False
         size = 0 if payload is None else len(payload)
-        buffers = [memoryview(_HEAD.pack(kind, len(control), size) + control)]
-        if payload is not None:
-            buffers.append(payload)
-        await self.stream.send(buffers)
+        head = _HEAD.pack(kind, len(control), size) + control
+        await (self.stream.send(head) if payload is None else self.stream.send(head, payload))
         status, told, size = _HEAD.unpack(await self.stream.receive(_HEAD.size))
         if status == _OK:
             if told > 8 * 32:
@@ -818,6 +876,33 @@ class _Connection:
         message = (await self.stream.receive(told)).decode(errors="replace")
         self.in_step = payload is None
         raise (StaleHandle if status == _STALE else TransferError)(message)
+
+
+class _Memory:
+    """Memory to receive into. What readers let go is used again, up to ``_KEPT`` bytes of it: clearing a new page takes the
+    kernel as long as filling it."""
+
+    def __init__(self) -> None:
+        self._free = list[np.ndarray]()
+
+    @property
+    def kept(self) -> int:
+        return sum(memory.nbytes for memory in self._free)
+
+    def take(self, nbytes: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
+        """A flat tensor of ``nbytes`` bytes, and the bytes. Its memory is ours again when nothing refers to it any more."""
+        if nbytes < _REUSED:
+            tensor = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
+            return tensor, tensor.view(torch.uint8).numpy().data
+        fits = [i for i, memory in enumerate(self._free) if nbytes <= memory.nbytes <= 2 * nbytes]
+        memory = self._free.pop(fits[0]) if fits else np.empty(nbytes, np.uint8)
+        part = memory[:nbytes]  # an object of its own, which lives as long as the tensor's storage
+        weakref.finalize(part, self._give, memory).atexit = False
+        return torch.from_numpy(part).view(dtype), part.data
+
+    def _give(self, memory: np.ndarray) -> None:
+        if self.kept + memory.nbytes <= _KEPT:
+            self._free.append(memory)
 
 
 class RemoteWarehouse:
@@ -841,7 +926,7 @@ class RemoteWarehouse:
     ) -> None:
         self._address, self._schema, self._secret, self._ssl = (host, port), schema, _check_secret(secret), ssl
         self._timeout, self._limits = timeout, limits or Limits()
-        self._idle = list[_Connection]()
+        self._idle, self._memory = list[_Connection](), _Memory()
         self._turns = asyncio.Semaphore(connections)
         self._closed = False
 
@@ -850,14 +935,15 @@ class RemoteWarehouse:
     ) -> dict[str, Packed]:
         """Rows [n] in the order asked, by ``blocks``, ``offsets`` (bytes, of each row's block in the arena) and ``slots``,
         all int64 [n]. Every row's block must have all of ``columns``."""
-        asked = [(bit, c) for bit, c in enumerate(self._schema.columns) if self._schema.mask(columns) >> bit & 1]
+        mask = self._schema.mask(columns)
+        asked = [column for _, column in _asked(self._schema, mask)]
         rows = len(slots)
         for name, array in (("blocks", blocks), ("offsets", offsets), ("slots", slots)):
             if array.dtype != np.int64 or array.shape != (rows,):
                 raise TransferError(f"read: {name} is {array.dtype} {list(array.shape)}, must be int64 [{rows}]")
         if not rows or not asked:
-            return {column.name: _nothing(column) for _, column in asked}
-        control = struct.pack("<II", self._schema.mask(columns), rows) + np.stack([blocks, offsets, slots]).tobytes()
+            return {name: _nothing(self._schema[name]) for name in columns}
+        control = struct.pack("<II", mask, rows) + np.stack([blocks, offsets, slots]).tobytes()
 
         async def work(connection: _Connection, deadline: float) -> dict[str, Packed]:
             if rows > connection.rows:
@@ -866,36 +952,33 @@ class RemoteWarehouse:
             if len(told) != 8 * len(asked):
                 raise TransferError(f"reply: {len(told)} bytes tell sizes, must be {8 * len(asked)}")
             sizes = struct.unpack(f"<{len(asked)}Q", told)
-            ragged = sum(column.shape is None for _, column in asked)
+            ragged = sum(column.shape is None for column in asked)
             if payload > self._limits.nbytes or payload != sum(sizes) + ragged * 8 * (rows + 1):
                 raise TransferError(
                     f"reply: payload is {payload} bytes, sizes tell {sizes}; at most {self._limits.nbytes}"
                 )
-            for (_, column), size in zip(asked, sizes, strict=True):
+            found, memories = dict[str, Packed](), list[memoryview]()
+            for column, size in zip(asked, sizes, strict=True):
                 if size % column.itemsize or (column.shape is not None and size != rows * _width(column)):
                     raise TransferError(f"reply: column {column.name!r} has {size} bytes for {rows} rows")
-            found = {}
-            for (_, column), size in zip(asked, sizes, strict=True):
-                found[column.name] = await self._column(connection.stream, column, rows, size)
+                bounds = np.empty(rows + 1, np.int64) if column.shape is None else None
+                if bounds is not None:
+                    memories.append(bounds.data.cast("B"))
+                dtype = torch.uint8 if column.dtype == "utf8" else column.dtype
+                values, memory = self._memory.take(size, dtype)
+                memories.append(memory)
+                found[column.name] = Packed(values, None if bounds is None else torch.from_numpy(bounds))
+            await connection.stream.receive_into(*memories)
+            for name, packed in found.items():
+                if packed.offsets is not None:
+                    edges = packed.offsets.numpy()
+                    if edges[0] != 0 or edges[-1] != len(packed.values) or (edges[1:] < edges[:-1]).any():
+                        raise TransferError(f"reply: offsets of column {name!r} do not divide its values into rows")
             connection.in_step = True
             return found
 
         found = await self._call("read", work)
         return {name: found[name] for name in columns}
-
-    async def _column(self, stream: _Stream, column: Column, rows: int, nbytes: int) -> Packed:
-        offsets = None
-        if column.shape is None:
-            offsets, memory = _memory(8 * (rows + 1), torch.int64)
-            await stream.receive_into(memory)
-            bounds = offsets.numpy()
-            if bounds[0] != 0 or bounds[-1] * column.itemsize != nbytes or (bounds[1:] < bounds[:-1]).any():
-                raise TransferError(
-                    f"reply: offsets of column {column.name!r} do not divide its {nbytes} bytes into rows"
-                )
-        values, memory = _memory(nbytes, torch.uint8 if column.dtype == "utf8" else column.dtype)
-        await stream.receive_into(memory)
-        return Packed(values, offsets)
 
     async def write(self, offset: int, block: int, rows: PackedRows) -> None:
         """Write ``rows`` as ``block`` at ``offset``, which the index gave us. When it raises :class:`WarehouseUnreachable`
@@ -933,7 +1016,7 @@ class RemoteWarehouse:
             _, payload = await connection.request(_COPY_OUT, struct.pack("<qqd", offset, nbytes, 0.0))
             if payload != nbytes:
                 raise TransferError(f"reply: payload is {payload} bytes, {nbytes} were asked for")
-            _, memory = _memory(nbytes, torch.uint8)
+            memory = np.empty(nbytes, np.uint8).data
             await connection.stream.receive_into(memory)
             connection.in_step = True
             return memory
@@ -1033,7 +1116,7 @@ class RemoteWarehouse:
         said = _PROOF.pack(_WIRE, VERSION, os.urandom(32), b"")[:-32]
         said += _proof(self._secret, b"client", hello, said)
         try:
-            await stream.send([memoryview(said)])
+            await stream.send(said)
             welcome = bytes(await stream.receive(_WELCOME.size))
         except ConnectionError as error:
             raise _ProofRefused(str(error)) from None
@@ -1048,17 +1131,6 @@ class RemoteWarehouse:
                 f"warehouse {self._address}: has another schema; give both ends the same columns in the same order"
             )
         return _Connection(stream, clock, rows, nbytes, room)
-
-
-def _memory(nbytes: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
-    """A fresh flat tensor of ``nbytes`` bytes, and its bytes to receive into."""
-    # The kernel maps and clears huge pages 2 MiB at a time instead of 4 KiB.
-    if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=dtype), memoryview(pages)
-    tensor = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
-    return tensor, tensor.view(torch.uint8).numpy().data
 
 
 def _nothing(column: Column) -> Packed:
