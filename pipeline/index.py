@@ -193,6 +193,24 @@ class Claim:
     def tokens(self) -> np.ndarray:
         return self._made["tokens"]
 
+    def record(self) -> dict[str, Any]:
+        """What makes the same claim again, in another process."""
+        breaks = np.flatnonzero(np.diff(self.row) != 1)
+        edges = np.stack([self.row[np.r_[0, breaks + 1]], self.row[np.r_[breaks, len(self.row) - 1]]], 1)
+        arrays = {
+            "fixed": self._fixed.tobytes(),
+            "made": self._made.tobytes(),
+            "refs": [r.tobytes() for r in self.refs],
+        }
+        return {"token": self.token, "rows": edges.reshape(-1).tolist(), **arrays}
+
+    def part(self, positions: Sequence[int]) -> Claim:
+        """The rows at ``positions`` under the same token."""
+        at, part = np.asarray(positions, np.int64), Claim.__new__(Claim)
+        part.stage, part.token, part.row = self.stage, self.token, self.row[at]
+        part._fixed, part._made, part.refs = self._fixed[at], self._made[at], [refs[at] for refs in self.refs]
+        return part
+
     @cached_property
     def rows(self) -> tuple[Handle, ...]:
         """The rows one by one."""
@@ -227,7 +245,8 @@ class Index:
     def __init__(self, url: str, run: str, *, timeout: float = 30.0) -> None:
         self.url, self.run, self.timeout = url, run, timeout
         self.prefix = f"asyncdock:{{{run}}}:"
-        self._redis = redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=min(5.0, timeout))
+        # An attempt has a third of it, so that one whose answer was lost on the way is repeated, and answered, in time.
+        self._redis = redis.from_url(url, socket_timeout=timeout / 3, socket_connect_timeout=min(5.0, timeout / 3))
         # Waiting calls block for as long as they say; their deadline is kept here, not by the socket.
         self._waiting = redis.from_url(url, socket_timeout=None, socket_connect_timeout=min(5.0, timeout))
         self._closed = False
@@ -237,6 +256,7 @@ class Index:
         self._lane = itertools.count()
         self._queue: deque[tuple[tuple[Any, ...], asyncio.Future[Any]]] = deque()
         self._senders: set[asyncio.Task[None]] = set()
+        self._sending = 0
 
     async def close(self) -> None:
         """End every call under way; those that wait raise IndexUnreachable."""
@@ -274,7 +294,8 @@ class Index:
         head = (f"asyncdock_{name}", 1, self.prefix, packed, request)
 
         async def once(again: bool) -> Any:
-            return await self._send((*head, "1" if again else "0", self._client, lane))
+            async with asyncio.timeout(self.timeout):
+                return await self._send((*head, "1" if again else "0", self._client, lane))
 
         try:
             return await self._retry(once)
@@ -290,7 +311,8 @@ class Index:
             reply.set_exception(ConnectionError("the index's client was closed"))
             return reply
         self._queue.append((command, reply))
-        if len(self._senders) < CALLS_UNDER_WAY:
+        if self._sending < CALLS_UNDER_WAY:
+            self._sending += 1
             task = asyncio.create_task(self._drain())
             self._senders.add(task)
             task.add_done_callback(self._senders.discard)
@@ -298,32 +320,38 @@ class Index:
 
     async def _drain(self) -> None:
         """Send what waits, all of it in one round trip, until nothing does."""
-        while self._queue:
-            batch = [self._queue.popleft() for _ in range(min(len(self._queue), CALLS_TOGETHER))]
-            try:
-                if len(batch) == 1:
-                    answers = [await self._redis.fcall(*batch[0][0])]
-                else:
-                    pipeline = self._redis.pipeline(transaction=False)
-                    for command, _ in batch:
-                        pipeline.fcall(*command)
-                    answers = await pipeline.execute(raise_on_error=False)
-            except ResponseError as refused:
-                answers = [refused]
-            except asyncio.CancelledError:
-                for _, reply in batch:
-                    if not reply.done():
-                        reply.set_exception(ConnectionError("the index's client was closed"))
-                raise
-            except Exception as lost:
-                answers = [lost] * len(batch)
-            for (_, reply), answer in zip(batch, answers, strict=True):
-                if reply.done():  # its caller was cancelled
-                    continue
-                if isinstance(answer, Exception):
-                    reply.set_exception(answer)
-                else:
-                    reply.set_result(answer)
+        try:
+            while self._queue:
+                await self._send_together()
+        finally:
+            self._sending -= 1  # no await since the queue was seen empty: what comes now starts a sender
+
+    async def _send_together(self) -> None:
+        batch = [self._queue.popleft() for _ in range(min(len(self._queue), CALLS_TOGETHER))]
+        try:
+            if len(batch) == 1:
+                answers = [await self._redis.fcall(*batch[0][0])]
+            else:
+                pipeline = self._redis.pipeline(transaction=False)
+                for command, _ in batch:
+                    pipeline.fcall(*command)
+                answers = await pipeline.execute(raise_on_error=False)
+        except ResponseError as refused:
+            answers = [refused] * len(batch)
+        except asyncio.CancelledError:
+            for _, reply in batch:
+                if not reply.done():
+                    reply.set_exception(ConnectionError("the index's client was closed"))
+            raise
+        except Exception as lost:
+            answers = [lost] * len(batch)
+        for (_, reply), answer in zip(batch, answers, strict=True):
+            if reply.done():  # its caller was cancelled
+                continue
+            if isinstance(answer, Exception):
+                reply.set_exception(answer)
+            else:
+                reply.set_result(answer)
 
     async def _retry(self, attempt: Any) -> Any:
         deadline, backoff, failures = time.monotonic() + self.timeout, ExponentialBackoff(cap=1.0, base=0.02), 0
@@ -352,7 +380,11 @@ class Index:
 
     async def wait(self, topic: str, after: str, timeout: float) -> bool:
         """Block until ``topic`` is woken after position ``after``; False when ``timeout`` seconds pass first."""
-        return bool(await self._read({f"wake:{topic}": after}, timeout, 1))
+        return await self.wait_any({topic: after}, timeout)
+
+    async def wait_any(self, after: Mapping[str, str], timeout: float) -> bool:
+        """:meth:`wait` on several topics at once, each from a position of its own."""
+        return bool(await self._read({f"wake:{topic}": position for topic, position in after.items()}, timeout, 1))
 
     async def _read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
         keys: Any = {self.prefix + name: position for name, position in streams.items()}
@@ -393,13 +425,19 @@ class Index:
         return await self.call("config")
 
     async def claim(
-        self, stage: str, worker: str, most: int, lease: float, version: int | None = None, home: int = 0
+        self,
+        stage: str,
+        worker: str,
+        most: int,
+        lease: float,
+        version: int | None = None,
+        home: int = 0,
+        least: int = 1,
     ) -> Claim | Nothing:
-        """Lease what is ready, rows made ready on warehouse ``home`` first (``RunConfig.reach``)."""
-        milliseconds = int(lease * 1000)
-        reply = await self._call_raw(
-            "claim", stage=stage, worker=worker, home=home, most=most, lease=milliseconds, version=version
-        )
+        """Lease what is ready, rows made ready on warehouse ``home`` first (``RunConfig.reach``): ``most`` rows (groups, as
+        the stage takes them), and nothing while there are fewer than ``least``."""
+        limits = {"most": most, "least": least, "lease": int(lease * 1000), "version": version}
+        reply = await self._call_raw("claim", stage=stage, worker=worker, home=home, **limits)
         if "wait" in reply:
             return Nothing(reply["wait"].decode(), reply["due"] / 1000 if reply["due"] else None)
         return Claim(stage, reply["token"], reply)
@@ -424,6 +462,48 @@ class Index:
 
     async def stats(self) -> dict[str, Any]:
         return await self.call("stats")
+
+    # ── logs: numbered entries that several readers agree on ──
+
+    async def note(self, log: str, number: int, entry: bytes) -> None:
+        """Write entry ``number`` of ``log``; refused when it was written before."""
+
+        async def once(again: bool) -> None:
+            try:
+                await self._redis.xadd(self.prefix + log, {"e": entry}, id=f"{number + 1}-0")
+            except ResponseError as refused:
+                if not again:
+                    raise IndexRefused(
+                        f"log {log!r} has an entry {number} already ({refused}); give another name"
+                    ) from None
+
+        await self._retry(once)
+
+    async def noted(self, log: str, number: int, timeout: float) -> bytes | None:
+        """Entry ``number`` of ``log``, waiting ``timeout`` seconds for it. One that was struck is refused."""
+        found = await self._read({log: f"{number}-0"}, timeout, 1)
+        if not found:
+            return None
+        position, fields = found[0][1][0]
+        if position != f"{number + 1}-0".encode():
+            raise IndexRefused(f"entry {number} of log {log!r} was struck: all of its readers were done with it")
+        return fields[b"e"]
+
+    async def sign(self, paper: str, who: str) -> int:
+        """Put ``who`` under ``paper``, once; returns how many have."""
+
+        async def once(again: bool) -> int:
+            both = self._redis.pipeline(transaction=True)
+            both.sadd(self.prefix + paper, who)
+            both.scard(self.prefix + paper)
+            return int((await both.execute())[1])
+
+        return await self._retry(once)
+
+    async def strike(self, log: str, number: int, paper: str) -> None:
+        """Forget entry ``number`` of ``log``, and who has signed ``paper``."""
+        await self._retry(lambda again: self._redis.xdel(self.prefix + log, f"{number + 1}-0"))
+        await self._retry(lambda again: self._redis.delete(self.prefix + paper))
 
     # ── events ──
 

@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Index
+from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 
 # A run of the suite says something about the code alone: the same examples each time. New ones are looked for with
 # `pytest --hypothesis-profile=explore`.
@@ -20,10 +21,20 @@ settings.register_profile("explore", derandomize=False)
 settings.load_profile("fixed")
 
 
-@pytest.fixture(scope="session")
-def index_url() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="adk-") as home, EmbeddedIndex(Path(home)) as server:
-        yield server.url
+@pytest.fixture(scope="session", params=["valkey", "redis"])
+def index_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Whatever uses an index is run on both servers: the embedded Valkey, and Redis with a password."""
+    with tempfile.TemporaryDirectory(prefix="adk-") as home:
+        if request.param == "valkey":
+            with EmbeddedIndex(Path(home)) as server:
+                yield server.url
+            return
+        if REDIS is None:
+            pytest.skip(WITHOUT_REDIS)
+        redis = RedisServer(Path(home), password="tests-only")
+        redis.start()
+        yield redis.url
+        redis.stop()
 
 
 @pytest.fixture
