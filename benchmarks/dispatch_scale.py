@@ -1,0 +1,698 @@
+"""How the sample flow grows with the nodes: hosts with limited links, one to eight warehouses, work in proportion.
+
+    sudo python benchmarks/dispatch_scale.py [--nodes 1 2 4 8] [--mbit 20] [--poll 1.0] [--repeats 3] [--json FILE]
+    sudo python benchmarks/dispatch_scale.py --quick
+
+Each host is a network namespace with one link to a bridge, limited both ways by tc; the index server is one more of them:
+
+    host 0   generate ─▶ put …  infer: claim ─▶ fetch ─▶ compute ─▶ commit …  train: claim ─▶ fetch ─▶ compute ─▶ release
+      │ limited link                    (one process a host, real docks, real sockets)
+    bridge ─── host 1 ─── … ─── host 7 ─── index (Valkey over TCP)
+
+Compute is a clock: one device a stage, the same seconds a batch on every host, and the next batch is fetched while one is
+computed. So the machine's cores do the dispatch alone, and one host reaches nearly what its devices allow. Every host
+makes the same number of samples: with n hosts there is n times the work (weak scaling). A cell's rate is all samples over
+the time from the start to the last release, pipeline filling and draining included, and
+
+    linearity(n) = rate(n) / (n · rate(1))
+
+Three arms, one code, told apart by :class:`Arm` alone:
+
+    dock      a warehouse on each host, blocking waits, a batch a message; near rows first
+    central   the same with one warehouse, on host 0: the others write and read it over its link
+    peers     the dock with a message for each row, and waiting by sleeping and asking again. TransferQueue 0.1.11 (the
+              sample flow that VeRL took over) sleeps 1 s after an empty batch in its streaming data set, and 5 s in its
+              controller; MindSpeed RL's published transfer dock sleeps 0.1 s
+
+The central arm's figure depends on how much of a link a host's samples need: it is told in the output, and is what
+``--mbit`` sets.
+
+Bytes against Eq. 4 of MindSpeed RL (arXiv 2507.19017): what each of S warehouses moves in and out,
+
+    G·N·B·(2·PL + 3n·SL + 8(C+1)·M) / S
+
+Here n = 2 columns of length SL are put once and got twice, the prompt is put and got once: these terms hold as they are. The
+last one is adapted: our controllers ask the index and get no copies of the metadata (C = 0), and the two integers of a
+sample are moved 5 times in all. G·N are all samples of the cell. Moved is what the warehouse's server counts as payload,
+and what workers on its own host wrote into the mapped arena and read from it.
+
+Needs root and iproute2 (``ip`` and ``tc``); ends with code 2 and the reason where that is not to be had. The names of the
+namespaces carry this process's number; they are deleted however the run ends, and those of a run that was killed are swept
+by the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+import torch
+
+from pipeline.columns import Column, Packed, PackedRows, Schema
+from pipeline.dock import Dock
+from pipeline.embedded import EmbeddedIndex, die_with_parent
+from pipeline.index import Claim, Index, RunConfig, StageSpec
+from pipeline.warehouse import shared_memory_directory
+
+MOST_HOSTS = 8
+SUBNET, PORT = "10.77.0", 6379
+SECRET = b"of one benchmark run on one machine"
+ELEMENT = 4
+PREFIX = "adkbench"
+QUEUE_MS = 30  # at a link's limit, that is the most that a full queue delays a call to the index
+AHEAD = 2  # batches that a stage holds: one is computed, the next is fetched
+GOAL, WITHIN = 0.95, 0.02
+PAPER = "MindSpeed RL, Fig. 9, linearity at 24 nodes: 81.1 % transfer dock, 61.9 % central buffer, 40.4 % VeRL"
+
+
+class Infeasible(RuntimeError):
+    """This machine does not let us make hosts; the message says what is missing."""
+
+
+# ── the hosts ──
+
+
+def run_ip(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Infeasible(
+            f"`{' '.join(command)}` failed: {done.stderr.strip()}; network namespaces need root and iproute2"
+        )
+
+
+class Network:
+    """``hosts`` namespaces and one for the index, each with a link of ``mbit`` Mbit/s both ways to a bridge in one more.
+
+    Nothing is added outside these namespaces, so deleting them deletes everything.
+    """
+
+    def __init__(self, hosts: int, mbit: float) -> None:
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise ValueError(f"nodes: {hosts} hosts, must be 1 to {MOST_HOSTS}")
+        self.hosts, self._mbit = hosts, mbit
+        self._made: list[str] = []
+
+    def name(self, what: str) -> str:
+        return f"{PREFIX}-{os.getpid()}-{what}"
+
+    def __enter__(self) -> Network:
+        if os.geteuid():
+            raise Infeasible("network namespaces need root; run this with sudo")
+        for tool in ("ip", "tc"):
+            if shutil.which(tool) is None:
+                raise Infeasible(f"{tool} is not installed; install iproute2")
+        self._sweep()
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _build(self) -> None:
+        switch = self._namespace("switch")
+        run_ip("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        run_ip("ip", "-n", switch, "link", "set", "bridge", "up")
+        for number, what in enumerate(["index", *(f"host{i}" for i in range(self.hosts))]):
+            host, port = self._namespace(what), f"port{number}"
+            run_ip("ip", "link", "add", "eth0", "netns", host, "type", "veth", "peer", "name", port, "netns", switch)
+            run_ip("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+            run_ip("ip", "-n", host, "addr", "add", f"{self.address(number - 1)}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                run_ip("ip", "-n", host, "link", "set", device, "up")
+            for where, device in ((host, "eth0"), (switch, port)):  # out of the host, and into it
+                limit = ("rate", f"{self._mbit}mbit", "burst", "64kb", "latency", f"{QUEUE_MS}ms")
+                run_ip("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+
+    def _namespace(self, what: str) -> str:
+        name = self.name(what)
+        run_ip("ip", "netns", "add", name)
+        self._made.append(name)
+        return name
+
+    def address(self, host: int) -> str:
+        """Of a host, or of the index: -1."""
+        return f"{SUBNET}.{host + 2}"
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._made:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        self._made.clear()
+
+    def _sweep(self) -> None:
+        """Delete what runs left that could not end: those whose process is gone."""
+        there = Path("/run/netns")
+        for path in there.glob(f"{PREFIX}-*") if there.is_dir() else ():
+            if not Path("/proc", path.name.split("-")[1]).exists():
+                subprocess.run(["ip", "netns", "del", path.name], capture_output=True, check=False)
+
+
+@contextlib.contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """This thread, and what it starts, in another network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def enter(descriptor: int) -> None:
+        if libc.setns(descriptor, 0x40000000):  # CLONE_NEWNET
+            raise Infeasible(f"setns: {os.strerror(ctypes.get_errno())}; network namespaces need root")
+
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    other = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        enter(other)
+        yield
+    finally:
+        enter(own)
+        os.close(own)
+        os.close(other)
+
+
+@contextlib.contextmanager
+def index_server(network: Network, home: Path) -> Iterator[EmbeddedIndex]:
+    """The embedded index, on its Unix socket and over TCP on the index's own limited link."""
+    server = EmbeddedIndex(home)
+    with inside(network.name("index")):
+        server.start()
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            client.config_set("protected-mode", "no")  # nothing but the hosts' links leads there
+            client.config_set("bind", network.address(-1))
+            client.config_set("port", PORT)
+        yield server
+    finally:
+        server.stop()
+
+
+# ── the work ──
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to dispatch. ``message``: rows in one put, claim, fetch and commit; ``poll``: seconds of sleep when nothing
+    was there, None to be woken by the index."""
+
+    name: str
+    central: bool = False
+    message: int | None = None  # None: a whole batch
+    poll: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each host does: ``batches`` batches of ``batch`` rows, ``seconds`` of each of its three devices for a batch."""
+
+    batches: int = 40
+    batch: int = 8
+    seconds: float = 0.25
+    prompt: int = 256
+    response: int = 1024
+    mbit: float = 20.0
+    poll: float = 1.0
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        return Arm("dock"), Arm("central", central=True), Arm("peers", message=1, poll=self.poll)
+
+    @property
+    def rows(self) -> int:
+        return self.batches * self.batch
+
+    @property
+    def row_in(self) -> int:
+        """Bytes that a row puts into its warehouse."""
+        return ELEMENT * (self.prompt + 2 * self.response + 2)
+
+    @property
+    def row_out(self) -> int:
+        return ELEMENT * (self.prompt + 4 * self.response + 3)
+
+    @property
+    def link_share(self) -> float:
+        """Of its link, that one host's samples would fill in the busier direction if all moves went over it."""
+        return self.batch / self.seconds * max(self.row_in, self.row_out) / (self.mbit * 1e6 / 8)
+
+    @property
+    def ideal(self) -> float:
+        """Rows a second of one host by its devices alone: the last batch leaves the third device."""
+        return self.rows / ((self.batches + 2) * self.seconds)
+
+
+def warehouse_volume(
+    rows: int, prompt: int, n: int, response: int, integer_moves: int, warehouses: int, element: int = ELEMENT
+) -> float:
+    """Eq. 4 of MindSpeed RL (arXiv 2507.19017) in bytes, per warehouse, of ``rows`` = G·N samples; its last term,
+    8(C+1)·M, is given as what it counts: the moves of integers (C is 0 here, see the module).
+
+    >>> warehouse_volume(8, prompt=10, n=1, response=100, integer_moves=0, warehouses=4)
+    2560.0
+    """
+    return rows * element * (2 * prompt + 3 * n * response + integer_moves) / warehouses
+
+
+def schema_of(work: Work) -> Schema:
+    return Schema(
+        [
+            Column.fixed("prompt_ids", torch.int32, [work.prompt]),
+            Column.fixed("response_ids", torch.int32, [work.response]),
+            Column.fixed("rollout_logprobs", torch.float32, [work.response]),
+            Column.scalar("response_length", torch.int32),
+            Column.scalar("reward", torch.float32),
+        ]
+    )
+
+
+INFER = ("prompt_ids", "response_ids", "rollout_logprobs", "response_length")
+TRAIN = ("response_ids", "rollout_logprobs", "response_length", "reward")
+INTEGER_MOVES = 5  # response_length: put, got twice; reward: put, got
+
+
+class CountingDock(Dock):
+    """Counts the payload that this host's own warehouse moves without its server: what is written into and read from the
+    mapped arena. ``far`` are rows read from elsewhere."""
+
+    mapped = far = near = 0
+
+    async def _fill(self, home: Any, written: Any, packed: PackedRows) -> None:
+        await super()._fill(home, written, packed)
+        if home.node == self.node:
+            self.mapped += packed.nbytes - 32 - 32 * bin(packed.mask).count("1")  # without the block's header
+
+    async def _read(self, number: int, names: list[str], refs: np.ndarray) -> dict[str, Packed]:
+        found = await super()._read(number, names, refs)
+        if self._warehouses[number].node == self.node:
+            self.mapped += sum(packed.values.nbytes for packed in found.values())
+            self.near += len(refs)
+        else:
+            self.far += len(refs)
+        return found
+
+
+@dataclass
+class Device:
+    """Takes its batches one after the other, each for its seconds."""
+
+    free_at: float
+
+    async def compute(self, seconds: float) -> None:
+        self.free_at = max(time.monotonic(), self.free_at) + seconds
+        await asyncio.sleep(self.free_at - time.monotonic())
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a host tells when all is done."""
+
+    mapped: int
+    sent: int
+    received: int
+    near: int
+    far: int
+    cpu: float
+
+
+class Host:
+    """One host's producer and its two stages."""
+
+    def __init__(self, work: Work, arm: Arm, number: int, dock: CountingDock, tell: Connection) -> None:
+        self._work, self._arm, self._number, self._dock, self._tell = work, arm, number, dock, tell
+        self._message = arm.message or work.batch
+
+    async def live(self, start: float) -> None:
+        """Until it is cancelled."""
+        await asyncio.sleep(start - time.monotonic())
+        devices = {name: Device(start) for name in ("generate", "infer", "train")}
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._produce(devices["generate"]))
+            for stage in ("infer", "train"):
+                for _ in range(AHEAD):
+                    tasks.create_task(self._stage(stage, devices[stage]))
+
+    async def _produce(self, device: Device) -> None:
+        under_way = asyncio.Semaphore(AHEAD)
+        async with asyncio.TaskGroup() as puts:
+            for batch in range(self._work.batches):
+                await device.compute(self._work.seconds)
+                await under_way.acquire()
+                put = puts.create_task(self._put(batch))
+                put.add_done_callback(lambda _: under_way.release())
+
+    async def _put(self, batch: int) -> None:
+        work, size = self._work, self._work.batch
+        numbers = torch.arange(size, dtype=torch.int32) + (self._number * work.batches + batch) * size
+        rows = {
+            "prompt_ids": numbers[:, None].expand(size, work.prompt).contiguous(),
+            "response_ids": numbers[:, None].expand(size, work.response).contiguous(),
+            "rollout_logprobs": numbers[:, None].expand(size, work.response).float(),
+            "response_length": torch.full([size], work.response, dtype=torch.int32),
+        }
+        for at in range(0, size, self._message):
+            part = {name: column[at : at + self._message] for name, column in rows.items()}
+            await self._dock.put(part, samples=self._message)
+
+    async def _take(self, stage: str) -> list[Claim]:
+        """A batch of rows in as many messages as the arm needs; fewer when there are no more, none after a wait."""
+        claims, rows = list[Claim](), 0
+        while rows < self._work.batch:
+            timeout = 5.0 if self._arm.poll is None and not claims else 0.0
+            claim = await self._dock.claim(stage, min(self._message, self._work.batch - rows), timeout=timeout)
+            if claim is None:
+                break
+            claims.append(claim)
+            rows += len(claim)
+        if not claims and self._arm.poll is not None:
+            await asyncio.sleep(self._arm.poll)
+        return claims
+
+    async def _stage(self, stage: str, device: Device) -> None:
+        while True:
+            claims = await self._take(stage)
+            found = [await self._dock.fetch_packed(c, INFER if stage == "infer" else TRAIN) for c in claims]
+            rows = sum(len(claim) for claim in claims)
+            await device.compute(self._work.seconds * rows / self._work.batch)
+            for claim, columns in zip(claims, found, strict=True):
+                ids = columns["response_ids"].values.view(len(claim), -1)
+                made = None
+                if stage == "infer":
+                    made = {"reward": ids[:, -1].float()}
+                else:
+                    logprobs = columns["rollout_logprobs"].values.view(len(claim), -1)
+                    right = torch.equal(ids[:, 0].float(), columns["reward"].values)
+                    right &= torch.equal(ids[:, -1].float(), logprobs[:, 0])
+                    assert right, "columns of different samples were mixed up"
+                numbers = ids[:, 0].tolist()
+                await self._dock.commit(claim, range(len(claim)), made)
+                if stage == "train":
+                    self._tell.send(("released", time.monotonic(), numbers))
+
+
+async def host_main(
+    work: Work, arm: Arm, number: int, hosts: int, url: str, run: str, home: Path, ends: Connection
+) -> None:
+    """One host's process: join, say so, work from the time that it is told, tell its counts when it is told to end."""
+    schema, own = schema_of(work), not arm.central or number == 0
+    index = Index(url, run)
+    dock = CountingDock(
+        index,
+        schema,
+        worker=f"host{number}",
+        directory=home / f"host{number}",
+        warehouse="central" if arm.central else f"host{number}",
+        node=f"host{number}",
+        secret=SECRET,
+        wire_timeout=60.0,
+    )
+    loop = asyncio.get_running_loop()
+    if number == 0:
+        stages = (
+            StageSpec("infer", "rows", schema.mask(INFER), schema.mask(["reward"])),
+            StageSpec("train", "rows", schema.mask(TRAIN), 0, releases=True),
+        )
+        reach = RunConfig.reach * work.batch // (arm.message or work.batch)  # the same in rows, whatever a group is
+        await index.init(RunConfig(stages, reach=reach), {})
+    if own:  # with room for all that is made, so that no arm waits for room
+        rows = work.rows * (hosts if arm.central else 1)
+        await dock.join(2 * rows * work.row_in + (16 << 20))
+        await dock.serve(f"{SUBNET}.{number + 2}")
+    ends.send(("ready",))
+    start = await loop.run_in_executor(None, ends.recv)
+    began, used = dock.mapped, time.process_time()
+    living = asyncio.create_task(Host(work, arm, number, dock, ends).live(start))
+    ended = loop.run_in_executor(None, ends.recv)
+    await asyncio.wait([living, ended], return_when=asyncio.FIRST_COMPLETED)
+    if living.done():
+        living.result()
+    cpu = time.process_time() - used
+    living.cancel()
+    await asyncio.gather(living, return_exceptions=True)
+    server = dock.served
+    sent, received = (server.payload_sent, server.payload_received) if server else (0, 0)
+    ends.send(("told", Told(dock.mapped - began, sent, received, dock.near, dock.far, cpu)))
+    await dock.close()
+    await index.close()
+
+
+def host_process(namespace: str, ends: Connection, *arguments: Any) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with inside(namespace):
+            asyncio.run(host_main(*arguments, ends))
+    except BaseException:
+        ends.send(("failed", traceback.format_exc()))
+
+
+# ── one cell: an arm with so many hosts ──
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``rate`` in samples a second; ``moved`` bytes of each warehouse, ``wire`` those that went through its server; ``far``
+    the share of row reads that went to another host; ``cores`` the processor seconds a second of all hosts together."""
+
+    arm: str
+    nodes: int
+    rate: float
+    moved: list[int]
+    wire: list[int]
+    equation: float
+    far: float
+    cores: float
+
+    @property
+    def deviation(self) -> float:
+        """Of the warehouse that is furthest from the equation."""
+        return max((moved / self.equation - 1 for moved in self.moved), key=abs)
+
+
+@dataclass
+class Crew:
+    """The processes of one cell; they are gone when it is left."""
+
+    processes: list[Any] = field(default_factory=list)
+    ends: list[Connection] = field(default_factory=list)
+
+    def start(self, namespace: str, *arguments: Any) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        fork = multiprocessing.get_context("fork")  # torch is there already, and costs no time again
+        process = fork.Process(target=host_process, args=(namespace, theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        self.ends.append(ours)
+
+    def hear(self, deadline: float) -> Iterator[tuple[int, Any]]:
+        """What the hosts tell, until the deadline."""
+        while True:
+            found = wait(self.ends, timeout=max(0.0, deadline - time.monotonic()))
+            if not found:
+                raise TimeoutError("a cell took longer than it may; give it less work, or a wider link")
+            for end in found:
+                try:
+                    told = end.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    raise RuntimeError("a host's process ended before its work did") from None
+                if told[0] == "failed":
+                    raise RuntimeError(f"a host failed:\n{told[1]}")
+                yield self.ends.index(end), told  # type: ignore[arg-type]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for end in self.ends:
+            end.close()
+
+
+def measure(work: Work, arm: Arm, nodes: int, network: Network, index: EmbeddedIndex, run: str) -> Cell:
+    url = f"redis://{network.address(-1)}:{PORT}"
+    deadline = time.monotonic() + 60 + 12 * work.rows / work.ideal
+    with tempfile.TemporaryDirectory(prefix="adk-scale-", dir=shared_memory_directory()) as home, Crew() as crew:
+        for host in range(nodes):  # one after the other: each finds the addresses of those before it
+            crew.start(network.name(f"host{host}"), work, arm, host, nodes, url, run, Path(home))
+            next(crew.hear(deadline))
+        start = time.monotonic() + 0.3
+        for end in crew.ends:
+            end.send(start)
+        released, last = set[int](), start
+        for _, (_, when, numbers) in crew.hear(deadline):
+            assert released.isdisjoint(numbers), "a sample was delivered twice"
+            released.update(numbers)
+            last = max(last, when)
+            if len(released) == nodes * work.rows:
+                break
+        for end in crew.ends:
+            end.send(None)
+        told = dict[int, Told]()
+        for host, message in crew.hear(deadline):
+            told[host] = message[1]
+            if len(told) == nodes:
+                break
+    asyncio.run(erase(index.url, run))
+    stores = 1 if arm.central else nodes
+    wire = [told[i].sent + told[i].received for i in range(stores)]
+    reads = sum(t.near + t.far for t in told.values())
+    return Cell(
+        arm.name,
+        nodes,
+        nodes * work.rows / (last - start),
+        [told[i].mapped + wire[i] for i in range(stores)],
+        wire,
+        warehouse_volume(nodes * work.rows, work.prompt, 2, work.response, INTEGER_MOVES, stores),
+        sum(t.far for t in told.values()) / reads,
+        sum(t.cpu for t in told.values()) / (last - start),
+    )
+
+
+async def erase(url: str, run: str) -> None:
+    index = Index(url, run)
+    await index.erase()
+    await index.close()
+
+
+# ── all cells, and what they say ──
+
+
+def measure_all(work: Work, nodes: Sequence[int], repeats: int, names: Sequence[str]) -> list[list[Cell]]:
+    """Repeats of all cells. Arms take turns within a node count, so that other work on the machine slows all of them."""
+    rounds = []
+    arms = [arm for arm in work.arms if arm.name in names]
+    with (
+        Network(max(nodes), work.mbit) as network,
+        tempfile.TemporaryDirectory(prefix="adk-") as home,
+        index_server(network, Path(home)) as index,
+    ):
+        numbers = itertools.count()
+        for turn in range(repeats):
+            cells = []
+            for count in nodes:
+                for arm in arms:
+                    cell = measure(work, arm, count, network, index, f"scale{next(numbers)}")
+                    print(f"round {turn + 1}: {arm.name}, {count} nodes: {cell.rate:.1f} samples/s", file=sys.stderr)
+                    cells.append(cell)
+            rounds.append(cells)
+    return rounds
+
+
+def summary(work: Work, rounds: list[list[Cell]]) -> list[dict[str, Any]]:
+    """One record for each arm and node count, medians over the rounds; linearity is taken round by round. Of the
+    bytes the worst warehouse of any round is told."""
+    out = []
+    for cells in zip(*rounds, strict=True):
+        first = cells[0]
+        ones = [next((c for c in found if c.arm == first.arm and c.nodes == 1), None) for found in rounds]
+        ratios = [c.rate / c.nodes / one.rate for c, one in zip(cells, ones, strict=True) if one]
+        worst = max(cells, key=lambda c: abs(c.deviation))
+        out.append(
+            {
+                "arm": first.arm,
+                "nodes": first.nodes,
+                "samples_per_s": statistics.median(c.rate for c in cells),
+                "linearity": statistics.median(ratios) if ratios else None,
+                "linearities": ratios,
+                "of_devices": statistics.median(c.rate for c in cells) / (first.nodes * work.ideal),
+                "far": statistics.median(c.far for c in cells),
+                "cores": statistics.median(c.cores for c in cells),
+                "equation_bytes": first.equation,
+                "moved_bytes": worst.moved,
+                "wire_bytes": worst.wire,
+                "deviation": worst.deviation,
+                "within": abs(worst.deviation) <= WITHIN,
+            }
+        )
+    return sorted(out, key=lambda told: [arm.name for arm in work.arms].index(told["arm"]))
+
+
+def print_summary(work: Work, told: list[dict[str, Any]], repeats: int) -> None:
+    print(
+        f"Each host makes {work.rows} samples of {work.prompt} + {work.response} tokens in batches of {work.batch}, "
+        f"{work.seconds:g} s a batch on each of 3 devices;\nlinks of {work.mbit:g} Mbit/s: a host's samples would fill "
+        f"{work.link_share:.0%} of its own, the busier way, if all moves went over it.\n"
+        f"Medians of {repeats} rounds on {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; "
+        f"peers sleep {work.poll:g} s.\n"
+    )
+    print(
+        f"{'arm':<9}{'nodes':>5}{'samples/s':>11}{'linearity':>11}{'of devices':>12}{'far reads':>11}{'cores':>7}"
+        f"{'MB moved a warehouse':>22}{'Eq. 4':>8}{'worst':>9}{'MB on wire':>12}"
+    )
+    for row in told:
+        moved = [value / 1e6 for value in row["moved_bytes"]]
+        span = f"{min(moved):.2f}" if len(moved) == 1 else f"{min(moved):.2f} to {max(moved):.2f}"
+        linearity = "-" if row["linearity"] is None else f"{row['linearity']:.1%}"
+        print(
+            f"{row['arm']:<9}{row['nodes']:>5}{row['samples_per_s']:>11.1f}{linearity:>11}{row['of_devices']:>12.1%}"
+            f"{row['far']:>11.1%}{row['cores']:>7.2f}{span:>22}{row['equation_bytes'] / 1e6:>8.2f}"
+            f"{row['deviation']:>+9.2%}{sum(row['wire_bytes']) / 1e6:>12.2f}"
+            + ("" if row["within"] else f"  ! not within {WITHIN:.0%}")
+        )
+    print(f"\n{PAPER}")
+    ours = [row for row in told if row["arm"] == "dock" and row["linearity"] is not None]
+    if ours:
+        last = ours[-1]
+        met = "met" if last["linearity"] >= GOAL else "NOT met"
+        print(f"Goal, dock at {last['nodes']} nodes: at least {GOAL:.0%}; {last['linearity']:.1%}, {met}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in Work().arms], default=None)
+    parser.add_argument("--repeats", type=int, default=3)
+    for name, kind in (("batches", int), ("batch", int), ("seconds", float), ("prompt", int), ("response", int)):
+        parser.add_argument(f"--{name}", type=kind, default=getattr(Work, name))
+    parser.add_argument("--mbit", type=float, default=Work.mbit, help="of each host's link, each way")
+    parser.add_argument("--poll", type=float, default=Work.poll, help="seconds that peers sleep when nothing is there")
+    parser.add_argument("--quick", action="store_true", help="two nodes, little work, once: that it runs")
+    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    work = Work(**{name: getattr(options, name) for name in asdict(Work())})
+    nodes, repeats = sorted(set(options.nodes)), options.repeats
+    if options.quick:
+        work, nodes, repeats = replace(work, batches=4, seconds=0.1, poll=min(work.poll, 0.1)), [1, 2], 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down
+    try:
+        rounds = measure_all(work, nodes, repeats, options.arms or [arm.name for arm in work.arms])
+    except Infeasible as missing:
+        print(f"cannot run here: {missing}", file=sys.stderr)
+        return 2
+    told = summary(work, rounds)
+    print_summary(work, told, repeats)
+    if options.json:
+        record = {"work": asdict(work), "link_share": work.link_share, "summary": told}
+        options.json.write_text(
+            json.dumps(record | {"rounds": [[asdict(c) for c in r] for r in rounds]}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
