@@ -872,7 +872,9 @@ def taken(frame: bytes, reader: ArenaReader, room: int, limits: Limits) -> str:
             told = sum(
                 runs.nbytes + (0 if offsets is None else 8 * (len(request.slots) + 1)) for offsets, runs in found
             )
-            assert sum(len(buffer) for batch in reader.batches(found) for buffer in batch) == told
+            batches = list(reader.batches(found))
+            assert sum(len(buffer) for batch in batches for buffer in batch) == told
+            assert max(map(len, batches)) < 1000, "the kernel takes 1024"
     except (TransferError, StaleHandle) as error:
         return type(error).__name__ if len(str(error)) > 20 else "says nothing"
     return type(request).__name__
