@@ -27,8 +27,30 @@ import numpy as np
 import structlog
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from pipeline.columns import Packed, PackedRows, Schema, StaleHandle, collect, in_order, missing_column, pack
-from pipeline.index import REF, BlockLost, Claim, Index, Nothing, RunConfig, StageSpec, WarehouseGone, ranges
+from pipeline.columns import (
+    ColumnError,
+    Packed,
+    PackedRows,
+    Schema,
+    StaleHandle,
+    collect,
+    in_order,
+    missing_column,
+    pack,
+)
+from pipeline.index import (
+    REF,
+    STATES,
+    BlockLost,
+    Claim,
+    Index,
+    Nothing,
+    RunConfig,
+    StageSpec,
+    WarehouseGone,
+    ranges,
+    redacted,
+)
 from pipeline.transfer import RemoteWarehouse, WarehouseServer, WarehouseUnreachable
 from pipeline.warehouse import Arena, shared_memory_directory
 
@@ -164,16 +186,40 @@ class Dock:
             await dock.close()
             await index.close()
 
+    @classmethod
+    async def attach(cls, url: str, run: str) -> Dock:
+        """To look at a run from outside, with the schema that its workers agreed on. Close its index too. Raises
+        LookupError when the index knows no such run."""
+        index = Index(url, run)
+        told = await index.get("schema")
+        if told is None:
+            await index.close()
+            raise LookupError(f"run: {run!r} is not in index {redacted(url)}; give the id of a run that is")
+        return cls(index, Schema.from_json(told), worker="onlooker", directory=Path())
+
+    async def _agree(self) -> None:
+        """All workers of a run have one schema, or the longer of two that begin alike."""
+        told, mine = await self.index.put_once("schema", self.schema.to_json()), self.schema.columns
+        known = Schema.from_json(told).columns
+        if mine[: len(known)] != known[: len(mine)]:
+            names = [[column.name for column in columns] for columns in (known, mine)]
+            raise ColumnError(
+                f"schema: run {self.index.run!r} has columns {names[0]}, this worker {names[1]}; give the same"
+            )
+        if len(mine) > len(known):
+            await self.index.put("schema", self.schema.to_json())
+
     async def join(self, nbytes: int) -> None:
         """Bring this node's warehouse into the run, with ``nbytes`` bytes; harmless when it is there."""
+        await self._agree()
         path = (self._directory / f"arena-{self._name}").resolve()
         arena = Arena.create(path, nbytes)
         reply = await self.index.call("join", warehouse=self._name, node=self.node, path=str(path), bytes=nbytes)
         self._arenas[reply["number"]] = arena
         await self._enter()
 
-    async def _enter(self) -> _Warehouse:
-        """Learn the run's stages and warehouses; returns the one to write to."""
+    async def _learn(self) -> None:
+        """Learn the run's stages and warehouses, and which of these to write to."""
         if not self._producer:
             config = await self.index.config()
             makers = {stage["producer"]: stage["makes"] for stage in config["stages"] if stage["producer"] > 0}
@@ -192,13 +238,18 @@ class Dock:
         home = next((w for w in staying if w.name == self._name), None)
         if home is None and staying and self._home is not None:  # ours has gone: any other, near ones first
             home = min(staying, key=lambda w: (w.node != self.node, w.number))
-        if home is None:
-            raise WarehouseGone(
-                f"warehouse {self._name!r} is not in run {self.index.run!r}, which has "
-                f"{[w.name for w in staying]}; join() it first, or name one of these"
-            )
         if self._home != home:  # an equal one stays the same object, as slabs compare
             self._home = home
+
+    async def _enter(self) -> _Warehouse:
+        """Learn, and return the warehouse to write to."""
+        await self._learn()
+        if self._home is None:
+            staying = [w.name for w in self._warehouses.values() if not w.leaving]
+            raise WarehouseGone(
+                f"warehouse {self._name!r} is not in run {self.index.run!r}, which has {staying}; join() it first, or name "
+                "one of these"
+            )
         return self._home
 
     async def serve(self, host: str, port: int = 0, *, advertise: str | None = None) -> tuple[str, int]:
@@ -440,9 +491,13 @@ class Dock:
                 return None
             await self.wait(stage, found, left)
 
+    @property
+    def home(self) -> int:
+        """The number of the warehouse that this worker writes to; 0 before it is known."""
+        return self._home.number if self._home else 0
+
     async def try_claim(self, stage: str, most: int, *, version: int | None = None) -> Claim | Nothing:
-        home = self._home.number if self._home else 0
-        return await self.index.claim(stage, self.worker, most, self.lease, version, home)
+        return await self.index.claim(stage, self.worker, most, self.lease, version, self.home)
 
     async def wait(self, stage: str, nothing: Nothing, timeout: float) -> bool:
         """Wait until a claim of ``stage`` that found ``nothing`` may find something."""
@@ -469,7 +524,7 @@ class Dock:
     async def fetch_packed(self, claim: Claim, columns: Sequence[str]) -> dict[str, Packed]:
         """Like :meth:`fetch`, each column as one packed buffer with its offsets: what packed training wants."""
         if not self._producer:
-            await self._enter()
+            await self._learn()
         producers: dict[int, list[str]] = {}
         for name in columns:
             self.schema.bit(name)  # a clear error for a column that is not there
@@ -493,7 +548,7 @@ class Dock:
 
     async def _read(self, number: int, names: list[str], refs: np.ndarray) -> dict[str, Packed]:
         if number not in self._warehouses:
-            await self._enter()
+            await self._learn()
         warehouse = self._warehouses.get(number)
         if warehouse is None:
             raise StaleHandle(f"warehouse {number} has left the run, and these rows with it; claim again")
@@ -515,7 +570,7 @@ class Dock:
     async def _suspect(self, warehouse: _Warehouse, silent: WarehouseUnreachable) -> None:
         """Returns when the warehouse is out of the run, or back at another address; raises when it is alive and only cannot
         be reached from here."""
-        await self._enter()
+        await self._learn()
         if (now := self._warehouses.get(warehouse.number)) is not None and now != warehouse:
             return
         told = await self.index.call("suspect", warehouse=warehouse.number, silent=int(SILENT_SECONDS * 1000))
@@ -526,7 +581,7 @@ class Dock:
             ) from silent
         if "groups" in told:
             log.warning("warehouse lost", warehouse=warehouse.name, groups_made_again=told["groups"], rows=told["rows"])
-        await self._enter()
+        await self._learn()
 
     async def commit(
         self,
@@ -546,6 +601,23 @@ class Dock:
         held, order = ranges(claim.row[np.asarray(positions)])
         made = np.array(list(generated), _MADE)[order].tobytes() if generated is not None else None
         await self._place("commit", rows, order, stage=claim.stage, token=claim.token, rows=held, made=made)
+
+    async def inspect(self, group: int) -> list[dict[str, Any]]:
+        """The rows of a group: ``row``, ``place``, ``state``, the stages that are ``done``, ``oldest_version``, ``tokens``
+        and the ``columns`` it has so far, ragged ones as lists. Empty when the group is not there."""
+        found = await self.index.inspect(group)
+        if found is None:
+            return []
+        claim, states = found
+        config, out = await self.index.config(), []
+        for i, handle in enumerate(claim.rows):
+            row = claim.only(i)
+            names = self.schema.names(int(states["columns"][i]))
+            values = await self.fetch(row, names)
+            done = [stage["name"] for stage in config["stages"] if int(states["done"][i]) & stage["bit"]]
+            columns = {name: v if isinstance(v := values[name][0], str) else v.tolist() for name in names}
+            out.append({**handle._asdict(), "state": STATES[states["state"][i]], "done": done, "columns": columns})
+        return out
 
     # ── warehouses ──
 

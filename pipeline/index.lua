@@ -29,14 +29,15 @@
 --   count:STAGE       group → rows that became ready (group stages)
 --   gone:STAGE        group → rows that a stage which releases rows has released
 --   partial:STAGE     groups with rows that this stage has committed while others were delivered again
---   leases            token → {stage, worker, row ranges, rows not committed, home}
+--   leases            token → {stage, worker, row ranges, rows not committed, home, when it was claimed in ms}
 --   due:STAGE         token → deadline in ms
 --   steps             step → groups trained in it, until released
 --   blocks            block → {warehouse, offset, bytes, worker}   refs   block → rows that point to it, + 1 while it is open
 --   open:WORKER       blocks that their worker still writes to
 --   warehouses        number → {name, node, path, host, port, bytes, leaving}
 --   bysize:W, byaddr:W   free extents of warehouse W: offset scored by size and by address (best fit, coalesced)
---   wake:TOPIC        a stream of one entry, read with BLOCK: a stage's name, `room`, `version`, `state`
+--   wake:TOPIC        a stream of one entry, read with BLOCK: a stage's name, `room`, `version`, `state`,
+--                     `warehouses` (one has joined)
 --   replies:CLIENT    lane → what its last call answered, for a client that has to ask again after a lost connection
 --
 -- Sets of ranges are sorted sets of 'first-last' scored by first; ranges never touch.
@@ -402,6 +403,8 @@ end
 local function drop_lease(run, token, lease)
   call('ZREM', run .. 'due:' .. lease[1], token)
   call('HDEL', run .. 'leases', token)
+  -- Who waits for what others might give back need wait no longer.
+  if call('EXISTS', run .. 'due:' .. lease[1]) == 0 then wake_stage(run, lease[1]) end
 end
 
 local function settle(run, token, lease, n)
@@ -546,6 +549,7 @@ define('join', function(run, a)
     call('HSET', run .. 'n', 'used:' .. number, 0)
     call('ZADD', run .. 'bysize:' .. number, a.bytes, '0')
     call('ZADD', run .. 'byaddr:' .. number, 0, '0')
+    wake(run, 'warehouses')
   end
   local known = cmsgpack.unpack(call('HGET', run .. 'warehouses', number))
   return { number = int(number), bytes = known.bytes }
@@ -736,15 +740,15 @@ local function not_done(run, stage, groups)
   return rows
 end
 
--- {stage, worker, home, most, lease, version} → {token, rows, fixed, made, refs}, or {wait, due = ms until the next lease
--- expires}. `most` counts rows or groups as the stage takes them. A stage that generates gives the policy version it has
--- loaded, and gets no group that this version may not touch.
+-- {stage, worker, home, most, least, lease, version} → {token, rows, fixed, made, refs}, or {wait, due = ms until the next
+-- lease expires}. `most` and `least` count rows or groups as the stage takes them: fewer than `least` are not given
+-- out. A stage that generates gives the policy version it has loaded, and gets no group that this version may not touch.
 define('claim', function(run, a)
   local cfg, t = config(run), now()
   local stage = stage_of(cfg, a.stage)
   reap(run, cfg, stage, t)
   local taken, n, home
-  if value(run, 'ready:' .. stage.name) == 0 then
+  if value(run, 'ready:' .. stage.name) < (a.least or 1) then
     taken, n = {}, 0
   elseif stage.takes == 'batch' then
     taken, home = pick_window(run, cfg, stage), 0
@@ -782,7 +786,7 @@ define('claim', function(run, a)
   table.sort(pairs_of, function(x, y) return x[1] < y[1] end)
   local held = {}
   for _, pair in ipairs(pairs_of) do append(held, pair[1], pair[2]) end
-  call('HSET', run .. 'leases', token, cmsgpack.pack({ stage.name, a.worker, held, left, int(home) }))
+  call('HSET', run .. 'leases', token, cmsgpack.pack({ stage.name, a.worker, held, left, int(home), t }))
   call('ZADD', run .. 'due:' .. stage.name, t + a.lease, token)
   local out = describe(run, cfg, rows)
   out.token = token
@@ -1274,7 +1278,8 @@ define('stats', function(run, a)
       local lease = lease_of(run, due[i])
       leased = leased + lease[4]
       out.leases[#out.leases + 1] = {
-        token = int(due[i]), stage = stage.name, worker = lease[2], rows = lease[4], due = due[i + 1] / 1000,
+        token = int(due[i]), stage = stage.name, worker = lease[2], rows = lease[4],
+        since = lease[6] / 1000, due = due[i + 1] / 1000,
       }
     end
     out.stages[stage.name] = { ready = value(run, 'ready:' .. stage.name), leased = leased, takes = stage.takes }

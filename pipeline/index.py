@@ -44,6 +44,8 @@ CALLS_TOGETHER = 256
 REF = np.dtype([("block", "<u4"), ("slot", "<u4"), ("place", "<u8")])
 _FIXED = np.dtype([("group", "<u4"), ("place", "<u2"), ("samples", "<u2")])
 _MADE = np.dtype([("oldest", "<i4"), ("tokens", "<u4")])
+_STATE = np.dtype([("columns", "<u4"), ("done", "<u2"), ("state", "u1"), ("unused", "u1")])
+STATES = ("not there", "live", "generated", "trained")
 
 
 class IndexRefused(RuntimeError):
@@ -210,6 +212,18 @@ class Claim:
         part.stage, part.token, part.row = self.stage, self.token, self.row[at]
         part._fixed, part._made, part.refs = self._fixed[at], self._made[at], [refs[at] for refs in self.refs]
         return part
+
+    def only(self, position: int) -> Claim:
+        """The claim narrowed to one of its rows."""
+        out = object.__new__(Claim)
+        out.stage, out.token, at = self.stage, self.token, slice(position, position + 1)
+        out.row, out._fixed, out._made, out.refs = (
+            self.row[at],
+            self._fixed[at],
+            self._made[at],
+            [r[at] for r in self.refs],
+        )
+        return out
 
     @cached_property
     def rows(self) -> tuple[Handle, ...]:
@@ -414,6 +428,11 @@ class Index:
         """A small document of the run (its recipe)."""
         await self._retry(lambda again: self._redis.set(f"{self.prefix}doc:{name}", value))
 
+    async def put_once(self, name: str, value: str) -> str:
+        """Like :meth:`put`, unless it is there; returns what is there then."""
+        await self._retry(lambda again: self._redis.set(f"{self.prefix}doc:{name}", value, nx=True))
+        return await self.get(name) or value
+
     async def get(self, name: str) -> str | None:
         found = await self._retry(lambda again: self._redis.get(f"{self.prefix}doc:{name}"))
         return None if found is None else found.decode()
@@ -456,6 +475,11 @@ class Index:
         rows, _ = ranges(claim.row)
         told = None if event is None else {"time": repr(time.time()), "data": msgpack.packb(dict(event))}
         return int(await self.call("train", stage=claim.stage, token=claim.token, step=step, rows=rows, event=told))
+
+    async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
+        """The rows of a group as a claim would bring them, and their states; None when it is not there."""
+        reply = await self._call_raw("inspect", group=group)
+        return (Claim("", 0, reply), np.frombuffer(reply["states"], _STATE)) if reply else None
 
     async def ledger(self) -> dict[str, int]:
         return await self.call("ledger")
