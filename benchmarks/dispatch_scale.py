@@ -407,7 +407,7 @@ class Host:
 
 
 async def host_main(
-    work: Work, arm: Arm, number: int, hosts: int, url: str, run: str, home: Path, ends: Connection
+    ends: Connection, work: Work, arm: Arm, number: int, hosts: int, url: str, run: str, home: Path
 ) -> None:
     """One host's process: join, say so, work from the time that it is told, tell its counts when it is told to end."""
     schema, own = schema_of(work), not arm.central or number == 0
@@ -458,7 +458,7 @@ def host_process(namespace: str, ends: Connection, *arguments: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with inside(namespace):
-            asyncio.run(host_main(*arguments, ends))
+            asyncio.run(host_main(ends, *arguments))
     except BaseException:
         ends.send(("failed", traceback.format_exc()))
 
@@ -503,19 +503,24 @@ class Crew:
         self.ends.append(ours)
 
     def hear(self, deadline: float) -> Iterator[tuple[int, Any]]:
-        """What the hosts tell, until the deadline."""
-        while True:
-            found = wait(self.ends, timeout=max(0.0, deadline - time.monotonic()))
+        """What the hosts tell, until the deadline; one that has told its counts says no more."""
+        speaking = dict(zip(self.ends, itertools.count()))
+        while speaking:
+            found = wait(list(speaking), timeout=max(0.0, deadline - time.monotonic()))
             if not found:
                 raise TimeoutError("a cell took longer than it may; give it less work, or a wider link")
             for end in found:
+                assert isinstance(end, Connection)
                 try:
-                    told = end.recv()  # type: ignore[union-attr]
+                    told = end.recv()
                 except EOFError:
                     raise RuntimeError("a host's process ended before its work did") from None
                 if told[0] == "failed":
                     raise RuntimeError(f"a host failed:\n{told[1]}")
-                yield self.ends.index(end), told  # type: ignore[arg-type]
+                host = speaking[end]
+                if told[0] == "told":
+                    del speaking[end]
+                yield host, told
 
     def __enter__(self) -> Crew:
         return self
@@ -551,11 +556,7 @@ def measure(work: Work, arm: Arm, nodes: int, network: Network, index: EmbeddedI
                 break
         for end in crew.ends:
             end.send(None)
-        told = dict[int, Told]()
-        for host, message in crew.hear(deadline):
-            told[host] = message[1]
-            if len(told) == nodes:
-                break
+        told = {host: message[1] for host, message in crew.hear(deadline)}
     asyncio.run(erase(index.url, run))
     stores = 1 if arm.central else nodes
     wire = [told[i].sent + told[i].received for i in range(stores)]
