@@ -513,10 +513,10 @@ async def test_a_stranger_learns_nothing_and_is_gone_in_time(sent: bytes, arena:
     async with WarehouseServer(arena, SCHEMA, secret=SECRET, limits=Limits(hello_seconds=0.2)) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(sent)
-        await until(lambda: server.connections == 1)
-        await until(lambda: server.connections == 0, 5)
-        with suppress(ConnectionResetError):  # when it sent more than a handshake's bytes
-            assert len(await reader.read()) <= 40
+        async with asyncio.timeout(10):
+            with suppress(ConnectionResetError):  # when it sent more than a handshake's bytes
+                assert len(await reader.read()) <= 40
+        await until(lambda: server.connections == 0)
         writer.close()
 
 
@@ -525,7 +525,7 @@ async def test_connections_are_limited(arena: Arena) -> None:
         first = remote(server)
         await first.copy_out(0, 8)
         with pytest.raises(WarehouseUnreachable, match="closed the connection"):
-            await remote(server, timeout=0.3).copy_out(0, 8)
+            await remote(server, timeout=1.0).copy_out(0, 8)
         await first.close()
         await remote(server).copy_out(0, 8)
 
@@ -676,10 +676,10 @@ async def test_a_server_killed_in_the_middle_of_a_reply_and_its_successor(tmp_pa
                 child.send_signal(signal.SIGKILL)
 
         async with proxy(address, on_reply=kill) as through:
-            warehouse, started = remote(through, timeout=1.0), asyncio.get_running_loop().time()
-            with pytest.raises(WarehouseUnreachable, match=r"was not reached within 1 s \(Connection"):
+            warehouse, started = remote(through, timeout=3.0), asyncio.get_running_loop().time()
+            with pytest.raises(WarehouseUnreachable, match=r"was not reached within 3 s \(Connection"):
                 await warehouse.read(*ask)
-            assert asyncio.get_running_loop().time() - started < 5.0
+            assert asyncio.get_running_loop().time() - started < 10.0
             assert child.wait(10) == -signal.SIGKILL
             assert 1 << 18 < passed < wide.numel(), "it died in the middle of its reply"
             patient = remote(through, timeout=60.0)
@@ -694,17 +694,17 @@ async def test_a_server_killed_in_the_middle_of_a_reply_and_its_successor(tmp_pa
 
 async def test_a_server_that_stands_still_is_an_error_in_time_and_a_late_write_never_lands(arena: Arena) -> None:
     with process(arena) as (child, address):
-        warehouse = remote(address, timeout=0.5)
+        warehouse = remote(address, timeout=2.0)
         await warehouse.copy_out(0, 8)
         child.send_signal(signal.SIGSTOP)
         started = asyncio.get_running_loop().time()
-        with pytest.raises(WarehouseUnreachable, match=r"was not reached within 0\.5 s"):
+        with pytest.raises(WarehouseUnreachable, match="was not reached within 2 s"):
             await warehouse.write(0, 1, pack(SCHEMA, ROWS))
-        assert asyncio.get_running_loop().time() - started < 5.0
+        assert asyncio.get_running_loop().time() - started < 10.0
         child.send_signal(signal.SIGCONT)
         patient = remote(address)
         for _ in range(20):  # what was in its sockets came before
-            assert not any(await patient.copy_out(0, arena.nbytes))
+            assert not np.frombuffer(await patient.copy_out(0, arena.nbytes), np.uint8).any()
         await patient.write(0, 1, pack(SCHEMA, ROWS))
         await patient.close()
         await warehouse.close()
