@@ -17,8 +17,8 @@ they lie and the client receives them where they stay, so one column costs one b
 Every wait has a deadline. Both ends prove that they know the secret before anything else is parsed; whoever could read or
 change the packets in between must be kept out by TLS. A refused request changes nothing in the arena.
 
-A write is safe to repeat: a block that is there already is acknowledged and left alone. Before each piece of a write is taken
-its client's deadline is checked on the server's clock, so bytes that a failed client gave back are not overwritten later.
+A write is safe to repeat: a block that is there already is acknowledged and left alone. Before each piece of a write is
+taken its client's deadline is checked on the server's clock, so that no late byte falls into room that the client gave back.
 """
 
 from __future__ import annotations
