@@ -4,6 +4,7 @@
                       └─ events ──▶ metrics.jsonl, the terminal ──at the end──▶ summary, plot, samples
     check       ──▶ the recipe's problems, or its derived numbers
     recipes     ──▶ what there is to run
+    dock        ──▶ a look into a run's samples (api.dock)
 
 Exit codes: 0 the run finished, 1 it failed, 2 the input was wrong, 130 it was stopped before its end.
 """
@@ -27,6 +28,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from api.dock import dock_app
+
 if TYPE_CHECKING:
     from api.progress import Event
     from orchestration.recipe import Recipe
@@ -45,6 +48,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its panels cut long messages
 )
+
+app.add_typer(dock_app, name="dock")
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A TOML file, or a name from `asyncdock recipes`.")

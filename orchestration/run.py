@@ -9,6 +9,7 @@ Run.resume(out)         ─▶ …the same, from the newest checkpoint
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import tempfile
@@ -34,6 +35,7 @@ log = structlog.get_logger()
 
 ENDED = ("finished", "stopped", "failed")
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
+WHERE = "index.json"  # in the run's folder while it is alive: the index's URL and the run's id
 _SHARED = "asyncdock-{pid}-{run}"
 
 
@@ -105,6 +107,7 @@ class Run:
             url = server.url if server else recipe.pipeline.index
             self._index = Index(url, self.id)
             await self._prepare(self._index)
+            self._tell_where(url)
             self._up.set()
             self.supervisor = Supervisor(
                 self._index,
@@ -121,6 +124,7 @@ class Run:
         finally:
             self._over = True
             self._up.set()
+            (self.out_dir / WHERE).unlink(missing_ok=True)
             if self._index is not None:
                 await self._index.close()
             if server is not None:
@@ -173,6 +177,11 @@ class Run:
         await index.put("recipe", self.recipe.to_json())
         await index.put("place", place.to_json())
         await index.transition([""], "created")
+
+    def _tell_where(self, url: str) -> None:
+        """For whoever wants to look at the run while it is alive; the URL may hold a password."""
+        with open(os.open(self.out_dir / WHERE, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+            json.dump({"index": url, "run": self.id}, file)
 
     def _launcher(self) -> Launcher:
         return InlineLauncher() if self.recipe.launch.launcher == "inline" else ProcessLauncher(self.out_dir / "logs")

@@ -19,6 +19,7 @@ Sections begin at multiples of 64 bytes. Readers get tensors that are views of t
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,21 @@ class Schema:
     def mask(self, names: Iterable[str]) -> int:
         """The bits of ``names`` as one number."""
         return sum(1 << self.bit(name) for name in set(names))
+
+    def to_json(self) -> str:
+        return json.dumps([[c.name, str(c.dtype).removeprefix("torch."), c.shape, c.finite] for c in self.columns])
+
+    @classmethod
+    def from_json(cls, text: str) -> Schema:
+        return cls(
+            Column(
+                name,
+                "utf8" if dtype == "utf8" else getattr(torch, dtype),
+                None if shape is None else tuple(shape),
+                finite,
+            )
+            for name, dtype, shape, finite in json.loads(text)
+        )
 
     def names(self, mask: int) -> list[str]:
         return [column.name for bit, column in enumerate(self.columns) if mask >> bit & 1]

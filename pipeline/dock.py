@@ -190,8 +190,12 @@ class Dock:
     async def attach(cls, url: str, run: str) -> Dock:
         """To look at a run from outside, with the schema that its workers agreed on. Close its index too. Raises
         LookupError when the index knows no such run."""
-        index = Index(url, run)
-        told = await index.get("schema")
+        index = Index(url, run, timeout=5.0)
+        try:
+            told = await index.get("schema")
+        except BaseException:
+            await index.close()
+            raise
         if told is None:
             await index.close()
             raise LookupError(f"run: {run!r} is not in index {redacted(url)}; give the id of a run that is")
