@@ -376,7 +376,7 @@ class _Link:
                 held = set(self.held)
                 try:
                     self.held -= held - await self.index.renew(self.stream.stage, sorted(held), self.stream.lease)
-                except IndexUnreachable as lost:  # the next call of the consumer says so, too
+                except (IndexUnreachable, IndexRefused) as lost:  # the next call of the consumer says so, too
                     log.warning("leases not renewed", stage=self.stream.stage, reason=str(lost))
 
     def close(self) -> None:

@@ -10,9 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -34,6 +33,7 @@ SCHEMA = Schema(
     ]
 )
 TRAIN = StageSpec("train", "rows", SCHEMA.mask(["ids"]), 0, releases=True)
+T = TypeVar("T")
 COLUMNS = ("number", "ids", "answer")
 
 
@@ -83,10 +83,24 @@ async def flow(index: Index, tmp_path: Path) -> AsyncIterator[Flow]:
             stream.close()
 
 
-async def threads(*works: Callable[[], Any]) -> list[Any]:
+async def thread(work: Callable[..., T], *arguments: Any) -> T:
+    """A consumer, in a thread of its own: not in a pool's, as a worker forked from one of these ends badly."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            loop.call_soon_threadsafe(done.set_result, work(*arguments))
+        except BaseException as failed:
+            loop.call_soon_threadsafe(done.set_exception, failed)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+async def threads(*works: Callable[[], T]) -> list[T]:
     """Each of them in a thread of its own: the readers of a job."""
-    with ThreadPoolExecutor(len(works)) as pool:
-        return list(await asyncio.gather(*(asyncio.get_running_loop().run_in_executor(pool, work) for work in works)))
+    return list(await asyncio.gather(*map(thread, works)))
 
 
 def numbers(batches: list[Batch]) -> list[int]:
@@ -118,18 +132,18 @@ async def test_batches_come_in_order_and_are_released_when_the_next_is_asked_for
     def first() -> Batch:
         return next(batches)
 
-    assert (await asyncio.to_thread(first))["number"].tolist() == [0, 1, 2, 3]
+    assert (await thread(first))["number"].tolist() == [0, 1, 2, 3]
     assert await flow.left() == (10, 6, 4)
-    assert (await asyncio.to_thread(first))["number"].tolist() == [4, 5, 6, 7]
+    assert (await thread(first))["number"].tolist() == [4, 5, 6, 7]
     assert await flow.left() == (6, 2, 4)
-    assert await asyncio.to_thread(checked, batches) == [[8, 9]], "the rest of an ended run is a smaller batch"
+    assert await thread(checked, batches) == [[8, 9]], "the rest of an ended run is a smaller batch"
     assert await flow.left() == (0, 0, 0)
 
 
 async def test_ragged_columns_come_packed_jagged_or_padded(flow: Flow) -> None:
     await flow.put(range(4))
     stream = flow.stream("ids", "answer", "number", ragged="packed", commit="explicit")
-    batch = await asyncio.to_thread(lambda: next(iter(stream)))
+    batch = await thread(lambda: next(iter(stream)))
     wanted = rows(range(4))["ids"]
     assert isinstance(batch["ids"], Packed)
     assert batch["ids"].values.tolist() == torch.cat(wanted).tolist()
@@ -148,7 +162,7 @@ async def test_ragged_columns_come_packed_jagged_or_padded(flow: Flow) -> None:
 async def test_without_workers_a_batch_is_a_view_of_shared_memory(flow: Flow) -> None:
     await flow.dock.put(rows(range(4)))
     stream = flow.stream("ids", ragged="packed", commit="explicit")
-    batch = await asyncio.to_thread(lambda: next(iter(stream)))
+    batch = await thread(lambda: next(iter(stream)))
     home = flow.dock._warehouses[flow.dock.home]
     arena = flow.dock._arena(home)
     at = bytes(arena.slice(0, arena.nbytes)).find(batch["ids"].values.numpy().tobytes())
@@ -159,7 +173,7 @@ async def test_without_workers_a_batch_is_a_view_of_shared_memory(flow: Flow) ->
 
 async def test_a_reader_may_come_before_the_flow_is_there(index: Index, tmp_path: Path) -> None:
     stream = SampleStream(index.url, index.run, SCHEMA, "train", COLUMNS, batch_size=2, timeout=20)
-    reading = asyncio.create_task(asyncio.to_thread(lambda: checked(iter(stream))))
+    reading = asyncio.create_task(thread(lambda: checked(iter(stream))))
     async with Dock.open(index.url, index.run, SCHEMA, [TRAIN], worker="w", arena=1 << 16, directory=tmp_path) as dock:
         await Flow(dock).put(range(4))
         assert await asyncio.wait_for(reading, 20) == [[0, 1], [2, 3]]
@@ -168,16 +182,16 @@ async def test_a_reader_may_come_before_the_flow_is_there(index: Index, tmp_path
 async def test_a_claim_of_at_least_so_many_takes_nothing_while_there_are_fewer(flow: Flow) -> None:
     await flow.put(range(3), finish=False)
     assert isinstance(await flow.dock.index.claim("train", "w", 4, 60, least=4), Nothing)
-    waiting = asyncio.create_task(asyncio.to_thread(lambda: next(iter(flow.stream(commit="explicit")))))
+    waiting = asyncio.create_task(thread(lambda: next(iter(flow.stream(commit="explicit")))))
     await flow.dock.put(rows(range(3, 4)))
     assert (await asyncio.wait_for(waiting, 10))["number"].tolist() == [0, 1, 2, 3]
 
 
 async def test_a_batch_that_does_not_fill_comes_smaller_and_then_the_stream_ends(flow: Flow) -> None:
     await flow.put(range(6), finish=False)
-    assert await asyncio.to_thread(checked, iter(flow.stream(idle=0.3))) == [[0, 1, 2, 3], [4, 5]]
+    assert await thread(checked, iter(flow.stream(idle=0.3))) == [[0, 1, 2, 3], [4, 5]]
     await flow.put(range(6, 12), finish=False)
-    assert await asyncio.to_thread(checked, iter(flow.stream(idle=0.3, drop_last=True))) == [[6, 7, 8, 9]]
+    assert await thread(checked, iter(flow.stream(idle=0.3, drop_last=True))) == [[6, 7, 8, 9]]
     assert await flow.left() == (2, 2, 0)
 
 
@@ -192,7 +206,7 @@ async def test_the_end_of_the_run_waits_for_what_other_stages_still_hold(index: 
         assert claim is not None
         await index.transition([""], "finished")
         stream = SampleStream(index.url, index.run, SCHEMA, "train", ["reward"], batch_size=2, idle=20)
-        reading = asyncio.create_task(asyncio.to_thread(lambda: [batch["reward"].tolist() for batch in stream]))
+        reading = asyncio.create_task(thread(lambda: [batch["reward"].tolist() for batch in stream]))
         assert not (await asyncio.wait([reading], timeout=0.3))[0]
         await dock.commit(claim, [0, 1], {"reward": torch.tensor([0.5, 1.5])})
         assert await asyncio.wait_for(reading, 10) == [[0.5, 1.5]]
@@ -205,33 +219,33 @@ async def test_what_a_loop_leaves_uncommitted_is_delivered_again_at_once(flow: F
         for _, _ in zip(range(2), flow.stream(), strict=False):
             pass
 
-    await asyncio.to_thread(leave_at_the_second)
+    await thread(leave_at_the_second)
     assert await flow.left() == (4, 4, 0)
-    assert await asyncio.to_thread(checked, iter(flow.stream())) == [[4, 5, 6, 7]]
+    assert await thread(checked, iter(flow.stream())) == [[4, 5, 6, 7]]
 
 
 async def test_explicit_commits_come_in_any_order_and_leases_hold_until_then(flow: Flow) -> None:
     await flow.put(range(12))
     stream = flow.stream(commit="explicit", lease=0.3)
-    held = await asyncio.to_thread(lambda: list(stream))
+    held = await thread(lambda: list(stream))
     stamp = time.monotonic()
     assert await flow.dock.claim("train", 12, timeout=0.6) is None, "renewed although nothing is asked for"
     assert time.monotonic() - stamp > 0.5
     for batch in reversed(held):
-        await asyncio.to_thread(stream.commit, batch)
+        await thread(stream.commit, batch)
     assert await flow.left() == (0, 0, 0)
     with pytest.raises(StaleHandle):
-        await asyncio.to_thread(stream.commit, held[0])
+        await thread(stream.commit, held[0])
 
 
 async def test_a_commit_after_the_lease_was_lost_is_refused(flow: Flow) -> None:
     await flow.put(range(4))
     stream = flow.stream(commit="explicit")
-    batch = await asyncio.to_thread(lambda: next(iter(stream)))
+    batch = await thread(lambda: next(iter(stream)))
     await flow.dock.index.call("forget", worker=stream._link().worker)
     assert isinstance(await flow.dock.claim("train", 4), Claim)
     with pytest.raises(LeaseLost):
-        await asyncio.to_thread(stream.commit, batch)
+        await thread(stream.commit, batch)
 
 
 # ── DataLoader workers ──
@@ -241,7 +255,7 @@ async def test_a_commit_after_the_lease_was_lost_is_refused(flow: Flow) -> None:
 async def test_every_row_comes_once_whatever_the_number_of_workers(flow: Flow, workers: int) -> None:
     await flow.put(range(30))
     loader = SampleLoader(flow.stream(), num_workers=workers)
-    found = await asyncio.to_thread(lambda: checked(iter(loader)))
+    found = await thread(lambda: checked(iter(loader)))
     assert sorted(itertools.chain(*found)) == list(range(30))
     assert {len(batch) for batch in found[:-2]} == {4}
     assert await flow.left() == (0, 0, 0)
@@ -257,8 +271,8 @@ async def test_workers_run_ahead_and_only_what_was_consumed_is_committed(flow: F
         del batches
         return seen
 
-    seen = await asyncio.to_thread(some)
-    rest = await asyncio.to_thread(lambda: checked(iter(flow.stream(idle=3.0))))
+    seen = await thread(some)
+    rest = await thread(lambda: checked(iter(flow.stream(idle=3.0))))
     again = set(seen) & set(itertools.chain(*rest))
     assert again == set(seen[8:]), "two were committed, the third was left in the consumer's hands"
     assert sorted(seen[:8] + list(itertools.chain(*rest))) == list(range(40))
@@ -266,11 +280,13 @@ async def test_workers_run_ahead_and_only_what_was_consumed_is_committed(flow: F
 
 async def test_a_plain_dataloader_commits_without_workers_and_refuses_to_guess_with_them(flow: Flow) -> None:
     await flow.put(range(8))
+    guessing = iter(DataLoader(flow.stream(), batch_size=None, num_workers=1))
     with pytest.raises(RuntimeError, match="use SampleLoader"):
-        await asyncio.to_thread(lambda: list(DataLoader(flow.stream(), batch_size=None, num_workers=1)))
+        next(guessing)
+    guessing._shutdown_workers()  # now, not whenever the garbage collector comes by
     assert await flow.left() == (8, 8, 0)
     plain = DataLoader(flow.stream(), batch_size=None)
-    assert await asyncio.to_thread(lambda: checked(iter(plain))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert await thread(lambda: checked(iter(plain))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert await flow.left() == (0, 0, 0)
 
 
@@ -290,10 +306,10 @@ async def test_a_killed_loaders_rows_are_delivered_again_after_the_lease(flow: F
     process = multiprocessing.get_context("fork").Process(target=consume_until_killed, args=arguments)
     process.start()
     send.close()
-    committed, held = await asyncio.to_thread(lambda: (receive.recv(), receive.recv()))
-    await asyncio.to_thread(process.join, 20)
-    assert process.exitcode == -signal.SIGKILL
-    found = await asyncio.to_thread(lambda: numbers(list(flow.stream(idle=8.0, ragged="packed", commit="next"))))
+    committed, held = await thread(lambda: (receive.recv(), receive.recv()))
+    _, status = await thread(os.waitpid, process.pid, 0)  # join() would wait for the orphaned workers, too
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    found = await thread(lambda: numbers(list(flow.stream(idle=8.0, ragged="packed", commit="next"))))
     assert sorted(found) == sorted(set(range(24)) - set(committed))
     assert set(held) <= set(found)
     assert await flow.left() == (0, 0, 0)
@@ -322,15 +338,15 @@ async def test_replicas_in_lockstep_and_their_ranks_share_every_batch(flow: Flow
 async def test_a_shared_batch_stays_until_its_slowest_reader_is_done(flow: Flow) -> None:
     await flow.put(range(8))
     fast, slow = (flow.stream(rank=rank, ranks=2, commit="explicit", lease=0.5) for rank in range(2))
-    quick = await asyncio.to_thread(lambda: list(fast))
+    quick = await thread(lambda: list(fast))
     for batch in quick:
-        await asyncio.to_thread(fast.commit, batch)
+        await thread(fast.commit, batch)
     assert await flow.dock.claim("train", 8, timeout=1.0) is None, "held for the other rank, beyond a lease"
-    late = await asyncio.to_thread(lambda: list(slow))
+    late = await thread(lambda: list(slow))
     assert numbers(late) == numbers(quick) == list(range(8))
     assert await flow.left() == (8, 0, 8)
     for batch in reversed(late):
-        await asyncio.to_thread(slow.commit, batch)
+        await thread(slow.commit, batch)
     assert await flow.left() == (0, 0, 0)
 
 
@@ -375,19 +391,19 @@ def _loads(batch: Batch) -> tuple[int, int]:
 async def test_a_session_is_read_once(flow: Flow) -> None:
     await flow.put(range(8))
     first = flow.stream(ranks=2, commit="explicit")
-    await asyncio.to_thread(lambda: next(iter(first)))
+    await thread(lambda: next(iter(first)))
     with pytest.raises(IndexRefused, match="has an entry 0 already"):
-        await asyncio.to_thread(lambda: next(iter(flow.stream(ranks=2, commit="explicit"))))
+        await thread(lambda: next(iter(flow.stream(ranks=2, commit="explicit"))))
     other = flow.stream(ranks=2, commit="explicit", session="1", batch_size=2, idle=0.1)
     for stream in flow.streams:
         stream.close()
-    assert (await asyncio.to_thread(lambda: next(iter(other))))["number"].tolist() == [0, 1]
+    assert (await thread(lambda: next(iter(other))))["number"].tolist() == [0, 1]
 
 
 async def test_a_reader_whose_first_peer_never_comes_says_so(flow: Flow) -> None:
     await flow.put(range(8))
     with pytest.raises(TimeoutError, match="first reader of session '0' has not claimed it within 0 s"):
-        await asyncio.to_thread(lambda: next(iter(flow.stream(rank=1, ranks=2, timeout=0.2))))
+        await thread(lambda: next(iter(flow.stream(rank=1, ranks=2, timeout=0.2))))
 
 
 # ── refusals ──
@@ -416,10 +432,10 @@ async def test_a_stage_that_a_loader_cannot_end_is_refused(index: Index, tmp_pat
         for stage, message in (("reward", "which a loader cannot write"), ("update", "ends in Index.train")):
             stream = SampleStream(index.url, index.run, SCHEMA, stage, COLUMNS, batch_size=1)
             with pytest.raises(ValueError, match=message):
-                await asyncio.to_thread(lambda stream=stream: next(iter(stream)))
+                await thread(lambda stream=stream: next(iter(stream)))
         stream = SampleStream(index.url, index.run, SCHEMA, "nothing", COLUMNS, batch_size=1)
         with pytest.raises(ValueError, match="not declared"):
-            await asyncio.to_thread(lambda: next(iter(stream)))
+            await thread(lambda: next(iter(stream)))
 
 
 # ── the partition ──
