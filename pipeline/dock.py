@@ -501,11 +501,11 @@ class Dock:
         return self._home.number if self._home else 0
 
     async def try_claim(self, stage: str, most: int, *, version: int | None = None) -> Claim | Nothing:
-        return await self.index.claim(stage, self.worker, most, self.lease, version, self.home)
+        return await self.index.claim(stage, self.worker, most, self.lease, version, self.home, patient=True)
 
     async def wait(self, stage: str, nothing: Nothing, timeout: float) -> bool:
         """Wait until a claim of ``stage`` that found ``nothing`` may find something."""
-        return await self.index.wait(stage, nothing.wait, min(timeout, nothing.due or timeout))
+        return await self.index.wait(nothing.topic, nothing.wait, min(timeout, nothing.due or timeout))
 
     async def fetch(
         self, claim: Claim, columns: Sequence[str], *, ragged: Literal["jagged", "padded"] = "jagged", fill: float = 0
@@ -536,6 +536,11 @@ class Dock:
         out: dict[str, Packed] = {}
         for producer, names in producers.items():
             refs = claim.refs[producer]
+            if len(refs) < len(claim):
+                raise ColumnError(
+                    f"column {names[0]!r}: stage {claim.stage!r} does not need what its maker makes, so it may come later "
+                    "than the rows; declare it as needed"
+                )
             if not refs["block"].all():
                 raise missing_column(names[0], int((refs["block"] == 0).argmax()))
             numbers = (refs["place"] >> _OFFSET_BITS).astype(np.int64)

@@ -36,8 +36,8 @@
 --   open:WORKER       blocks that their worker still writes to
 --   warehouses        number → {name, node, path, host, port, bytes, leaving}
 --   bysize:W, byaddr:W   free extents of warehouse W: offset scored by size and by address (best fit, coalesced)
---   wake:TOPIC        a stream of one entry, read with BLOCK: a stage's name, `room`, `version`, `state`,
---                     `warehouses` (one has joined)
+--   wake:TOPIC        a stream of one entry, read with BLOCK: a stage's name, alone or with `:HOME`, `room`, `version`,
+--                     `state`, `warehouses` (one has joined)
 --   replies:CLIENT    lane → what its last call answered, for a client that has to ask again after a lost connection
 --
 -- Sets of ranges are sorted sets of 'first-last' scored by first; ranges never touch.
@@ -45,6 +45,7 @@
 local configs = {}  -- config by run, decoded; a cache of what never changes
 
 local SEGMENT = 4096
+local PRESENT = 10000  -- ms since a node's last claim for which it counts as one with workers
 local LIVE, GENERATED, TRAINED = 1, 2, 3
 
 -- The libraries are not there yet while this file is loaded; the first call binds them.
@@ -76,11 +77,21 @@ end
 local function count(run, field, by) return call('HINCRBY', run .. 'n', field, by) end
 local function value(run, field) return int(call('HGET', run .. 'n', field)) end
 local function wake(run, topic) call('XADD', run .. 'wake:' .. topic, 'MAXLEN', 1, '*', 'x', 1) end
--- A stage's topic is woken only when a claim of it has found nothing since the last time.
-local function wake_stage(run, name)
-  if call('HGET', run .. 'n', 'idle:' .. name) == '1' then
-    call('HSET', run .. 'n', 'idle:' .. name, 0)
-    wake(run, name)
+-- A topic is woken only when a claim that waits on it has found nothing since the last time. Claims wait on their stage's, or
+-- on that of their stage and home.
+local function wake_idle(run, topic)
+  if call('HGET', run .. 'n', 'idle:' .. topic) ~= '1' then return false end
+  call('HSET', run .. 'n', 'idle:' .. topic, 0)
+  wake(run, topic)
+  return true
+end
+-- Wakes who waits for rows of a stage on any node; at time t, who has been told when to come again is left alone.
+local function wake_stage(run, name, t)
+  wake_idle(run, name)
+  local last = value(run, 'warehouses')
+  for home = 1, last > 1 and last or 0 do
+    local place = name .. ':' .. home
+    if not t or value(run, 'until:' .. place) <= t then wake_idle(run, place) end
   end
 end
 local function wake_all(run, topics) for topic in pairs(topics) do wake(run, topic) end end
@@ -213,16 +224,32 @@ local function homes(run, stage)
   return out
 end
 
+-- Rows that become ready on a node where the stage has workers are theirs for a headstart: elsewhere they would cross the
+-- network, often for nothing. Then, and where there are no workers, they are anybody's. `since` is when a home's rows began
+-- to be its own; 0: they never were.
+local function own(cfg, since, t) return since > 0 and t - since < (cfg.headstart or 0) end
+
 local function make_ready(run, stage, home, list)
   if stage.takes == 'batch' then home = 0 end
-  local total = 0
+  local key, total = run .. 'ready:' .. stage.name .. ':' .. home, 0
+  local there = call('EXISTS', key) == 1
   for i = 1, #list, 2 do
-    add(run .. 'ready:' .. stage.name .. ':' .. home, list[i], list[i + 1])
+    add(key, list[i], list[i + 1])
     total = total + list[i + 1] - list[i] + 1
   end
-  if total > 0 then
-    count(run, 'ready:' .. stage.name, total)
-    wake_stage(run, stage.name)
+  if total == 0 then return end
+  count(run, 'ready:' .. stage.name, total)
+  if stage.takes == 'batch' or value(run, 'warehouses') < 2 then return wake_stage(run, stage.name) end
+  local t, place = now(), stage.name .. ':' .. home
+  local waits = wake_idle(run, place)
+  if not there then
+    local near = waits or t - value(run, 'seen:' .. place) < PRESENT
+    call('HSET', run .. 'n', 'since:' .. place, near and t or 0)
+  end
+  if waits and own(config(run), value(run, 'since:' .. place), t) then
+    wake_idle(run, stage.name)  -- its claim tells the others, if it leaves something
+  else
+    wake_stage(run, stage.name, t)
   end
 end
 
@@ -455,14 +482,18 @@ local function reap(run, cfg, stage, t)
   for _, token in ipairs(call('ZRANGEBYSCORE', run .. 'due:' .. stage.name, '-inf', t)) do expire(run, cfg, token) end
 end
 
--- What a worker has to know of rows {first, last, …}: parallel arrays, in this order.
-local function describe(run, cfg, rows)
-  local fixed, made, refs = {}, {}, {}
-  for producer = 1, cfg.producers do refs[producer] = {} end
+-- What a worker has to know of rows {first, last, …}: parallel arrays, in this order. `reads` names the producers whose
+-- places are told (all of them when not given); the others' are empty.
+local function describe(run, cfg, rows, reads)
+  local fixed, made, refs, wanted = {}, {}, {}, {}
+  for producer = 1, cfg.producers do refs[producer], wanted[producer] = {}, not reads end
+  for _, producer in ipairs(reads or {}) do wanted[producer + 1] = true end
   for i = 1, #rows, 2 do
     local from, to, at = rows[i], rows[i + 1], #fixed + 1
     fixed[at], made[at] = read(run, 'f', 8, from, to), read(run, 'g', 8, from, to)
-    for producer = 1, cfg.producers do refs[producer][at] = read(run, 'b' .. (producer - 1), 16, from, to) end
+    for producer = 1, cfg.producers do
+      if wanted[producer] then refs[producer][at] = read(run, 'b' .. (producer - 1), 16, from, to) end
+    end
   end
   for producer = 1, cfg.producers do refs[producer] = table.concat(refs[producer]) end
   return { rows = rows, fixed = table.concat(fixed), made = table.concat(made), refs = refs }
@@ -686,12 +717,23 @@ define('admit', function(run, a)
 end)
 
 -- Takes up to `most` of what is ready below `limit`, near rows first. An older one elsewhere is passed only while it is at
--- most `reach` groups behind: nothing waits for ever because it lies on a node without a worker.
-local function take(run, cfg, stage, most, limit, home)
-  local taken, n, nearest = {}, 0, nil
+-- most `reach` groups behind: nothing waits for ever because it lies on a node without a worker. A patient one leaves what
+-- has just become ready elsewhere to the workers there; also returns in how many ms it need not.
+local function take(run, cfg, stage, most, limit, home, patient, t)
+  local taken, n, nearest, due, places = {}, 0, nil, nil, {}
+  for _, place in ipairs(homes(run, stage)) do
+    local since = patient and int(place) ~= home and value(run, 'since:' .. stage.name .. ':' .. place) or 0
+    if own(cfg, since, t) then
+      if call('EXISTS', run .. 'ready:' .. stage.name .. ':' .. place) == 1 then
+        due = min(due or cfg.headstart, since + cfg.headstart - t)
+      end
+    else
+      places[#places + 1] = place
+    end
+  end
   while n < most do
     local best, best_first, near, near_first
-    for _, place in ipairs(homes(run, stage)) do
+    for _, place in ipairs(places) do
       local member = call('ZRANGE', run .. 'ready:' .. stage.name .. ':' .. place, 0, 0)[1]
       if member then
         local first = ends(member)
@@ -717,7 +759,7 @@ local function take(run, cfg, stage, most, limit, home)
     append(taken, first, to)
     n, nearest = n + to - first + 1, best[1]
   end
-  return taken, n, nearest
+  return taken, n, nearest, due
 end
 
 -- The rows of claimed groups that this stage has not committed before.
@@ -740,26 +782,36 @@ local function not_done(run, stage, groups)
   return rows
 end
 
--- {stage, worker, home, most, least, lease, version} → {token, rows, fixed, made, refs}, or {wait, due = ms until the next
--- lease expires}. `most` and `least` count rows or groups as the stage takes them: fewer than `least` are not given
--- out. A stage that generates gives the policy version it has loaded, and gets no group that this version may not touch.
+-- {stage, worker, home, most, least, lease, version, patient} → {token, rows, fixed, made, refs}, or {wait, topic, due = ms
+-- until the next lease or headstart ends}. `most` and `least` count rows or groups as the stage takes them: fewer than
+-- `least` are not given out. A stage that generates gives the policy version it has loaded, and gets no group that this
+-- version may not touch.
 define('claim', function(run, a)
   local cfg, t = config(run), now()
   local stage = stage_of(cfg, a.stage)
   reap(run, cfg, stage, t)
-  local taken, n, home
+  local taken, n, home, due
+  local several = stage.takes ~= 'batch' and value(run, 'warehouses') > 1
+  local patient, topic = several and a.patient and a.home > 0, stage.name
+  if patient then
+    topic = stage.name .. ':' .. int(a.home)
+    call('HSET', run .. 'n', 'seen:' .. topic, t)
+  end
   if value(run, 'ready:' .. stage.name) < (a.least or 1) then
     taken, n = {}, 0
   elseif stage.takes == 'batch' then
     taken, home = pick_window(run, cfg, stage), 0
   else
-    taken, n, home = take(run, cfg, stage, a.most, a.version and gate(run, cfg, a.version), a.home)
+    local limit = a.version and gate(run, cfg, a.version)
+    taken, n, home, due = take(run, cfg, stage, a.most, limit, a.home, patient, t)
   end
   if #taken == 0 then
-    local due = call('ZRANGE', run .. 'due:' .. stage.name, 0, 0, 'WITHSCORES')
-    call('HSET', run .. 'n', 'idle:' .. stage.name, 1)
-    return { wait = woken(run, stage.name), due = due[2] and max(1, due[2] - t + 1) or false }
+    local lease = call('ZRANGE', run .. 'due:' .. stage.name, 0, 0, 'WITHSCORES')
+    call('HSET', run .. 'n', 'idle:' .. topic, 1, 'until:' .. topic, t + (due or 0))
+    if lease[2] then due = min(due or lease[2], max(1, lease[2] - t + 1)) end
+    return { wait = woken(run, topic), topic = topic, due = due or false }
   end
+  if several and value(run, 'ready:' .. stage.name) > n then wake_stage(run, stage.name, t) end
   local rows = taken
   if stage.takes ~= 'rows' then rows = not_done(run, stage, taken) end
   if stage.takes == 'batch' then
@@ -788,12 +840,12 @@ define('claim', function(run, a)
   for _, pair in ipairs(pairs_of) do append(held, pair[1], pair[2]) end
   call('HSET', run .. 'leases', token, cmsgpack.pack({ stage.name, a.worker, held, left, int(home), t }))
   call('ZADD', run .. 'due:' .. stage.name, t + a.lease, token)
-  local out = describe(run, cfg, rows)
+  local out = describe(run, cfg, rows, stage.reads)
   out.token = token
-  return out, { token, rows }
+  return out, { token, rows, stage.reads }
 end, false, function(run, kept)
   if not kept[1] then return kept end
-  local out = describe(run, config(run), kept[2])
+  local out = describe(run, config(run), kept[2], kept[3])
   out.token = kept[1]
   return out
 end)

@@ -117,7 +117,8 @@ class RunConfig:
     """What the index enforces: P groups a step, slack S, window W and bound η (``pipeline.staleness`` derives S).
 
     ``reach``: a claim prefers rows that were made ready on its own node, and passes older ones elsewhere while they are at
-    most so many groups older. The defaults are those of a flow without a trainer: nothing is held back at the gate.
+    most so many groups older. ``headstart``: rows that become ready on a node where their stage has workers are left to these
+    for so many seconds. The defaults are those of a flow without a trainer: nothing is held back at the gate.
     """
 
     stages: tuple[StageSpec, ...]
@@ -126,19 +127,23 @@ class RunConfig:
     window: int = 1
     staleness: int = UNLIMITED
     reach: int = 64
+    headstart: float = 0.1  # enough for a woken worker to claim on a busy machine, little beside what a stage computes
 
     def __post_init__(self) -> None:
         if len(self.stages) > MAX_STAGES:
             raise ValueError(f"stages: {len(self.stages)} are too many; join some, at most {MAX_STAGES} fit")
 
     def packed(self) -> dict[str, Any]:
-        stages, producers = [], 1  # producer 0 is the admission
+        stages: list[dict[str, Any]] = []
+        producers = 1  # 0 is the admission
         for i, s in enumerate(self.stages):
             stages.append(
                 {"name": s.name, "takes": s.takes, "needs": s.needs, "makes": s.makes, "releases": s.releases}
                 | {"bit": 1 << i, "producer": producers if s.makes else -1}
             )
             producers += bool(s.makes)
+        for stage in stages:
+            stage["reads"] = [0, *self._before(stage["needs"], stages)]
         return {
             "stages": stages,
             "producers": producers,
@@ -148,7 +153,19 @@ class RunConfig:
             "window": self.window,
             "staleness": self.staleness,
             "reach": self.reach,
+            "headstart": int(self.headstart * 1000),
         }
+
+    @staticmethod
+    def _before(needs: int, stages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The producers that have surely written before a stage that needs these columns: their columns it may fetch."""
+        makers = {stage["producer"]: stage for stage in stages if stage["producer"] > 0}
+        found: set[int] = set()
+        while more := {p for p, maker in makers.items() if maker["makes"] & needs and p not in found}:
+            found |= more
+            for producer in more:
+                needs |= makers[producer]["needs"]
+        return sorted(found)
 
 
 class Handle(NamedTuple):
@@ -234,10 +251,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Nothing to claim. ``wait`` is the wake stream's position at that moment, ``due`` seconds until a lease may expire."""
+    """Nothing to claim. ``wait`` is the position of the wake stream ``topic`` at that moment, ``due`` seconds until there may
+    be something without a wake-up: a lease may expire, or another node's headstart end."""
 
     wait: str
     due: float | None
+    topic: str
 
 
 @dataclass(frozen=True)
@@ -343,15 +362,7 @@ class Index:
     async def _send_together(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), CALLS_TOGETHER))]
         try:
-            if len(batch) == 1:
-                answers = [await self._redis.fcall(*batch[0][0])]
-            else:
-                pipeline = self._redis.pipeline(transaction=False)
-                for command, _ in batch:
-                    pipeline.fcall(*command)
-                answers = await pipeline.execute(raise_on_error=False)
-        except ResponseError as refused:
-            answers = [refused] * len(batch)
+            answers = await self._exchange([command for command, _ in batch])
         except asyncio.CancelledError:
             for _, reply in batch:
                 if not reply.done():
@@ -366,6 +377,26 @@ class Index:
                 reply.set_exception(answer)
             else:
                 reply.set_result(answer)
+
+    async def _exchange(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The answers to ``commands``, refusals among them, in one round trip. On a connection of redis-py's own pool:
+        its client's and pipeline's own work would take as long again as the round trip."""
+        pool = self._redis.connection_pool
+        connection = await pool.get_connection()
+        try:
+            await connection.send_packed_command(connection.pack_commands([("FCALL", *c) for c in commands]))
+            answers: list[Any] = []
+            for _ in commands:
+                try:
+                    answers.append(await connection.read_response())
+                except ResponseError as refused:
+                    answers.append(refused)
+            return answers
+        except BaseException:
+            await connection.disconnect(nowait=True)  # answers may still be on their way
+            raise
+        finally:
+            await pool.release(connection)
 
     async def _retry(self, attempt: Any) -> Any:
         deadline, backoff, failures = time.monotonic() + self.timeout, ExponentialBackoff(cap=1.0, base=0.02), 0
@@ -452,13 +483,17 @@ class Index:
         version: int | None = None,
         home: int = 0,
         least: int = 1,
+        patient: bool = False,
     ) -> Claim | Nothing:
         """Lease what is ready, rows made ready on warehouse ``home`` first (``RunConfig.reach``): ``most`` rows (groups, as
-        the stage takes them), and nothing while there are fewer than ``least``."""
-        limits = {"most": most, "least": least, "lease": int(lease * 1000), "version": version}
+        the stage takes them), and nothing while there are fewer than ``least``. A ``patient`` one leaves to other nodes what
+        has just become ready there (``RunConfig.headstart``)."""
+        limits = {"most": most, "least": least, "lease": int(lease * 1000), "version": version, "patient": patient}
         reply = await self._call_raw("claim", stage=stage, worker=worker, home=home, **limits)
         if "wait" in reply:
-            return Nothing(reply["wait"].decode(), reply["due"] / 1000 if reply["due"] else None)
+            return Nothing(
+                reply["wait"].decode(), reply["due"] / 1000 if reply["due"] else None, reply["topic"].decode()
+            )
         return Claim(stage, reply["token"], reply)
 
     async def renew(self, stage: str, tokens: Sequence[int], lease: float) -> set[int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -314,16 +316,16 @@ async def test_a_waiting_claim_wakes_as_soon_as_a_group_is_admitted(dock: Dock) 
 @pytest.fixture
 def cut_once(dock: Dock, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The connection is lost once, after the server has done what it was asked."""
-    original, cuts = dock.index._redis.fcall, [0]
+    original, cuts = dock.index._exchange, [0]
 
-    async def flaky(*arguments: object) -> object:
-        reply = await original(*arguments)
+    async def flaky(commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        reply = await original(commands)
         if cuts[0] == 1:
             cuts[0] = 2
             raise ConnectionError("cut after the server had done it")
         return reply
 
-    monkeypatch.setattr(dock.index._redis, "fcall", flaky)
+    monkeypatch.setattr(dock.index, "_exchange", flaky)
     return cuts
 
 
