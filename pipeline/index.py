@@ -117,8 +117,8 @@ class RunConfig:
     """What the index enforces: P groups a step, slack S, window W and bound η (``pipeline.staleness`` derives S).
 
     ``reach``: a claim prefers rows that were made ready on its own node, and passes older ones elsewhere while they are at
-    most so many groups older. ``headstart``: rows that become ready on a node where their stage has workers are left to these
-    for so many seconds. The defaults are those of a flow without a trainer: nothing is held back at the gate.
+    most so many groups older. ``headstart``: rows that become ready on a node where their stage has workers are left to
+    these for so many seconds. The defaults are those of a flow without a trainer: nothing is held back at the gate.
     """
 
     stages: tuple[StageSpec, ...]
@@ -251,8 +251,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Nothing to claim. ``wait`` is the position of the wake stream ``topic`` at that moment, ``due`` seconds until there may
-    be something without a wake-up: a lease may expire, or another node's headstart end."""
+    """Nothing to claim. ``wait`` is the position of the wake stream ``topic`` at that moment, ``due`` seconds until there
+    may be something without a wake-up: a lease may expire, or another node's headstart end."""
 
     wait: str
     due: float | None

@@ -124,6 +124,62 @@ async def test_near_rows_are_claimed_first_but_old_ones_elsewhere_are_not_left_b
     assert [await taken(a) for _ in range(3)] == [4, 6, 7], "near ones first, then what there is"
 
 
+async def test_rows_go_to_their_own_nodes_workers_who_wait_whoever_is_quicker(cluster: Cluster) -> None:
+    a, b = await cluster.node("a"), await cluster.node("b")
+    await admit(a, 0, 8, samples=1)
+    for _ in range(4):
+        held = [await a.claim("rollout", 1, version=0) for _ in range(2)]
+        near = {a: asyncio.create_task(a.claim("score", 1, timeout=20))}
+        near[b] = asyncio.create_task(b.claim("score", 1, timeout=20))
+        await until_waiting(cluster.index, "score:1", "score:2")
+        for dock, claim in zip((a, b), held, strict=True):
+            assert claim is not None
+            await dock.commit(claim, [0], {"response": [torch.tensor([1])]}, generated=[(0, 1)])
+        for dock, claim in zip((a, b), held, strict=True):
+            assert claim is not None
+            found = await near[dock]
+            assert found is not None
+            assert found.row.tolist() == claim.row.tolist(), "a worker of the other node was there first"
+
+
+async def until_waiting(index: Index, *topics: str) -> None:
+    """Until claims that found nothing wait on all of ``topics``."""
+    found = list[bytes]()
+    async with asyncio.timeout(20):
+        while found != [b"1"] * len(topics):
+            found = await index._redis.hmget(index.prefix + "n", [f"idle:{topic}" for topic in topics])
+
+
+async def test_what_a_nodes_workers_leave_is_taken_elsewhere_after_their_headstart(cluster: Cluster) -> None:
+    a, b = await cluster.node("a"), await cluster.node("b")
+    await admit(a, 0, 3, samples=1)
+    assert await a.claim("score", 1) is None, "a has a worker of this stage"
+    far = asyncio.create_task(b.claim("score", 3, timeout=20))
+    near = asyncio.create_task(a.claim("score", 1, timeout=20))
+    await until_waiting(cluster.index, "score:1", "score:2")
+    claim = await a.claim("rollout", 3, version=0)
+    assert claim is not None
+    await a.commit(claim, range(3), {"response": [torch.tensor([1])] * 3}, generated=[(0, 1)] * 3)
+    first, rest = await near, await far
+    assert first is not None
+    assert rest is not None, "it was never told of the rows that the others left"
+    assert (first.row.tolist(), rest.row.tolist()) == ([0], [1, 2])
+
+
+async def test_rows_of_a_node_without_workers_are_anybodys_at_once(index: Index, tmp_path: Path) -> None:
+    await index.init(RunConfig(STAGES, 2, 3, 1, 3, headstart=3600), {})
+    cluster = Cluster(index, tmp_path)
+    a, b = await cluster.node("a"), await cluster.node("b")
+    await admit(a, 0, 1)
+    far = asyncio.create_task(b.claim("score", 2, timeout=20))
+    assert await respond(a, 1) == [0]
+    found = await far
+    assert found is not None
+    assert len(found) == 2
+    for dock in (a, b):
+        await dock.close()
+
+
 async def test_batches_come_in_order_whatever_nodes_their_rows_lie_on(cluster: Cluster) -> None:
     nodes = [await cluster.node(name) for name in "abc"]
     await admit(nodes[0], 0, 6)
