@@ -180,11 +180,10 @@ class PackedRows:
             if section.offsets is not None:
                 _view(memory, torch.int64, offsets_at, 8 * (self.rows + 1)).copy_(section.offsets)
             if section.nbytes:
-                target = _view(memory, section.parts[0].dtype, values_at, section.nbytes)
-                if len(section.parts) == 1:
-                    target.copy_(section.parts[0])
-                else:
-                    torch.cat(section.parts, out=target)
+                # By numpy, in one thread: torch would share the copy with a second one, and wait for it on a busy machine.
+                parts = [_array(part) for part in section.parts]
+                kind = parts[0].dtype
+                np.concatenate(parts, out=np.frombuffer(memory, kind, section.nbytes // kind.itemsize, values_at))
         np.frombuffer(memory, np.int64, len(header))[:] = header
 
 
@@ -476,6 +475,10 @@ def _encoded(column: Column, row: int, text: str) -> bytes:
             f"column {column.name!r}: row {row} is not a text that UTF-8 can hold ({error}); "
             "decode it with errors='replace'"
         ) from None
+
+
+def _array(part: torch.Tensor) -> np.ndarray:
+    return (part.view(torch.int16) if part.dtype == torch.bfloat16 else part).numpy()
 
 
 def _view(memory: memoryview, dtype: torch.dtype, at: int, nbytes: int) -> torch.Tensor:
