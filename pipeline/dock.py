@@ -543,17 +543,19 @@ class Dock:
                 )
             if not refs["block"].all():
                 raise missing_column(names[0], int((refs["block"] == 0).argmax()))
-            numbers = (refs["place"] >> _OFFSET_BITS).astype(np.int64)
-            if (numbers == numbers[0]).all():
-                out |= await self._read(int(numbers[0]), names, refs)
-                continue
-            parts = []
-            for number in np.unique(numbers).tolist():
-                positions = np.flatnonzero(numbers == number)
-                parts.append((positions, await self._read(number, names, refs[positions])))
-            for name in names:
-                out[name] = in_order([(positions, part[name]) for positions, part in parts], len(claim))
+            out |= await self.gather(refs, names)
         return out
+
+    async def gather(self, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
+        """The columns ``names`` of the rows that lie where ``refs`` say (REF [B], B > 0), in that order."""
+        numbers = (refs["place"] >> _OFFSET_BITS).astype(np.int64)
+        if (numbers == numbers[0]).all():
+            return await self._read(int(numbers[0]), names, refs)
+        parts = []
+        for number in np.unique(numbers).tolist():
+            positions = np.flatnonzero(numbers == number)
+            parts.append((positions, await self._read(number, names, refs[positions])))
+        return {name: in_order([(positions, part[name]) for positions, part in parts], len(refs)) for name in names}
 
     async def _read(self, number: int, names: list[str], refs: np.ndarray) -> dict[str, Packed]:
         if number not in self._warehouses:

@@ -227,7 +227,8 @@ class Claim:
         """The rows at ``positions`` under the same token."""
         at, part = np.asarray(positions, np.int64), Claim.__new__(Claim)
         part.stage, part.token, part.row = self.stage, self.token, self.row[at]
-        part._fixed, part._made, part.refs = self._fixed[at], self._made[at], [refs[at] for refs in self.refs]
+        part._fixed, part._made = self._fixed[at], self._made[at]
+        part.refs = [refs[at] if len(refs) else refs for refs in self.refs]
         return part
 
     def only(self, position: int) -> Claim:

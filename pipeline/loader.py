@@ -469,7 +469,7 @@ class _Reading:
             left = deadline - time.monotonic()
             over = left <= 0 or (state in ENDED and await self._drained())
             if not over:
-                await index.wait_any({stream.stage: found.wait, "state": position}, min(left, found.due or left))
+                await index.wait_any({found.topic: found.wait, "state": position}, min(left, found.due or left))
             elif not stream.drop_last:
                 least = 1
 
