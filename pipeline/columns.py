@@ -237,17 +237,19 @@ def _section(schema: Schema, column: Column, value: Any, rows: int) -> _Section:
             )
         parts = [value.detach().reshape(-1)]
     elif isinstance(value, torch.Tensor):
-        if not (value.is_nested and value.layout == torch.jagged):
+        inner = _jagged(value)
+        if inner is None:
             raise ColumnError(
                 f"column {column.name!r}: is ragged; give a jagged nested tensor or a list, got {_what(value)}"
             )
-        _check_dtype(column, value)
-        nested: Any = value.detach()  # torch declares none of a nested tensor's own methods
-        parts, offsets = [nested.values()], nested.offsets().to("cpu", torch.int64)
-        if parts[0].dim() != 1:
+        values, bounds, lengths = inner
+        if values.dtype != column.dtype:
+            _check_dtype(column, value)
+        if values.dim() != 1:
             raise ColumnError(f"column {column.name!r}: ragged rows have one dimension, got {_what(value)}")
-        if int(offsets[0]) != 0 or nested.lengths() is not None:
-            parts = list(nested.unbind())
+        parts, offsets = [values.detach()], bounds.to("cpu", torch.int64)
+        if int(offsets[0]) != 0 or lengths is not None:
+            parts = [part.detach() for part in value.unbind()]
             offsets = _offsets([part.numel() for part in parts])
     else:
         parts = list(value)
@@ -461,8 +463,19 @@ def _offsets(lengths: Sequence[int] | np.ndarray) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
+def _jagged(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """Values, offsets and lengths of a jagged nested tensor; None of any other. Its attributes are read as they are: each
+    public accessor goes through torch's dispatcher, which takes longer than a small column's copy."""
+    if not hasattr(value, "_offsets"):
+        return None
+    held: Any = value
+    return held._values, held._offsets, held._lengths
+
+
 def _count(value: Any) -> int:
     if isinstance(value, torch.Tensor):
+        if (inner := _jagged(value)) is not None:
+            return len(inner[1]) - 1
         return value.size(0) if value.dim() else 0
     return len(value) if hasattr(value, "__len__") and getattr(value, "ndim", None) != 0 else 0
 

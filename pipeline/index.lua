@@ -133,6 +133,16 @@ local function write(run, field, width, from, bytes)
   end
 end
 
+-- Values two by two as entries of format `unit`; a call for many costs little more than a call for one.
+local function pack_pairs(unit, values)
+  local out, n = {}, #values
+  for from = 1, n, 512 do
+    local to = min(n, from + 511)
+    out[#out + 1] = pack('<' .. rep(unit, (to - from + 1) / 2), unpack(values, from, to))
+  end
+  return table.concat(out)
+end
+
 -- Entries from..to have come (by = 1) or gone (-1). A segment that nothing is left in is dropped once it is not the newest,
 -- which holds entry `newest`.
 local function occupy(run, cfg, field, from, to, by, newest)
@@ -691,13 +701,16 @@ define('admit', function(run, a)
   local row = first
   local fixed = {}
   for _, entry in ipairs(a.groups) do
-    local records, size = {}, entry[3]
+    local records, size, at = {}, entry[3], #fixed
     for i = 0, entry[2] - 1 do
-      records[i + 1] = pack('<I6I2', row, size)
-      for place = 0, size - 1 do fixed[#fixed + 1] = pack('<I4I2I2', entry[1] + i, place, size) end
+      records[2 * i + 1], records[2 * i + 2] = row, size
+      for place = 0, size - 1 do
+        fixed[at + 1], fixed[at + 2] = entry[1] + i, place + 65536 * size  -- place u16, samples u16
+        at = at + 2
+      end
       row = row + size
     end
-    write(run, 'q', 8, entry[1], table.concat(records))
+    write(run, 'q', 8, entry[1], pack_pairs('I6I2', records))
     occupy(run, cfg, 'q', entry[1], entry[1] + entry[2] - 1, 1, next_group - 1)
     if entry[1] < first_new then
       for group = entry[1], entry[1] + entry[2] - 1 do call('SREM', run .. 'remake', group) end
@@ -705,7 +718,7 @@ define('admit', function(run, a)
   end
   if next_group > first_new then add(run .. 'open', first_new, next_group - 1) end
   write(run, 's', 8, first, rep(pack('<I4I2I1I1', a.mask, 0, LIVE, 0), total))
-  write(run, 'f', 8, first, table.concat(fixed))
+  write(run, 'f', 8, first, pack_pairs('I4I4', fixed))
   write(run, 'g', 8, first, rep(pack('<i4I4', -1, 0), total))
   write(run, 'b0', 16, first, a.refs)
   occupy(run, cfg, 's', first, row - 1, 1, row - 1)
@@ -1366,4 +1379,146 @@ define('transition', function(run, a)
     end
   end
   return { state = state, changed = false }
+end)
+
+-- ── Values by key ─────────────────────────────────────────────────────────────────────────────────────────────────────
+-- Beside the flow, without stages or leases: a key of a partition has fields, each put may bring some of them, and a later
+-- put of the same field replaces it.
+--   kv:fields         what the fields are, in order: name and kind; a field's bit is its place
+--   kv:partitions     partitions, scored by age
+--   kv:keys:P         key → its number u48, then for each put that still holds some of its fields: fields u32, block u32,
+--                     slot u32, begin of the packed rows in the block u48
+--   kv:tags:P         key → tag → bytes that only clients read
+
+-- Redis takes a bounded number of arguments, Lua a bounded number of results.
+local function in_pieces(list, size, visit)
+  for i = 1, #list, size do visit(i, min(i + size - 1, #list)) end
+end
+
+local function look_up(key, fields)
+  local out = {}
+  in_pieces(fields, 4096, function(i, j)
+    for k, found in ipairs(call('HMGET', key, unpack(fields, i, j))) do out[i + k - 1] = found end
+  end)
+  return out
+end
+
+-- visit(fields, block, slot, begin) for each record of a key's entry
+local function records(entry, visit)
+  for at = 7, #entry, 18 do visit(unpack_at('<I4I4I4I6', entry, at)) end
+end
+
+-- {fields = {{name, kind}…}} → all fields {{name, kind}…}: those that are not there yet come at the end. A field that is there
+-- keeps its kind, whatever the call says.
+define('kv_declare', function(run, a)
+  local known, out = {}, {}
+  for i, packed in ipairs(call('LRANGE', run .. 'kv:fields', 0, -1)) do
+    out[i] = cmsgpack.unpack(packed)
+    known[out[i][1]] = true
+  end
+  for _, field in ipairs(a.fields) do
+    if not known[field[1]] then
+      if #out == 31 then fail('BAD', 'field ' .. field[1] .. ' is one too many: a run has at most 31; join some of them') end
+      call('RPUSH', run .. 'kv:fields', cmsgpack.pack(field))
+      out[#out + 1], known[field[1]] = field, true
+    end
+  end
+  return out
+end)
+
+-- {worker, home, block, close, mask, refs, partition, keys, tags = {tag → bytes} for each key, or false} → {fields = those that
+-- all of the keys have now, tags = for each key}: the i-th key has the fields `mask` where the i-th of `refs` says, and its
+-- tags are joined with what it had.
+define('kv_put', function(run, a)
+  local keys, entries, freed, gone = run .. 'kv:keys:' .. a.partition, {}, {}, {}
+  if a.mask ~= 0 then
+    if #a.refs ~= 16 * #a.keys then fail('BAD', 'refs: ' .. #a.refs .. ' bytes for ' .. #a.keys .. ' keys; give 16 for each') end
+    refer(run, a.worker, a.block, #a.keys, a.close)
+  end
+  if not call('ZSCORE', run .. 'kv:partitions', a.partition) then
+    call('ZADD', run .. 'kv:partitions', count(run, 'kv_partitions', 1), a.partition)
+  end
+  local base = a.mask ~= 0 and cmsgpack.unpack(call('HGET', run .. 'blocks', a.block))[2]
+  local common = -1
+  for i, entry in ipairs(look_up(keys, a.keys)) do
+    local out, held = { entry and sub(entry, 1, 6) or pack('<I6', count(run, 'kv_keys', 1)) }, a.mask
+    records(entry or '', function(fields, block, slot, begin)
+      local left = band(fields, bit.bnot(a.mask))
+      held = bor(held, left)
+      if left == 0 then
+        gone[block] = (gone[block] or 0) + 1
+      else
+        out[#out + 1] = pack('<I4I4I4I6', left, block, slot, begin)
+      end
+    end)
+    if a.mask ~= 0 then
+      local block, slot, offset = unpack_at('<I4I4I6', a.refs, 16 * i - 15)
+      out[#out + 1] = pack('<I4I4I4I6', a.mask, block, slot, offset - base)
+    end
+    common = band(common, held)
+    entries[2 * i - 1], entries[2 * i] = a.keys[i], table.concat(out)
+  end
+  in_pieces(entries, 4096, function(i, j) call('HSET', keys, unpack(entries, i, j)) end)
+  for block, rows in pairs(gone) do unreference(run, block, rows, freed) end
+  local tags, changed = look_up(run .. 'kv:tags:' .. a.partition, a.keys), {}
+  for i, key in ipairs(a.keys) do
+    local joined = tags[i] and cmsgpack.unpack(tags[i]) or {}
+    if a.tags then
+      for tag, bytes in pairs(a.tags[i]) do joined[tag] = bytes end
+      if next(joined) then changed[#changed + 1], changed[#changed + 2] = key, cmsgpack.pack(joined) end
+    end
+    tags[i] = joined
+  end
+  in_pieces(changed, 4096, function(i, j) call('HSET', run .. 'kv:tags:' .. a.partition, unpack(changed, i, j)) end)
+  wake_all(run, freed)
+  return { fields = common, tags = tags }
+end)
+
+-- {partition, keys} → {entries = of each key, or false, blocks = block → {warehouse, offset}}. A block that is not told of lay on a
+-- warehouse that was lost.
+define('kv_get', function(run, a)
+  local entries, blocks = look_up(run .. 'kv:keys:' .. a.partition, a.keys), {}
+  for _, entry in ipairs(entries) do
+    records(entry or '', function(_, block)
+      if blocks[block] == nil then
+        local packed = call('HGET', run .. 'blocks', block)
+        blocks[block] = packed and cmsgpack.unpack(packed)
+      end
+    end)
+  end
+  local places = {}
+  for block, place in pairs(blocks) do
+    if place then places[#places + 1] = { block, place[1], place[2] } end
+  end
+  return { entries = entries, places = places }
+end, true)
+
+-- {partition?} → {{partition, {key, number as bytes, tags}…}…}, of one partition or of all, oldest first
+define('kv_list', function(run, a)
+  local out = {}
+  for _, partition in ipairs(call('ZRANGE', run .. 'kv:partitions', 0, -1)) do
+    if not a.partition or a.partition == partition then
+      local keys, tags, list = call('HGETALL', run .. 'kv:keys:' .. partition), {}, {}
+      local tagged = call('HGETALL', run .. 'kv:tags:' .. partition)
+      for i = 1, #tagged, 2 do tags[tagged[i]] = cmsgpack.unpack(tagged[i + 1]) end
+      for i = 1, #keys, 2 do list[(i + 1) / 2] = { keys[i], sub(keys[i + 1], 1, 6), tags[keys[i]] or {} } end
+      out[#out + 1] = { partition, list }
+    end
+  end
+  return out
+end, true)
+
+-- {partition, keys} → how many there were: keys go, with their fields and tags.
+define('kv_clear', function(run, a)
+  local keys, gone, freed, cleared = run .. 'kv:keys:' .. a.partition, {}, {}, 0
+  for _, entry in ipairs(look_up(keys, a.keys)) do
+    records(entry or '', function(_, block) gone[block] = (gone[block] or 0) + 1 end)
+  end
+  in_pieces(a.keys, 4096, function(i, j)
+    cleared = cleared + call('HDEL', keys, unpack(a.keys, i, j))
+    call('HDEL', run .. 'kv:tags:' .. a.partition, unpack(a.keys, i, j))
+  end)
+  for block, rows in pairs(gone) do unreference(run, block, rows, freed) end
+  wake_all(run, freed)
+  return cleared
 end)
