@@ -61,7 +61,8 @@ Rows = Mapping[str, Any] | TensorDictBase
 SIGN_SECONDS = 2.0  # between a served warehouse's signs of life
 SILENT_SECONDS = 10.0  # without one, a warehouse that cannot be reached is taken for lost
 _PUTS_TOGETHER = 256
-SLAB = 8 << 20  # bytes, at most a 64th of the arena
+SLAB = 8 << 20  # bytes, at most a 32nd of the arena
+_SLAB_SHARE = 1 / 3  # of a slab; a larger write takes a block of its own
 _MADE = np.dtype([("oldest", "<i4"), ("tokens", "<u4")])
 _OFFSET_BITS = 48
 _SOURCE_RESERVE = 0.25  # of the arena, kept from what enters, so that samples find the room to get out
@@ -352,8 +353,8 @@ class Dock:
         """Write ``rows`` packed; waits while the warehouse is full."""
         packed = pack(self.schema, rows)
         home = self._home or await self._enter()
-        size = min(self._slab_bytes, home.nbytes // 64) // 64 * 64
-        if 4 * packed.nbytes > size:
+        size = min(self._slab_bytes, home.nbytes // 32) // 64 * 64
+        if packed.nbytes > _SLAB_SHARE * size:
             slab = await self._allocate(packed.nbytes, reserve)
             written = _Written(slab.block, slab.home.number << _OFFSET_BITS | slab.offset, packed.mask, None)
         else:
@@ -379,6 +380,9 @@ class Dock:
         if home.node == self.node:
             packed.write_into(self._arena(home).slice(offset, packed.nbytes), written.block)
         else:
+            if not home.port:  # it serves since we looked
+                await self._learn()
+                home = self._warehouses.get(home.number, home)
             try:
                 await self._remote(home).write(offset, written.block, packed)
             except WarehouseUnreachable as silent:
@@ -558,9 +562,10 @@ class Dock:
         return {name: in_order([(positions, part[name]) for positions, part in parts], len(refs)) for name in names}
 
     async def _read(self, number: int, names: list[str], refs: np.ndarray) -> dict[str, Packed]:
-        if number not in self._warehouses:
-            await self._learn()
         warehouse = self._warehouses.get(number)
+        if warehouse is None or (warehouse.node != self.node and not warehouse.port):  # it came, or serves, since then
+            await self._learn()
+            warehouse = self._warehouses.get(number)
         if warehouse is None:
             raise StaleHandle(f"warehouse {number} has left the run, and these rows with it; claim again")
         places = (refs["place"] & (1 << _OFFSET_BITS) - 1).astype(np.int64)

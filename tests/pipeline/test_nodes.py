@@ -105,6 +105,20 @@ async def test_samples_lie_where_they_were_made_and_are_read_from_everywhere(clu
     assert a.served.payload_sent > 0, "b reads the prompts from a"
 
 
+async def test_nodes_that_start_together_find_each_other_whoever_serves_first(cluster: Cluster) -> None:
+    a, b = await cluster.node("a", serve=False), await cluster.node("b", serve=False)
+    options = {"worker": "writer", "warehouse": "a", "node": "c", "secret": SECRET}
+    writer = Dock(cluster.index, SCHEMA, directory=cluster.home, **options)  # type: ignore[arg-type]
+    cluster.docks.append(writer)
+    with pytest.raises(ConnectionError, match="warehouse 'a' lies on node 'a' and serves nobody; start its server"):
+        await admit(writer, 0, 1)
+    await a.serve("127.0.0.1")
+    await admit(writer, 0, 1)
+    assert await respond(b, 1) == [0]
+    assert a.served is not None
+    assert a.served.payload_received > 0 < a.served.payload_sent
+
+
 async def test_near_rows_are_claimed_first_but_old_ones_elsewhere_are_not_left_behind(cluster: Cluster) -> None:
     a, b = await cluster.node("a"), await cluster.node("b")
     await admit(a, 0, 8, samples=1)
