@@ -16,6 +16,9 @@ the time from the start to the last release, pipeline filling and draining inclu
 
     linearity(n) = rate(n) / (n · rate(1))
 
+With ``--apart`` every other host generates and its neighbour does the stages behind, so that all samples cross the network
+in every arm; linearity is then against one such pair.
+
 Three arms, one code, told apart by :class:`Arm` alone:
 
     dock      a warehouse on each host, blocking waits, a batch a message; near rows first
@@ -80,6 +83,7 @@ SUBNET, PORT = "10.77.0", 6379
 SECRET = b"of one benchmark run on one machine"
 ELEMENT = 4
 PREFIX = "adkbench"
+ENDING = (signal.SIGINT, signal.SIGTERM)
 QUEUE_MS = 30  # at a link's limit, that is the most that a full queue delays a call to the index
 AHEAD = 2  # batches that a stage holds: one is computed, the next is fetched
 GOAL, WITHIN = 0.95, 0.02
@@ -220,7 +224,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Work:
-    """What each host does: ``batches`` batches of ``batch`` rows, ``seconds`` of each of its three devices for a batch."""
+    """What each host does: ``batches`` batches of ``batch`` rows, ``seconds`` of each of its three devices for a batch;
+    ``apart``: two hosts share that work, one generates and the other does the stages behind."""
 
     batches: int = 40
     batch: int = 8
@@ -229,6 +234,11 @@ class Work:
     response: int = 1024
     mbit: float = 20.0
     poll: float = 1.0
+    apart: bool = False
+
+    def generators(self, nodes: int) -> range:
+        """The hosts that generate: all, or every other one, whose neighbours then do the other stages."""
+        return range(0, nodes, 2 if self.apart else 1)
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -254,7 +264,7 @@ class Work:
 
     @property
     def ideal(self) -> float:
-        """Rows a second of one host by its devices alone: the last batch leaves the third device."""
+        """Rows a second of one generating host by its devices alone: the last batch leaves the third device."""
         return self.rows / ((self.batches + 2) * self.seconds)
 
 
@@ -342,11 +352,14 @@ class Host:
         """Until it is cancelled."""
         await asyncio.sleep(start - time.monotonic())
         devices = {name: Device(start) for name in ("generate", "infer", "train")}
+        generates = not self._work.apart or self._number % 2 == 0
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._produce(devices["generate"]))
-            for stage in ("infer", "train"):
+            if generates:
+                tasks.create_task(self._produce(devices["generate"]))
+            for stage in ("infer", "train") if not (generates and self._work.apart) else ():
                 for _ in range(AHEAD):
                     tasks.create_task(self._stage(stage, devices[stage]))
+            tasks.create_task(asyncio.Event().wait())  # its warehouse serves others while there are any
 
     async def _produce(self, device: Device) -> None:
         under_way = asyncio.Semaphore(AHEAD)
@@ -431,7 +444,7 @@ async def host_main(
         reach = RunConfig.reach * work.batch // (arm.message or work.batch)  # the same in rows, whatever a group is
         await index.init(RunConfig(stages, reach=reach), {})
     if own:  # with room for all that is made, so that no arm waits for room
-        rows = work.rows * (hosts if arm.central else 1)
+        rows = work.rows * (len(work.generators(hosts)) if arm.central else 1)
         await dock.join(2 * rows * work.row_in + (16 << 20))
         await dock.serve(f"{SUBNET}.{number + 2}")
     ends.send(("ready",))
@@ -456,6 +469,7 @@ def host_process(namespace: str, ends: Connection, *arguments: Any) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     try:
         with inside(namespace):
             asyncio.run(host_main(ends, *arguments))
@@ -497,7 +511,12 @@ class Crew:
         ours, theirs = multiprocessing.Pipe()
         fork = multiprocessing.get_context("fork")  # torch is there already, and costs no time again
         process = fork.Process(target=host_process, args=(namespace, theirs, *arguments), daemon=True)
-        process.start()
+        # Python drops what a signal's handler raises in the middle of a fork, so a Ctrl-C waits until it is over.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         theirs.close()
         self.processes.append(process)
         self.ends.append(ours)
@@ -540,6 +559,8 @@ class Crew:
 def measure(work: Work, arm: Arm, nodes: int, network: Network, index: EmbeddedIndex, run: str) -> Cell:
     url = f"redis://{network.address(-1)}:{PORT}"
     deadline = time.monotonic() + 60 + 12 * work.rows / work.ideal
+    generators = work.generators(nodes)
+    rows = len(generators) * work.rows
     with tempfile.TemporaryDirectory(prefix="adk-scale-", dir=shared_memory_directory()) as home, Crew() as crew:
         for host in range(nodes):  # one after the other: each finds the addresses of those before it
             crew.start(network.name(f"host{host}"), work, arm, host, nodes, url, run, Path(home))
@@ -552,22 +573,24 @@ def measure(work: Work, arm: Arm, nodes: int, network: Network, index: EmbeddedI
             assert released.isdisjoint(numbers), "a sample was delivered twice"
             released.update(numbers)
             last = max(last, when)
-            if len(released) == nodes * work.rows:
+            if len(released) == rows:
                 break
         for end in crew.ends:
             end.send(None)
         told = {host: message[1] for host, message in crew.hear(deadline)}
     asyncio.run(erase(index.url, run))
-    stores = 1 if arm.central else nodes
-    wire = [told[i].sent + told[i].received for i in range(stores)]
+    stores = (
+        [0] if arm.central else list(generators)
+    )  # where samples are placed; what others hold, a reward, is not told
+    wire = [told[i].sent + told[i].received for i in stores]
     reads = sum(t.near + t.far for t in told.values())
     return Cell(
         arm.name,
         nodes,
-        nodes * work.rows / (last - start),
-        [told[i].mapped + wire[i] for i in range(stores)],
+        rows / (last - start),
+        [told[i].mapped + moved for i, moved in zip(stores, wire, strict=True)],
         wire,
-        warehouse_volume(nodes * work.rows, work.prompt, 2, work.response, INTEGER_MOVES, stores),
+        warehouse_volume(rows, work.prompt, 2, work.response, INTEGER_MOVES, len(stores)),
         sum(t.far for t in told.values()) / reads,
         sum(t.cpu for t in told.values()) / (last - start),
     )
@@ -604,22 +627,23 @@ def measure_all(work: Work, nodes: Sequence[int], repeats: int, names: Sequence[
 
 
 def summary(work: Work, rounds: list[list[Cell]]) -> list[dict[str, Any]]:
-    """One record for each arm and node count, medians over the rounds; linearity is taken round by round. Of the
-    bytes the worst warehouse of any round is told."""
-    out = []
+    """One record for each arm and node count, medians over the rounds; linearity is taken round by round, against the fewest
+    nodes. Of the bytes the worst warehouse of any round is told."""
+    out, fewest = [], min(cell.nodes for cell in rounds[0])
     for cells in zip(*rounds, strict=True):
         first = cells[0]
-        ones = [next((c for c in found if c.arm == first.arm and c.nodes == 1), None) for found in rounds]
-        ratios = [c.rate / c.nodes / one.rate for c, one in zip(cells, ones, strict=True) if one]
+        least = [next(c for c in found if c.arm == first.arm and c.nodes == fewest) for found in rounds]
+        ratios = [(c.rate / c.nodes) / (one.rate / one.nodes) for c, one in zip(cells, least, strict=True)]
         worst = max(cells, key=lambda c: abs(c.deviation))
         out.append(
             {
                 "arm": first.arm,
                 "nodes": first.nodes,
                 "samples_per_s": statistics.median(c.rate for c in cells),
-                "linearity": statistics.median(ratios) if ratios else None,
+                "linearity": statistics.median(ratios),
                 "linearities": ratios,
-                "of_devices": statistics.median(c.rate for c in cells) / (first.nodes * work.ideal),
+                "of_devices": statistics.median(c.rate for c in cells)
+                / (len(work.generators(first.nodes)) * work.ideal),
                 "far": statistics.median(c.far for c in cells),
                 "cores": statistics.median(c.cores for c in cells),
                 "equation_bytes": first.equation,
@@ -633,11 +657,12 @@ def summary(work: Work, rounds: list[list[Cell]]) -> list[dict[str, Any]]:
 
 
 def print_summary(work: Work, told: list[dict[str, Any]], repeats: int) -> None:
+    who = "Every other host generates, its neighbour infers and trains" if work.apart else "Each host does all stages"
     print(
-        f"Each host makes {work.rows} samples of {work.prompt} + {work.response} tokens in batches of {work.batch}, "
-        f"{work.seconds:g} s a batch on each of 3 devices;\nlinks of {work.mbit:g} Mbit/s: a host's samples would fill "
-        f"{work.link_share:.0%} of its own, the busier way, if all moves went over it.\n"
-        f"Medians of {repeats} rounds on {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; "
+        f"{who}: {work.rows} samples of {work.prompt} + {work.response} tokens a generating host,\n"
+        f"in batches of {work.batch}, {work.seconds:g} s a batch on a device. Links of {work.mbit:g} Mbit/s: the samples "
+        f"of one generating host\nwould fill {work.link_share:.0%} of a link, the busier way, if all moves went over it. "
+        f"Medians of {repeats} rounds on\n{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; "
         f"peers sleep {work.poll:g} s.\n"
     )
     print(
@@ -647,7 +672,7 @@ def print_summary(work: Work, told: list[dict[str, Any]], repeats: int) -> None:
     for row in told:
         moved = [value / 1e6 for value in row["moved_bytes"]]
         span = f"{min(moved):.2f}" if len(moved) == 1 else f"{min(moved):.2f} to {max(moved):.2f}"
-        linearity = "-" if row["linearity"] is None else f"{row['linearity']:.1%}"
+        linearity = f"{row['linearity']:.1%}"
         print(
             f"{row['arm']:<9}{row['nodes']:>5}{row['samples_per_s']:>11.1f}{linearity:>11}{row['of_devices']:>12.1%}"
             f"{row['far']:>11.1%}{row['cores']:>7.2f}{span:>22}{row['equation_bytes'] / 1e6:>8.2f}"
@@ -655,7 +680,7 @@ def print_summary(work: Work, told: list[dict[str, Any]], repeats: int) -> None:
             + ("" if row["within"] else f"  ! not within {WITHIN:.0%}")
         )
     print(f"\n{PAPER}")
-    ours = [row for row in told if row["arm"] == "dock" and row["linearity"] is not None]
+    ours = [row for row in told if row["arm"] == "dock"]
     if ours:
         last = ours[-1]
         met = "met" if last["linearity"] >= GOAL else "NOT met"
@@ -667,6 +692,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in Work().arms], default=None)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--apart", action="store_true", help="generation and the other stages on different hosts")
     for name, kind in (("batches", int), ("batch", int), ("seconds", float), ("prompt", int), ("response", int)):
         parser.add_argument(f"--{name}", type=kind, default=getattr(Work, name))
     parser.add_argument("--mbit", type=float, default=Work.mbit, help="of each host's link, each way")
@@ -679,12 +705,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nodes, repeats = sorted(set(options.nodes)), options.repeats
     if options.quick:
         work, nodes, repeats = replace(work, batches=4, seconds=0.1, poll=min(work.poll, 0.1)), [1, 2], 1
+    if work.apart:
+        nodes = [count for count in nodes if count % 2 == 0] or parser.error(
+            "--apart: hosts go in pairs; give even --nodes"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down
     try:
         rounds = measure_all(work, nodes, repeats, options.arms or [arm.name for arm in work.arms])
     except Infeasible as missing:
         print(f"cannot run here: {missing}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the hosts are taken down", file=sys.stderr)
+        return 130
     told = summary(work, rounds)
     print_summary(work, told, repeats)
     if options.json:
