@@ -18,6 +18,7 @@ TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
 LONGEST_PROMPT = 2048  # assumed where the recipe sets no prompts.max_prompt_tokens
 SMOLLM2_PARAMETERS = 134_515_008  # its embeddings serve as its head
 WEIGHT_SLOTS = 2  # versions that the weight store keeps
+SLAB_SHARE = 1 / 8  # of the arena, in all workers' slabs
 GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena is taken
 
 
@@ -89,7 +90,15 @@ def arena_bytes(recipe: Recipe) -> int:
     # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that writes.
     response = (8 + 4 + 4) * recipe.rollout.max_tokens + 4 * BLOCK_BYTES
     responses = (flow.groups_in_flight + retained) * recipe.algorithm.group_size * response
-    return int((prompts + responses) / GATE_SHARE)
+    return int((prompts + responses) / GATE_SHARE / (1 - SLAB_SHARE))
+
+
+def slab_bytes(recipe: Recipe) -> int:
+    """What each writing worker may hold open: one slab, and one whose last rows are not released yet."""
+    from pipeline.dock import SLAB
+
+    writers = 1 + recipe.rollout.workers + recipe.reward.workers - 1 + bool(recipe.needs_reference)
+    return min(SLAB, int(recipe.pipeline.arena * SLAB_SHARE / (2 * writers)))
 
 
 def _steps_retained(recipe: Recipe) -> int:

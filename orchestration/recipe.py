@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import ssl
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,14 +133,31 @@ class TrainSection(Section):
     mock: dict[str, Any] = {}
 
 
+TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")
+
+
 class PipelineSection(Section):
-    """``staleness``: the bound η in versions. ``window``: W in groups; 1 trains strictly in admission order."""
+    """``staleness``: the bound η in versions. ``window``: W in groups; 1 trains strictly in admission order. ``serve``: the
+    address on which other nodes reach the warehouse ("": none does), inside TLS when the three ``tls_`` files are given
+    (PEM; ``tls_authority`` is what the others' certificates are checked against)."""
 
     staleness: CountOrNone = 1
     window: Count = 1
     arena: Size = 64 * 2**20
     lease_seconds: Seconds = 60.0
     index: Annotated[str, BeforeValidator(_index_url)] = "embedded"
+    serve: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_authority: str = ""
+
+    def tls_contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
+        """A server's and a client's context; None without TLS. Raises OSError (ssl.SSLError) for files that do not fit."""
+        if not self.tls_certificate:
+            return None
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.load_cert_chain(self.tls_certificate, self.tls_key)
+        return server, ssl.create_default_context(cafile=self.tls_authority)
 
 
 class EvaluateSection(Section):
@@ -582,6 +600,26 @@ def _arena_has_room(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("pipeline.arena", recipe.pipeline.arena, wrong, fix)
 
 
+def _tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
+    files = {f"pipeline.{name}": getattr(recipe.pipeline, name) for name in TLS_FILES}
+    if not any(files.values()):
+        return
+    for key, value in files.items():
+        if not value:
+            yield Problem(key, value, "is missing", f"give all of {', '.join(files)}, or none for no TLS")
+        elif not Path(value).is_file():
+            yield Problem(key, value, "is no file", "give the path of a PEM file")
+    if not recipe.pipeline.serve:
+        wrong = "serves nobody, so that TLS has nothing to protect"
+        yield Problem("pipeline.serve", "", wrong, "set pipeline.serve = '0.0.0.0', or take the tls_ keys out")
+    if all(Path(value).is_file() for value in files.values()):
+        try:
+            recipe.pipeline.tls_contexts()
+        except OSError as error:
+            fix = "give a PEM certificate with its own private key, and the authority's certificate"
+            yield Problem("pipeline.tls_certificate", recipe.pipeline.tls_certificate, f"cannot be used ({error})", fix)
+
+
 def _schedule_fits(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.warmup_steps > recipe.train.steps:
         wrong = f"is more than train.steps = {recipe.train.steps}"
@@ -632,6 +670,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
             "checkpoint.every",
         ),
     ),
+    (_tls_files_fit, ("pipeline.serve", *(f"pipeline.{name}" for name in TLS_FILES))),
     (_schedule_fits, ("train.warmup_steps", "train.steps")),
     (_evaluation_has_prompts, ("evaluate", "prompts.held_out")),
     (_threads_exist, ("rollout.threads", "train.threads")),

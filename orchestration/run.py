@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -176,6 +177,7 @@ class Run:
         place = Place(self.out_dir, self.shared, self.start.path if self.start else None)
         await index.put("recipe", self.recipe.to_json())
         await index.put("place", place.to_json())
+        await index.put_once("secret", secrets.token_hex(32))  # what the nodes of this run know each other by
         await index.transition([""], "created")
 
     def _tell_where(self, url: str) -> None:

@@ -30,6 +30,7 @@ import structlog
 from orchestration import checkpoint
 from orchestration.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
 from orchestration.logs import Current, configure
+from orchestration.planner import slab_bytes
 from orchestration.recipe import Recipe
 from pipeline.columns import ColumnError
 from pipeline.controller import Controller, Stage
@@ -125,7 +126,11 @@ class Worker:
                 worker=self.name,
                 directory=place.shared,
                 lease=recipe.pipeline.lease_seconds,
+                slab=slab_bytes(recipe),
+                secret=(await self.index.get("secret") or "").encode(),
+                tls=recipe.pipeline.tls_contexts(),
             )
+            self._close.append(self.dock.close)
             await self.dock.join(recipe.pipeline.arena)
             await getattr(self, f"_build_{self.kind}")()
             await self._tell("ready")
@@ -199,6 +204,9 @@ class Worker:
 
     async def _build_flow(self) -> None:
         recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
+        if recipe.pipeline.serve:
+            host, port = await self.dock.serve(recipe.pipeline.serve)
+            log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
         prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed)
         self._gate = Gate(
             self.dock,

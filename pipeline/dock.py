@@ -17,7 +17,7 @@ import platform
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -44,6 +44,8 @@ from pipeline.index import (
     BlockLost,
     Claim,
     Index,
+    IndexRefused,
+    NeverFits,
     Nothing,
     RunConfig,
     StageSpec,
@@ -60,6 +62,7 @@ Rows = Mapping[str, Any] | TensorDictBase
 
 SIGN_SECONDS = 2.0  # between a served warehouse's signs of life
 SILENT_SECONDS = 10.0  # without one, a warehouse that cannot be reached is taken for lost
+_CLOSE_SECONDS = 2.0
 _PUTS_TOGETHER = 256
 SLAB = 8 << 20  # bytes, at most a 32nd of the arena
 _SLAB_SHARE = 1 / 3  # of a slab; a larger write takes a block of its own
@@ -188,9 +191,10 @@ class Dock:
             await index.close()
 
     @classmethod
-    async def attach(cls, url: str, run: str) -> Dock:
-        """To look at a run from outside, with the schema that its workers agreed on. Close its index too. Raises
-        LookupError when the index knows no such run."""
+    async def attach(cls, url: str, run: str, **options: Any) -> Dock:
+        """To look at a run from outside, with the schema that its workers agreed on and the secret that they know each
+        other by; ``options`` as ``node`` and ``tls``. Close its index too. Raises LookupError when the index knows no such
+        run."""
         index = Index(url, run, timeout=5.0)
         try:
             told = await index.get("schema")
@@ -200,7 +204,8 @@ class Dock:
         if told is None:
             await index.close()
             raise LookupError(f"run: {run!r} is not in index {redacted(url)}; give the id of a run that is")
-        return cls(index, Schema.from_json(told), worker="onlooker", directory=Path())
+        options = {"secret": (await index.get("secret") or "").encode(), **options}
+        return cls(index, Schema.from_json(told), worker="onlooker", directory=Path(), **options)
 
     async def _agree(self) -> None:
         """All workers of a run have one schema, or the longer of two that begin alike."""
@@ -291,7 +296,11 @@ class Dock:
         if self._putting is not None:
             await self._putting
         if not self.index.closed:
-            await self.flush()
+            with suppress(
+                TimeoutError, ConnectionError, IndexRefused
+            ):  # whoever forgets this worker takes back the same
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self.flush()
         if self._living is not None:
             self._living.cancel()
             await asyncio.gather(self._living, return_exceptions=True)
@@ -321,7 +330,14 @@ class Dock:
         self._retired = [slab for slab in self._retired if slab.writers]
         return idle
 
-    async def _allocate(self, nbytes: int, reserve: float) -> _Slab:
+    async def _open_slab(self, nbytes: int, reserve: float) -> _Slab | None:
+        """A slab, or None when there is no room for one: then a smaller block may still find some."""
+        try:
+            return await self._allocate(nbytes, reserve, wait=False)
+        except (NoRoom, NeverFits):
+            return None
+
+    async def _allocate(self, nbytes: int, reserve: float, *, wait: bool = True) -> _Slab:
         """Room in the warehouse; waits while it is full."""
         started = time.monotonic()
         while True:
@@ -340,7 +356,7 @@ class Dock:
                 continue
             if "block" in reply:
                 return _Slab(home, reply["block"], reply["offset"], nbytes)
-            left = started + self.room_timeout - time.monotonic()
+            left = started + self.room_timeout - time.monotonic() if wait else 0.0
             if left <= 0:
                 raise NoRoom(
                     f"warehouse {home.name!r} stayed full for {self.room_timeout:.0f} s: {nbytes} bytes found no room; "
@@ -354,20 +370,21 @@ class Dock:
         packed = pack(self.schema, rows)
         home = self._home or await self._enter()
         size = min(self._slab_bytes, home.nbytes // 32) // 64 * 64
-        if packed.nbytes > _SLAB_SHARE * size:
+        slab: _Slab | None = None
+        if packed.nbytes <= _SLAB_SHARE * size:
+            async with self._carving:
+                slab = self._slab
+                if slab is None or slab.used + packed.nbytes > slab.nbytes or slab.home is not self._home:
+                    self._retire()
+                    slab = self._slab = await self._open_slab(size, reserve)
+                if slab is not None:
+                    place = slab.home.number << _OFFSET_BITS | slab.offset + slab.used
+                    written = _Written(slab.block, place, packed.mask, slab)
+                    slab.used += packed.nbytes
+                    slab.writers += 1
+        if slab is None:
             slab = await self._allocate(packed.nbytes, reserve)
             written = _Written(slab.block, slab.home.number << _OFFSET_BITS | slab.offset, packed.mask, None)
-        else:
-            async with self._carving:
-                old = self._slab
-                if old is None or old.used + packed.nbytes > old.nbytes or old.home is not self._home:
-                    self._retire()
-                    old = self._slab = await self._allocate(size, reserve)
-                slab = old
-                place = slab.home.number << _OFFSET_BITS | slab.offset + slab.used
-                written = _Written(slab.block, place, packed.mask, slab)
-                slab.used += packed.nbytes
-                slab.writers += 1
         try:
             await self._fill(slab.home, written, packed)
         except BaseException:

@@ -264,3 +264,17 @@ def test_a_size_is_read_as_it_is_written(size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text)
+
+
+def test_tls_files_are_checked_together(minimal: Path, tmp_path: Path) -> None:
+    here, nowhere = str(minimal), str(tmp_path / "nowhere.pem")
+    found = problems(minimal, f"pipeline.tls_certificate={here}", f"pipeline.tls_key={nowhere}")
+    assert [(problem.key, problem.wrong) for problem in found] == [
+        ("pipeline.tls_key", "is no file"),
+        ("pipeline.tls_authority", "is missing"),
+        ("pipeline.serve", "serves nobody, so that TLS has nothing to protect"),
+    ]
+    files = [f"pipeline.tls_{name}={here}" for name in ("certificate", "key", "authority")]
+    [found_one] = problems(minimal, "pipeline.serve=0.0.0.0", *files)
+    assert found_one.key == "pipeline.tls_certificate"
+    assert "cannot be used" in found_one.wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -17,12 +18,15 @@ import torch
 from orchestration import checkpoint
 from orchestration.engines import tokenizer_of, train_engine
 from orchestration.recipe import Recipe
-from orchestration.run import Run, RunError, RunResult, sweep_leftovers
+from orchestration.run import WHERE, Run, RunError, RunResult, sweep_leftovers
 from orchestration.synchronous import synchronous_run
+from pipeline.dock import Dock
 from pipeline.index import RunConfig
+from pipeline.transfer import WarehouseUnreachable
 from pipeline.warehouse import shared_memory_directory
 from stages.weight_sync import Published, WeightStore
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
+from tests.servers import self_signed
 
 Weights = dict[str, torch.Tensor]
 
@@ -364,3 +368,39 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> Non
         Run.create(recipe(MOCK), tmp_path)
     with pytest.raises(RunError, match=r"holds no recipe\.json"):
         Run.resume(tmp_path)
+
+
+async def test_other_nodes_read_the_samples_of_a_run_that_serves_them(tmp_path: Path) -> None:
+    """As its recipe says: on this address, inside TLS, to whoever knows the run's secret."""
+    files = self_signed(tmp_path)
+    of = recipe(
+        MOCK,
+        train__steps=5000,
+        launch__launcher="process",
+        pipeline__serve="127.0.0.1",
+        pipeline__tls_certificate=str(files / "cert.pem"),
+        pipeline__tls_key=str(files / "key.pem"),
+        pipeline__tls_authority=str(files / "cert.pem"),
+    )
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, _):
+        await watched.until(lambda: len(watched.of("step")) >= 1)
+        where = json.loads((tmp_path / "run" / WHERE).read_text())
+        await watched.run.pause()
+        near = await Dock.attach(where["index"], where["run"])
+        far = await Dock.attach(where["index"], where["run"], node="another", tls=of.pipeline.tls_contexts())
+        bare = await Dock.attach(where["index"], where["run"], node="another", wire_timeout=1.0)
+        try:
+            group = (await near.index.stats())["trained"] * of.train.groups_per_step - 1
+            rows = await near.inspect(group)
+            assert len(rows) == of.algorithm.group_size
+            assert [row["columns"]["response_ids"] for row in rows] == [
+                row["columns"]["response_ids"] for row in await far.inspect(group)
+            ]
+            with pytest.raises(WarehouseUnreachable, match="is alive, but cannot be reached"):
+                await bare.inspect(group)
+        finally:
+            for dock in (near, far, bare):
+                await dock.close()
+                await dock.index.close()
+        await watched.run.resume_work()
+        watched.stop.set()
