@@ -1493,7 +1493,7 @@ define('kv_get', function(run, a)
   return { entries = entries, places = places }
 end, true)
 
--- {partition?} → {{partition, {key, number as bytes, tags}…}…}, of one partition or of all, oldest first
+-- {partition?} → {partitions = {{partition, {{key, number as bytes, tags}…}}…}}, of one partition or of all, oldest first
 define('kv_list', function(run, a)
   local out = {}
   for _, partition in ipairs(call('ZRANGE', run .. 'kv:partitions', 0, -1)) do
@@ -1505,7 +1505,7 @@ define('kv_list', function(run, a)
       out[#out + 1] = { partition, list }
     end
   end
-  return out
+  return { partitions = out }
 end, true)
 
 -- {partition, keys} → how many there were: keys go, with their fields and tags.
