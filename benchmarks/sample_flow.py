@@ -238,7 +238,7 @@ class Arm(Protocol):
 class Ours:
     """The dock. The only class here that knows its calls; both processes open the same run.
 
-    Bytes lie in an arena of four batches, so that after a few turns all of it was written before: it is *warm*.
+    Bytes lie in an arena of a few batches, so that after a few turns all of it was written before: it is *warm*.
     """
 
     ordered = True
@@ -256,7 +256,7 @@ class Ours:
         schema = Schema(columns)
         self._names = [column.name for column in columns]
         stage = StageSpec("consume", "rows", needs=schema.mask(self._names), makes=0, releases=True)
-        self._open(flow, schema, [stage], 4 * case.nbytes + (16 << 20))
+        self._open(flow, schema, [stage], max(4 * case.nbytes, 64 << 20))  # a recipe's default, or four batches
 
     def _open(self, flow: str, schema: Schema, stages: list[StageSpec], arena: int) -> None:
         self._arena_bytes, self._home = arena, self._directory / flow

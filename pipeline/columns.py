@@ -183,7 +183,11 @@ class PackedRows:
                 # By numpy, in one thread: torch would share the copy with a second one, and wait for it on a busy machine.
                 parts = [_array(part) for part in section.parts]
                 kind = parts[0].dtype
-                np.concatenate(parts, out=np.frombuffer(memory, kind, section.nbytes // kind.itemsize, values_at))
+                target = np.frombuffer(memory, kind, section.nbytes // kind.itemsize, values_at)
+                if len(parts) == 1:
+                    np.copyto(target, parts[0])
+                else:
+                    np.concatenate(parts, out=target)
         np.frombuffer(memory, np.int64, len(header))[:] = header
 
 
