@@ -194,8 +194,8 @@ class PackedRows:
 def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows:
     """Check ``rows`` against ``schema`` and lay them out.
 
-    A scalar column takes a tensor [B], a fixed one [B, *shape], a ragged one a jagged nested tensor or a sequence of B
-    tensors [n_i], a text one a sequence of B strings. Raises :class:`ColumnError`; nothing is ever cast.
+    A scalar column takes a tensor [B], a fixed one [B, *shape], a ragged one a jagged nested tensor, a :class:`Packed` or a
+    sequence of B tensors [n_i], a text one a sequence of B strings. Raises :class:`ColumnError`; nothing is ever cast.
     """
     names = list(rows.keys())
     if not names:
@@ -255,6 +255,14 @@ def _section(schema: Schema, column: Column, value: Any, rows: int) -> _Section:
         if int(offsets[0]) != 0 or lengths is not None:
             parts = [part.detach() for part in value.unbind()]
             offsets = _offsets([part.numel() for part in parts])
+    elif isinstance(value, Packed):
+        _check_dtype(column, value.values)
+        parts, offsets = [value.values.detach()], value.offsets
+        if offsets is None or parts[0].dim() != 1 or not _bounds(offsets, len(parts[0])):
+            raise ColumnError(
+                f"column {column.name!r}: takes flat values, and offsets int64 that rise from 0 to their number, got "
+                f"{_what(value)}"
+            )
     else:
         parts = list(value)
         try:  # all of them at once: a check for each would cost more than the copy
@@ -274,6 +282,13 @@ def _section(schema: Schema, column: Column, value: Any, rows: int) -> _Section:
             f"column {column.name!r}: {_not_finite(parts, offsets, rows)}; NaN and infinities are refused"
         )
     return _Section(bit, offsets, parts, count * column.itemsize)
+
+
+def _bounds(offsets: torch.Tensor, total: int) -> bool:
+    """Whether ``offsets`` bound rows of ``total`` elements."""
+    if offsets.dtype != torch.int64 or offsets.dim() != 1 or not offsets.is_cpu:
+        return False
+    return int(offsets[0]) == 0 and int(offsets[-1]) == total and bool((offsets.diff() >= 0).all())
 
 
 def _find_misfit(column: Column, parts: Sequence[Any]) -> None:
@@ -298,6 +313,12 @@ class Packed:
 
     values: torch.Tensor
     offsets: torch.Tensor | None
+
+    def __len__(self) -> int:
+        """Rows of a ragged column; a dense one does not know where its rows end."""
+        if self.offsets is None:
+            raise TypeError("a dense column has no offsets, and so no number of rows")
+        return len(self.offsets) - 1
 
     def lengths(self) -> torch.Tensor:
         """Elements of each row, int64 [B]; of ragged columns."""
@@ -481,6 +502,8 @@ def _count(value: Any) -> int:
         if (inner := _jagged(value)) is not None:
             return len(inner[1]) - 1
         return value.size(0) if value.dim() else 0
+    if isinstance(value, Packed) and value.offsets is None:
+        return 0
     return len(value) if hasattr(value, "__len__") and getattr(value, "ndim", None) != 0 else 0
 
 

@@ -33,6 +33,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from pipeline.columns import MAX_COLUMNS, Column, ColumnError, Packed, Schema, StaleHandle
+from pipeline.columns import _jagged as jagged_parts
 from pipeline.dock import Dock
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import REF, Index, RunConfig, worker_name
@@ -177,44 +178,42 @@ class _Field:
         return 1 if self.dtype is None else self.dtype.itemsize * math.prod(self.inner or ())
 
 
-def _encoded(name: str, value: Any, rows: int) -> tuple[_Field, torch.Tensor]:
-    """What kind of field ``value`` is, and its ``rows`` rows as one jagged tensor of bytes."""
+def _encoded(name: str, value: Any, rows: int) -> tuple[_Field, Packed]:
+    """What kind of field ``value`` is, and its ``rows`` rows as bytes."""
     if not isinstance(value, torch.Tensor):
         texts = [_json(f"field {name!r}", item).encode() for item in _items(name, value)]
         _check_rows(name, len(texts), rows)
-        return _Field(name, None, None), _jagged(b"".join(texts), [len(text) for text in texts])
-    value = value.detach()
-    if value.is_nested and value.layout == torch.jagged and value.lengths() is None:  # type: ignore[attr-defined]
-        flat, offsets = value.values(), value.offsets()  # type: ignore[attr-defined]
+        values = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+        return _Field(name, None, None), Packed(values, _ends([len(text) for text in texts]))
+    parts = jagged_parts(value)
+    if parts is not None and parts[2] is None and int(parts[1][0]) == 0:
+        flat, steps = parts[0], parts[1].to("cpu", torch.int64)
         found = _Field(name, value.dtype, tuple(flat.shape[1:]))
-        lengths = offsets.diff().tolist()
     elif value.is_nested:
-        parts = value.unbind()
-        shapes = {tuple(part.shape[1:]) for part in parts}
-        if len(shapes) != 1 or parts[0].dim() == 0:
+        unbound = value.unbind()
+        shapes = {tuple(part.shape[1:]) for part in unbound}
+        if len(shapes) != 1 or unbound[0].dim() == 0:
             raise ColumnError(
                 f"field {name!r}: rows differ beyond their first dimension ({shapes}); pad or flatten them"
             )
-        flat, lengths = torch.cat(parts), [len(part) for part in parts]
+        flat, steps = torch.cat(unbound), _ends([len(part) for part in unbound])
         found = _Field(name, value.dtype, shapes.pop())
     else:
-        rows_here = value.shape[0] if value.dim() else 0
+        flat, length = value, value.shape[1] if value.dim() > 1 else 1
+        steps = torch.arange((value.shape[0] if value.dim() else 0) + 1) * length
         found = _Field(name, value.dtype, tuple(value.shape[2:]) if value.dim() > 1 else None)
-        flat = value.reshape(-1)
-        lengths = [value.shape[1] if value.dim() > 1 else 1] * rows_here
-    _check_rows(name, len(lengths), rows)
+    _check_rows(name, len(steps) - 1, rows)
     if found.nbytes == 0:
         raise ColumnError(f"field {name!r}: rows of shape {list(value.shape[1:])} hold nothing; leave the field out")
-    flat = flat.cpu().reshape(-1).contiguous()
-    return found, _jagged(flat.view(torch.uint8), [length * found.nbytes for length in lengths])
+    flat = flat.detach().cpu().reshape(-1).contiguous()
+    return found, Packed(flat.view(torch.uint8), steps * found.nbytes)
 
 
-def _jagged(values: torch.Tensor | bytes, lengths: Sequence[int]) -> torch.Tensor:
-    if isinstance(values, bytes):
-        values = torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
+def _ends(lengths: Sequence[int]) -> torch.Tensor:
+    """Offsets of rows of these lengths."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
+    return torch.from_numpy(offsets)
 
 
 def _items(name: str, value: Any) -> list[Any]:

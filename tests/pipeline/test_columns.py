@@ -184,7 +184,7 @@ def test_ragged_rows_can_be_had_packed_padded_and_jagged() -> None:
     assert [row.tolist() for row in ids.jagged().unbind()] == [[1, 2, 3], [], [4]]
 
 
-@pytest.mark.parametrize("as_given", ["jagged", "list", "slice of a jagged", "TensorDict"])
+@pytest.mark.parametrize("as_given", ["jagged", "list", "packed", "slice of a jagged", "TensorDict"])
 def test_ragged_columns_are_taken_in_each_form(as_given: str) -> None:
     parts = [torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([4])]
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
@@ -192,6 +192,8 @@ def test_ragged_columns_are_taken_in_each_form(as_given: str) -> None:
         wide = torch.tensor([[0, 1, 2, 3], [0, 0, 0, 0], [0, 4, 0, 0]])
         jagged = torch.nested.narrow(wide, 1, torch.tensor([1, 0, 1]), torch.tensor([3, 0, 1]), layout=torch.jagged)
     rows: Any = {"ids": parts if as_given == "list" else jagged}
+    if as_given == "packed":
+        rows = {"ids": Packed(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 3, 3, 4]))}
     if as_given == "TensorDict":
         rows = TensorDict(rows, batch_size=[3])
     assert [row.tolist() for row in whole(write(SCHEMA, rows), "ids")] == [[1, 2, 3], [], [4]]
@@ -316,6 +318,10 @@ REFUSED = {
         torch.nested.nested_tensor([torch.zeros(2, 2, dtype=torch.int64)], layout=torch.jagged),
         "ragged rows have one dimension",
     ),
+    "packed of another dtype": ("ids", Packed(torch.zeros(2), torch.tensor([0, 2])), "got a tensor of float32"),
+    "packed without offsets": ("ids", Packed(torch.tensor([1, 2]), None), "needs one value for each row"),
+    "packed that ends early": ("ids", Packed(torch.tensor([1, 2, 3]), torch.tensor([0, 2])), "rise from 0 to their"),
+    "packed with falling offsets": ("ids", Packed(torch.tensor([1, 2]), torch.tensor([0, 3, 2])), "rise from 0 to"),
     "rows of numbers": ("ids", [[1, 2], [3]], r"got list \[1, 2\]; make it a tensor"),
     "a row that is a number": ("ids", [torch.tensor(1)], "ragged rows have one dimension"),
     "one string": ("answer", "ab", "takes one string for each row, got str 'ab'"),

@@ -391,7 +391,8 @@ if __name__ == "__main__":
     queue = start()
     found = {case.__name__: outcome(case, queue) for case in CASES}
     stop(queue)
-    RECORD.write_text(json.dumps(found, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(result, ensure_ascii=False)}" for name, result in found.items()]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line for each case
     for name, result in found.items():
         if isinstance(result, dict) and "error" in result:
             print(name, result["error"])
