@@ -20,6 +20,7 @@ import copy
 import heapq
 import os
 import platform
+import ssl
 import sys
 import threading
 import time
@@ -170,6 +171,9 @@ class SampleStream(IterableDataset[Batch]):
     shared memory, valid until its commit. DataLoader workers copy it once, into memory of its own, as it goes to
     another process; they run ahead of their consumer, so give them a :class:`SampleLoader`, or commit explicitly.
 
+    Rows that lie on other nodes than ``node`` (this machine's name) come over the wire with ``secret``, inside TLS when
+    ``tls_authority`` (PEM) says what the nodes' certificates are checked against.
+
     >>> stream = SampleStream(url, run, schema, "train", ["ids", "reward"], batch_size=64)  # doctest: +SKIP
     >>> for batch in SampleLoader(stream, num_workers=2):  # doctest: +SKIP
     ...     step(batch["ids"], batch["reward"])
@@ -200,6 +204,7 @@ class SampleStream(IterableDataset[Batch]):
         session: str = "0",
         node: str | None = None,
         secret: bytes = b"",
+        tls_authority: str = "",
     ) -> None:
         balance = (balance_tokens,) if isinstance(balance_tokens, str) else tuple(balance_tokens or ())
         schema.mask(columns)  # a clear error for a column that is not there
@@ -216,7 +221,7 @@ class SampleStream(IterableDataset[Batch]):
         self.batch_size, self.replica, self.replicas, self.rank, self.ranks = batch_size, replica, replicas, rank, ranks
         self.lockstep, self.balance, self.ragged, self.fill, self.drop_last = lockstep, balance, ragged, fill, drop_last
         self.commits, self.idle, self.timeout, self.lease = commit, idle, timeout, lease
-        self.session, self.node, self.secret = session, node, secret
+        self.session, self.node, self.secret, self.tls_authority = session, node, secret, tls_authority
         self.readers = ranks * (replicas if lockstep else 1)  # of one claim
         self.first = rank == 0 and (replica == 0 or not lockstep)  # of them: it claims
         self.family = f"{stage}-loader-{uuid.uuid4().hex[:8]}"  # this reader, whatever its processes
@@ -336,6 +341,7 @@ class _Link:
             self.takes = _checked(stream, self.stages)["takes"]
             found = (await self.index.call("warehouses") or {}).values()
             names = [w["name"] for w in sorted(found, key=lambda w: (w["leaving"], w["node"] != node))]
+            tls = ssl.create_default_context(cafile=stream.tls_authority) if stream.tls_authority else None
             dock = Dock(
                 self.index,
                 stream.schema,
@@ -344,6 +350,7 @@ class _Link:
                 warehouse=names[0] if names else "",
                 node=node,
                 secret=stream.secret,
+                tls=(tls, tls) if tls else None,  # a reader serves nobody
             )
             await dock._enter()
             self._dock = dock

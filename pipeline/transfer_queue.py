@@ -18,6 +18,7 @@ import json
 import math
 import os
 import shutil
+import ssl
 import sys
 import tempfile
 import threading
@@ -50,7 +51,11 @@ _DEFAULTS: dict[str, Any] = {
     "arena": 1 << 30,  # bytes, of the node's warehouse when this process is the first there
     "directory": None,  # of its arena
     "node": None,
+    "serve": "",  # address on which other nodes reach this node's warehouse, when this process is the first there
     "secret": b"",
+    "tls_certificate": "",  # PEM files: inside TLS, when they are given
+    "tls_key": "",
+    "tls_authority": "",
     "timeout": 30.0,  # seconds, of a call to the index
     "room_timeout": 600.0,  # seconds that a put waits while the warehouse is full
 }
@@ -294,9 +299,13 @@ class _Queue:
         conf = self.conf
         self.index = Index(conf["url"], conf["run"], timeout=conf["timeout"])
         await self.index.init(RunConfig(()), {})
+        tls = None
+        if conf["tls_certificate"]:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=conf["tls_authority"])
+            tls[0].load_cert_chain(conf["tls_certificate"], conf["tls_key"])
 
         def dock(warehouse: str) -> Dock:
-            options = {"node": conf["node"], "secret": conf["secret"], "room_timeout": conf["room_timeout"]}
+            options = {"node": conf["node"], "secret": conf["secret"], "room_timeout": conf["room_timeout"], "tls": tls}
             worker = worker_name("queue", 0)
             return Dock(self.index, _BYTES, worker=worker, directory=self.directory, warehouse=warehouse, **options)
 
@@ -309,6 +318,8 @@ class _Queue:
         else:
             self.dock = dock("local" if not found else f"local-{uuid.uuid4().hex[:6]}")
             await self.dock.join(conf["arena"])
+            if conf["serve"]:
+                await self.dock.serve(conf["serve"])
 
     def submit(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -464,7 +475,8 @@ _queue: _Queue | None = None
 
 def init(conf: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Connect this process, once; later calls change nothing. ``conf`` may give ``url`` (of an index: ``redis://``,
-    ``rediss://``, ``unix://``), ``run``, ``arena`` (bytes of this node's warehouse), ``directory``, ``node``, ``secret``,
+    ``rediss://``, ``unix://``), ``run``, ``arena`` (bytes of this node's warehouse), ``directory``, ``node``, ``serve`` (the
+    address on which other nodes reach it), ``secret``, the PEM files ``tls_certificate``, ``tls_key`` and ``tls_authority``,
     ``timeout`` and ``room_timeout`` (seconds). Without a URL it is the index that a parent process has started, or else one
     of its own, which ends with this process. TransferQueue's own sections are accepted and have no effect.
     Returns what holds."""

@@ -62,6 +62,11 @@ class Flow:
         self.streams.append(stream)
         return stream
 
+    def loader(self, workers: int, **options: Any) -> SampleLoader:
+        loader = SampleLoader(self.stream(**options), num_workers=workers)
+        self.streams.append(loader.dataset)
+        return loader
+
     async def put(self, numbers: range, finish: bool = True) -> None:
         for start in range(numbers.start, numbers.stop, 5):
             await self.dock.put(rows(range(start, min(start + 5, numbers.stop))))
@@ -248,13 +253,26 @@ async def test_a_commit_after_the_lease_was_lost_is_refused(flow: Flow) -> None:
         await thread(stream.commit, batch)
 
 
+async def test_rows_of_another_node_come_over_the_wire(index: Index, tmp_path: Path) -> None:
+    options = {"node": "there", "secret": b"a secret of the run, sixteen or more"}
+    async with Dock.open(
+        index.url, index.run, SCHEMA, [TRAIN], worker="w", arena=1 << 20, directory=tmp_path, **options
+    ) as dock:
+        await dock.serve("127.0.0.1")
+        flow = Flow(dock)
+        await flow.put(range(10))
+        stream = flow.stream(**options | {"node": "here"})
+        assert await thread(lambda: checked(iter(stream))) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert await flow.left() == (0, 0, 0)
+
+
 # ── DataLoader workers ──
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 async def test_every_row_comes_once_whatever_the_number_of_workers(flow: Flow, workers: int) -> None:
     await flow.put(range(30))
-    loader = SampleLoader(flow.stream(), num_workers=workers)
+    loader = flow.loader(workers)
     found = await thread(lambda: checked(iter(loader)))
     assert sorted(itertools.chain(*found)) == list(range(30))
     assert {len(batch) for batch in found[:-2]} == {4}
@@ -263,7 +281,7 @@ async def test_every_row_comes_once_whatever_the_number_of_workers(flow: Flow, w
 
 async def test_workers_run_ahead_and_only_what_was_consumed_is_committed(flow: Flow) -> None:
     await flow.put(range(40))
-    loader = SampleLoader(flow.stream(lease=1.0), num_workers=2)
+    loader = flow.loader(2, lease=1.0)
 
     def some() -> list[int]:
         batches = iter(loader)
@@ -324,7 +342,7 @@ async def test_replicas_in_lockstep_and_their_ranks_share_every_batch(flow: Flow
 
     def reader(replica: int, rank: int) -> Callable[[], list[list[int]]]:
         where = {"replica": replica, "replicas": 2, "rank": rank, "ranks": 2}
-        loader = SampleLoader(flow.stream(**where), num_workers=workers)
+        loader = flow.loader(workers, **where)
         return lambda: checked(iter(loader))
 
     found = await threads(*(reader(replica, rank) for replica in range(2) for rank in range(2)))

@@ -265,3 +265,18 @@ def test_values_move_along_when_their_warehouse_leaves(queue: Any, index_url: st
     assert calls.told(queue.kv_batch_get(calls.KEYS, "p")) == before
     queue.kv_put("d", "p", {"ids": torch.tensor([1])})
     assert queue.kv_batch_get("d", "p")["ids"].values().tolist() == [1]
+
+
+def test_another_node_gets_what_lies_here(queue: Any, index_url: str, tmp_path: Path) -> None:
+    conf = dict(tq._connected().conf) | {"serve": "127.0.0.1", "secret": b"a secret of the run, sixteen or more"}
+    conf |= {"run": uuid.uuid4().hex[:8]}
+    here, there = (tq._Queue(conf | {"node": node, "directory": str(tmp_path / node)}) for node in ("here", "there"))
+    put = lambda at, keys, fields: at.call(at.put(keys, "p", fields, None))  # noqa: E731
+    put(here, ["a", "b"], calls.rows(2))
+    put(there, ["c"], {"ids": torch.tensor([[7, 8]]), "reward": torch.tensor([0.5])})
+    got = there.call(there.get(["c", "b", "a"], "p", ["reward", "ids"]))
+    assert got["reward"].tolist() == [0.5, 0.25, 0.0]
+    assert [row.tolist() for row in got["ids"].unbind()] == [[7, 8], [4, 5, 6, 7], [0, 1, 2, 3]]
+    erase(index_url, conf["run"])
+    for each in (there, here):
+        each.close()
