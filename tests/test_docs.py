@@ -41,15 +41,31 @@ def test_every_page_has_programs_that_show_what_they_print() -> None:
     assert {program.page for program in ALL if program.output} == set(PAGES)
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Program, tuple[int, str, str]]:
+    """Exit code, output and errors of each. They run side by side, as most of their time goes into importing torch."""
+    started = {}
+    for program in ALL:
+        path = tmp_path_factory.mktemp("page") / "program.py"
+        path.write_text(program.code, encoding="utf-8")
+        command = [sys.executable, "-W", "ignore", str(path)]
+        started[program] = subprocess.Popen(
+            command, cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    found = {}
+    for program, process in started.items():
+        output, errors = process.communicate(timeout=120)
+        found[program] = process.returncode, output, errors
+    return found
+
+
 @pytest.mark.parametrize("program", ALL, ids=lambda program: f"{program.page}-{program.number}")
-def test_the_programs_of_a_page_print_what_it_says(program: Program, tmp_path: Path) -> None:
-    path = tmp_path / "program.py"
-    path.write_text(program.code, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == program.output
+def test_the_programs_of_a_page_print_what_it_says(
+    program: Program, results: dict[Program, tuple[int, str, str]]
+) -> None:
+    code, output, errors = results[program]
+    assert code == 0, errors
+    assert output == program.output
 
 
 def test_two_processes_need_thirty_lines() -> None:
