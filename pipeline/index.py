@@ -279,8 +279,8 @@ class Index:
     def __init__(self, url: str, run: str, *, timeout: float = 30.0) -> None:
         self.url, self.run, self.timeout = url, run, timeout
         self.prefix = f"asyncdock:{{{run}}}:"
-        # An attempt has a third of it, so that one whose answer was lost on the way is repeated, and answered, in time.
-        self._redis = redis.from_url(url, socket_timeout=timeout / 3, socket_connect_timeout=min(5.0, timeout / 3))
+        # Deadlines are kept here: redis-py's own would make a task of each call.
+        self._redis = redis.from_url(url, socket_timeout=None, socket_connect_timeout=min(5.0, timeout / 3))
         # Waiting calls block for as long as they say; their deadline is kept here, not by the socket.
         self._waiting = redis.from_url(url, socket_timeout=None, socket_connect_timeout=min(5.0, timeout))
         self._closed = False
@@ -328,11 +328,10 @@ class Index:
         head = (f"asyncdock_{name}", 1, self.prefix, packed, request)
 
         async def once(again: bool) -> Any:
-            async with asyncio.timeout(self.timeout):
-                return await self._send((*head, "1" if again else "0", self._client, lane))
+            return await self._send((*head, "1" if again else "0", self._client, lane))
 
         try:
-            return await self._retry(once)
+            return await self._retry(once, self.timeout)  # the exchange has its own, shorter one
         except ResponseError as refused:
             code, _, text = str(refused).partition(" ")
             raise _ERRORS.get(code, IndexRefused)(text or code) from None
@@ -385,13 +384,15 @@ class Index:
         pool = self._redis.connection_pool
         connection = await pool.get_connection()
         try:
-            await connection.send_packed_command(connection.pack_commands([("FCALL", *c) for c in commands]))
             answers: list[Any] = []
-            for _ in commands:
-                try:
-                    answers.append(await connection.read_response())
-                except ResponseError as refused:
-                    answers.append(refused)
+            # A third of the deadline, so that a call whose answer was lost on the way is repeated, and answered, in time.
+            async with asyncio.timeout(self.timeout / 3):
+                await connection.send_packed_command(connection.pack_commands([("FCALL", *c) for c in commands]))
+                for _ in commands:
+                    try:
+                        answers.append(await connection.read_response())
+                    except ResponseError as refused:
+                        answers.append(refused)
             return answers
         except BaseException:
             await connection.disconnect(nowait=True)  # answers may still be on their way
@@ -399,14 +400,16 @@ class Index:
         finally:
             await pool.release(connection)
 
-    async def _retry(self, attempt: Any) -> Any:
+    async def _retry(self, attempt: Any, patience: float | None = None) -> Any:
+        """Try until the deadline; an attempt ends after ``patience`` seconds (a third of the deadline)."""
         deadline, backoff, failures = time.monotonic() + self.timeout, ExponentialBackoff(cap=1.0, base=0.02), 0
         task = asyncio.current_task()
         assert task is not None
         cancelled = task.cancelling()
         while True:
             try:
-                reply = await attempt(failures > 0)
+                async with asyncio.timeout(patience or self.timeout / 3):
+                    reply = await attempt(failures > 0)
                 if task.cancelling() > cancelled:  # redis-py loses a cancellation that comes while it reads a reply
                     raise asyncio.CancelledError
                 return reply
@@ -437,10 +440,9 @@ class Index:
         block = max(1, int(timeout * 1000))
 
         async def once(again: bool) -> Any:
-            async with asyncio.timeout(timeout + self.timeout):
-                return await self._waiting.xread(keys, count=count, block=block)
+            return await self._waiting.xread(keys, count=count, block=block)
 
-        return await self._retry(once)
+        return await self._retry(once, timeout + self.timeout)
 
     # ── the run ──
 
