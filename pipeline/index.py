@@ -1,7 +1,6 @@
 """The index's client: each call is one atomic round trip to the function library ``index.lua``.
 
-    call ──▶ FCALL asyncdock_NAME  (one msgpack value in, one out)
-      calls that come while others are under way go out together, as one pipeline
+    call ──▶ FCALL asyncdock_NAME  (one msgpack value in, one out), all on one connection, pipelined
       lost connection: bounded retries with backoff; the server answers a repeated call with what it answered first
     wait ──▶ XREAD BLOCK on a topic's stream, from the id that an empty answer carried: no wake-up is ever missed
 
@@ -22,9 +21,11 @@ from functools import cache, cached_property
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
+import hiredis
 import msgpack
 import numpy as np
 import redis.asyncio as redis
+import structlog
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
@@ -32,12 +33,12 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from pipeline.columns import StaleHandle
 
+log = structlog.get_logger()
+
 Takes = Literal["rows", "groups", "batch"]
 
 MAX_STAGES = 16  # the index keeps the stages that are done with a row as bits of a 16-bit word
 UNLIMITED = 2**40
-CALLS_UNDER_WAY = 2  # round trips at once; what comes meanwhile waits for the next, and shares it
-CALLS_TOGETHER = 256
 
 # Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48 - 1 of the arena of
 # warehouse `place` >> 48, as part of `block`. Block 0: nowhere yet.
@@ -270,6 +271,60 @@ class Event:
     data: dict[str, Any]
 
 
+class _Line(asyncio.Protocol):
+    """A connection to the server: commands go out as they come, answers come back in their order. redis-py's own clients
+    take a connection for each call and wait for its answer, which is most of what a small call costs."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection  # lives as long as this
+        self._reader, self._waiting = hiredis.Reader(), deque[asyncio.Future[Any]]()
+        self.lost, self._heard = False, time.monotonic()
+        self._transport: Any = connection._writer.transport  # greeted and authenticated; from here on it is ours
+        self._transport.set_protocol(self)
+
+    def send(self, command: tuple[Any, ...]) -> asyncio.Future[Any]:
+        answer = asyncio.get_running_loop().create_future()
+        if self.lost:
+            answer.set_exception(ConnectionError("the connection was lost"))
+            return answer
+        if not self._waiting:
+            self._heard = time.monotonic()
+        self._waiting.append(answer)
+        self._transport.write(hiredis.pack_command(command))
+        return answer
+
+    def silent_for(self) -> float:
+        """Seconds for which something was waited for, and nothing was heard."""
+        return time.monotonic() - self._heard if self._waiting else 0.0
+
+    def close(self) -> None:
+        self.connection_lost(None)
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = time.monotonic()
+        try:
+            self._reader.feed(data)
+            while (said := self._reader.gets()) is not False:
+                answer = self._waiting.popleft()
+                if answer.done():  # its caller was cancelled
+                    continue
+                if isinstance(said, hiredis.ReplyError):
+                    answer.set_exception(ResponseError(str(said)))
+                else:
+                    answer.set_result(said)
+        except (hiredis.ProtocolError, IndexError):
+            log.error("the index's server said what nobody asked for")
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost = True
+        while self._waiting:
+            answer = self._waiting.popleft()
+            if not answer.done():
+                answer.set_exception(ConnectionError(f"the connection was lost ({error or 'closed'})"))
+
+
 class Index:
     """The index of one run at ``url`` (``redis://``, ``rediss://`` or ``unix://``).
 
@@ -288,20 +343,14 @@ class Index:
         self._calls = itertools.count()
         self._lanes: list[int] = []  # free ones; the server keeps the last answer of each
         self._lane = itertools.count()
-        self._queue: deque[tuple[tuple[Any, ...], asyncio.Future[Any]]] = deque()
-        self._senders: set[asyncio.Task[None]] = set()
-        self._sending = 0
+        self._line: _Line | None = None
+        self._connecting = asyncio.Lock()
 
     async def close(self) -> None:
         """End every call under way; those that wait raise IndexUnreachable."""
         self._closed = True
-        for task in self._senders:
-            task.cancel()
-        await asyncio.gather(*self._senders, return_exceptions=True)
-        while self._queue:
-            _, reply = self._queue.popleft()
-            if not reply.done():
-                reply.set_exception(ConnectionError("the index's client was closed"))
+        if self._line is not None:
+            self._line.close()
         await self._redis.aclose()
         await self._waiting.aclose()
 
@@ -331,74 +380,35 @@ class Index:
             return await self._send((*head, "1" if again else "0", self._client, lane))
 
         try:
-            return await self._retry(once, self.timeout)  # the exchange has its own, shorter one
+            return await self._retry(once)
         except ResponseError as refused:
             code, _, text = str(refused).partition(" ")
             raise _ERRORS.get(code, IndexRefused)(text or code) from None
         finally:
             self._lanes.append(lane)
 
-    def _send(self, command: tuple[Any, ...]) -> asyncio.Future[Any]:
-        reply = asyncio.get_running_loop().create_future()
-        if self._closed:
-            reply.set_exception(ConnectionError("the index's client was closed"))
-            return reply
-        self._queue.append((command, reply))
-        if self._sending < CALLS_UNDER_WAY:
-            self._sending += 1
-            task = asyncio.create_task(self._drain())
-            self._senders.add(task)
-            task.add_done_callback(self._senders.discard)
-        return reply
-
-    async def _drain(self) -> None:
-        """Send what waits, all of it in one round trip, until nothing does."""
+    async def _send(self, command: tuple[Any, ...]) -> Any:
+        line = self._line
+        if line is None or line.lost:
+            line = await self._connect()
         try:
-            while self._queue:
-                await self._send_together()
-        finally:
-            self._sending -= 1  # no await since the queue was seen empty: what comes now starts a sender
-
-    async def _send_together(self) -> None:
-        batch = [self._queue.popleft() for _ in range(min(len(self._queue), CALLS_TOGETHER))]
-        try:
-            answers = await self._exchange([command for command, _ in batch])
-        except asyncio.CancelledError:
-            for _, reply in batch:
-                if not reply.done():
-                    reply.set_exception(ConnectionError("the index's client was closed"))
+            return await line.send(("FCALL", *command))
+        except (
+            asyncio.CancelledError
+        ):  # also when its time is over: the line may be dead, so that nobody waits on it again
+            if self._line is line and line.silent_for() > self.timeout / 4:
+                line.close()
             raise
-        except Exception as lost:
-            answers = [lost] * len(batch)
-        for (_, reply), answer in zip(batch, answers, strict=True):
-            if reply.done():  # its caller was cancelled
-                continue
-            if isinstance(answer, Exception):
-                reply.set_exception(answer)
-            else:
-                reply.set_result(answer)
 
-    async def _exchange(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answers to ``commands``, refusals among them, in one round trip. On a connection of redis-py's own pool:
-        its client's and pipeline's own work would take as long again as the round trip."""
-        pool = self._redis.connection_pool
-        connection = await pool.get_connection()
-        try:
-            answers: list[Any] = []
-            # A third of the deadline, so that a call whose answer was lost on the way is repeated, and answered, in time.
-            async with asyncio.timeout(self.timeout / 3):
-                await connection.send_packed_command(connection.pack_commands([("FCALL", *c) for c in commands]))
-                for _ in commands:
-                    try:
-                        answers.append(await connection.read_response())
-                    except ResponseError as refused:
-                        answers.append(refused)
-            return answers
-        except BaseException:
-            await connection.disconnect(nowait=True)  # answers may still be on their way
-            raise
-        finally:
-            await pool.release(connection)
+    async def _connect(self) -> _Line:
+        async with self._connecting:
+            if self._closed:
+                raise ConnectionError("the index's client was closed")
+            if self._line is None or self._line.lost:
+                connection = self._redis.connection_pool.make_connection()
+                await connection.connect()  # redis-py knows about URLs, TLS and passwords
+                self._line = _Line(connection)
+            return self._line
 
     async def _retry(self, attempt: Any, patience: float | None = None) -> Any:
         """Try until the deadline; an attempt ends after ``patience`` seconds (a third of the deadline)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -316,16 +315,16 @@ async def test_a_waiting_claim_wakes_as_soon_as_a_group_is_admitted(dock: Dock) 
 @pytest.fixture
 def cut_once(dock: Dock, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The connection is lost once, after the server has done what it was asked."""
-    original, cuts = dock.index._exchange, [0]
+    original, cuts = dock.index._send, [0]
 
-    async def flaky(commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        reply = await original(commands)
+    async def flaky(command: tuple[Any, ...]) -> Any:
+        reply = await original(command)
         if cuts[0] == 1:
             cuts[0] = 2
             raise ConnectionError("cut after the server had done it")
         return reply
 
-    monkeypatch.setattr(dock.index, "_exchange", flaky)
+    monkeypatch.setattr(dock.index, "_send", flaky)
     return cuts
 
 
