@@ -235,6 +235,7 @@ class Work:
     mbit: float = 20.0
     poll: float = 1.0
     apart: bool = False
+    headstart: float = RunConfig.headstart
 
     def generators(self, nodes: int) -> range:
         """The hosts that generate: all, or every other one, whose neighbours then do the other stages."""
@@ -442,7 +443,7 @@ async def host_main(
             StageSpec("train", "rows", schema.mask(TRAIN), 0, releases=True),
         )
         reach = RunConfig.reach * work.batch // (arm.message or work.batch)  # the same in rows, whatever a group is
-        await index.init(RunConfig(stages, reach=reach), {})
+        await index.init(RunConfig(stages, reach=reach, headstart=work.headstart), {})
     if own:  # with room for all that is made, so that no arm waits for room
         rows = work.rows * (len(work.generators(hosts)) if arm.central else 1)
         await dock.join(2 * rows * work.row_in + (16 << 20))
@@ -666,15 +667,16 @@ def print_summary(work: Work, told: list[dict[str, Any]], repeats: int) -> None:
         f"peers sleep {work.poll:g} s.\n"
     )
     print(
-        f"{'arm':<9}{'nodes':>5}{'samples/s':>11}{'linearity':>11}{'of devices':>12}{'far reads':>11}{'cores':>7}"
-        f"{'MB moved a warehouse':>22}{'Eq. 4':>8}{'worst':>9}{'MB on wire':>12}"
+        f"{'arm':<9}{'nodes':>5}{'samples/s':>11}{'linearity':>11}{'in rounds':>16}{'of devices':>12}{'far reads':>11}"
+        f"{'cores':>7}{'MB moved a warehouse':>22}{'Eq. 4':>8}{'worst':>9}{'MB on wire':>12}"
     )
     for row in told:
         moved = [value / 1e6 for value in row["moved_bytes"]]
         span = f"{min(moved):.2f}" if len(moved) == 1 else f"{min(moved):.2f} to {max(moved):.2f}"
-        linearity = f"{row['linearity']:.1%}"
+        linearity, ratios = f"{row['linearity']:.1%}", [100 * ratio for ratio in row["linearities"]]
+        rounds = f"{min(ratios):.1f} to {max(ratios):.1f}"
         print(
-            f"{row['arm']:<9}{row['nodes']:>5}{row['samples_per_s']:>11.1f}{linearity:>11}{row['of_devices']:>12.1%}"
+            f"{row['arm']:<9}{row['nodes']:>5}{row['samples_per_s']:>11.1f}{linearity:>11}{rounds:>16}{row['of_devices']:>12.1%}"
             f"{row['far']:>11.1%}{row['cores']:>7.2f}{span:>22}{row['equation_bytes'] / 1e6:>8.2f}"
             f"{row['deviation']:>+9.2%}{sum(row['wire_bytes']) / 1e6:>12.2f}"
             + ("" if row["within"] else f"  ! not within {WITHIN:.0%}")
@@ -697,6 +699,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=kind, default=getattr(Work, name))
     parser.add_argument("--mbit", type=float, default=Work.mbit, help="of each host's link, each way")
     parser.add_argument("--poll", type=float, default=Work.poll, help="seconds that peers sleep when nothing is there")
+    parser.add_argument("--headstart", type=float, default=Work.headstart, help="RunConfig.headstart, in seconds")
     parser.add_argument("--quick", action="store_true", help="two nodes, little work, once: that it runs")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args(arguments)

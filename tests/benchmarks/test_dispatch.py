@@ -49,7 +49,9 @@ def test_measured_bytes_are_the_counted_ones_and_the_dock_needs_fewer(
     central, dock, ragged = (told["arms"][arm] for arm in ("central", "dock", "dock, ragged"))
     for moved in central:
         counted = told["counted_bytes"][moved["step"]]
-        assert counted <= moved["got"] + moved["put"] <= counted + 64 * 3, "at most a gap between columns of a put"
+        assert counted <= moved["got"] + moved["put"] <= counted + 64 * 3, (
+            "at most gaps, as columns begin at multiples of 64"
+        )
     assert all(moved["put"] == 0 for moved in dock), "what is written stays on its node"
     total = {name: sum(m["got"] for m in arm) for name, arm in (("dock", dock), ("ragged", ragged))}
     assert total["ragged"] < total["dock"] < 0.3 * told["equation_bytes"]
