@@ -343,8 +343,7 @@ class Dock:
         while True:
             home = self._home or await self._enter()
             try:
-                reply = await self.index.call(
-                    "allocate",
+                reply = await self._ask_for_room(
                     warehouse=home.number,
                     worker=self.worker,
                     bytes=nbytes,
@@ -364,6 +363,19 @@ class Dock:
                 )
             with self.on_room():
                 await self.index.wait("room", reply["wait"], min(left, 5.0))
+
+    async def _ask_for_room(self, **arguments: Any) -> Any:
+        """Call `allocate`. Room that is given after the caller was cancelled is given back."""
+        call = asyncio.ensure_future(self.index.call("allocate", **arguments))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            with suppress(TimeoutError, ConnectionError, IndexRefused):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    reply = await call
+                    if "block" in reply:
+                        await self.index.call("close", worker=self.worker, blocks=[reply["block"]])
+            raise
 
     async def _write(self, rows: Rows, reserve: float = 0.0) -> _Written:
         """Write ``rows`` packed; waits while the warehouse is full."""
@@ -431,8 +443,8 @@ class Dock:
         refs["slot"], refs["place"] = slots, written.place
         try:
             reply = await self._refer(name, written, refs, arguments)
-        except Exception:
-            await self._give_up(written)
+        except BaseException:  # cancelled too: if the call is done after all, giving up its block changes nothing
+            await asyncio.shield(self._give_up(written))
             raise
         if written.slab is not None:
             written.slab.writers -= 1

@@ -387,3 +387,27 @@ async def test_transitions_follow_the_allowed_moves(index: Index) -> None:
     assert await index.transition([""], "created") == ("created", True)
     assert await index.transition(["running"], "paused") == ("created", False)
     assert (await index.state())[:2] == ("created", "")
+
+
+@pytest.mark.parametrize("slab", [0, 1 << 14])
+async def test_cancelled_writes_leave_no_bytes_behind(index: Index, tmp_path: Path, slab: int) -> None:
+    """Whether the index had done a cancelled put or not: what is there is whole, and all bytes come back."""
+    schema = Schema([Column.scalar("number", torch.int64)])
+    stages = (StageSpec("last", "rows", 1, 0, releases=True),)
+    await index.init(RunConfig(stages), {})
+    dock = Dock(index, schema, worker="w", directory=tmp_path, slab=slab)
+    await dock.join(1 << 19)
+    for turns in range(60):
+        puts = [asyncio.create_task(dock.put({"number": torch.tensor([turns])})) for _ in range(3)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for put in puts:
+            put.cancel()
+        await asyncio.gather(*puts, return_exceptions=True)
+    while (found := await dock.claim("last", 50)) is not None:
+        rows = await dock.fetch(found, ["number"])
+        assert rows["number"].min() >= 0
+        await dock.commit(found, range(len(found)), None)
+    await dock.close()
+    stats = await index.stats()
+    assert (stats["rows"], stats["blocks"], stats["warehouses"]["local"]["used"]) == (0, 0, 0)
