@@ -227,7 +227,7 @@ async def test_a_cut_between_two_nodes_is_told_within_the_deadline_and_nothing_i
             node=n,
             secret=SECRET,
             slab=0,
-            wire_timeout=0.5,
+            wire_timeout=1.5,
         )
         for n in ("a", "b")
     ]

@@ -52,7 +52,7 @@ class Cluster:
             node=name,
             secret=secret,
             slab=slab,
-            wire_timeout=2.0,
+            wire_timeout=3.0,
         )
         await dock.join(ARENA)
         if serve:
