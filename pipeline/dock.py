@@ -266,6 +266,7 @@ class Dock:
         """Let other nodes reach this node's warehouse at ``host``, or at ``advertise`` where they know it by another name.
         Returns the address. One worker of a node does this, until it closes."""
         home = self._home or await self._enter()
+        await self._serve_no_more()  # a former server's signs of life would go on telling its address
         server_side = self._tls[0] if self._tls else None
         self._server = WarehouseServer(
             self._arena(home), self.schema, secret=self._secret, host=host, port=port, ssl=server_side
@@ -277,6 +278,14 @@ class Dock:
         self._living = asyncio.create_task(self._live(address))
         await self._enter()
         return name, port
+
+    async def _serve_no_more(self) -> None:
+        if self._living is not None:
+            self._living.cancel()
+            await asyncio.gather(self._living, return_exceptions=True)
+        if self._server is not None:
+            await self._server.close()
+        self._living = self._server = None
 
     async def _live(self, address: Mapping[str, Any]) -> None:
         """Signs of life, until the warehouse is out of the run."""
@@ -301,15 +310,10 @@ class Dock:
             ):  # whoever forgets this worker takes back the same
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await self.flush()
-        if self._living is not None:
-            self._living.cancel()
-            await asyncio.gather(self._living, return_exceptions=True)
+        await self._serve_no_more()
         for remote in self._remotes.values():
             await remote.close()
         self._remotes.clear()
-        if self._server is not None:
-            await self._server.close()
-            self._server = None
 
     # ── writing ──
 
