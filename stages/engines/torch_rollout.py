@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from stages import device as devices
 from stages.engines.protocols import Completion, FinishReason, GroupRequest, SamplingParams, SwapTimes
 from stages.engines.torch_decoder import Prompt, TorchDecoder, WeightSet
 
@@ -161,10 +162,8 @@ class TorchRolloutEngine:
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
-        if device is None:
-            found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            device = found or torch.device("cpu")
-        self._decoder = TorchDecoder(model if dtype is None else model.to(dtype), torch.device(device))
+        chosen = devices.select() if device is None else torch.device(device)
+        self._decoder = TorchDecoder(model if dtype is None else model.to(dtype), chosen)
         self._tokenizer, self._max_rows, self._prefill_tokens = tokenizer, max_rows, prefill_tokens
         self._version = initial_version
         self._waiting: deque[_Row] = deque()

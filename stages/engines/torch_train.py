@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from stages import device as devices
 from stages.algorithms import Algorithm, TokenBatch
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -355,7 +356,7 @@ class TorchTrainEngine:
             raise ValueError(f"schedule: {schedule!r} is not known; use 'constant', 'linear' or 'cosine'")
         if token_budget is not None and token_budget < 1:
             raise ValueError(f"token_budget: {token_budget} must be at least 1, or None for no limit")
-        self.device = torch.device(device) if device is not None else _default_device()
+        self.device = torch.device(device) if device is not None else devices.select()
         self.model = model
         nn.Module.to(model, self.device)
         self.step = 0
@@ -517,11 +518,6 @@ class TorchTrainEngine:
         limit = torch.finfo(self.model.dtype).eps ** 0.5 * max(1.0, float(expected.abs().max()))
         if not gap <= limit:
             raise ValueError(f"model: packed {kind} gives logits that are off by {gap:.2g} (limit {limit:.2g})")
-
-
-def _default_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator or torch.device("cpu")
 
 
 def _adamw(

@@ -1,0 +1,87 @@
+"""Devices: the one module that knows them by name. Everything else says ``torch.accelerator`` or asks here.
+
+    recipe "auto" | "cpu" | "cuda" | "npu" ──▶ select() ──▶ torch.device ──▶ backend(), pinned(), synchronize(), …
+
+``torch.accelerator`` answers hardly anything where there is only a CPU (torch 2.13 raises for ``synchronize`` and for the
+memory counters), so each question is answered for the CPU here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+AUTO = "auto"
+INSTALL_NPU = "install CANN 9.1, source its set_env.sh, then pip install 'asyncdock[ascend]' (torch and torch-npu 2.10)"
+
+
+class DeviceMissing(RuntimeError):
+    """The device that was asked for is not here; the message says what was looked for and what to install."""
+
+
+def select(name: str = AUTO) -> torch.device:
+    """The device ``name``: ``auto`` is the accelerator if there is one, else the CPU; ``npu`` imports torch_npu, which
+    brings the device to torch. A number chooses among several (``cuda:1``). Raises :class:`DeviceMissing`."""
+    if name == AUTO:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+    kind, _, number = name.partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "npu":
+        _import_npu(name)
+    if number and not number.isdecimal():
+        raise DeviceMissing(f"device {name!r}: {number!r} is no number; write for example {kind}:0")
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if there is None or there.type != kind:
+        have = f"torch {torch.__version__} sees {there.type if there else 'no accelerator'} here"
+        raise DeviceMissing(f"device {name!r}: {have}; install the torch build and the driver for it, or set 'auto'")
+    if number and int(number) >= torch.accelerator.device_count():
+        raise DeviceMissing(f"device {name!r}: there are {torch.accelerator.device_count()}, counted from 0")
+    return torch.device(name)
+
+
+def _import_npu(name: str) -> None:
+    try:
+        importlib.import_module("torch_npu")
+    except ImportError as error:
+        raise DeviceMissing(f"device {name!r}: torch_npu cannot be imported ({error}); {INSTALL_NPU}") from error
+
+
+def backend(device: torch.device) -> str:
+    """The ``torch.distributed`` backend that moves this device's tensors: gloo, nccl, hccl."""
+    return torch.distributed.get_default_backend_for_device(device)
+
+
+def can_pin(device: torch.device) -> bool:
+    """Whether copies between ``device`` and page-locked host memory are faster: not on the CPU, where pinning raises."""
+    return device.type != "cpu"
+
+
+def host_empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] of host memory for copies from and to ``device``, page-locked where that helps."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=can_pin(device))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all that was asked of ``device`` is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def allocated(device: torch.device) -> int | None:
+    """Bytes of live tensors on ``device``; None on the CPU, which does not count them."""
+    return None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+
+
+def release_cached(device: torch.device) -> None:
+    """Give the memory that torch keeps for later tensors back to the device."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def stream(device: torch.device) -> Any:
+    """A new stream of ``device`` for copies beside compute; None on the CPU, which has none."""
+    return None if device.type == "cpu" else torch.get_device_module(device).Stream()

@@ -1,0 +1,71 @@
+"""Devices: what can be asked for here, and what is said of those that are not here."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages import device
+
+ROOT = Path(__file__).resolve().parents[2]
+HAVE = torch.accelerator.is_available()
+
+
+def test_auto_is_the_accelerator_or_the_cpu() -> None:
+    found = device.select()
+    assert found.type == (torch.accelerator.current_accelerator().type if HAVE else "cpu")
+    assert device.select("cpu") == torch.device("cpu")
+
+
+@pytest.mark.skipif(HAVE, reason="there is an accelerator here")
+@pytest.mark.parametrize("name", ["cuda", "cuda:3", "xpu"])
+def test_a_device_that_is_not_here_is_refused(name: str) -> None:
+    with pytest.raises(device.DeviceMissing, match=f"device '{name}': torch .* sees no accelerator here; install"):
+        device.select(name)
+
+
+def test_npu_without_torch_npu_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)  # what an import of a missing module meets
+    with pytest.raises(device.DeviceMissing, match=r"torch_npu cannot be imported .*asyncdock\[ascend\].*CANN"):
+        device.select("npu")
+
+
+def test_npu_imports_torch_npu_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch knows the device only once torch_npu has been imported; here it brings one that torch takes as its own."""
+    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    named = types.SimpleNamespace(type="npu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: named)
+    monkeypatch.setattr(torch, "device", lambda name: name)
+    assert device.select("npu:1") == "npu:1"
+    with pytest.raises(device.DeviceMissing, match="there are 2, counted from 0"):
+        device.select("npu:2")
+    with pytest.raises(device.DeviceMissing, match="'x' is no number"):
+        device.select("npu:x")
+
+
+def test_on_the_cpu_everything_has_an_answer() -> None:
+    cpu = torch.device("cpu")
+    assert device.backend(cpu) == "gloo"
+    assert not device.can_pin(cpu)
+    assert device.host_empty(5, cpu).shape == (5,)
+    assert device.allocated(cpu) is None
+    assert device.stream(cpu) is None
+    device.synchronize(cpu)
+    device.release_cached(cpu)
+
+
+def test_no_other_module_names_a_vendor() -> None:
+    for package in ("pipeline", "stages", "orchestration", "api"):
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            named = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute | ast.Name | ast.Constant)]
+            words = {getattr(n, "attr", None) or getattr(n, "id", None) or getattr(n, "value", None) for n in named}
+            found = words & {"cuda", "npu", "torch_npu", "nccl", "hccl"}
+            assert not found or path == ROOT / "stages" / "device.py", f"{path}: {found}; ask stages.device"
