@@ -197,14 +197,15 @@ def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows
     A scalar column takes a tensor [B], a fixed one [B, *shape], a ragged one a jagged nested tensor, a :class:`Packed` or a
     sequence of B tensors [n_i], a text one a sequence of B strings. Raises :class:`ColumnError`; nothing is ever cast.
     """
-    names = list(rows.keys())
+    given = dict(rows.items())
+    names = list(given)
     if not names:
         raise ColumnError("rows: no column given; write at least one")
     count: int | None = None
     sections = []
     for name in sorted(names, key=schema.bit):
         column = schema[name]
-        value = rows.get(name)
+        value = given[name]
         if isinstance(value, str):  # has a length, which is not one of rows
             raise ColumnError(
                 f"column {name!r}: takes one string for each row, got {_what(value)}; give a list of them"
@@ -365,18 +366,14 @@ class BlockView:
         dtype = torch.uint8 if column.dtype == "utf8" else column.dtype
         return offsets, _view(self._memory, dtype, values_at, nbytes)
 
-    def dense(self, name: str) -> torch.Tensor:
-        """Values [B, *shape] of a scalar or fixed column."""
-        column = self._schema[name]
-        assert column.shape is not None
-        assert isinstance(column.dtype, torch.dtype)
-        _, values_at, nbytes = self._places[self._schema.bit(name)]
-        return _view(self._memory, column.dtype, values_at, nbytes).view(self.rows, *column.shape)
-
     def packed(self, name: str, first: int, rows: int) -> Packed:
         """Rows ``first`` .. ``first + rows - 1`` of a column, on the block's own memory."""
-        if self._schema[name].shape is not None:
-            return Packed(self.dense(name)[first : first + rows].view(-1), None)
+        column = self._schema[name]
+        if column.shape is not None:
+            assert isinstance(column.dtype, torch.dtype)
+            _, values_at, nbytes = self._places[self._schema.bit(name)]
+            each = nbytes // self.rows
+            return Packed(_view(self._memory, column.dtype, values_at + first * each, rows * each), None)
         offsets, values = self.ragged(name)
         bounds = torch.from_numpy(offsets[first : first + rows + 1])
         start = int(bounds[0])
@@ -393,7 +390,9 @@ def collect(
     bytes lie there by now, ColumnError when a row does not have the column.
     """
     count, first = len(slots), int(slots[0])
-    if (places == places[0]).all() and (blocks == blocks[0]).all() and (slots == np.arange(first, first + count)).all():
+    if count == 1 or (
+        (places == places[0]).all() and (blocks == blocks[0]).all() and (slots == np.arange(first, first + count)).all()
+    ):
         view = BlockView(schema, arena[int(places[0]) :], int(blocks[0]))
         missing = [name for name in names if name not in view]
         if missing:

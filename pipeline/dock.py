@@ -158,6 +158,7 @@ class Dock:
         self._retired: list[_Slab] = []
         self._carving = asyncio.Lock()
         self._puts: list[_Put] = []
+        self._admitting = False  # a put is under way: those that come now wait, and share the next call
         self._putting: asyncio.Task[None] | None = None
         # What a wait for room runs in; a controller accounts its time with it.
         self.on_room: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -484,10 +485,16 @@ class Dock:
             written = await self._write(rows, reserve=_SOURCE_RESERVE)
             if written.slab is None:
                 return int(await self._point("admit", written, slots, {"groups": entries}))
+            if not self._admitting:  # alone so far
+                self._admitting = True
+                try:
+                    return int(await self._point("admit", written, slots, {"groups": entries}))
+                finally:
+                    self._admitting = bool(self._puts)
+                    if self._puts:  # they came meanwhile
+                        self._putting = asyncio.create_task(self._admit_puts())
             put = _Put(written, count, samples, asyncio.get_running_loop().create_future())
             self._puts.append(put)
-            if self._putting is None or self._putting.done():
-                self._putting = asyncio.create_task(self._admit_puts())
             return await asyncio.shield(put.admitted)
         except BlockLost:
             self._retire()
@@ -495,30 +502,33 @@ class Dock:
 
     async def _admit_puts(self) -> None:
         """Admit the puts that wait, those that lie in one block together, until none does."""
-        while self._puts:
-            first = self._puts[0].written
-            together = [
-                put for put in self._puts if put.written.block == first.block and put.written.mask == first.mask
-            ]
-            together = together[:_PUTS_TOGETHER]
-            self._puts = [put for put in self._puts if put not in together]
-            refs = np.empty(sum(put.rows for put in together), REF)
-            refs["slot"] = np.concatenate([np.arange(put.rows) for put in together])
-            refs["place"] = np.repeat([put.written.place for put in together], [put.rows for put in together])
-            entries = [(False, put.rows // put.samples, put.samples) for put in together]
-            try:
-                after = await self._refer("admit", first, refs, {"groups": entries})
-            except Exception as refused:
-                for put in together:
-                    await self._give_up(put.written)
+        try:
+            while self._puts:
+                first = self._puts[0].written
+                together = [
+                    put for put in self._puts if put.written.block == first.block and put.written.mask == first.mask
+                ]
+                together = together[:_PUTS_TOGETHER]
+                self._puts = [put for put in self._puts if put not in together]
+                refs = np.empty(sum(put.rows for put in together), REF)
+                refs["slot"] = np.concatenate([np.arange(put.rows) for put in together])
+                refs["place"] = np.repeat([put.written.place for put in together], [put.rows for put in together])
+                entries = [(False, put.rows // put.samples, put.samples) for put in together]
+                try:
+                    after = await self._refer("admit", first, refs, {"groups": entries})
+                except Exception as refused:
+                    for put in together:
+                        await self._give_up(put.written)
+                        if not put.admitted.done():
+                            put.admitted.set_exception(refused)
+                    continue
+                for put in reversed(together):
+                    put.written.slab.writers -= 1  # type: ignore[union-attr]
                     if not put.admitted.done():
-                        put.admitted.set_exception(refused)
-                continue
-            for put in reversed(together):
-                put.written.slab.writers -= 1  # type: ignore[union-attr]
-                if not put.admitted.done():
-                    put.admitted.set_result(after)
-                after -= put.rows // put.samples
+                        put.admitted.set_result(after)
+                    after -= put.rows // put.samples
+        finally:
+            self._admitting = False
 
     async def claim(self, stage: str, most: int, *, version: int | None = None, timeout: float = 0.0) -> Claim | None:
         """Lease up to ``most`` rows (groups, for stages that take groups), waiting up to ``timeout`` seconds for some."""
@@ -586,7 +596,7 @@ class Dock:
     async def gather(self, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
         """The columns ``names`` of the rows that lie where ``refs`` say (REF [B], B > 0), in that order."""
         numbers = (refs["place"] >> _OFFSET_BITS).astype(np.int64)
-        if (numbers == numbers[0]).all():
+        if len(numbers) == 1 or (numbers == numbers[0]).all():
             return await self._read(int(numbers[0]), names, refs)
         parts = []
         for number in np.unique(numbers).tolist():

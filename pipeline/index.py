@@ -275,31 +275,45 @@ class _Line(asyncio.Protocol):
     """A connection to the server: commands go out as they come, answers come back in their order. redis-py's own clients
     take a connection for each call and wait for its answer, which is most of what a small call costs."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, patience: float) -> None:
         self._connection = connection  # lives as long as this
         self._reader, self._waiting = hiredis.Reader(), deque[asyncio.Future[Any]]()
-        self.lost, self._heard = False, time.monotonic()
+        self.lost, self._heard, self._patience = False, time.monotonic(), patience
+        self._loop = asyncio.get_running_loop()
+        self._watch: asyncio.TimerHandle | None = None
         self._transport: Any = connection._writer.transport  # greeted and authenticated; from here on it is ours
         self._transport.set_protocol(self)
 
     def send(self, command: tuple[Any, ...]) -> asyncio.Future[Any]:
-        answer = asyncio.get_running_loop().create_future()
+        answer = self._loop.create_future()
         if self.lost:
             answer.set_exception(ConnectionError("the connection was lost"))
             return answer
         if not self._waiting:
             self._heard = time.monotonic()
+            if self._watch is None:
+                self._watch = self._loop.call_later(self._patience, self._look)
         self._waiting.append(answer)
         self._transport.write(hiredis.pack_command(command))
         return answer
 
-    def silent_for(self) -> float:
-        """Seconds for which something was waited for, and nothing was heard."""
-        return time.monotonic() - self._heard if self._waiting else 0.0
+    def _look(self) -> None:
+        """Give the connection up when something was waited for, and nothing was heard for as long as patience lasts. One
+        timer for all calls: a deadline for each would cost as much as the call."""
+        self._watch = None
+        if self._waiting:
+            left = self._heard + self._patience - time.monotonic()
+            if left <= 0:
+                self._end(TimeoutError(f"nothing was heard for {self._patience:.0f} s"))
+            else:
+                self._watch = self._loop.call_later(left, self._look)
+
+    def _end(self, reason: Exception | None) -> None:
+        self.connection_lost(reason)
+        self._transport.abort()
 
     def close(self) -> None:
-        self.connection_lost(None)
-        self._transport.abort()
+        self._end(None)
 
     def data_received(self, data: bytes) -> None:
         self._heard = time.monotonic()
@@ -319,6 +333,9 @@ class _Line(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
         while self._waiting:
             answer = self._waiting.popleft()
             if not answer.done():
@@ -374,13 +391,22 @@ class Index:
     async def _answer(self, name: str, arguments: Mapping[str, Any]) -> bytes:
         packed = msgpack.packb(arguments, use_bin_type=False)  # the server knows one kind of string
         request, lane = f"{self._client}-{next(self._calls)}:", self._lanes.pop() if self._lanes else next(self._lane)
-        head = (f"asyncdock_{name}", 1, self.prefix, packed, request)
-
-        async def once(again: bool) -> Any:
-            return await self._send((*head, "1" if again else "0", self._client, lane))
-
+        head, tail = ("FCALL", f"asyncdock_{name}", 1, self.prefix, packed, request), (self._client, lane)
+        began, tries = time.monotonic(), 0
         try:
-            return await self._retry(once)
+            if (
+                line := self._line
+            ) is not None and not line.lost:  # nearly always; the line watches over its own silence
+                try:
+                    return await line.send((*head, "0", *tail))
+                except ConnectionError:
+                    tries = 1
+                except ResponseError as refused:
+                    if not _is_loading(refused):
+                        raise
+            return await self._retry(
+                lambda again: self._send((*head, "1" if again or tries else "0", *tail)), began=began, failures=tries
+            )
         except ResponseError as refused:
             code, _, text = str(refused).partition(" ")
             raise _ERRORS.get(code, IndexRefused)(text or code) from None
@@ -391,14 +417,7 @@ class Index:
         line = self._line
         if line is None or line.lost:
             line = await self._connect()
-        try:
-            return await line.send(("FCALL", *command))
-        except (
-            asyncio.CancelledError
-        ):  # also when its time is over: the line may be dead, so that nobody waits on it again
-            if self._line is line and line.silent_for() > self.timeout / 4:
-                line.close()
-            raise
+        return await line.send(command)
 
     async def _connect(self) -> _Line:
         async with self._connecting:
@@ -407,12 +426,16 @@ class Index:
             if self._line is None or self._line.lost:
                 connection = self._redis.connection_pool.make_connection()
                 await connection.connect()  # redis-py knows about URLs, TLS and passwords
-                self._line = _Line(connection)
+                self._line = _Line(connection, self.timeout / 3)
             return self._line
 
-    async def _retry(self, attempt: Any, patience: float | None = None) -> Any:
-        """Try until the deadline; an attempt ends after ``patience`` seconds (a third of the deadline)."""
-        deadline, backoff, failures = time.monotonic() + self.timeout, ExponentialBackoff(cap=1.0, base=0.02), 0
+    async def _retry(
+        self, attempt: Any, patience: float | None = None, *, began: float | None = None, failures: int = 0
+    ) -> Any:
+        """Try until the deadline, counted from ``began``; an attempt ends after ``patience`` seconds (a third of the
+        deadline). ``failures`` are attempts made before."""
+        deadline = (began or time.monotonic()) + self.timeout
+        backoff = ExponentialBackoff(cap=1.0, base=0.02)
         task = asyncio.current_task()
         assert task is not None
         cancelled = task.cancelling()
@@ -433,7 +456,7 @@ class Index:
                     ) from None
                 await asyncio.sleep(pause)
             except ResponseError as refused:
-                if "LOADING" not in str(refused) or time.monotonic() > deadline:
+                if not _is_loading(refused) or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.05)
 
@@ -613,11 +636,18 @@ class Index:
 
 def ranges(rows: np.ndarray) -> tuple[list[int], np.ndarray]:
     """Row numbers [B] as ascending ranges (first, last, first, last, …), and the order that puts them so."""
+    if len(rows) == 1 or (rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all()):  # as claims give them
+        return [int(rows[0]), int(rows[-1])], np.arange(len(rows))
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
     breaks = np.flatnonzero(np.diff(ordered) != 1)
     firsts, lasts = ordered[np.concatenate([[0], breaks + 1])], ordered[np.concatenate([breaks, [len(ordered) - 1]])]
     return np.stack([firsts, lasts], 1).reshape(-1).tolist(), order
+
+
+def _is_loading(refused: ResponseError) -> bool:
+    """Whether the server only has not read its file yet."""
+    return "LOADING" in str(refused)
 
 
 def redacted(url: str) -> str:

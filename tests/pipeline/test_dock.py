@@ -23,6 +23,7 @@ from pipeline.index import (
     NeverFits,
     RunConfig,
     StageSpec,
+    _Line,
 )
 from pipeline.warehouse import Arena
 
@@ -313,18 +314,20 @@ async def test_a_waiting_claim_wakes_as_soon_as_a_group_is_admitted(dock: Dock) 
 
 
 @pytest.fixture
-def cut_once(dock: Dock, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def cut_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The connection is lost once, after the server has done what it was asked."""
-    original, cuts = dock.index._send, [0]
+    original, cuts = _Line.send, [0]
 
-    async def flaky(command: tuple[Any, ...]) -> Any:
-        reply = await original(command)
-        if cuts[0] == 1:
-            cuts[0] = 2
-            raise ConnectionError("cut after the server had done it")
-        return reply
+    def flaky(line: _Line, command: tuple[Any, ...]) -> asyncio.Future[Any]:
+        answer = original(line, command)
+        if cuts[0] != 1:
+            return answer
+        cuts[0] += 1
+        lost = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: (line.close(), lost.set_exception(ConnectionError("the reply was lost"))))
+        return lost
 
-    monkeypatch.setattr(dock.index, "_send", flaky)
+    monkeypatch.setattr(_Line, "send", flaky)
     return cuts
 
 

@@ -131,7 +131,7 @@ def assert_rows(
             assert packed.offsets.dtype == torch.int64
             assert packed.offsets.tolist() == np.cumsum([0, *map(len, parts)]).tolist()
         else:
-            parts = [view.dense(name)[slot] for view, slot in rows]
+            parts = [view.packed(name, slot, 1).values.view(schema[name].shape) for view, slot in rows]
             assert packed.offsets is None
         assert bits(packed.values) == b"".join(map(bits, parts))
 
