@@ -63,7 +63,7 @@ def test_a_quick_run_of_ours_alone_tells_every_row(tmp_path: Path, capsys: pytes
         "get, a",
         "put, a2",
         "get, a2",
-        "get, same rows, other bytes",
+        "get, same rows, other bytes, caches emptied before",
         "get, a and a2",
         "put, b",
         "get, b",
