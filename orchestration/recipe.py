@@ -160,6 +160,17 @@ class PipelineSection(Section):
         return server, ssl.create_default_context(cafile=self.tls_authority)
 
 
+class SyncSection(Section):
+    """How rollout engines take new weights. ``rolling``: several replicas swap one after the other, so that generation never
+    stops as a whole. ``probe``: after a swap the engine scores a few tokens, whose logprobs must be the trainer's within
+    ``probe_tolerance`` (0: by the model's dtype). ``timeout``: seconds that reading or loading a version may take."""
+
+    rolling: bool = True
+    probe: bool = True
+    probe_tolerance: float = Field(default=0.0, ge=0)
+    timeout: Seconds = 120.0
+
+
 class EvaluateSection(Section):
     """``every`` in steps; 0 is off. Greedy, on the first ``prompts`` held-out prompts; ``samples`` of them shown."""
 
@@ -197,6 +208,7 @@ class Recipe(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     train: TrainSection
     pipeline: PipelineSection = PipelineSection()
+    sync: SyncSection = SyncSection()
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     launch: LaunchSection = LaunchSection()
@@ -204,6 +216,12 @@ class Recipe(Section):
     @property
     def staleness_plan(self) -> StalenessPlan:
         return StalenessPlan(self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window)
+
+    @property
+    def probe_tolerance(self) -> float:
+        """By how much a probed logprob may differ from the trainer's; 0: nothing is probed."""
+        usual = {"float32": 1e-3, "bfloat16": 0.1}[self.model.dtype]
+        return (self.sync.probe_tolerance or usual) if self.sync.probe else 0.0
 
     @property
     def needs_reference(self) -> bool:

@@ -39,6 +39,7 @@ from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwi
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
 from stages.evaluate import Evaluator, distinct_prompts
+from stages.follower import Follower, SwapPolicy
 from stages.gate import Gate
 from stages.models import ModelNotFound
 from stages.prompts import PromptError, load_prompts
@@ -47,7 +48,7 @@ from stages.reward import Reward, RewardError, RewardSet
 from stages.rollout import Rollout
 from stages.sample import Flow
 from stages.update import Update
-from stages.weight_sync import Published, WeightsDamaged, WeightStore
+from stages.weight_sync import WeightStore
 
 log = structlog.get_logger()
 
@@ -56,8 +57,6 @@ FATAL = (BoundBroken, WrittenTwice, GateClosed, NeverFits, ColumnError, ModelNot
 EXIT_FATAL = 3
 EXIT_FAILED = 1
 STATE_SECONDS = 10.0
-READ_ATTEMPTS = 3  # of one published version whose bytes do not match their checksums
-READ_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -249,6 +248,7 @@ class Worker:
             assert held_out is not None, "checked with the recipe"
             prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
             evaluator = Evaluator(engine, sampling, self._rewards(), tokenizer, prompts, recipe.evaluate.samples)
+        overlap = recipe.staleness_plan.slack > 0
         follower = Follower(
             self.index,
             WeightStore(self.place.shared),
@@ -258,7 +258,12 @@ class Worker:
             worker=f"rollout-{self.number}",
             every=recipe.evaluate.every,
             steps=recipe.train.steps,
-            overlap=recipe.staleness_plan.slack > 0,
+            overlap=overlap,
+            policy=SwapPolicy(
+                tolerance=recipe.probe_tolerance,
+                timeout=recipe.sync.timeout,
+                rolling=recipe.sync.rolling and overlap and recipe.rollout.workers > 1,
+            ),
         )
         await follower.begin()
         self._beside.append(follower.run)
@@ -291,99 +296,11 @@ class Worker:
             version=version,
             after_step=after_step,
             after_last=lambda: controller.stop(),
+            probe=recipe.probe_tolerance > 0,
         )
         self._version = lambda: stage.trained
         controller = self._control(stage)
         await stage.catch_up()
-
-
-class Follower:
-    """Keeps a rollout engine at the published version, and evaluates the versions that are due.
-
-    With ``overlap`` an evaluation shares the engine with training samples; without (η = 0) claims wait for it, so that
-    what is generated does not depend on whether anybody evaluates.
-    """
-
-    def __init__(
-        self,
-        index: Index,
-        store: WeightStore,
-        stage: Rollout,
-        controller: Controller,
-        evaluator: Evaluator | None,
-        *,
-        worker: str,
-        every: int,
-        steps: int,
-        overlap: bool,
-    ) -> None:
-        self.index, self.store, self.stage, self.controller, self.evaluator = index, store, stage, controller, evaluator
-        self.worker, self.every, self.steps, self.overlap = worker, every, steps, overlap
-        self._damaged: dict[int, int] = {}  # failed reads of the version that is published now
-
-    async def begin(self) -> None:
-        """Take what is published already: the worker is new, the run may not be."""
-        await self._take()
-        self.stage.held_back = self._due() and not self.overlap
-
-    async def run(self) -> None:
-        """Until the last version is loaded and evaluated."""
-        while True:
-            if self._due():
-                await self._evaluate()
-            self.stage.held_back = False
-            self.controller.nudge()
-            if self.stage.engine.version >= self.steps:
-                self.controller.stop()
-                return
-            while not await self._take():
-                await self.index.wait("version", self._seen, READ_SECONDS if self._damaged else STATE_SECONDS)
-
-    async def _take(self) -> bool:
-        """Load the published version when it is newer; whether the engine's version has changed."""
-        at = await self.index.call("published")
-        self._seen, engine = at["wait"], self.stage.engine
-        if at["version"] <= engine.version or not at["record"]:
-            return False
-        published = Published.from_record(at["record"])
-        try:
-            weights = await asyncio.to_thread(self.store.read, published)
-        except WeightsDamaged as damaged:
-            log.warning("weights not taken", offered=published.version, kept=engine.version, reason=str(damaged))
-            await self.index.emit(
-                "worker",
-                {"stage": "rollout", "worker": self.worker, "change": "kept its weights", "reason": str(damaged)},
-            )
-            self._damaged = {published.version: self._damaged.get(published.version, 0) + 1}
-            if self._damaged[published.version] >= READ_ATTEMPTS:
-                raise  # not overwritten by a newer version, or that would be here by now
-            return False
-        self.stage.held_back = self._due(published.version) and not self.overlap
-        self._damaged = {}
-        times = await engine.load_weights(published.version, weights)
-        await self.index.emit(
-            "sync",
-            {
-                "worker": self.worker,
-                "version": published.version,
-                "bytes": published.nbytes,
-                "exposed_seconds": times.exposed,
-                "hidden_seconds": times.hidden,
-                "publish_seconds": 0.0,
-            },
-        )
-        return True
-
-    def _due(self, version: int | None = None) -> bool:
-        version = self.stage.engine.version if version is None else version
-        return self.evaluator is not None and (version % self.every == 0 or version >= self.steps)
-
-    async def _evaluate(self) -> None:
-        assert self.evaluator is not None
-        version = self.stage.engine.version
-        if await self.index.get(f"evaluated:{version}") is None:
-            await self.index.emit("evaluation", await self.evaluator.run(version))
-            await self.index.put(f"evaluated:{version}", "1")
 
 
 def _first(error: BaseException) -> BaseException:

@@ -36,8 +36,9 @@
 --   open:WORKER       blocks that their worker still writes to
 --   warehouses        number → {name, node, path, host, port, bytes, leaving}
 --   bysize:W, byaddr:W   free extents of warehouse W: offset scored by size and by address (best fit, coalesced)
+--   swapping          workers that swap their weights now, scored by deadline in ms
 --   wake:TOPIC        a stream of one entry, read with BLOCK: a stage's name, alone or with `:HOME`, `room`, `version`,
---                     `state`, `warehouses` (one has joined)
+--                     `state`, `swap`, `warehouses` (one has joined)
 --   replies:CLIENT    lane → what its last call answered, for a client that has to ask again after a lost connection
 --
 -- Sets of ranges are sorted sets of 'first-last' scored by first; ranges never touch.
@@ -1247,9 +1248,29 @@ define('published', function(run, a)
   return { version = value(run, 'published'), record = record and cmsgpack.unpack(record) or false, wait = woken(run, 'version') }
 end, true)
 
+-- {worker, most, lease = ms} → {granted, wait, due = ms until the next one's time is over}: one of the `most` that may swap
+-- their weights at the same time. Asked for again, it is held for another lease.
+define('swap_turn', function(run, a)
+  local key, t = run .. 'swapping', now()
+  call('ZREMRANGEBYSCORE', key, '-inf', t)
+  if call('ZSCORE', key, a.worker) or call('ZCARD', key) < a.most then
+    call('ZADD', key, t + a.lease, a.worker)
+    return { granted = true }
+  end
+  local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+  return { granted = false, wait = woken(run, 'swap'), due = max(1, first[2] - t) }
+end)
+
+-- {worker}: it has swapped; the next one may.
+define('swapped', function(run, a)
+  if call('ZREM', run .. 'swapping', a.worker) == 1 then wake(run, 'swap') end
+  return true
+end)
+
 -- {worker}: it is dead. Its leases end now, and the rest of its open blocks is taken back.
 define('forget', function(run, a)
   local cfg, freed = config(run), {}
+  if call('ZREM', run .. 'swapping', a.worker) == 1 then wake(run, 'swap') end
   local leases = call('HGETALL', run .. 'leases')
   for i = 1, #leases, 2 do
     if cmsgpack.unpack(leases[i + 1])[2] == a.worker then expire(run, cfg, leases[i]) end

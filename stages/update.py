@@ -23,9 +23,11 @@ from pipeline.dock import Dock
 from pipeline.index import BoundBroken, Claim
 from stages.algorithms import Algorithm
 from stages.engines.protocols import TrainEngine
-from stages.weight_sync import WeightStore
+from stages.weight_sync import Probe, Published, WeightStore
 
 log = structlog.get_logger()
+
+PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of what a swap is probed with
 
 
 class Update:
@@ -46,6 +48,7 @@ class Update:
         version: int,
         after_step: Callable[[int], Awaitable[None]],
         after_last: Callable[[], None],
+        probe: bool = False,
     ) -> None:
         reference = ("ref_logprobs",) if algorithm.needs_reference else ()
         self.fetches = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", "reward", *reference)
@@ -53,6 +56,7 @@ class Update:
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
         self._since = time.monotonic()
+        self._probes, self._probed = probe, TensorDict({}, batch_size=[0])  # a row of the last batch
 
     def room(self, held: int) -> int:
         return 0 if held or self.trained >= self.steps else 1
@@ -67,6 +71,7 @@ class Update:
             claim = await self.dock.index.replay(self.trained)
             batch = train_batch(claim, await self.dock.fetch(claim, self.fetches))
             await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+            self._probed = probe_row(batch)
             log.info("step replayed", step=self.trained)
             self.trained += 1
         if at["published"] < self.trained:
@@ -84,6 +89,7 @@ class Update:
         began = time.monotonic()
         metrics = await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
         seconds = time.monotonic() - began
+        self._probed = probe_row(batch)
         ledger = await self.dock.index.ledger()
         trained_tokens = int(claim.tokens.sum())
         event = {
@@ -106,7 +112,7 @@ class Update:
     async def publish(self) -> None:
         """Put the engine's weights into host memory as the current version, and tell the index."""
         began = time.monotonic()
-        published = await asyncio.to_thread(self.store.publish, self.trained, self.engine.weights())
+        published = await asyncio.to_thread(self._write)
         await self.dock.index.call("publish", version=self.trained, record=published.record())
         await self.dock.index.emit(
             "sync",
@@ -119,6 +125,24 @@ class Update:
                 "hidden_seconds": 0.0,
             },
         )
+
+    def _write(self) -> Published:
+        probe = None
+        if self._probes and len(self._probed):
+            found = self.engine.logprobs(self._probed).unbind()[0]
+            prompt, response = (
+                tuple(self._probed[name].unbind()[0].tolist()) for name in ("prompt_ids", "response_ids")
+            )
+            probe = Probe(prompt, response, tuple(found.tolist()))
+        return self.store.publish(self.trained, self.engine.weights(), probe)
+
+
+def probe_row(batch: TensorDict) -> TensorDict:
+    """The first row of ``batch``, cut short, as :meth:`TrainEngine.logprobs` takes it: a copy [1]."""
+    row = TensorDict({name: batch[name][:1].clone() for name in ("group", "place")}, batch_size=[1])
+    for name, most in (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE)):
+        row[name] = torch.nested.nested_tensor([batch[name].unbind()[0][:most].clone()], layout=torch.jagged)
+    return row
 
 
 def train_batch(claim: Claim, rows: TensorDict) -> TensorDict:

@@ -10,6 +10,7 @@ newest. Versions come as the optimizer makes them; a slow follower skips some.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping
@@ -39,6 +40,38 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """A short response and what its tokens' logprobs are under the weights it comes with: an engine that has loaded them
+    must find the same."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    def gap(self, found: torch.Tensor) -> Gap:
+        return gap(torch.tensor(self.logprobs), found)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far logprobs of one policy by two engines lie apart: largest and mean difference, and the k3 estimate of the KL
+    divergence (http://joschu.net/blog/kl-approx.html)."""
+
+    max: float
+    mean: float
+    k3: float
+
+
+def gap(one: torch.Tensor, other: torch.Tensor) -> Gap:
+    """Of logprobs [T] and [T], the first those of the policy that is trained. Not a number anywhere: infinite."""
+    difference = one.double() - other.double()
+    if not bool(difference.isfinite().all()):
+        return Gap(math.inf, math.inf, math.inf)
+    size = difference.abs()
+    return Gap(float(size.max()), float(size.mean()), float((difference.exp() - 1 - difference).mean()))
+
+
+@dataclass(frozen=True)
 class Published:
     """What the index keeps of a version: where it lies and what it must be. ``buckets`` are (offset, bytes, xxh3)."""
 
@@ -47,6 +80,7 @@ class Published:
     nbytes: int
     tensors: tuple[Tensor, ...]
     buckets: tuple[tuple[int, int, str], ...]
+    probe: Probe | None = None
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,7 +93,23 @@ class Published:
             record["nbytes"],
             tuple(Tensor(**tensor) for tensor in record["tensors"]),
             tuple((offset, nbytes, digest) for offset, nbytes, digest in record["buckets"]),
+            Probe(**{name: tuple(values) for name, values in probe.items()}) if (probe := record["probe"]) else None,
         )
+
+    def check(self) -> None:
+        """The buckets cover every byte once. Raises WeightsDamaged."""
+        at = 0
+        for offset, nbytes, _ in self.buckets:
+            if offset != at:
+                raise WeightsDamaged(
+                    f"weights of version {self.version}: bytes {at}..{offset} are in no bucket, or in two; publish again"
+                )
+            at += nbytes
+        end = max((t.offset + t.nbytes for t in self.tensors if t.nbytes), default=0)
+        if at < end:
+            raise WeightsDamaged(
+                f"weights of version {self.version}: bytes {at}..{end} are in no bucket; publish again"
+            )
 
 
 class WeightStore:
@@ -69,7 +119,9 @@ class WeightStore:
         self.directory, self.slots, self.bucket_bytes = directory, slots, bucket_bytes
         self._maps: dict[int, mmap.mmap] = {}
 
-    def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Published:
+    def publish(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+    ) -> Published:
         """Write ``weights`` as ``version`` into the slot that holds the oldest. Each byte is copied once, and read once
         for its checksum while it is warm."""
         layout, at = [], 0
@@ -93,10 +145,11 @@ class WeightStore:
                     start = written
         if written > start:
             buckets.append((start, written - start, _digest(memory[start:written])))
-        return Published(version, slot, at, tuple(layout), tuple(buckets))
+        return Published(version, slot, at, tuple(layout), tuple(buckets), probe)
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
         """A private, verified copy of a published version, by parameter name. Raises WeightsDamaged."""
+        published.check()
         self._check_file(published)
         source = np.frombuffer(self._open(published.slot, max(published.nbytes, 1)), np.uint8)
         copy = np.empty(max(published.nbytes, 1), np.uint8)

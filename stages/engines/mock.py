@@ -134,7 +134,7 @@ class MockRolloutEngine:
         self._arm()
         return stream
 
-    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> SwapTimes:
+    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False) -> SwapTimes:
         self._check_open()
         async with self._swaps:
             layout = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
@@ -150,11 +150,18 @@ class MockRolloutEngine:
                 await self._sleep(self._options.swap_seconds)
                 self._layout = layout
                 self._spans.append((self._clock, version, digest))
+                self._paused = self._paused or hold
             finally:
                 self._swapping = False
                 self._arm()
             self._forget_spans()
             return SwapTimes(exposed=time.perf_counter() - copied, hidden=copied - began)
+
+    async def score(
+        self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
+    ) -> torch.Tensor:
+        self._check_open()
+        return _logprobs(response_ids, self._spans[-1][2])
 
     async def pause(self) -> None:
         self._advance()
@@ -364,8 +371,7 @@ class MockTrainEngine:
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
         began = time.perf_counter()
         responses = batch["response_ids"]
-        # A fixed number for each token id, between -2 and 0.
-        values = -2.0 * ((responses.values() * 2654435761) % 1009).to(torch.float32) / 1009
+        values = _logprobs(responses.values(), _digest(tensor for _, tensor in sorted(self._weights.items())))
         self._sleep(self._options.logprob_token_seconds * _trained_tokens(batch), began)
         return torch.nested.nested_tensor_from_jagged(values, responses.offsets())
 
@@ -408,6 +414,11 @@ def _packed(batch: TensorDictBase) -> TokenBatch:
         total_tokens=len(row),
         total_rows=len(lengths),
     )
+
+
+def _logprobs(token_ids: torch.Tensor, digest: int) -> torch.Tensor:
+    """A fixed number for each token id under weights of this ``digest``, between -2 and 0: float32 [T]."""
+    return -2.0 * ((token_ids * 2654435761 + digest % 1_000_003) % 1009).to(torch.float32) / 1009
 
 
 def _trained_tokens(batch: TensorDictBase) -> int:

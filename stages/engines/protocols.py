@@ -84,10 +84,17 @@ class RolloutEngine(Protocol):
         it has not yielded. An error inside the engine is raised to every iterator.
         """
 
-    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> SwapTimes:
+    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False) -> SwapTimes:
         """Take ``weights`` (full tensors by parameter name, valid until this returns) and use them from the next token
-        boundary on, requests in flight included. Raises ``WeightMismatch`` and keeps the old version when names, shapes
-        or dtypes differ."""
+        boundary on, requests in flight included. With ``hold`` the engine is paused from that boundary on, before any
+        token is made with them. Raises ``WeightMismatch`` and keeps the old version when names, shapes or dtypes
+        differ."""
+
+    async def score(
+        self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """Logprobs float32 [T] of the tokens ``response_ids`` int64 [T] after ``prompt_ids`` int64 [P] under the loaded
+        weights, by the definition of :class:`SamplingParams`; also while paused. What a swap is verified with."""
 
     async def pause(self) -> None:
         """Stop before the next token; returns when no compute is running. Requests stay where they are."""

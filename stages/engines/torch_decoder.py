@@ -170,6 +170,13 @@ class TorchDecoder:
         self._sharing = None
         return handles, logits
 
+    def score(self, prompt_ids: torch.Tensor, response_ids: torch.Tensor) -> torch.Tensor:
+        """float32 [T, V] logits that predict each of ``response_ids`` [T] after ``prompt_ids``. Leaves nothing behind."""
+        ids = torch.cat([prompt_ids, response_ids[:-1]]).cpu()
+        positions = torch.arange(len(ids))
+        self._step = _Prefill(self._put(positions[None]), self._put(positions), first=len(self.prompts))
+        return self._forward(ids, positions, self._put(positions[len(prompt_ids) - 1 :]))
+
     def join(self, prompt: Prompt) -> None:
         """Append a row that continues ``prompt``."""
         prompt.holders += 1

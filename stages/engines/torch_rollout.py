@@ -204,7 +204,7 @@ class TorchRolloutEngine:
         self._post(lambda: self._submit(submission, rows))
         return _Responses(submission, len(rows), self._abort_soon)
 
-    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> SwapTimes:
+    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False) -> SwapTimes:
         async with self._loading:
             self._refuse_closed()
             began = time.perf_counter()
@@ -215,10 +215,20 @@ class TorchRolloutEngine:
             except asyncio.CancelledError:
                 await asyncio.wait([preparing])  # the caller's tensors are still being read
                 raise
-            exposed, replaced = await self._at_boundary(lambda: self._swap(version, prepared))
+            exposed, replaced = await self._at_boundary(lambda: self._swap(version, prepared, hold))
             prepared.clear()
             self._loader.submit(replaced.clear)
             return SwapTimes(exposed=exposed, hidden=time.perf_counter() - began - exposed)
+
+    async def score(
+        self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
+    ) -> torch.Tensor:
+        def run() -> torch.Tensor:
+            logits = self._decoder.score(prompt_ids, response_ids)
+            logprobs = (logits / temperature if temperature else logits).log_softmax(-1)
+            return logprobs.gather(1, response_ids.to(logits.device)[:, None])[:, 0].cpu()
+
+        return await self._at_boundary(run)
 
     async def pause(self) -> None:
         await self._at_boundary(lambda: self._set_paused(True))
@@ -326,10 +336,10 @@ class TorchRolloutEngine:
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
-    def _swap(self, version: int, prepared: WeightSet) -> tuple[float, list[torch.Tensor]]:
+    def _swap(self, version: int, prepared: WeightSet, hold: bool) -> tuple[float, list[torch.Tensor]]:
         began = time.perf_counter()
         replaced = self._decoder.install(prepared)
-        self._version = version
+        self._version, self._paused = version, self._paused or hold
         return time.perf_counter() - began, replaced
 
     def _finish(self) -> None:

@@ -229,8 +229,8 @@ async def test_weights_corrupted_in_shared_memory_are_never_loaded(
 ) -> None:
     publish = WeightStore.publish
 
-    def corrupting(self: WeightStore, version: int, weights: Any) -> Published:
-        published = publish(self, version, weights)
+    def corrupting(self: WeightStore, version: int, weights: Any, probe: Any = None) -> Published:
+        published = publish(self, version, weights, probe)
         if version == 3:
             self._open(published.slot, published.nbytes)[100] ^= 1
         return published

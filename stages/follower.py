@@ -1,0 +1,212 @@
+"""Weight sync, the rollout side: a rollout engine follows the published version.
+
+    v is published ─▶ read a verified copy (beside generation) ─▶ its turn? ─▶ load ─▶ probe ─▶ `sync` told ─▶ claims go on
+                        │ damaged, or too slow                                   │ logprobs are not the trainer's
+                        └─▶ the old version stays, and is said; tried again      └─▶ the old weights come back; as left
+
+With several replicas only one swaps at a time, so that generation never stops as a whole. A probe holds the engine between
+the swap and its verdict: no token is made by weights that are not what they should be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from pipeline.controller import Controller
+from pipeline.index import Index
+from stages.engines.protocols import SwapTimes, WeightMismatch
+from stages.evaluate import Evaluator
+from stages.rollout import Rollout
+from stages.weight_sync import Gap, Published, WeightsDamaged, WeightStore
+
+log = structlog.get_logger()
+
+ATTEMPTS = 3  # at one published version
+AGAIN_SECONDS = 0.5  # until the next attempt
+WAIT_SECONDS = 10.0
+
+
+class SwapRefused(RuntimeError):
+    """A version was not taken, and the engine is at its old one. The message says why."""
+
+
+@dataclass(frozen=True)
+class SwapPolicy:
+    """``tolerance``: by how much a probed logprob may differ from the trainer's (0: nothing is probed). ``timeout``: seconds
+    that reading, and loading, may take. ``rolling``: replicas swap one after the other."""
+
+    tolerance: float = 0.0
+    timeout: float = 120.0
+    rolling: bool = False
+
+
+class Follower:
+    """Keeps a rollout engine at the published version, and evaluates the versions that are due.
+
+    With ``overlap`` an evaluation shares the engine with training samples; without (η = 0) claims wait for it, so that
+    what is generated does not depend on whether anybody evaluates.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        store: WeightStore,
+        stage: Rollout,
+        controller: Controller,
+        evaluator: Evaluator | None,
+        *,
+        worker: str,
+        every: int,
+        steps: int,
+        overlap: bool,
+        policy: SwapPolicy,
+    ) -> None:
+        self.index, self.store, self.stage, self.controller, self.evaluator = index, store, stage, controller, evaluator
+        self.worker, self.every, self.steps, self.overlap, self.policy = worker, every, steps, overlap, policy
+        self._held: Published | None = None  # what the engine has; None: what it was built with
+        self._failed: dict[int, int] = {}  # attempts at the version that is published now
+
+    async def begin(self) -> None:
+        """Take what is published already: the worker is new, the run may not be."""
+        await self._take()
+        self.stage.held_back = self._due() and not self.overlap
+
+    async def run(self) -> None:
+        """Until the last version is loaded and evaluated."""
+        while True:
+            if self._due():
+                await self._evaluate()
+            self.stage.held_back = False
+            self.controller.nudge()
+            if self.stage.engine.version >= self.steps:
+                self.controller.stop()
+                return
+            while not await self._take():
+                await self.index.wait("version", self._seen, AGAIN_SECONDS if self._failed else WAIT_SECONDS)
+
+    async def _take(self) -> bool:
+        """Load the published version when it is newer; whether the engine's version has changed."""
+        at = await self.index.call("published")
+        self._seen, engine = at["wait"], self.stage.engine
+        if at["version"] <= engine.version or not at["record"]:
+            return False
+        published = Published.from_record(at["record"])
+        try:
+            weights = await self._read(published)
+            async with self._turn():
+                self.stage.held_back = self._due(published.version) and not self.overlap
+                times, gap = await self._swap(published, weights)
+        except (WeightsDamaged, WeightMismatch, SwapRefused) as refused:
+            await self._keep_old(published, refused)
+            return False
+        self._held, self._failed = published, {}
+        await self.index.emit(
+            "sync",
+            {
+                "worker": self.worker,
+                "version": published.version,
+                "bytes": published.nbytes,
+                "exposed_seconds": times.exposed,
+                "hidden_seconds": times.hidden,
+                "publish_seconds": 0.0,
+                **({} if gap is None else {"gap_max": gap.max, "gap_mean": gap.mean, "gap_k3": gap.k3}),
+            },
+        )
+        return True
+
+    async def _keep_old(self, published: Published, refused: Exception) -> None:
+        """Say that the engine stays where it is; raise when trying again has not helped."""
+        log.warning("weights not taken", offered=published.version, kept=self.stage.engine.version, reason=str(refused))
+        told = {"stage": "rollout", "worker": self.worker, "change": "kept its weights", "reason": str(refused)}
+        await self.index.emit("worker", told)
+        self._failed = {published.version: self._failed.get(published.version, 0) + 1}
+        if self._failed[published.version] >= ATTEMPTS:
+            raise refused  # not overwritten by a newer version, or that would be here by now
+
+    async def _read(self, published: Published) -> dict[str, torch.Tensor]:
+        try:
+            async with asyncio.timeout(self.policy.timeout):
+                return await asyncio.to_thread(self.store.read, published)
+        except TimeoutError:
+            raise SwapRefused(
+                f"weights of version {published.version}: not read within sync.timeout = {self.policy.timeout:g} s; is the "
+                "memory that they lie in reachable?"
+            ) from None
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """While it lasts, this engine may swap."""
+        if not self.policy.rolling:
+            yield
+            return
+        lease = int(3000 * self.policy.timeout)  # loading, probing, and going back if need be
+        while not (at := await self.index.call("swap_turn", worker=self.worker, most=1, lease=lease))["granted"]:
+            await self.index.wait("swap", at["wait"], at["due"] / 1000)
+        try:
+            yield
+        finally:
+            await asyncio.shield(self.index.call("swapped", worker=self.worker))
+
+    async def _swap(self, published: Published, weights: dict[str, torch.Tensor]) -> tuple[SwapTimes, Gap | None]:
+        """Load and probe. Raises SwapRefused with the old weights back in place."""
+        probe, engine = published.probe if self.policy.tolerance else None, self.stage.engine
+        if probe is None:
+            return await self._load(published.version, weights), None
+        try:
+            times = await self._load(published.version, weights, hold=True)
+            swapped = time.monotonic()
+            prompt, response = torch.tensor(probe.prompt_ids), torch.tensor(probe.response_ids)
+            temperature = self.stage.params.temperature
+            gap = probe.gap(await engine.score(prompt, response, temperature=temperature))
+            if not gap.max <= self.policy.tolerance:
+                await self._go_back(published, gap)
+            return SwapTimes(times.exposed + time.monotonic() - swapped, times.hidden), gap
+        finally:
+            await engine.resume()
+
+    async def _load(self, version: int, weights: dict[str, torch.Tensor], hold: bool = False) -> SwapTimes:
+        engine = self.stage.engine
+        try:
+            async with asyncio.timeout(self.policy.timeout):
+                times = await engine.load_weights(version, weights, hold=hold)
+        except TimeoutError:
+            raise SwapRefused(
+                f"weights of version {version}: not loaded within sync.timeout = {self.policy.timeout:g} s"
+            ) from None
+        if engine.version != version:
+            raise SwapRefused(
+                f"weights of version {version}: the engine reports version {engine.version} after loading"
+            )
+        return times
+
+    async def _go_back(self, published: Published, gap: Gap) -> None:
+        """The old weights again. When they are gone (overwritten, or never published), the worker must begin anew."""
+        wrong = (
+            f"weights of version {published.version}: the engine's logprobs differ from the trainer's by {gap.max:.3g} "
+            f"(sync.probe_tolerance is {self.policy.tolerance:g})"
+        )
+        if self._held is None:
+            raise RuntimeError(f"{wrong}, and what it had before was never published; the worker begins anew")
+        try:
+            await self._load(self._held.version, await self._read(self._held), hold=True)
+        except (WeightsDamaged, SwapRefused) as gone:
+            raise RuntimeError(f"{wrong}, and what it had before is gone ({gone}); the worker begins anew") from None
+        raise SwapRefused(wrong)
+
+    def _due(self, version: int | None = None) -> bool:
+        version = self.stage.engine.version if version is None else version
+        return self.evaluator is not None and (version % self.every == 0 or version >= self.steps)
+
+    async def _evaluate(self) -> None:
+        assert self.evaluator is not None
+        version = self.stage.engine.version
+        if await self.index.get(f"evaluated:{version}") is None:
+            await self.index.emit("evaluation", await self.evaluator.run(version))
+            await self.index.put(f"evaluated:{version}", "1")

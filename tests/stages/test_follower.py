@@ -1,0 +1,355 @@
+"""Taking new weights: exactly what was published, one replica after the other; else the old ones, and a word about it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from pipeline.index import Index, RunConfig
+from stages.engines.mock import MockRolloutEngine, MockRolloutOptions, MockTrainEngine, MockTrainOptions
+from stages.engines.protocols import SamplingParams, SwapTimes, WeightMismatch
+from stages.engines.torch_rollout import TorchRolloutEngine
+from stages.engines.torch_train import TorchTrainEngine
+from stages.follower import ATTEMPTS, Follower, SwapPolicy, SwapRefused
+from stages.models import tiny_model
+from stages.rollout import Rollout
+from stages.update import probe_row
+from stages.weight_sync import Probe, Published, WeightsDamaged, WeightStore, gap
+
+PARAMS = SamplingParams(max_tokens=8)
+BATCH = TensorDict(
+    {
+        "group": torch.zeros(2, dtype=torch.int64),
+        "place": torch.arange(2),
+        "prompt_ids": torch.nested.nested_tensor([torch.arange(3, 9)] * 2, layout=torch.jagged),
+        "response_ids": torch.nested.nested_tensor([torch.arange(4, 24), torch.arange(7)], layout=torch.jagged),
+    },
+    batch_size=[2],
+)
+
+
+def probe_of(engine: Any) -> Probe:
+    row = probe_row(BATCH)
+    return Probe(
+        tuple(row["prompt_ids"].unbind()[0].tolist()),
+        tuple(row["response_ids"].unbind()[0].tolist()),
+        tuple(engine.logprobs(row).unbind()[0].tolist()),
+    )
+
+
+@dataclass
+class Trainer:
+    """Publishes version after version, as an update stage does."""
+
+    index: Index
+    store: WeightStore
+    version: int = 0
+    engine: MockTrainEngine = field(default_factory=lambda: MockTrainEngine(MockTrainOptions(step_seconds=0)))
+
+    async def publish(self, change: Callable[[Published], Published] = lambda p: p, probe: bool = True) -> None:
+        self.version += 1
+        for name, tensor in self.engine.weights():
+            self.engine._weights[name] = tensor + self.version
+        published = self.store.publish(self.version, self.engine.weights(), probe_of(self.engine) if probe else None)
+        await self.index.call("nudge", topic="version")
+        await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)  # steps are not the matter here
+        await self.index.call("publish", version=self.version, record=change(published).record())
+
+
+class Controls:
+    def nudge(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def follower(
+    index: Index, store: WeightStore, engine: Any, policy: SwapPolicy, *, worker: str = "rollout-0", steps: int = 99
+) -> Follower:
+    stage = Rollout(engine, PARAMS, seed=0, group_size=1, most_rows=4)
+    controls: Any = Controls()
+    options: dict[str, Any] = {"worker": worker, "every": 0, "steps": steps, "overlap": True, "policy": policy}
+    return Follower(index, store, stage, controls, None, **options)
+
+
+@pytest.fixture
+async def trainer(index: Index, tmp_path: Path) -> Trainer:
+    await index.init(RunConfig(()), {})
+    return Trainer(index, WeightStore(tmp_path))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[MockRolloutEngine]:
+    engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))
+    yield engine
+    await engine.close()
+
+
+async def told(index: Index, kind: str) -> list[dict[str, Any]]:
+    return [event.data for event in await index.events(timeout=0.05) if event.kind == kind]
+
+
+async def test_a_probed_swap_tells_the_gap(trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path) -> None:
+    await trainer.publish()
+    assert await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=1e-3))._take()
+    assert engine.version == 1
+    assert not engine._paused, "it goes on after the probe"
+    (sync,) = await told(trainer.index, "sync")
+    assert sync["gap_max"] == sync["gap_mean"] == sync["gap_k3"] == 0.0
+
+
+async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -> None:
+    await index.init(RunConfig(()), {})
+    train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
+    rollout = TorchRolloutEngine(tiny_model(0), max_rows=2, threads=1)
+    store: Any = WeightStore(tmp_path)
+    try:
+        await index._redis.hset(f"{index.prefix}n", "trained", 1)
+        published = store.publish(1, train.weights(), probe_of(train))
+        await index.call("publish", version=1, record=published.record())
+        assert await follower(index, WeightStore(tmp_path), rollout, SwapPolicy(tolerance=1e-4))._take()
+        (sync,) = await told(index, "sync")
+        assert 0 < sync["gap_max"] < 1e-4, "two engines never round alike, and hardly differ"
+        assert 0 < sync["gap_mean"] <= sync["gap_max"]
+    finally:
+        await rollout.close()
+        train.close()
+
+
+# ── a transport that fails ──
+
+
+class Faulty(WeightStore):
+    """Reads as told by ``fault`` while there are ``times`` left."""
+
+    def __init__(self, directory: Path, fault: str, times: int, released: threading.Event) -> None:
+        super().__init__(directory, bucket_bytes=4096)
+        self._fault, self.times, self._released = fault, times, released
+
+    def read(self, published: Published) -> dict[str, torch.Tensor]:
+        if self.times:
+            self.times -= 1
+            if self._fault == "stalls":
+                self._released.wait(30)
+            else:
+                memory = self._open(published.slot, published.nbytes)
+                at, size = (100, 1) if self._fault == "corrupts a byte" else published.buckets[1][:2]
+                was = memory[at : at + size]
+                memory[at : at + size] = bytes(255 - byte for byte in was) if size == 1 else bytes(size)
+                try:
+                    return super().read(published)
+                finally:
+                    memory[at : at + size] = was
+        return super().read(published)
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("fault", ["corrupts a byte", "drops a bucket", "stalls"])
+async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
+    trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path, fault: str, released: threading.Event
+) -> None:
+    trainer.store.bucket_bytes = 4096
+    store = Faulty(tmp_path, fault, 0, released)
+    following = follower(trainer.index, store, engine, SwapPolicy(tolerance=1e-3, timeout=0.5))
+    await trainer.publish()
+    assert await following._take()
+    store.times = 1
+    await trainer.publish()
+    assert not await following._take()
+    assert engine.version == 1, "nothing of it was loaded"
+    (kept,) = await told(trainer.index, "worker")
+    assert kept["change"] == "kept its weights"
+    assert "version 2" in kept["reason"]
+    assert ("bucket" if fault != "stalls" else "sync.timeout = 0.5 s") in kept["reason"]
+    assert await following._take(), "the next attempt finds it whole"
+    assert engine.version == 2
+
+
+async def test_what_stays_damaged_is_given_up_loudly(
+    trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path, released: threading.Event
+) -> None:
+    following = follower(trainer.index, Faulty(tmp_path, "corrupts a byte", 99, released), engine, SwapPolicy())
+    await trainer.publish()
+    for _ in range(ATTEMPTS - 1):
+        assert not await following._take()
+    with pytest.raises(WeightsDamaged, match="version 1: bucket 0"):
+        await following._take()
+    assert engine.version == 0
+
+
+async def test_buckets_that_leave_bytes_out_are_refused(
+    trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path
+) -> None:
+    trainer.store.bucket_bytes = 4096
+    following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy())
+    for gone, wrong in ((1, r"bytes 4096\.\.8192 are in no bucket"), (-1, r"bytes \d+\.\.\d+ are in no bucket")):
+
+        def without(p: Published, gone: int = gone) -> Published:
+            kept = tuple(bucket for bucket in p.buckets if bucket is not p.buckets[gone])
+            return Published(p.version, p.slot, p.nbytes, p.tensors, kept, p.probe)
+
+        await trainer.publish(without)
+        assert not await following._take()
+        assert pytest.approx(engine.version) == 0
+        reason = (await told(trainer.index, "worker"))[-1]["reason"]
+        with pytest.raises(WeightsDamaged, match=wrong):
+            raise WeightsDamaged(reason)
+
+
+# ── an engine that fails ──
+
+
+class Failing(MockRolloutEngine):
+    """Loads as told by ``fault`` once."""
+
+    fault = ""
+
+    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False) -> SwapTimes:
+        fault, self.fault = self.fault, ""
+        if fault == "says another version":
+            return SwapTimes(0.0, 0.0)
+        if fault == "stalls":
+            await asyncio.Event().wait()
+        if fault == "refuses":
+            raise WeightMismatch("head.weight: offered [1], the engine has [2]")
+        if fault == "loads something else":
+            weights = {name: tensor * 1.01 for name, tensor in weights.items()}
+        return await super().load_weights(version, weights, hold=hold)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("says another version", "the engine reports version 1 after loading"),
+        ("stalls", "not loaded within sync.timeout = 0.5 s"),
+        ("refuses", "head.weight: offered"),
+        ("loads something else", r"logprobs differ from the trainer's by [\d.]+ \(sync.probe_tolerance is 0.001\)"),
+    ],
+)
+async def test_an_engine_that_fails_to_load_keeps_its_old_weights(
+    trainer: Trainer, tmp_path: Path, fault: str, said: str
+) -> None:
+    engine = Failing(MockRolloutOptions(swap_seconds=0))
+    try:
+        following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=1e-3, timeout=0.5))
+        await trainer.publish()
+        assert await following._take()
+        before = await engine.score(torch.arange(3), torch.arange(9))
+        await trainer.publish()
+        engine.fault = fault
+        assert not await following._take()
+        assert engine.version == 1
+        assert torch.equal(await engine.score(torch.arange(3), torch.arange(9)), before), "the old weights answer"
+        assert not engine._paused
+        with pytest.raises(SwapRefused, match=said):
+            raise SwapRefused((await told(trainer.index, "worker"))[-1]["reason"])
+        assert await following._take()
+        assert engine.version == 2
+    finally:
+        await engine.close()
+
+
+async def test_wrong_weights_with_nothing_to_go_back_to_end_the_worker(trainer: Trainer, tmp_path: Path) -> None:
+    engine = Failing(MockRolloutOptions(swap_seconds=0))
+    engine.fault = "loads something else"
+    await trainer.publish()
+    with pytest.raises(RuntimeError, match=r"version 1: .* never published; the worker begins anew"):
+        await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=1e-3))._take()
+    await engine.close()
+
+
+# ── one after the other ──
+
+
+@asynccontextmanager
+async def replicas(
+    trainer: Trainer, directory: Path, count: int, policy: SwapPolicy
+) -> AsyncIterator[tuple[list[Follower], list[int]]]:
+    """Followers with engines that are at their swap for as long as the others need to come to theirs; and how many were at
+    it at each entry."""
+    at_it: list[int] = []
+    inside = 0
+
+    class Watched(MockRolloutEngine):
+        async def load_weights(
+            self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False
+        ) -> SwapTimes:
+            nonlocal inside
+            inside += 1
+            at_it.append(inside)
+            try:
+                return await super().load_weights(version, weights, hold=hold)
+            finally:
+                inside -= 1
+
+    engines = [Watched(MockRolloutOptions(swap_seconds=0.1)) for _ in range(count)]
+    yield (
+        [
+            follower(trainer.index, WeightStore(directory), engine, policy, worker=f"rollout-{i}")
+            for i, engine in enumerate(engines)
+        ],
+        at_it,
+    )
+    for engine in engines:
+        await engine.close()
+
+
+@pytest.mark.parametrize("rolling", [True, False])
+async def test_replicas_swap_one_after_the_other_when_rolling(trainer: Trainer, tmp_path: Path, rolling: bool) -> None:
+    async with replicas(trainer, tmp_path, 3, SwapPolicy(rolling=rolling)) as (following, at_it):
+        await trainer.publish()
+        async with asyncio.timeout(20):
+            assert all(await asyncio.gather(*(one._take() for one in following)))
+        assert [one.stage.engine.version for one in following] == [1, 1, 1]
+        assert (max(at_it) == 1) == rolling
+
+
+async def test_a_dead_replica_does_not_keep_the_turn(trainer: Trainer, tmp_path: Path) -> None:
+    async def swapped() -> None:
+        async with replicas(trainer, tmp_path, 1, SwapPolicy(rolling=True)) as ((one,), _):
+            assert await one._take()
+
+    await trainer.publish()
+    assert (await trainer.index.call("swap_turn", worker="dead", most=1, lease=60_000))["granted"]
+    task = asyncio.create_task(swapped())
+    await trainer.index.wait("swap", "0-0", 0.2)
+    assert not task.done()
+    await trainer.index.call("forget", worker="dead")
+    await asyncio.wait_for(task, 20)
+
+
+async def test_a_turn_ends_with_its_lease(trainer: Trainer) -> None:
+    index: Any = trainer.index
+    assert (await index.call("swap_turn", worker="a", most=1, lease=150))["granted"]
+    refused = await index.call("swap_turn", worker="b", most=1, lease=150)
+    assert not refused["granted"]
+    assert 0 < refused["due"] <= 150
+    assert (await index.call("swap_turn", worker="b", most=2, lease=150))["granted"], "there is room for two"
+
+    async def until(again: Callable[[], Awaitable[Any]]) -> None:
+        while not (at := await again())["granted"]:
+            await index.wait("swap", at["wait"], at["due"] / 1000)
+
+    await asyncio.wait_for(until(lambda: index.call("swap_turn", worker="c", most=1, lease=150)), 10)
+
+
+def test_the_gap_of_two_engines() -> None:
+    found = gap(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]))
+    assert found.max == 0.5
+    assert found.mean == 0.25
+    assert found.k3 == pytest.approx((torch.tensor(0.5).exp().item() - 1.5) / 2)
+    assert gap(torch.tensor([float("nan")]), torch.tensor([0.0])).max == float("inf")
