@@ -1,6 +1,7 @@
 """How near an asynchronous run comes to the speed of its busiest stage, and how far a synchronous one stays behind.
 
     python benchmarks/overlap.py [--step-seconds 3] [--balance 1] [--steps 24] [--bounds 0 1 2 4] [--json FILE]
+    python benchmarks/overlap.py --replicas 4 --swap-share 0.1 --bounds 2
     python benchmarks/overlap.py --smoke
 
 Real runs: recipe, embedded index, worker processes, shared memory, leases, weight sync. Only the engines are mock: they
@@ -21,6 +22,12 @@ bound is that number divided by the time that really passed: the share of time i
 work. Weight swaps, prompts, commits, claims and all waiting are overhead and count against the arm. ``--balance`` is
 training time over generation time; at 1 both stages have to work all the time, which is hardest: neither can make up
 for a delay of the other. The first steps (the pipeline fills) and the last (it drains) are left out.
+
+Several replicas
+----------------
+With ``--replicas`` the slots are shared among so many rollout workers, and each bound is run twice: all replicas swap their
+weights as soon as they can (together), and one after the other (rolling). A swap keeps a replica from decoding for
+``--swap-share`` of a step; "all stop" is the share of time in which no replica could decode at all.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -60,6 +67,8 @@ class Workload:
     sigma: float = 1.0
     longest: int = 384
     launcher: str = "process"
+    replicas: int = 1
+    swap_share: float = 0.005  # of a step, in which a replica swaps and does not decode
 
     @property
     def mean_tokens(self) -> float:
@@ -83,14 +92,15 @@ class Workload:
     def train_token_seconds(self) -> float:
         return 9 * self.train_step_seconds / (self.groups * self.group_size * self.mean_tokens)
 
-    def recipe(self, bound: int) -> Recipe:
+    def recipe(self, bound: int, rolling: bool = True) -> Recipe:
+        slots = self.slots // self.replicas
         decode = {
-            "saturation_rows": self.slots,
+            "saturation_rows": slots,
             "row_rate": self.row_rate,
             "prefill_rate": 1e6,
             "median_tokens": self.median,
             "sigma": self.sigma,
-            "swap_seconds": 0.005 * self.step_seconds,
+            "swap_seconds": self.swap_share * self.step_seconds,
             "copy_seconds": 0.02 * self.step_seconds,
         }
         train = {"step_seconds": self.train_step_seconds, "token_seconds": self.train_token_seconds}
@@ -99,7 +109,14 @@ class Workload:
                 "name": f"overlap-{bound}",
                 "model": {"source": "mock"},
                 "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 64},
-                "rollout": {"engine": "mock", "max_rows": self.slots, "max_tokens": self.longest, "mock": decode},
+                "rollout": {
+                    "engine": "mock",
+                    "workers": self.replicas,
+                    "max_rows": slots,
+                    "max_tokens": self.longest,
+                    "mock": decode,
+                },
+                "sync": {"rolling": rolling},
                 "reward": {"functions": [{"name": "spelling"}]},
                 "algorithm": {"group_size": self.group_size},
                 "train": {"engine": "mock", "steps": self.steps, "groups_per_step": self.groups, "mock": train},
@@ -143,6 +160,7 @@ class Arm:
     training_share: float
     staleness_max: int
     update_waits_share: float | None
+    all_stop_share: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -178,9 +196,10 @@ def measured(
     )
 
 
-async def asynchronous(workload: Workload, bound: int, home: Path) -> Arm:
+async def asynchronous(workload: Workload, bound: int, home: Path, rolling: bool = True) -> Arm:
     """The real run with staleness bound ``bound``."""
-    run, events = Run.create(workload.recipe(bound), home / f"bound-{bound}"), list[Event]()
+    manner = "" if workload.replicas == 1 else ", rolling" if rolling else ", together"
+    run, events = Run.create(workload.recipe(bound, rolling), home / f"bound-{bound}{rolling}"), list[Event]()
 
     async def follow() -> None:
         async for event in run.events():
@@ -206,7 +225,23 @@ async def asynchronous(workload: Workload, bound: int, home: Path) -> Arm:
     publishing = sum(
         sync["publish_seconds"] for sync in published if first.data["version"] <= sync["version"] < last.data["version"]
     )
-    return measured(workload, f"η = {bound}", bound, steps, publishing, _update_waits(events, first.time, last.time))
+    arm = measured(
+        workload, f"η = {bound}{manner}", bound, steps, publishing, _update_waits(events, first.time, last.time)
+    )
+    return replace(arm, all_stop_share=_all_stop(workload.replicas, events, first.time, last.time))
+
+
+def _all_stop(replicas: int, events: Sequence[Event], begin: float, end: float) -> float:
+    """The share of the time between two moments in which every replica was swapping."""
+    swaps = [e for e in events if e.kind == "sync" and e.data["exposed_seconds"]]
+    edges = sorted(
+        edge for e in swaps for edge in ((e.time - e.data["exposed_seconds"], 1), (e.time, -1)) if begin < edge[0] < end
+    )
+    stopped, since, total = 0, begin, 0.0
+    for at, change in edges:
+        total += at - since if stopped == replicas else 0.0
+        stopped, since = stopped + change, at
+    return total / (end - begin)
 
 
 def _update_waits(events: Sequence[Event], begin: float, end: float) -> float | None:
@@ -230,15 +265,16 @@ async def synchronous(workload: Workload) -> Arm:
 def table(arms: Sequence[Arm]) -> str:
     """The arms as text; speed-up is against the first."""
     lines = [
-        "                trained     of the busiest    time in use by      update   staleness   speed-up over",
-        "order           tokens/s    stage's bound     gener.   train.     waits    max         synchronous",
+        "                      trained   of the busiest    time in use by     update      all   staleness   speed-up over",
+        "order                 tokens/s    stage's bound    gener.   train.    waits     stop         max     synchronous",
     ]
     for arm in arms:
         waits = "-" if arm.update_waits_share is None else f"{arm.update_waits_share:.3f}"
+        stop = "-" if arm.all_stop_share is None else f"{arm.all_stop_share:.3f}"
         lines.append(
-            f"{arm.name:<13}{arm.tokens_per_second:>11.0f}{arm.of_bound:>14.3f}{arm.generation_share:>17.3f}"
-            f"{arm.training_share:>9.3f}{waits:>10}{arm.staleness_max:>9}"
-            f"{arm.tokens_per_second / arms[0].tokens_per_second:>15.2f}"
+            f"{arm.name:<18}{arm.tokens_per_second:>12.0f}{arm.of_bound:>17.3f}{arm.generation_share:>10.3f}"
+            f"{arm.training_share:>9.3f}{waits:>9}{stop:>9}{arm.staleness_max:>12}"
+            f"{arm.tokens_per_second / arms[0].tokens_per_second:>16.2f}"
         )
     return "\n".join(lines)
 
@@ -247,7 +283,8 @@ async def measure(workload: Workload, bounds: Sequence[int]) -> list[Arm]:
     arms = [await synchronous(workload)]
     with tempfile.TemporaryDirectory(prefix="overlap-") as home:
         for bound in bounds:
-            arms.append(await asynchronous(workload, bound, Path(home)))
+            for rolling in (True,) if workload.replicas == 1 else (False, True):
+                arms.append(await asynchronous(workload, bound, Path(home), rolling))
     return arms
 
 
@@ -263,13 +300,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=Workload.steps)
     parser.add_argument("--bounds", type=int, nargs="*", default=[0, 1, 2, 4])
     parser.add_argument("--launcher", choices=["process", "inline"], default=Workload.launcher)
+    parser.add_argument("--replicas", type=int, default=Workload.replicas)
+    parser.add_argument("--swap-share", type=float, default=Workload.swap_share)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="seconds instead of minutes: does it run at all?")
     options = parser.parse_args(arguments)
-    workload, bounds = SMOKE, [0, 2]
+    shared = {"replicas": options.replicas, "swap_share": options.swap_share}
+    if Workload.slots % options.replicas or Workload.slots // options.replicas < Workload.group_size:
+        parser.error(
+            f"--replicas {options.replicas}: {Workload.slots} slots cannot be shared among them in whole groups of "
+            f"{Workload.group_size}; use 1, 2, 4 or 8"
+        )
+    workload, bounds = replace(SMOKE, **shared, slots=SMOKE.slots * options.replicas), [0, 2]
     if not options.smoke:
         bounds = options.bounds
-        workload = Workload(options.step_seconds, options.balance, options.steps, launcher=options.launcher)
+        workload = Workload(options.step_seconds, options.balance, options.steps, launcher=options.launcher, **shared)
         if options.steps <= 2 * workload.margin:
             parser.error(f"--steps {options.steps}: {workload.margin} at either end are left out; use more")
     arms = asyncio.run(measure(workload, bounds))

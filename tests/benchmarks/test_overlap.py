@@ -50,5 +50,12 @@ def test_the_smoke_run_compares_the_orders_of_work(tmp_path: Path, capsys: pytes
         assert (arm["first"], arm["last"]) == (0, told["workload"]["steps"] - 1)
     assert len({arm["tokens"] for arm in told["arms"]}) == 1, "the same groups have the same lengths in every arm"
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:13].strip() for line in lines[-3:]] == ["synchronous", "η = 0", "η = 2"]
+    assert [line[:18].strip() for line in lines[-3:]] == ["synchronous", "η = 0", "η = 2"]
     assert lines[-3].split()[-1] == "1.00", "speed-up is told against the synchronous order"
+
+
+def test_replicas_that_swap_one_after_the_other_never_all_stop(tmp_path: Path) -> None:
+    main(["--smoke", "--replicas", "2", "--swap-share", "0.3", "--json", str(tmp_path / "overlap.json")])
+    arms = {arm["name"]: arm for arm in json.loads((tmp_path / "overlap.json").read_text())["arms"]}
+    assert arms["η = 2, together"]["all_stop_share"] > 0
+    assert arms["η = 2, rolling"]["all_stop_share"] < arms["η = 2, together"]["all_stop_share"]

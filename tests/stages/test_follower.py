@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from pipeline.index import Index, RunConfig
 from stages.engines.mock import MockRolloutEngine, MockRolloutOptions, MockTrainEngine, MockTrainOptions
-from stages.engines.protocols import SamplingParams, SwapTimes, WeightMismatch
+from stages.engines.protocols import Completion, GroupRequest, SamplingParams, SwapTimes, WeightMismatch
 from stages.engines.torch_rollout import TorchRolloutEngine
 from stages.engines.torch_train import TorchTrainEngine
 from stages.follower import ATTEMPTS, Follower, SwapPolicy, SwapRefused
@@ -353,3 +353,47 @@ def test_the_gap_of_two_engines() -> None:
     assert found.mean == 0.25
     assert found.k3 == pytest.approx((torch.tensor(0.5).exp().item() - 1.5) / 2)
     assert gap(torch.tensor([float("nan")]), torch.tensor([0.0])).max == float("inf")
+
+
+async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index: Index, tmp_path: Path) -> None:
+    await index.init(RunConfig(()), {})
+    train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
+    await index._redis.hset(f"{index.prefix}n", "trained", 1)
+    published = WeightStore(tmp_path).publish(1, train.weights(), probe_of(train))
+    await index.call("publish", version=1, record=published.record())
+    reached, go_on = asyncio.Queue[int](), asyncio.Event()
+
+    class Held(TorchRolloutEngine):
+        async def score(self, *arguments: Any, **options: Any) -> torch.Tensor:
+            reached.put_nowait(engines.index(self))
+            await go_on.wait()
+            return await super().score(*arguments, **options)
+
+    engines = [Held(tiny_model(0), max_rows=2, threads=1) for _ in range(2)]
+    policy = SwapPolicy(tolerance=1e-4, rolling=True)
+    following = [
+        follower(index, WeightStore(tmp_path), e, policy, worker=f"rollout-{i}") for i, e in enumerate(engines)
+    ]
+
+    async def response(engine: TorchRolloutEngine) -> Completion:
+        request = GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=5), seed=0)
+        (completion,) = [completion async for completion in engine.generate([request])]
+        return completion
+
+    try:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            for one in following:
+                tasks.create_task(one._take())
+            first = await reached.get()
+            held, other = engines[first], engines[1 - first]
+            waiting = tasks.create_task(response(held))
+            assert (await response(other)).versions == ((0, 5),), "with the weights that it still has"
+            assert not waiting.done(), "no token is made by weights that were not probed"
+            assert reached.empty()
+            go_on.set()
+            assert (await waiting).versions == ((1, 5),)
+        assert [engine.version for engine in engines] == [1, 1]
+    finally:
+        for engine in engines:
+            await engine.close()
+        train.close()
