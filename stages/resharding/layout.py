@@ -213,8 +213,8 @@ def _parts(
 ) -> tuple[list[tuple[str, tuple[int, ...]]], int]:
     """The parameters that the Hugging Face tensor ``name`` is made of, and the dimension along which they lie."""
     if name.endswith("experts.gate_up_proj"):
-        half = (shape[0], shape[1] // 2, shape[2])
-        return [(name.replace("gate_up_proj", which), half) for which in ("gate_proj", "up_proj")], 1
+        of_expert = (shape[0], shape[1] // 2, shape[2])
+        return [(name.replace("gate_up_proj", which), of_expert) for which in ("gate_proj", "up_proj")], 1
     if "mlp.gate_up_proj." in name:
         half = (shape[0] // 2, *shape[1:])
         return [(name.replace("gate_up_proj", which), half) for which in ("gate_proj", "up_proj")], 0
@@ -490,9 +490,7 @@ def _local(
     shape = [end - start for start, end in pieces[0].box]
     if shape:
         shape[tensor.dim] = at
-    shards, shard = (
-        (layout.expert_shard, seat.expert_shard) if parts[0].expert else (layout.dp_shard, seat.shard)
-    )
+    shards, shard = (layout.expert_shard, seat.expert_shard) if parts[0].expert else (layout.dp_shard, seat.shard)
     if shape and shards > 1:
         rows = chunk(shape[0], shards, shard)
         pieces = list(_shard(pieces, rows))

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import groupby
 from math import prod
 
 import torch
@@ -28,7 +27,7 @@ import torch
 from stages.resharding.layout import Box, Layout, ModelState, Piece, Placement, intersect, subtract
 
 BUCKET_BYTES = 4 * 2**20
-_FULL = 64  # a bucket with less room than bucket_bytes / _FULL is not looked at again
+_CRUMB = 64  # what is left of a bucket when it is less than bucket_bytes / _CRUMB is not worth a cut
 
 
 class PlanError(ValueError):
@@ -95,12 +94,10 @@ class ReshardPlan:
     @cached_property
     def temporary(self) -> tuple[int, ...]:
         """The largest temporary of each rank: its two fullest neighbouring rounds, which are in flight together."""
-        loads = [[0] * self.world for _ in range(len(self.rounds) + 1)]
+        buffers = [[0] * self.world, [0] * self.world]  # as many bytes as the fullest of every second round
         for number, slices in enumerate(self.rounds):
-            for s in slices:
-                loads[number][s.sender] += s.nbytes
-                loads[number][s.receiver] += s.nbytes
-        buffers = [[max((load[rank] for load in loads[lane::2]), default=0) for rank in range(self.world)] for lane in (0, 1)]
+            load = self._sums((rank, s.nbytes) for s in slices for rank in (s.sender, s.receiver))
+            buffers[number % 2] = list(map(max, buffers[number % 2], load))
         return tuple(map(sum, zip(*buffers, strict=True)))
 
     def _sums(self, items: Iterable[tuple[int, int]]) -> tuple[int, ...]:
@@ -180,34 +177,38 @@ def _cover(
 
     missing = [place.piece.box]
     for mine in own:
-        missing = list(_take(parameter, receiver, place, receiver, mine, missing, found := []))
+        found, missing = _take(parameter, receiver, place, receiver, mine, missing)
         yield from found
     if not missing:
         return
     offers = [min(holders, key=distance) for box, holders in boxes.items() if intersect(box, place.piece.box)]
     for sender, theirs in sorted(offers, key=distance):
-        missing = list(_take(parameter, receiver, place, sender, theirs, missing, found := []))
+        found, missing = _take(parameter, receiver, place, sender, theirs, missing)
         sent[sender] += sum(s.nbytes for s in found)
         yield from found
     if missing:
-        raise PlanError(f"parameter {parameter!r}: no rank of the source layout has {missing[0]}; both must be of one model")
+        raise PlanError(
+            f"parameter {parameter!r}: no rank of the source layout has {missing[0]}; both must be of one model"
+        )
 
 
 def _take(
-    parameter: str, receiver: int, place: _Place, sender: int, theirs: _Place, missing: list[Box], found: list[Slice]
-) -> Iterator[Box]:
-    """What of ``missing`` is still so after ``sender`` gave what it has; the slices that it gives go to ``found``."""
+    parameter: str, receiver: int, place: _Place, sender: int, theirs: _Place, missing: list[Box]
+) -> tuple[list[Slice], list[Box]]:
+    """What ``sender`` gives of ``missing``, and what is still missing then."""
+    found, rest = [], []
     for box in missing:
         common = intersect(box, theirs.piece.box)
         if common is None:
-            yield box
+            rest.append(box)
             continue
         sizes = tuple(end - start for start, end in common)
         source_at, target_at = _offset(common, theirs.piece), _offset(common, place.piece)
         found.append(
             Slice(parameter, sender, receiver, sizes, theirs.tensor, source_at, place.tensor, target_at, place.dtype)
         )
-        yield from subtract(box, common)
+        rest += subtract(box, common)
+    return found, rest
 
 
 def _offset(box: Box, piece: Piece) -> tuple[int, ...]:
@@ -218,33 +219,41 @@ def _offset(box: Box, piece: Piece) -> tuple[int, ...]:
 # --- when ------------------------------------------------------------------------------------------------------------
 
 
-def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> list[Round]:
-    """First fit in the order given: each slice goes into the earliest rounds where its sender and its receiver both
-    have room, and is cut along its dimensions where the room ends."""
-    rounds: list[Round] = []
-    for _, group in groupby(sorted(slices, key=lambda s: str(s.dtype)), key=lambda s: s.dtype):
-        made: list[list[Slice]] = []
-        used: dict[int, list[int]] = defaultdict(list)  # by rank: bytes in each round
-        first: dict[int, int] = defaultdict(int)  # by rank: the rounds before are full
-        for whole in group:
-            waiting, at = [whole], max(first[whole.sender], first[whole.receiver])
-            while waiting:
-                for rank in (whole.sender, whole.receiver):
-                    used[rank].extend([0] * (at + 1 - len(used[rank])))
-                room = bucket_bytes - max(used[whole.sender][at], used[whole.receiver][at])
-                head, rest = _fit(waiting.pop(), room) if room * _FULL >= bucket_bytes else (None, [waiting.pop()])
-                waiting += reversed(rest)
-                if head is None:
-                    at += 1
-                    continue
-                made.extend([] for _ in range(at + 1 - len(made)))
-                made[at].append(head)
-                for rank in (whole.sender, whole.receiver):
-                    used[rank][at] += head.nbytes
-                    while first[rank] < len(used[rank]) and (bucket_bytes - used[rank][first[rank]]) * _FULL < bucket_bytes:
-                        first[rank] += 1
-        rounds += [tuple(slices) for slices in made if slices]
-    return rounds
+def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
+    """Round by round, the pairs of ranks that have most before them first; a slice is cut where the room ends. A pair
+    takes half a bucket at first, so that an odd number of ranks leaves none without a partner, and then what is left."""
+    for dtype in dict.fromkeys(s.dtype for s in slices):
+        waiting: dict[tuple[int, int], list[Slice]] = defaultdict(list)
+        left: dict[int, int] = defaultdict(int)  # bytes before each rank
+        for s in reversed(slices):
+            if s.dtype == dtype:
+                waiting[s.sender, s.receiver].append(s)
+                left[s.sender] += s.nbytes
+                left[s.receiver] += s.nbytes
+        while waiting:
+            pairs = sorted(waiting, key=lambda pair: (-max(left[pair[0]], left[pair[1]]), pair))
+            room = dict.fromkeys(left, bucket_bytes)
+            made: list[Slice] = []
+            for share in (bucket_bytes // 2, bucket_bytes):
+                for pair in pairs:
+                    for s in _taken(waiting[pair], min(share, room[pair[0]], room[pair[1]]), bucket_bytes // _CRUMB):
+                        made.append(s)
+                        for rank in pair:
+                            room[rank] -= s.nbytes
+                            left[rank] -= s.nbytes
+            waiting = {pair: queue for pair, queue in waiting.items() if queue}
+            yield tuple(made)
+
+
+def _taken(queue: list[Slice], room: int, crumb: int) -> Iterator[Slice]:
+    """Takes slices off the end of ``queue`` while they fit ``room`` bytes; what is left of a cut one goes back."""
+    while queue and room and room >= crumb:
+        head, rest = _fit(queue.pop(), room)
+        queue += reversed(rest)
+        if head is None:
+            return
+        room -= head.nbytes
+        yield head
 
 
 def _fit(part: Slice, room: int) -> tuple[Slice | None, list[Slice]]:

@@ -44,7 +44,9 @@ def states(draw: st.DrawFn) -> ModelState:
             Parameter(f"{attention}q_proj.weight", (heads * head_dim, hidden), dtype, layer, q),
             Parameter(f"{attention}k_proj.weight", (kv_heads * head_dim, hidden), dtype, layer, kv),
             Parameter(f"{attention}v_proj.weight", (kv_heads * head_dim, hidden), dtype, layer, kv),
-            Parameter(f"{attention}o_proj.weight", (hidden, heads * head_dim), dtype, layer, Split(1, head_dim, "query")),
+            Parameter(
+                f"{attention}o_proj.weight", (hidden, heads * head_dim), dtype, layer, Split(1, head_dim, "query")
+            ),
             Parameter(f"{at}input_layernorm.weight", (hidden,), torch.float32, layer),
         ]
         if experts:
@@ -54,7 +56,11 @@ def states(draw: st.DrawFn) -> ModelState:
             parameters.append(Parameter(f"{block}down_proj", (experts, hidden, wide), dtype, layer, Split(2), True))
             tensors.append(Tensor(f"{block}gate_up_proj", fused, 1))
         else:
-            for name, shape, dim in (("gate", (wide, hidden), 0), ("up", (wide, hidden), 0), ("down", (hidden, wide), 1)):
+            for name, shape, dim in (
+                ("gate", (wide, hidden), 0),
+                ("up", (wide, hidden), 0),
+                ("down", (hidden, wide), 1),
+            ):
                 parameters.append(Parameter(f"{at}mlp.{name}_proj.weight", shape, dtype, layer, Split(dim)))
     if not tied:
         parameters.append(Parameter("lm_head.weight", (vocab, hidden), dtype, split=Split(0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 
 import numpy as np
@@ -15,7 +16,9 @@ from stages.resharding.layout import (
     Layout,
     LayoutError,
     ModelState,
+    Names,
     Parameter,
+    Split,
     Tensor,
     chunk,
     head_ranges,
@@ -36,7 +39,7 @@ def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
     theirs = torch.arange(size).chunk(parts)
     assert [end - start for start, end in ours if end > start] == [len(t) for t in theirs if len(t)]
     assert ours[0][0] == 0
-    assert all(a[1] == b[0] for a, b in zip(ours, ours[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ours))
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 12))
@@ -48,9 +51,7 @@ def test_a_rank_has_the_key_value_heads_of_its_query_heads(kv_heads: int, group:
         assert set(range(*key_value)) == {head // group for head in range(*query)}
     if heads % tp == 0 and (tp % kv_heads == 0 or kv_heads % tp == 0):  # what vLLM takes, and its formula
         copies, count = max(1, tp // kv_heads), max(1, kv_heads // tp)
-        assert [kv for _, kv in found] == [
-            (rank // copies * count, (rank // copies + 1) * count) for rank in range(tp)
-        ]
+        assert [kv for _, kv in found] == [(rank // copies * count, (rank // copies + 1) * count) for rank in range(tp)]
 
 
 @given(st.data())
@@ -68,9 +69,9 @@ def test_a_box_without_a_hole_is_the_rest_of_it(data: st.DataObject) -> None:
 
 
 @given(states(), st.data(), st.sampled_from(["hf", "vllm"]))
-def test_every_local_tensor_is_full_and_every_element_is_somewhere(state: ModelState, data: st.DataObject, names: str) -> None:
+def test_local_tensors_are_full_and_every_element_is_held(state: ModelState, data: st.DataObject, names: Names) -> None:
     layout = data.draw(layouts(state))
-    placement = place(state, layout, names=names)  # type: ignore[arg-type]
+    placement = place(state, layout, names=names)
     assert len(placement.ranks) == layout.world
     held = {p.name: np.zeros(p.shape, int) for p in state.parameters}
     for tensors in placement.ranks:
@@ -86,7 +87,7 @@ def test_every_local_tensor_is_full_and_every_element_is_somewhere(state: ModelS
         counts = held[parameter.name]
         assert counts.min() >= 1
         stages = len({layout.seat(r).stage for r in range(layout.world) if _holds(placement.ranks[r], parameter.name)})
-        if parameter.split and parameter.split.rule != "key_value" or layout.tp <= state.kv_heads:
+        if (parameter.split and parameter.split.rule != "key_value") or layout.tp <= state.kv_heads:
             copies = _copies(layout, parameter) * max(stages, 1)
             assert (counts == copies).all(), (parameter, layout)
 
@@ -135,7 +136,10 @@ def test_a_fused_expert_tensor_is_cut_in_both_its_halves() -> None:
     experts, wide, hidden = 4, MOE["moe_intermediate_size"], SMALL["hidden_size"]
     w13 = rank1["model.layers.0.mlp.experts.w13_weight"]
     assert w13.shape == (experts, wide, hidden)
-    assert [(piece.box[1], piece.at[1]) for piece in w13.pieces] == [((wide // 2, wide), 0), ((wide // 2, wide), wide // 2)]
+    assert [(piece.box[1], piece.at[1]) for piece in w13.pieces] == [
+        ((wide // 2, wide), 0),
+        ((wide // 2, wide), wide // 2),
+    ]
     assert rank1["model.layers.0.mlp.experts.w2_weight"].shape == (experts, hidden, wide // 2)
 
 
@@ -152,7 +156,9 @@ def test_tied_embeddings_are_at_both_ends_of_a_pipeline() -> None:
     for tied in (True, False):
         state = model_state(LlamaConfig(**SMALL, tie_word_embeddings=tied))
         ranks = place(state, Layout(pp=2)).ranks
-        ends = [[t.name for t in tensors if t.name in ("model.embed_tokens.weight", "lm_head.weight")] for tensors in ranks]
+        ends = [
+            [t.name for t in tensors if t.name in ("model.embed_tokens.weight", "lm_head.weight")] for tensors in ranks
+        ]
         expected = [["model.embed_tokens.weight"]] * 2 if tied else [["model.embed_tokens.weight"], ["lm_head.weight"]]
         assert ends == expected
 
@@ -161,10 +167,12 @@ def test_layers_are_dealt_out_in_order_and_evenly() -> None:
     assert [stage_layers(7, 3, stage) for stage in range(3)] == [(0, 2), (2, 4), (4, 7)]
 
 
-def test_shards_follow_tensor_parallelism() -> None:
-    """FSDP2 over a tensor-parallel mesh cuts what tensor parallelism left, so a rank's rows are not one chunk of all."""
-    state = ModelState((Parameter("x.mlp.up_proj.weight", (10, 2), torch.float32),), (Tensor("x", ("x.mlp.up_proj.weight",)),), 1, 1, 1)
-    assert [t[0].shape[0] for t in place(state, Layout(dp_shard=4)).ranks] == [3, 3, 3, 1]
+def test_shards_cut_what_tensor_parallelism_left() -> None:
+    """FSDP2 over a tensor-parallel mesh: a rank's rows are a chunk of its tensor-parallel rows, not one of all rows."""
+    up = Parameter("up_proj.weight", (10, 2), torch.float32, split=Split(0))
+    state = ModelState((up,), (Tensor("up_proj.weight", (up.name,)),), 1, 1, 1)
+    rows = [tensors[0].pieces[0].box[0] for tensors in place(state, Layout(dp_shard=2, tp=2)).ranks]
+    assert rows == [(0, 3), (5, 8), (3, 5), (8, 10)]
 
 
 @pytest.mark.parametrize("order", ["inner", "outer"])
@@ -209,7 +217,9 @@ def test_a_layout_that_does_not_fit_the_model_says_so() -> None:
         place(model_state(moe_config()), Layout(dp_replicate=8, ep=8))
     odd = Parameter("mixer.in_proj.weight", (4, 4), torch.float32, rule_known=False)
     state = ModelState((odd,), (Tensor(odd.name, (odd.name,)),), 1, 1, 1)
-    with pytest.raises(LayoutError, match=r"tp: 2, but how .* cuts mixer.in_proj.weight \[4, 4\] is not known; use tp=1"):
+    with pytest.raises(
+        LayoutError, match=r"tp: 2, but how .* cuts mixer.in_proj.weight \[4, 4\] is not known; use tp=1"
+    ):
         place(state, Layout(tp=2))
     assert prod(place(state, Layout(dp_shard=2)).ranks[1][0].shape) == 8
     with pytest.raises(LayoutError, match="num_attention_heads: 4 is no multiple of num_key_value_heads = 3"):

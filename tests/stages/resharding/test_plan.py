@@ -44,7 +44,9 @@ def filled(state: ModelState, placement: Placement) -> Arrays:
         for tensor in tensors:
             for piece in tensor.pieces:
                 sizes = [end - first for first, end in piece.box]
-                arrays[-1][tensor.name][at(piece.at, sizes)] = full[piece.parameter][tuple(slice(*s) for s in piece.box)]
+                arrays[-1][tensor.name][at(piece.at, sizes)] = full[piece.parameter][
+                    tuple(slice(*s) for s in piece.box)
+                ]
     return arrays
 
 
@@ -76,7 +78,9 @@ def plans(draw: st.DrawFn) -> tuple[ModelState, ReshardPlan]:
 
 
 @given(plans())
-def test_every_element_arrives_once_where_it_is_needed_and_nothing_else_moves(made: tuple[ModelState, ReshardPlan]) -> None:
+def test_every_element_arrives_once_where_it_is_needed_and_nothing_else_moves(
+    made: tuple[ModelState, ReshardPlan],
+) -> None:
     state, plan = made
     source, wanted = filled(state, plan.source), filled(state, plan.target)
     in_rounds = [s for one in plan.rounds for s in one]
@@ -157,7 +161,7 @@ def test_a_plan_between_two_models_is_refused() -> None:
     with pytest.raises(PlanError, match=r"parameter 'model.layers.2.*the source layout has none of it"):
         plan_reshard(place(small, Layout()), place(large, Layout()))
     wide = model_state(moe_config(vocab_size=60))
-    with pytest.raises(PlanError, match="'model.embed_tokens.weight': no rank of the source layout has"):
+    with pytest.raises(PlanError, match=r"'model.embed_tokens.weight': no rank of the source layout has"):
         plan_reshard(place(small, Layout()), place(wide, Layout()))
     with pytest.raises(PlanError, match="bucket_bytes: 4 cannot hold an element of 4 bytes"):
         plan_reshard(place(small, Layout()), place(small, Layout()), bucket_bytes=4)
