@@ -228,7 +228,9 @@ class Swap:
         tensors = plan.source.ranks[rank] if rank < plan.source.world else ()
         _check_weights(tensors, weights, rank)
         if (size := dist.get_world_size(group)) != plan.world:
-            raise ValueError(f"group: has {size} ranks, the plan {plan.world}; give the group that the plan was made for")
+            raise ValueError(
+                f"group: has {size} ranks, the plan {plan.world}; give the group that the plan was made for"
+            )
         self.plan, self.rank, self.device, self.group = plan, rank, device, group
         self._weights, self._training_state = dict(weights), state
         self._deadline, self._watch = deadline, watch or (lambda phase: None)
@@ -256,7 +258,9 @@ class Swap:
         self._expect(State.TRAINING, "to_rollout")
         weights = _storages(self._weights.values())
         mine = {storage._cdata for storage in weights}
-        state = [s for s in _storages(self._training_state()) if s._cdata not in mine and s.device.type == self.device.type]
+        state = [
+            s for s in _storages(self._training_state()) if s._cdata not in mine and s.device.type == self.device.type
+        ]
         self.arena.reserve([*state, *weights])
         self.seconds = {}
         try:
@@ -349,7 +353,9 @@ class Swap:
 
     def _gather(self) -> None:
         for s in self._local:
-            _part(self.rollout[s.target], s.target_at, s.sizes).copy_(_part(self._weights[s.source], s.source_at, s.sizes))
+            _part(self.rollout[s.target], s.target_at, s.sizes).copy_(
+                _part(self._weights[s.source], s.source_at, s.sizes)
+            )
         sizes = [max((e.nbytes for e in self._exchanges[lane::2]), default=0) for lane in (0, 1)]
         self._buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         zeros = torch.zeros(len(self._exchanges), self.plan.world, dtype=torch.int64, device=self.device)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, Qwen3Config
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from stages.resharding.layout import Layout, ModelState, Names, Placement, model_state, place
 from stages.resharding.plan import Phase, PhaseMemory, ReshardPlan, memory, plan_reshard
 from stages.resharding.swap import State, Swap, SwapError, live_bytes, local_weights, training_state
 from tests.stages.resharding.models import SMALL, moe_config
-from tests.stages.resharding.ranks import run_ranks
 
 CPU = torch.device("cpu")
 BUCKET = 3000  # small, so that every case takes many rounds
@@ -104,7 +103,11 @@ def _round_trips(rank: int, case: Case) -> bool:
     plan = case.plan()
     full = full_state(case.state)
     weights = laid_out(full, plan.source, rank)
-    state = {f"{name}.{kind}": torch.randn(t.shape) for name, t in weights.items() for kind in ("grad", "exp_avg", "exp_avg_sq")}
+    state = {
+        f"{name}.{kind}": torch.randn(t.shape)
+        for name, t in weights.items()
+        for kind in ("grad", "exp_avg", "exp_avg_sq")
+    }
     before = bits({**weights, **state})
     expected = bits(laid_out(full, plan.target, rank))
 
@@ -145,6 +148,205 @@ def _reached(seen: dict[Phase, list[int]], figures: dict[Phase, PhaseMemory], pl
     for phase in (Phase.OFFLOAD_STATE, Phase.OFFLOAD_WEIGHTS):
         assert set(seen[phase]) == {figures[phase].after[rank]}
     assert len(seen[Phase.GATHER]) == 2 * (len(plan.rounds) + 1)
-    assert max(seen[Phase.GATHER]) == (figures[Phase.GATHER].live[rank] if plan.rounds else figures[Phase.GATHER].after[rank])
+    assert max(seen[Phase.GATHER]) == (
+        figures[Phase.GATHER].live[rank] if plan.rounds else figures[Phase.GATHER].after[rank]
+    )
 
 
+# --- models that torch has sharded -----------------------------------------------------------------------------------
+
+LLAMA = LlamaConfig(**{**SMALL, "vocab_size": 51, "intermediate_size": 26}, tie_word_embeddings=False)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LLAMA)
+
+
+def torch_lays_out_as_we_do(rank: int, world: int) -> list[str]:
+    """FSDP2 over DTensor tensor parallelism, and FSDP2 alone, against the placements of the same layouts."""
+    state, full = model_state(LLAMA), dict(llama().named_parameters())
+    for layout in (Layout(dp_shard=2, tp=2), Layout(dp_shard=4)):
+        mesh = init_device_mesh("cpu", (layout.dp_shard, layout.tp), mesh_dim_names=("dp", "tp"))
+        model = llama()
+        if layout.tp > 1:
+            columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+            rows = ("self_attn.o_proj", "mlp.down_proj")
+            styles = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
+            styles |= {f"model.layers.*.{name}": RowwiseParallel() for name in rows}
+            styles |= {"model.embed_tokens": RowwiseParallel(), "lm_head": ColwiseParallel()}
+            parallelize_module(model, mesh["tp"], styles)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        ours = laid_out({name: value.detach() for name, value in full.items()}, place(state, layout), rank)
+        assert bits(local_weights(model)) == bits(ours), str(layout)
+    return ["equal"]
+
+
+def training_does_not_notice(rank: int, world: int) -> list[str]:
+    """Three steps of FSDP2 and AdamW, with and without a swap after each: the same weights, and the rollout has them."""
+    rollout = place(model_state(LLAMA), Layout(dp_replicate=2, tp=2), names="vllm")
+    plan = plan_reshard(place(model_state(LLAMA), Layout(dp_shard=4)), rollout, bucket_bytes=BUCKET)
+    ended = []
+    for swapping in (False, True):
+        model = llama()
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        swap = Swap(plan, rank, local_weights(model), lambda optimizer=optimizer: training_state(optimizer), device=CPU)
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            ids = torch.randint(0, 51, (2, 9))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            if swapping:
+                full = {name: value.full_tensor().detach() for name, value in model.named_parameters()}
+                assert bits(swap.to_rollout()) == bits(laid_out(full, rollout, rank))
+                gone = [*local_weights(model).values(), *training_state(optimizer)]
+                assert len(gone) > 4 * len(plan.source.ranks[rank]) - 1
+                assert live_bytes(gone) == 0
+                swap.prefetch()
+                swap.ready()
+            optimizer.zero_grad()
+        ended.append(bits(local_weights(model)))
+    assert ended[0] == ended[1]
+    return ["equal"]
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """A rank of FSDP to DP with what it trains, and what it was at first."""
+
+    swap: Swap
+    tensors: dict[str, torch.Tensor]
+    expected: dict[str, bytes]
+    before: dict[str, bytes]
+
+    @property
+    def whole(self) -> bool:
+        return bits(self.tensors) == self.before and live_bytes(self.swap.rollout.values()) == 0
+
+
+def bench(rank: int, world: int, watch: Callable[[Phase], None] | None = None, deadline: float = 30.0) -> Bench:
+    plan = Case("", DENSE, Layout(dp_shard=world), Layout(dp_replicate=world)).plan()
+    full = full_state(DENSE)
+    weights = laid_out(full, plan.source, rank)
+    moments = {f"{name}.exp_avg": torch.randn(t.shape) for name, t in weights.items()}
+    swap = Swap(plan, rank, weights, moments.values, device=CPU, watch=watch, deadline=deadline)
+    tensors = {**weights, **moments}
+    return Bench(swap, tensors, bits(laid_out(full, plan.target, rank)), bits(tensors))
+
+
+def _refused(swap: Swap) -> str:
+    try:
+        swap.to_rollout()
+    except SwapError as error:
+        assert swap.state is State.TRAINING
+        assert swap.arena.empty
+        assert swap.temporary_bytes() == 0
+        return str(error)
+    raise AssertionError("the swap took place")
+
+
+def a_byte_is_wrong(rank: int, world: int) -> str:
+    """One bit that rank 1 receives in the third round is not what was sent; the swap after it is undisturbed."""
+    made, rounds = bench(rank, world), 0
+    sound = dist.all_to_all_single
+
+    def damaging(received: torch.Tensor, *args: Any, **options: Any) -> Any:
+        nonlocal rounds
+        work = sound(received, *args, **options)
+        rounds += 1
+        if rounds == 3 and rank == 1:
+            work.wait()
+            received.view(torch.uint8)[5] ^= 4
+        return work
+
+    with patch("torch.distributed.all_to_all_single", damaging):
+        said = _refused(made.swap)
+    assert made.whole
+    assert bits(made.swap.to_rollout()) == made.expected
+    made.swap.ready()
+    assert made.whole
+    return said
+
+
+def a_rank_dies(rank: int, world: int) -> str:
+    rounds = 0
+
+    def dying(phase: Phase) -> None:
+        nonlocal rounds
+        rounds += phase is Phase.GATHER
+        if rank == 1 and rounds == 2:
+            os._exit(1)
+
+    made = bench(rank, world, dying)
+    said = _refused(made.swap)
+    assert made.whole
+    return said
+
+
+def a_rank_does_not_come(rank: int, world: int) -> str:
+    made = bench(rank, world, deadline=1.0)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["refused-0"])
+        return "stayed away"
+    said = _refused(made.swap)
+    assert made.whole
+    store.set("refused-0", "")
+    return said
+
+
+def the_way_back(rank: int, world: int) -> list[str]:
+    """A way back that fails, one that takes its time, and calls out of order, on one rank."""
+    said = []
+    made = bench(rank, world)
+
+    def tells(call: Callable[[], Any], kind: type[Exception]) -> None:
+        try:
+            call()
+        except kind as error:
+            said.append(str(error))
+
+    swap, restore, go = made.swap, made.swap.arena.restore, threading.Event()
+    tells(swap.prefetch, RuntimeError)
+    swap.to_rollout()
+    tells(swap.to_rollout, RuntimeError)
+    with patch.object(swap.arena, "restore", side_effect=MemoryError("no room")):
+        swap.prefetch()
+        tells(swap.ready, SwapError)
+    with patch.object(swap.arena, "restore", lambda stream: (go.wait(30), restore(stream))):
+        swap.prefetch()  # returns although nothing can move yet
+        tells(lambda: swap.ready(timeout=0.01), SwapError)
+        go.set()
+        swap.ready()
+    assert made.whole
+    return said
+
+
+def what_does_not_fit(rank: int, world: int) -> list[str]:
+    plan = Case("", DENSE, Layout(dp_shard=world), Layout(dp_replicate=world)).plan()
+    good = laid_out(full_state(DENSE), plan.source, rank)
+    norm = "model.norm.weight"
+    shared = {**good, norm: good[norm].clone()}
+    shared[norm].numpy()
+    two = place(DENSE, Layout(dp_shard=2))
+    said = []
+    for weights, other in (
+        ({**good, norm: good[norm].double()}, plan),
+        ({name: t for name, t in good.items() if name != norm}, plan),
+        ({**good, "more": torch.ones(1)}, plan),
+        (laid_out(full_state(DENSE), two, rank), plan_reshard(two, two)),
+        (shared, plan),
+    ):
+        try:
+            Swap(other, rank, weights, list, device=CPU).to_rollout()
+        except ValueError as error:
+            said.append(str(error))
+    return said
