@@ -178,20 +178,23 @@ _REPLICATED = re.compile(r"(norm\.weight|mlp\.gate\.weight|shared_expert_gate\.w
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-def model_state(config: Any) -> ModelState:
+def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
     """The parameters of the causal language model that ``config`` (a transformers config) describes, read off a model
-    on the meta device: no weights are made or loaded. Raises :class:`LayoutError` for heads that do not form groups."""
+    on the meta device: no weights are made or loaded. ``dtype`` None: the config's. Raises :class:`LayoutError` for a
+    config without attention heads, or with heads that do not form groups."""
     from transformers import AutoModelForCausalLM
 
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    text = config.get_text_config()
+    if not (heads := getattr(text, "num_attention_heads", None)):
+        raise LayoutError(f"num_attention_heads: {config.model_type} has none; use a decoder with attention")
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise LayoutError(
             f"num_attention_heads: {heads} is no multiple of num_key_value_heads = {kv_heads}; "
             "query heads share key-value heads in equal groups, so correct the config"
         )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
     parameters: list[Parameter] = []
     tensors: list[Tensor] = []
     for name, value in model.named_parameters():
@@ -205,7 +208,7 @@ def model_state(config: Any) -> ModelState:
         for name, of in (getattr(model, "_tied_weights_keys", None) or {}).items()
         if name not in known and of in known
     )
-    return ModelState(tuple(parameters), tuple(tensors), config.num_hidden_layers, heads, kv_heads, tied)
+    return ModelState(tuple(parameters), tuple(tensors), text.num_hidden_layers, heads, kv_heads, tied)
 
 
 def _parts(

@@ -81,7 +81,7 @@ def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    found = {}
+    found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         found.setdefault(storage._cdata, storage)
