@@ -2,16 +2,13 @@
 
     TRAINING ── to_rollout() ──▶ GENERATING ── prefetch() ──▶ RETURNING ── ready() ──▶ TRAINING
         │                            ▲
-        │ 1. gradients and optimizer state ─▶ host arena      3. training weights ─▶ host arena
-        └ 2. two buckets in turn:  pack slices ─▶ all-to-all ─▶ unpack into the rollout's tensors
+        │ 1. gradients, optimizer state ─▶ host arena         3. training weights ─▶ host arena
+        └ 2. slices from all ranks ─▶ two buckets in turn ─▶ the rollout's tensors
 
 ``prefetch`` returns at once; the bytes come back on a thread (CPU) or a side stream (accelerator) beside the inference
 stages, and ``ready`` waits for what is left of them. A tensor keeps its identity throughout: its storage is resized to 0
-and back, so modules, optimizers and DTensors that hold it need not know.
-
-Only the slices of the plan cross between ranks, in all-to-alls of one bucket each (measured on gloo: as fast as batches
-of sends and receives at 4 MiB and faster below). Each message's checksum is compared when all have arrived. Whatever fails
-on the way to generation, the training state is brought back before the error is raised.
+and back, so modules, optimizers and DTensors that hold it need not know. Whatever fails on the way to generation, the
+training state is brought back before the error is raised.
 """
 
 from __future__ import annotations
@@ -20,30 +17,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from enum import Enum
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stages import device as devices
+from stages.resharding.gather import Gather, GatherError
 from stages.resharding.layout import LocalTensor
-from stages.resharding.plan import Phase, ReshardPlan, Round, Slice
+from stages.resharding.plan import Phase, ReshardPlan
 
 _ALIGN = 512  # of a storage in the arena: what copy engines and caches like
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Watch = Callable[[Phase], None]
 
 
 class SwapError(RuntimeError):
-    """A swap did not come about: the message names the rank, the round and the reason. The training state is whole."""
+    """A swap did not come about: the message names the rank and the reason. The training state is on the device, or in
+    the arena to be brought back."""
 
 
 class State(Enum):
@@ -156,53 +151,6 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-# --- between ranks ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """A rank's part in one round. In its bucket, seen as ``dtype``, lie what it sends, by receiver, and then what it
-    receives, by sender; each with the slice and where it begins. ``sends`` and ``receives`` are elements by peer."""
-
-    dtype: torch.dtype
-    sends: list[int]
-    receives: list[int]
-    packed: tuple[tuple[Slice, int], ...]
-    unpacked: tuple[tuple[Slice, int], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return (sum(self.sends) + sum(self.receives)) * self.dtype.itemsize
-
-
-def _exchange(slices: Round, rank: int, world: int) -> _Exchange:
-    out = sorted((s for s in slices if s.sender == rank), key=lambda s: s.receiver)
-    into = sorted((s for s in slices if s.receiver == rank), key=lambda s: s.sender)
-    sends, receives, places, at = [0] * world, [0] * world, [], 0
-    for s in (*out, *into):
-        places.append((s, at))
-        at += prod(s.sizes)
-    for s in out:
-        sends[s.receiver] += prod(s.sizes)
-    for s in into:
-        receives[s.sender] += prod(s.sizes)
-    return _Exchange(slices[0].dtype, sends, receives, tuple(places[: len(out)]), tuple(places[len(out) :]))
-
-
-def _part(tensor: torch.Tensor, at: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    return tensor[tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))]
-
-
-def _checksums(values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """int64 [peers] on the device of ``values``, of its messages one after the other: xxh3 on a CPU; elsewhere the sum of
-    the bits as integers, which no single wrong element leaves unchanged and which waits for no copy to the host."""
-    messages = values.view(_BITS[values.element_size()]).split(sizes)
-    if values.device.type == "cpu":
-        digests = [xxhash.xxh3_64_intdigest(message.numpy().data) - 2**63 for message in messages]
-        return torch.tensor(digests, dtype=torch.int64)
-    return torch.stack([message.sum(dtype=torch.int64) for message in messages])
-
-
 class Swap:
     """One rank's swaps between the training tensors ``weights`` (by name, as ``plan.source`` has them for ``rank``) and
     the rollout's, which it makes: ``rollout``, by the names of ``plan.target``, filled only while GENERATING.
@@ -223,20 +171,16 @@ class Swap:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         deadline: float = 600.0,
-        watch: Watch | None = None,
+        watch: Watch = lambda phase: None,
     ) -> None:
         tensors = plan.source.ranks[rank] if rank < plan.source.world else ()
         _check_weights(tensors, weights, rank)
-        if (size := dist.get_world_size(group)) != plan.world:
-            raise ValueError(
-                f"group: has {size} ranks, the plan {plan.world}; give the group that the plan was made for"
-            )
-        self.plan, self.rank, self.device, self.group = plan, rank, device, group
+        self.plan, self.rank, self.device = plan, rank, device
         self._weights, self._training_state = dict(weights), state
-        self._deadline, self._watch = deadline, watch or (lambda phase: None)
-        self._exchanges = [_exchange(one, rank, plan.world) for one in plan.rounds]
-        self._local = tuple(plan.local(rank))
-        self._buckets: list[torch.Tensor] = []
+        self._deadline, self._watch = deadline, watch
+        self._gather = Gather(
+            plan, rank, device=device, group=group, deadline=deadline, watch=lambda: self._watch(Phase.GATHER)
+        )
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._stream = devices.stream(device)
@@ -269,14 +213,16 @@ class Swap:
             with self._phase(Phase.GATHER):
                 for tensor in self.rollout.values():
                     tensor.untyped_storage().resize_(prod(tensor.shape) * tensor.element_size())
-                self._gather()
+                self._gather(self._weights, self.rollout)
             with self._phase(Phase.OFFLOAD_WEIGHTS):
                 self.arena.store(weights)
-        except BaseException:
-            self._buckets = []
+        except BaseException as error:
             self._release_rollout()
             self.arena.restore()
             devices.synchronize(self.device)
+            if isinstance(error, GatherError):
+                told = "the training state is back, the rollout has no weights"
+                raise SwapError(f"{error}; {told}") from error
             raise
         devices.release_cached(self.device)
         self.state = State.GENERATING
@@ -321,7 +267,7 @@ class Swap:
 
     def temporary_bytes(self) -> int:
         """Bytes of the buckets that are alive."""
-        return live_bytes(self._buckets)
+        return self._gather.temporary_bytes()
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -350,75 +296,6 @@ class Swap:
         except BaseException as error:  # raised by ready()
             self._failure = error
         self.seconds[Phase.PREFETCH] = time.perf_counter() - started
-
-    def _gather(self) -> None:
-        for s in self._local:
-            _part(self.rollout[s.target], s.target_at, s.sizes).copy_(
-                _part(self._weights[s.source], s.source_at, s.sizes)
-            )
-        sizes = [max((e.nbytes for e in self._exchanges[lane::2]), default=0) for lane in (0, 1)]
-        self._buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        zeros = torch.zeros(len(self._exchanges), self.plan.world, dtype=torch.int64, device=self.device)
-        told, found = zeros, zeros.clone()
-        flying: list[tuple[int, Any]] = []
-        for number, exchange in enumerate(self._exchanges):
-            if len(flying) == 2:
-                self._land(*flying.pop(0), found)
-            values = self._values(number)
-            for s, at in exchange.packed:
-                source = _part(self._weights[s.source], s.source_at, s.sizes)
-                values[at : at + prod(s.sizes)].view(s.sizes).copy_(source)
-            sent, received = values.split([sum(exchange.sends), sum(exchange.receives)])
-            told[number] = _checksums(sent, exchange.sends)
-            with self._reported(f"round {number} of {len(self._exchanges)}"):
-                work = dist.all_to_all_single(
-                    received, sent, exchange.receives, exchange.sends, group=self.group, async_op=True
-                )
-            flying.append((number, work))
-        for one in flying:
-            self._land(*one, found)
-        self._buckets = []
-        self._compare(told, found)
-
-    def _values(self, number: int) -> torch.Tensor:
-        exchange = self._exchanges[number]
-        return self._buckets[number % 2][: exchange.nbytes].view(exchange.dtype)
-
-    def _land(self, number: int, work: Any, found: torch.Tensor) -> None:
-        exchange, values = self._exchanges[number], self._values(number)
-        with self._reported(f"round {number} of {len(self._exchanges)}"):
-            work.wait(timedelta(seconds=self._deadline))
-        found[number] = _checksums(values[sum(exchange.sends) :], exchange.receives)
-        for s, at in exchange.unpacked:
-            target = _part(self.rollout[s.target], s.target_at, s.sizes)
-            target.copy_(values[at : at + prod(s.sizes)].view(s.sizes))
-        self._watch(Phase.GATHER)
-
-    def _compare(self, told: torch.Tensor, found: torch.Tensor) -> None:
-        """Raise when a message is not what its sender sent. ``told`` [rounds, receivers], ``found`` [rounds, senders]."""
-        with self._reported("the comparison of checksums"):
-            mine = told.t().contiguous()
-            into = torch.empty_like(mine)
-            dist.all_to_all_single(into, mine, group=self.group)
-            wrong = (into.t() != found).nonzero()
-            count = torch.tensor([len(wrong)], device=self.device)
-            dist.all_reduce(count, group=self.group)  # all ranks swap, or none
-        if total := int(count):
-            here = "; ".join(f"from rank {sender} in round {number}" for number, sender in wrong[:3].tolist())
-            raise SwapError(
-                f"rank {self.rank}: {total} messages are not what was sent, here {here or 'none'}; the training state is "
-                "back, the rollout has no weights"
-            )
-
-    @contextmanager
-    def _reported(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise SwapError(
-                f"rank {self.rank}: {what} did not come about ({error}); the training state is back, the rollout has no "
-                "weights; restart the ranks that are gone and make a new group"
-            ) from error
 
 
 def _check_weights(tensors: Iterable[LocalTensor], weights: Mapping[str, torch.Tensor], rank: int) -> None:

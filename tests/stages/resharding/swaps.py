@@ -232,7 +232,7 @@ class Bench:
         return bits(self.tensors) == self.before and live_bytes(self.swap.rollout.values()) == 0
 
 
-def bench(rank: int, world: int, watch: Callable[[Phase], None] | None = None, deadline: float = 30.0) -> Bench:
+def bench(rank: int, world: int, watch: Callable[[Phase], None] = lambda phase: None, deadline: float = 30.0) -> Bench:
     plan = Case("", DENSE, Layout(dp_shard=world), Layout(dp_replicate=world)).plan()
     full = full_state(DENSE)
     weights = laid_out(full, plan.source, rank)
