@@ -5,6 +5,7 @@
     check       ──▶ the recipe's problems, or its derived numbers
     recipes     ──▶ what there is to run
     dock        ──▶ a look into a run's samples (api.dock)
+    plan reshard ─▶ what moves between two layouts of the recipe's model, and what it takes (api.reshard)
 
 Exit codes: 0 the run finished, 1 it failed, 2 the input was wrong, 130 it was stopped before its end.
 """
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import difflib
 import importlib.metadata
+import json
 import os
 import signal
 import sys
@@ -50,6 +52,8 @@ app = typer.Typer(
 )
 
 app.add_typer(dock_app, name="dock")
+plan_app = typer.Typer(help="Derive what a run would do, without running anything.", no_args_is_help=True)
+app.add_typer(plan_app, name="plan")
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A TOML file, or a name from `asyncdock recipes`.")
@@ -143,6 +147,32 @@ def recipes() -> None:
     for name, path in _recipes().items():
         table.add_row(name, _description(path))
     Console().print(table)
+
+
+@plan_app.command("reshard")
+def plan_reshard(
+    recipe: RecipeArgument,
+    train: Annotated[str, typer.Option("--train", metavar="LAYOUT", help="As 'dp=2,tp=2'; dp shards as FSDP2 does.")],
+    rollout: Annotated[str, typer.Option("--rollout", metavar="LAYOUT", help="As 'dp=4,tp=1'; dp are replicas.")],
+    set_: SetOption = None,
+    bucket: Annotated[str, typer.Option("--bucket", metavar="SIZE", help="Bytes of one of the two buckets.")] = "4MiB",
+    ranks_per_node: Annotated[
+        int | None, typer.Option("--ranks-per-node", help="Default: all are on one node.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Plan the allgather-swap of RECIPE's model from its training layout to its rollout layout."""
+    loaded = _load(recipe, set_)
+    from api.reshard import PlanRefused, reshard_report, reshard_view
+
+    try:
+        report = reshard_report(loaded, train, rollout, bucket=bucket, ranks_per_node=ranks_per_node)
+    except PlanRefused as error:
+        _refuse(f"error: {error}")
+    if as_json:
+        print(json.dumps(report))
+    else:
+        Console().print(reshard_view(report))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

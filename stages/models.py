@@ -27,10 +27,12 @@ import transformers.utils.logging
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -71,6 +73,13 @@ def load_tokenizer(source: str) -> Tokenizer:
     return AutoTokenizer.from_pretrained(model_folder(source), local_files_only=True)
 
 
+def load_config(source: str) -> PretrainedConfig:
+    """The config of the model ``source``; no weights are loaded. Raises :class:`ModelNotFound`."""
+    if source == "tiny":
+        return _tiny_config()
+    return AutoConfig.from_pretrained(model_folder(source), local_files_only=True)
+
+
 def model_folder(source: str) -> Path:
     """The directory in Hugging Face format that ``source`` (not ``tiny``) stands for; converts ``smollm2`` when new."""
     if source == "smollm2":
@@ -102,8 +111,16 @@ def _no_progress_bar() -> Iterator[None]:
 def tiny_model(seed: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """Two layers of width 64, four heads on two key-value heads, tied embeddings. Another ``dtype`` rounds the same
     weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(_tiny_config())
+    torch.nn.Module.to(model, dtype)
+    return model
+
+
+def _tiny_config() -> LlamaConfig:
     tokenizer = tiny_tokenizer()
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
@@ -117,11 +134,6 @@ def tiny_model(seed: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalL
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    torch.nn.Module.to(model, dtype)
-    return model
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,0 +1,386 @@
+"""The plan from one layout to another: which slice each rank gets from whom, and what lies where in memory meanwhile.
+
+    Placement (train) ─┐               ┌─ slices a rank has itself: copied on the spot
+                       ├─ plan_reshard ┤
+    Placement (rollout)┘               └─ slices from others: cut to fit ─▶ rounds, each within one bucket per rank
+
+    memory of a rank   training weights │██████████████████│░░░░░░░░░░░░░░░░░│██████████
+                       grads, optimizer │████│░░░░░░░░░░░░░│░░░░░░░░░░░░░░░░░│██████████   ░ in host memory
+                       rollout weights  │    │█████████████│█████████████████│
+                       buckets          │    │██           │                 │
+                                    train  gather          generate     prefetch
+
+Pure arithmetic on placements: no process, no device, and everything that a swap will do and take is known from it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+
+import torch
+
+from stages.resharding.layout import Box, Layout, ModelState, Piece, Placement, intersect, subtract
+
+BUCKET_BYTES = 4 * 2**20  # gloo is as fast with these as with larger ones
+_CRUMB = 64  # what is left of a bucket when it is less than bucket_bytes / _CRUMB is not worth a cut
+
+
+class PlanError(ValueError):
+    """The two placements do not describe the same parameters: the message names what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of ``parameter`` on its way: ``sizes`` elements at ``source_at`` of the sender's local tensor ``source``
+    become those at ``target_at`` of the receiver's ``target``, in the target's ``dtype``."""
+
+    parameter: str
+    sender: int
+    receiver: int
+    sizes: tuple[int, ...]
+    source: str
+    source_at: tuple[int, ...]
+    target: str
+    target_at: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+
+Round = tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """``slices``: all that has to arrive, each once. ``rounds``: those of them that cross between ranks, cut so that in
+    each round no rank sends and receives more than ``bucket_bytes`` together; one round has one dtype."""
+
+    source: Placement
+    target: Placement
+    slices: tuple[Slice, ...]
+    rounds: tuple[Round, ...]
+    bucket_bytes: int
+
+    @property
+    def world(self) -> int:
+        return max(self.source.world, self.target.world)
+
+    def local(self, rank: int) -> Iterator[Slice]:
+        """What ``rank`` copies from its own tensors."""
+        return (s for s in self.slices if s.sender == s.receiver == rank)
+
+    @cached_property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes that each rank sends to others."""
+        return self._sums((s.sender, s.nbytes) for s in self.slices if s.sender != s.receiver)
+
+    @cached_property
+    def received(self) -> tuple[int, ...]:
+        """Bytes that each rank receives from others."""
+        return self._sums((s.receiver, s.nbytes) for s in self.slices if s.sender != s.receiver)
+
+    @cached_property
+    def kept(self) -> tuple[int, ...]:
+        """Bytes that each rank copies from its own tensors."""
+        return self._sums((s.receiver, s.nbytes) for s in self.slices if s.sender == s.receiver)
+
+    @cached_property
+    def temporary(self) -> tuple[int, ...]:
+        """The largest temporary of each rank: its two fullest neighbouring rounds, which are in flight together."""
+        buffers = [[0] * self.world, [0] * self.world]  # as many bytes as the fullest of every second round
+        for number, slices in enumerate(self.rounds):
+            load = self._sums((rank, s.nbytes) for s in slices for rank in (s.sender, s.receiver))
+            buffers[number % 2] = list(map(max, buffers[number % 2], load))
+        return tuple(map(sum, zip(*buffers, strict=True)))
+
+    def _sums(self, items: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        sums = [0] * self.world
+        for rank, nbytes in items:
+            sums[rank] += nbytes
+        return tuple(sums)
+
+
+def plan_reshard(
+    source: Placement, target: Placement, *, bucket_bytes: int = BUCKET_BYTES, ranks_per_node: int | None = None
+) -> ReshardPlan:
+    """The plan that fills ``target`` from ``source``. A rank takes what it has itself, then what a rank of its node has
+    (``ranks_per_node`` neighbours; None: all are on one node), then anything; among equals whoever sends least so far.
+
+    Raises :class:`PlanError` when the source lacks something, and for a bucket too small for an element."""
+    widest = max((t.dtype.itemsize for rank in target.ranks for t in rank), default=1)
+    if bucket_bytes < 2 * widest:
+        raise PlanError(f"bucket_bytes: {bucket_bytes} cannot hold an element of {widest} bytes; use 1 MiB or more")
+    node = ranks_per_node or max(source.world, target.world)
+    slices = tuple(_slices(source, target, node))
+    crossing = [s for s in slices if s.sender != s.receiver]
+    return ReshardPlan(source, target, slices, tuple(_rounds(crossing, bucket_bytes)), bucket_bytes)
+
+
+# --- who sends what --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A piece in a rank's tensor."""
+
+    tensor: str
+    piece: Piece
+    dtype: torch.dtype
+
+
+def _places(placement: Placement) -> dict[str, dict[int, list[_Place]]]:
+    """Places by parameter and rank."""
+    found: dict[str, dict[int, list[_Place]]] = defaultdict(dict)
+    for rank, tensors in enumerate(placement.ranks):
+        for tensor in tensors:
+            for piece in tensor.pieces:
+                found[piece.parameter].setdefault(rank, []).append(_Place(tensor.name, piece, tensor.dtype))
+    return found
+
+
+def _slices(source: Placement, target: Placement, node: int) -> Iterator[Slice]:
+    sources, targets = _places(source), _places(target)
+    sent: dict[int, int] = defaultdict(int)
+    for parameter, wanted in targets.items():
+        if parameter not in sources:
+            raise PlanError(f"parameter {parameter!r}: the source layout has none of it; both must be of one model")
+        have = sources[parameter]
+        boxes: dict[Box, list[tuple[int, _Place]]] = defaultdict(list)
+        for rank, places in have.items():
+            for place in places:
+                boxes[place.piece.box].append((rank, place))
+        for receiver, places in wanted.items():
+            for place in places:
+                yield from _cover(parameter, receiver, place, have.get(receiver, ()), boxes, node, sent)
+
+
+def _cover(
+    parameter: str,
+    receiver: int,
+    place: _Place,
+    own: Iterable[_Place],
+    boxes: dict[Box, list[tuple[int, _Place]]],
+    node: int,
+    sent: dict[int, int],
+) -> Iterator[Slice]:
+    """Slices that together are exactly the box of ``place``."""
+
+    def distance(holder: tuple[int, _Place]) -> tuple[bool, int, int]:
+        return holder[0] // node != receiver // node, sent[holder[0]], holder[0]
+
+    missing = [place.piece.box]
+    for mine in own:
+        found, missing = _take(parameter, receiver, place, receiver, mine, missing)
+        yield from found
+    if not missing:
+        return
+    offers = [min(holders, key=distance) for box, holders in boxes.items() if intersect(box, place.piece.box)]
+    for sender, theirs in sorted(offers, key=distance):
+        found, missing = _take(parameter, receiver, place, sender, theirs, missing)
+        sent[sender] += sum(s.nbytes for s in found)
+        yield from found
+    if missing:
+        raise PlanError(
+            f"parameter {parameter!r}: no rank of the source layout has {missing[0]}; both must be of one model"
+        )
+
+
+def _take(
+    parameter: str, receiver: int, place: _Place, sender: int, theirs: _Place, missing: list[Box]
+) -> tuple[list[Slice], list[Box]]:
+    """What ``sender`` gives of ``missing``, and what is still missing then."""
+    found, rest = [], []
+    for box in missing:
+        common = intersect(box, theirs.piece.box)
+        if common is None:
+            rest.append(box)
+            continue
+        sizes = tuple(end - start for start, end in common)
+        source_at, target_at = _offset(common, theirs.piece), _offset(common, place.piece)
+        found.append(
+            Slice(parameter, sender, receiver, sizes, theirs.tensor, source_at, place.tensor, target_at, place.dtype)
+        )
+        rest += subtract(box, common)
+    return found, rest
+
+
+def _offset(box: Box, piece: Piece) -> tuple[int, ...]:
+    """Where ``box``, a part of the piece's box, begins in the piece's local tensor."""
+    return tuple(at + start - first for (start, _), (first, _), at in zip(box, piece.box, piece.at, strict=True))
+
+
+# --- when ------------------------------------------------------------------------------------------------------------
+
+
+def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
+    """Round by round, the pairs of ranks that have most before them first; a slice is cut where the room ends. A pair
+    takes half a bucket at first, so that an odd number of ranks leaves none without a partner, and then what is left."""
+    for dtype in dict.fromkeys(s.dtype for s in slices):
+        waiting: dict[tuple[int, int], list[Slice]] = defaultdict(list)
+        left: dict[int, int] = defaultdict(int)  # bytes before each rank
+        for s in reversed(slices):
+            if s.dtype == dtype:
+                waiting[s.sender, s.receiver].append(s)
+                left[s.sender] += s.nbytes
+                left[s.receiver] += s.nbytes
+        while waiting:
+            pairs = sorted(waiting, key=lambda pair: (-max(left[pair[0]], left[pair[1]]), pair))
+            room = dict.fromkeys(left, bucket_bytes)
+            made: list[Slice] = []
+            for share in (bucket_bytes // 2, bucket_bytes):
+                for pair in pairs:
+                    for s in _taken(waiting[pair], min(share, room[pair[0]], room[pair[1]]), bucket_bytes // _CRUMB):
+                        made.append(s)
+                        for rank in pair:
+                            room[rank] -= s.nbytes
+                            left[rank] -= s.nbytes
+            waiting = {pair: queue for pair, queue in waiting.items() if queue}
+            yield tuple(made)
+
+
+def _taken(queue: list[Slice], room: int, crumb: int) -> Iterator[Slice]:
+    """Takes slices off the end of ``queue`` while they fit ``room`` bytes; what is left of a cut one goes back."""
+    while queue and room and room >= crumb:
+        head, rest = _fit(queue.pop(), room)
+        queue += reversed(rest)
+        if head is None:
+            return
+        room -= head.nbytes
+        yield head
+
+
+def _fit(part: Slice, room: int) -> tuple[Slice | None, list[Slice]]:
+    """The first part of ``part`` that fits ``room`` bytes, if any, and what is left of it, in order."""
+    if part.nbytes <= room:
+        return part, []
+    for dim, size in enumerate(part.sizes):
+        row = part.nbytes // prod(part.sizes[: dim + 1])
+        if prod(part.sizes[:dim]) == 1 and size > 1:
+            if row <= room:
+                return _along(part, dim, 0, room // row), [_along(part, dim, room // row, size)]
+            head, rest = _fit(_along(part, dim, 0, 1), room)
+            return head, [*rest, _along(part, dim, 1, size)]
+    return None, [part]
+
+
+def _along(part: Slice, dim: int, start: int, end: int) -> Slice:
+    def moved(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    return replace(
+        part,
+        sizes=moved(part.sizes, end - start),
+        source_at=moved(part.source_at, part.source_at[dim] + start),
+        target_at=moved(part.target_at, part.target_at[dim] + start),
+    )
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Phase(StrEnum):
+    """What a swap goes through, in order."""
+
+    TRAIN = "train"
+    OFFLOAD_STATE = "offload state"
+    GATHER = "gather"
+    OFFLOAD_WEIGHTS = "offload weights"
+    GENERATE = "generate"
+    PREFETCH = "prefetch"
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes of one phase, each by rank. ``live``: the most device memory while it lasts; ``after``: at its end;
+    ``temporary``: what of ``live`` is buckets; ``received``: from other ranks; ``host``: between device and host."""
+
+    phase: Phase
+    live: tuple[int, ...]
+    after: tuple[int, ...]
+    temporary: tuple[int, ...]
+    received: tuple[int, ...]
+    host: tuple[int, ...]
+
+
+def adamw_bytes(placement: Placement) -> tuple[int, ...]:
+    """Bytes of gradients (in the weights' dtype) and of AdamW's two float32 moments, by rank."""
+    return tuple(
+        sum(t.nbytes + 2 * torch.float32.itemsize * prod(t.shape) for t in tensors) for tensors in placement.ranks
+    )
+
+
+def memory(plan: ReshardPlan, state_bytes: Sequence[int]) -> tuple[PhaseMemory, ...]:
+    """Device memory of every rank in every phase of an allgather-swap. ``state_bytes``: gradients and optimizer state, by
+    rank (:func:`adamw_bytes`, or counted)."""
+    ranks = range(plan.world)
+    nothing = tuple(0 for _ in ranks)
+    weights = tuple(plan.source.nbytes(rank) for rank in ranks)
+    state = tuple(state_bytes[rank] if rank < len(state_bytes) else 0 for rank in ranks)
+    rollout = tuple(plan.target.nbytes(rank) for rank in ranks)
+    training, both = _add(weights, state), _add(weights, rollout)
+    return (
+        PhaseMemory(Phase.TRAIN, training, training, nothing, nothing, nothing),
+        PhaseMemory(Phase.OFFLOAD_STATE, training, weights, nothing, nothing, state),
+        PhaseMemory(Phase.GATHER, _add(both, plan.temporary), both, plan.temporary, plan.received, nothing),
+        PhaseMemory(Phase.OFFLOAD_WEIGHTS, both, rollout, nothing, nothing, weights),
+        PhaseMemory(Phase.GENERATE, rollout, rollout, nothing, nothing, nothing),
+        # Rollout weights are let go before the first training byte comes back.
+        PhaseMemory(Phase.PREFETCH, tuple(map(max, rollout, training)), training, nothing, nothing, training),
+    )
+
+
+def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def redundant_if_naive(plan: ReshardPlan) -> tuple[int, ...]:
+    """Bytes of training weights that the naive way (gather, slice, keep both) leaves on each rank beside the rollout's.
+
+    A rollout tensor that lies whole in one training tensor of its rank can be a view of it and is no copy, so those
+    bytes of training weights are used and not redundant.
+    """
+    redundant = [plan.source.nbytes(rank) for rank in range(plan.world)]
+    arriving: dict[tuple[int, str], list[Slice]] = defaultdict(list)
+    for s in plan.slices:
+        arriving[s.receiver, s.target].append(s)
+    have = {(rank, t.name): t for rank, tensors in enumerate(plan.source.ranks) for t in tensors}
+    for rank, tensors in enumerate(plan.target.ranks):
+        viewed: set[tuple[str, tuple[int, ...]]] = set()  # two views of the same bytes save them once
+        for tensor in tensors:
+            places = {
+                (s.sender, s.source, tuple(a - b for a, b in zip(s.source_at, s.target_at, strict=True)))
+                for s in arriving[rank, tensor.name]
+            }
+            if len(places) == 1:
+                ((sender, name, at),) = places
+                if sender == rank and have[rank, name].dtype == tensor.dtype and (name, at) not in viewed:
+                    redundant[rank] -= tensor.nbytes
+                    viewed.add((name, at))
+    return tuple(redundant)
+
+
+def redundant_eq3(model: ModelState, train: Layout, rollout: Layout) -> float:
+    """Redundant bytes on all ranks by MindSpeed RL (arXiv 2507.19017), Eq. 3: GDP · (TW / UTP + EW / GEP), with GDP and
+    GEP of generation, UTP of the update, TW the bytes that tensor parallelism cuts, EW those of experts.
+
+    It holds where an update does not shard over data-parallel ranks, generation has one tensor-parallel rank and twice
+    the update's expert parallelism; :func:`redundant_general` says the same of any.
+    """
+    return rollout.dp_replicate * (model.split_bytes / train.tp + model.expert_bytes / rollout.ep)
+
+
+def redundant_general(model: ModelState, train: Layout, rollout: Layout) -> float:
+    """Redundant bytes on all ranks: N · (TW / UTP + EW · (1 / UEP − 1 / GEP)). UTP and UEP count every cut, those of
+    data-parallel shards too. It takes the dense weights to be cut otherwise in generation, and each rank's experts of
+    generation to be among those it trains; :func:`redundant_if_naive` counts what is so."""
+    dense = model.split_bytes / (train.tp * train.dp_shard)
+    trained = train.ep * train.expert_tp * train.expert_shard
+    experts = model.expert_bytes * max(0.0, 1 / trained - 1 / (rollout.ep * rollout.expert_tp * rollout.expert_shard))
+    return train.world * (dense + experts)

@@ -1,0 +1,312 @@
+"""Allgather-swap: training and generation take turns on the same devices, and neither leaves a byte of weights there.
+
+    TRAINING ── to_rollout() ──▶ GENERATING ── prefetch() ──▶ RETURNING ── ready() ──▶ TRAINING
+        │                            ▲
+        │ 1. gradients, optimizer state ─▶ host arena         3. training weights ─▶ host arena
+        └ 2. slices from all ranks ─▶ two buckets in turn ─▶ the rollout's tensors
+
+``prefetch`` returns at once; the bytes come back on a thread (CPU) or a side stream (accelerator) beside the inference
+stages, and ``ready`` waits for what is left of them. A tensor keeps its identity throughout: its storage is resized to 0
+and back, so modules, optimizers and DTensors that hold it need not know. Whatever fails on the way to generation, the
+training state is brought back before the error is raised.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from enum import Enum
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from stages import device as devices
+from stages.resharding.gather import Gather, GatherError
+from stages.resharding.layout import LocalTensor
+from stages.resharding.plan import Phase, ReshardPlan
+
+_ALIGN = 512  # of a storage in the arena: what copy engines and caches like
+
+Watch = Callable[[Phase], None]
+
+
+class SwapError(RuntimeError):
+    """A swap did not come about: the message names the rank and the reason. The training state is on the device, or in
+    the arena to be brought back."""
+
+
+class State(Enum):
+    TRAINING = "training"
+    GENERATING = "generating"
+    RETURNING = "returning"
+
+
+# --- what a rank has -------------------------------------------------------------------------------------------------
+
+
+def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of ``model`` by name as this rank holds them, tied ones once: DTensors' local tensors, or all."""
+    return {name: _local(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def training_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """This rank's gradients and optimizer state, local tensors."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield _local(parameter.grad)
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    yield _local(value)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of ``tensors``, shared ones once; a storage that was resized to 0 has none."""
+    return sum(storage.nbytes() for storage in _storages(tensors))
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found.setdefault(storage._cdata, storage)
+    return list(found.values())
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """uint8 [n]: all of ``storage``."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+# --- host memory -----------------------------------------------------------------------------------------------------
+
+
+class Arena:
+    """Host memory that the storages of a rank go to and come back from: one allocation, reused, and grown when more is
+    to go there. Page-locked where copies are faster that way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # storage, offset, bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel()
+
+    @property
+    def empty(self) -> bool:
+        return not self._away
+
+    def reserve(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Room for ``storages``, of which none has been stored yet. Raises ValueError for one that cannot be resized."""
+        if not all(storage.resizable() for storage in storages):
+            raise ValueError(
+                "weights, state: a storage cannot be resized, because numpy or another process shares it; train on a clone"
+            )
+        needed = sum(_padded(storage.nbytes()) for storage in storages)
+        if needed > self.nbytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one first, so that both are never there
+            self._memory = devices.host_empty(needed, self.device)
+
+    def store(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        """Copy ``storages`` here, then free them on their device. Returns their bytes."""
+        stored = []
+        for storage in storages:
+            if nbytes := storage.nbytes():
+                self._memory[self._used : self._used + nbytes].copy_(_bytes(storage), non_blocking=True)
+                stored.append((storage, self._used, nbytes))
+                self._used += _padded(nbytes)
+        devices.synchronize(self.device)
+        self._away += stored  # before anything is freed
+        for storage, _, _ in stored:
+            storage.resize_(0)
+        return sum(nbytes for _, _, nbytes in stored)
+
+    def restore(self, stream: Any = None) -> None:
+        """Bring all that is here back to where it was; on an accelerator the copies run on ``stream`` and are not waited
+        for, and the storages are allocated on the current one, which is where they are used and freed."""
+        for storage, _, nbytes in self._away:
+            storage.resize_(nbytes)
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with stream or nullcontext():
+            for storage, offset, nbytes in self._away:
+                _bytes(storage).copy_(self._memory[offset : offset + nbytes], non_blocking=True)
+        self._away, self._used = [], 0
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+class Swap:
+    """One rank's swaps between the training tensors ``weights`` (by name, as ``plan.source`` has them for ``rank``) and
+    the rollout's, which it makes: ``rollout``, by the names of ``plan.target``, filled only while GENERATING.
+
+    ``state`` gives the gradients and optimizer state of the moment (:func:`training_state`). ``device`` is where all of it
+    lives; what ``state`` has elsewhere stays there. ``group`` has ``plan.world`` ranks, this one the ``rank``-th.
+    ``deadline``: seconds that a round may take. ``watch`` is called at the end of each phase and after each round.
+    Methods are called from one thread, and on every rank of the group alike.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        weights: Mapping[str, torch.Tensor],
+        state: Callable[[], Iterable[torch.Tensor]],
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        deadline: float = 600.0,
+        watch: Watch = lambda phase: None,
+    ) -> None:
+        tensors = plan.source.ranks[rank] if rank < plan.source.world else ()
+        _check_weights(tensors, weights, rank)
+        self.plan, self.rank, self.device = plan, rank, device
+        self._weights, self._training_state = dict(weights), state
+        self._deadline, self._watch = deadline, watch
+        self._gather = Gather(
+            plan, rank, device=device, group=group, deadline=deadline, watch=lambda: self._watch(Phase.GATHER)
+        )
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._stream = devices.stream(device)
+        self.arena = Arena(device)
+        self.state = State.TRAINING
+        self.seconds: dict[Phase, float] = {}
+        """What each phase of the last swap took; PREFETCH the copies themselves, beside whatever else ran (on an
+        accelerator: their submission)."""
+        self.waited = 0.0
+        """Seconds that the last ``ready`` waited."""
+        self.rollout: dict[str, torch.Tensor] = {}
+        for tensor in plan.target.ranks[rank] if rank < plan.target.world else ():
+            self.rollout[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        self._release_rollout()
+
+    def to_rollout(self) -> Mapping[str, torch.Tensor]:
+        """Fill the rollout's tensors, and move all that trains to host memory. Returns ``rollout``. Raises
+        :class:`SwapError`, with everything as it was, when a rank does not answer or a checksum is wrong."""
+        self._expect(State.TRAINING, "to_rollout")
+        weights = _storages(self._weights.values())
+        mine = {storage._cdata for storage in weights}
+        state = [
+            s for s in _storages(self._training_state()) if s._cdata not in mine and s.device.type == self.device.type
+        ]
+        self.arena.reserve([*state, *weights])
+        self.seconds = {}
+        try:
+            with self._phase(Phase.OFFLOAD_STATE):
+                self.arena.store(state)
+            with self._phase(Phase.GATHER):
+                for tensor in self.rollout.values():
+                    tensor.untyped_storage().resize_(prod(tensor.shape) * tensor.element_size())
+                self._gather(self._weights, self.rollout)
+            with self._phase(Phase.OFFLOAD_WEIGHTS):
+                self.arena.store(weights)
+        except BaseException as error:
+            self._release_rollout()
+            self.arena.restore()
+            devices.synchronize(self.device)
+            if isinstance(error, GatherError):
+                told = "the training state is back, the rollout has no weights"
+                raise SwapError(f"{error}; {told}") from error
+            raise
+        devices.release_cached(self.device)
+        self.state = State.GENERATING
+        return self.rollout
+
+    def prefetch(self) -> None:
+        """Let the rollout's weights go and start to bring the training state back; returns at once."""
+        self._expect(State.GENERATING, "prefetch")
+        devices.synchronize(self.device)  # generation may have used other streams
+        self._release_rollout()
+        self.state = State.RETURNING
+        if self._stream is None:
+            self._thread = threading.Thread(target=self._restore, name=f"prefetch-{self.rank}", daemon=True)
+            self._thread.start()
+        else:
+            self._restore()
+
+    def ready(self, timeout: float | None = None) -> None:
+        """Wait until the training state is back (``timeout`` seconds, default the deadline), and start bringing it back
+        when nobody has. Raises :class:`SwapError`."""
+        if self.state is State.GENERATING:
+            self.prefetch()
+        self._expect(State.RETURNING, "ready")
+        started, limit = time.perf_counter(), self._deadline if timeout is None else timeout
+        if self._thread is not None:
+            self._thread.join(limit)
+            if self._thread.is_alive():
+                raise SwapError(f"rank {self.rank}: the training state is not back within {limit:g} s; wait again")
+            self._thread = None
+        if self._stream is not None:
+            torch.accelerator.current_stream(self.device).wait_stream(self._stream)
+            devices.synchronize(self.device)
+        if (failure := self._failure) is not None:
+            self._failure, self.state = None, State.GENERATING  # what is in the arena is still there
+            raise SwapError(
+                f"rank {self.rank}: the training state could not be brought back ({failure}); free device memory and "
+                "call ready() again"
+            ) from failure
+        self.waited = time.perf_counter() - started
+        self.state = State.TRAINING
+        self._watch(Phase.PREFETCH)
+
+    def temporary_bytes(self) -> int:
+        """Bytes of the buckets that are alive."""
+        return self._gather.temporary_bytes()
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _expect(self, state: State, call: str) -> None:
+        if self.state is not state:
+            raise RuntimeError(
+                f"{call}() while {self.state.value}; the order is to_rollout(), then prefetch(), then ready()"
+            )
+
+    @contextmanager
+    def _phase(self, phase: Phase) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        devices.synchronize(self.device)
+        self.seconds[phase] = time.perf_counter() - started
+        self._watch(phase)
+
+    def _release_rollout(self) -> None:
+        for tensor in self.rollout.values():
+            tensor.untyped_storage().resize_(0)
+
+    def _restore(self) -> None:
+        started = time.perf_counter()
+        try:
+            self.arena.restore(self._stream)
+        except BaseException as error:  # raised by ready()
+            self._failure = error
+        self.seconds[Phase.PREFETCH] = time.perf_counter() - started
+
+
+def _check_weights(tensors: Iterable[LocalTensor], weights: Mapping[str, torch.Tensor], rank: int) -> None:
+    wanted = {tensor.name: tensor for tensor in tensors}
+    if missing := sorted(wanted.keys() ^ weights.keys()):
+        where = "the plan" if missing[0] in weights else "weights"
+        raise ValueError(f"weights: {missing[0]!r} is not in {where} of rank {rank}; lay out the model that is trained")
+    for name, tensor in wanted.items():
+        given = weights[name]
+        if tuple(given.shape) != tensor.shape or given.dtype != tensor.dtype:
+            raise ValueError(
+                f"weights: {name!r} is {given.dtype} {list(given.shape)} on rank {rank} where the plan has {tensor.dtype} "
+                f"{list(tensor.shape)}; give the local tensors of the layout that the plan was made from"
+            )

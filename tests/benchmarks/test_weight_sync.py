@@ -1,0 +1,49 @@
+"""The weight sync benchmark still runs, and its figures are those of the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.weight_sync import ARMS, config, main
+from stages.resharding.layout import Layout, model_state, place
+from stages.resharding.plan import adamw_bytes, memory, plan_reshard
+
+
+def test_the_smoke_run_counts_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--smoke", "--train", "tp=2", "--rollout", "dp=2", "--json", str(tmp_path / "sync.json")])
+    told = json.loads((tmp_path / "sync.json").read_text())
+    state = model_state(config("tiny"))
+    train = place(state, Layout(tp=2))
+    plan = plan_reshard(train, place(state, Layout(dp_replicate=2), names="vllm"), bucket_bytes=2**16)
+    figures = {one.phase.value: one for one in memory(plan, adamw_bytes(train))}
+
+    assert [one["phase"] for one in told["phases"]] == ["offload state", "gather", "offload weights", "bring back"]
+    for one in told["phases"]:
+        assert one["ratio"] > 0
+        assert one["rate"] == pytest.approx(one["nbytes"] / one["seconds"])
+    sizes = {one["phase"]: one["nbytes"] for one in told["phases"]}
+    assert sizes["gather"] == state.nbytes
+    assert sizes["offload state"] + sizes["offload weights"] == sizes["bring back"]
+
+    arms = {one["arm"]: one for one in told["arms"]}
+    assert tuple(arms) == ARMS
+    trained = max(figures["train"].live)
+    for arm in ("swap", "swap, prefetch"):
+        assert arms[arm]["released"] == trained
+        assert arms[arm]["generating"] == max(figures["generate"].live)
+        assert arms[arm]["peak"] == max(max(one.live) for one in figures.values())
+        assert 0 < arms[arm]["temporary"] == max(plan.temporary) <= 2 * told["bucket_bytes"]
+    assert arms["naive"]["released"] == 0
+    assert arms["naive"]["generating"] == trained + state.nbytes
+    assert arms["naive"]["peak"] > arms["swap"]["peak"]
+    assert all(one["exposed"] > 0 for one in arms.values())
+    assert arms["swap, prefetch"]["hidden"] == pytest.approx(
+        arms["swap"]["exposed"] - arms["swap, prefetch"]["exposed"]
+    )
+    assert told["goals"]["temporary of two buckets or less"]
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].strip() for line in lines if line.startswith(("naive", "swap"))] == list(ARMS)
