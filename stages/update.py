@@ -4,14 +4,15 @@
        ▲                                                          └─▶ publish v + 1: the gate opens ─▶ checkpoint?
 
 A killed worker's successor loads the last checkpoint and replays the steps that the index has recorded since: their rows
-are still there, the arithmetic is deterministic, so it arrives at the very weights that were lost.
+are still there, the arithmetic is deterministic, so it arrives at the very weights that were lost. Where the engine has
+several ranks, this is what the first of them does (``stages.gang``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import structlog
@@ -22,7 +23,9 @@ from pipeline.controller import Output
 from pipeline.dock import Dock
 from pipeline.index import BoundBroken, Claim
 from stages.algorithms import Algorithm
+from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
+from stages.gang import Gang, trained_columns
 from stages.weight_sync import WeightStore
 
 log = structlog.get_logger()
@@ -46,9 +49,10 @@ class Update:
         version: int,
         after_step: Callable[[int], Awaitable[None]],
         after_last: Callable[[], None],
+        gang: Gang | None = None,
     ) -> None:
-        reference = ("ref_logprobs",) if algorithm.needs_reference else ()
-        self.fetches = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", "reward", *reference)
+        self.gang = gang or Gang(dock.index, Ranks(0))
+        self.fetches: tuple[str, ...] = ("reward",)  # what is trained on, each rank fetches itself
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
@@ -64,9 +68,7 @@ class Update:
         """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
         at = await self.dock.index.call("room_at_gate")
         while self.trained < at["trained"]:
-            claim = await self.dock.index.replay(self.trained)
-            batch = train_batch(claim, await self.dock.fetch(claim, self.fetches))
-            await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+            await self._train(await self.dock.index.replay(self.trained))
             log.info("step replayed", step=self.trained)
             self.trained += 1
         if at["published"] < self.trained:
@@ -80,9 +82,8 @@ class Update:
             raise BoundBroken(
                 f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
             )
-        batch = train_batch(claim, rows)
         began = time.monotonic()
-        metrics = await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+        metrics = await self._train(claim)
         seconds = time.monotonic() - began
         ledger = await self.dock.index.ledger()
         trained_tokens = int(claim.tokens.sum())
@@ -103,9 +104,17 @@ class Update:
         if self.trained >= self.steps:
             self._after_last()
 
+    async def _train(self, claim: Claim) -> Mapping[str, float]:
+        """One optimizer step on the claim's rows, by all ranks."""
+        shares = await self.gang.deal(self.dock, claim)
+        await self.gang.tell("train", claim=claim.record(), shares=shares)
+        batch = await self.gang.fetch(self.dock, claim, shares, trained_columns(self.algorithm))
+        return await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+
     async def publish(self) -> None:
         """Put the engine's weights into host memory as the current version, and tell the index."""
         began = time.monotonic()
+        await self.gang.tell("publish")
         published = await asyncio.to_thread(self.store.publish, self.trained, self.engine.weights())
         await self.dock.index.call("publish", version=self.trained, record=published.record())
         await self.dock.index.emit(
@@ -119,14 +128,6 @@ class Update:
                 "hidden_seconds": 0.0,
             },
         )
-
-
-def train_batch(claim: Claim, rows: TensorDict) -> TensorDict:
-    """``rows`` with the columns ``group`` and ``place``, as :meth:`TrainEngine.train_batch` takes them."""
-    batch = rows.copy()
-    batch["group"] = torch.from_numpy(claim.group.astype("int64"))
-    batch["place"] = torch.from_numpy(claim.place.astype("int64"))
-    return batch
 
 
 def step_event(step: int, claim: Claim, reward: torch.Tensor, stale: list[int], metrics: Any) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stages.engines.torch_sharded import Ranks, join
+from stages.engines.plans import Ranks
+from stages.engines.torch_sharded import join
 
 DEADLINE = 120.0
 

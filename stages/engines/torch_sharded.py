@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 
 from stages import device as devices
+from stages.engines.plans import Ranks
 from stages.engines.torch_train import TorchTrainEngine, _Packed
 
 FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
@@ -41,31 +41,10 @@ STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise":
 SUMMED = "replicated_with_grad_allreduce"  # each rank has the whole weight, and sees the heads that it holds
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """``rank`` of ``dp · tp``. The ranks that cut one replica's matrices between them (tp) are neighbours; the replica of
-    a rank says which share of the batch it takes."""
-
-    rank: int
-    dp: int = 1
-    tp: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world:
-            raise ValueError(f"rank: {self.rank} of {self.world}; ranks are counted from 0")
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.tp
-
-    @property
-    def replica(self) -> int:
-        return self.rank // self.tp
-
-
 def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) -> None:
     """Become a rank of torch.distributed's default group: every rank calls this, and returns when all have. A collective
     call that some rank does not join within ``timeout`` seconds raises on the others."""
+    devices.use(device)
     dist.init_process_group(
         devices.backend(device),
         store=store,
@@ -77,34 +56,46 @@ def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) 
 
 
 class ShardedTrainEngine(TorchTrainEngine):
-    """A :class:`TorchTrainEngine` whose model lies in shards on ``ranks``; torch.distributed is initialised (:func:`join`).
+    """A :class:`TorchTrainEngine` whose model lies in shards on ``ranks``. With ``store`` it joins the others (:func:`join`)
+    and leaves at :meth:`close`; without, torch.distributed is initialised already.
 
     Every rank gives the same whole ``model`` (on the CPU), and to :meth:`train_batch` and :meth:`logprobs` the rows of
     its replica's share, at least one, disjoint from the other replicas'. Results are those of one process that has all
-    rows, up to the order of sums; metrics are the same on all ranks. ``master`` is the dtype of weights, gradients' sums
-    and optimizer (default: the model's); with a wider one than the model's, the model computes, and :meth:`weights`
-    publishes, in its own dtype, of which float32 masters are kept.
+    rows, up to the order of sums; metrics are the same on all ranks. Weights, sums of gradients and the optimizer's state
+    have the model's dtype; ``compute`` is the dtype of the arithmetic and of what :meth:`weights` publishes (default: the
+    same). A float32 model that computes in bfloat16 is mixed precision with float32 masters.
 
     Raises ValueError for a model whose tensor-parallel plan this engine cannot follow.
     """
 
     def __init__(
-        self, model: PreTrainedModel, ranks: Ranks, *, master: torch.dtype | None = None, **options: Any
+        self,
+        model: PreTrainedModel,
+        ranks: Ranks,
+        *,
+        compute: torch.dtype | None = None,
+        store: dist.Store | None = None,
+        timeout: float = 300.0,
+        device: torch.device | str | None = None,
+        **options: Any,
     ) -> None:
-        self.ranks = ranks
-        self._master = master or model.dtype
+        self.ranks, self._compute_in = ranks, compute or model.dtype
         self._kind = type(model).__name__  # FSDP makes it another class
-        super().__init__(model, **options)
+        self._joined = store is not None
+        device = devices.of_rank(torch.device(device) if device is not None else devices.select(), ranks.rank)
+        if store is not None:
+            join(ranks, store, device, timeout)
+        super().__init__(model, device=device, **options)
 
     def _place(self) -> dict[str, nn.Parameter]:
         self._take_over(torch.device("cpu"))  # before the model is cut
         ranks, kind = self.ranks, self.device.type
         self._mesh = init_device_mesh(kind, (ranks.dp, ranks.tp), mesh_dim_names=("dp", "tp"))
         everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("all",))
-        nn.Module.to(self.model, self._master)
+        master, self._dtype = self._dtype, self._compute_in
         if ranks.tp > 1:
             _cut_matrices(self.model, self._mesh["tp"])
-        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=self._master)
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
         for layer in _layers(self.model):
             _shard(layer, self._mesh["dp"], policy, 1.0)
         # The model's own parameters have the same gradient on all tp ranks of a replica.
@@ -167,6 +158,12 @@ class ShardedTrainEngine(TorchTrainEngine):
             return super().logprobs(batch)
         finally:
             self.model.reshard()  # type: ignore[operator]  # its own parameters stay gathered after a forward alone
+
+    def close(self) -> None:
+        super().close()
+        if self._joined:
+            self._joined = False
+            dist.destroy_process_group()
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Whole tensors, gathered one at a time: every rank must take them all."""

@@ -9,8 +9,8 @@ from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from stages.algorithms.grpo import GRPO
-from stages.engines.plans import GroupShape, deal
-from stages.engines.torch_sharded import Ranks, ShardedTrainEngine, _whole
+from stages.engines.plans import GroupShape, Ranks, deal
+from stages.engines.torch_sharded import ShardedTrainEngine, _whole
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 
 SIZES: dict[str, Any] = {

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.engines.plans import GroupShape, deal
-from stages.engines.torch_sharded import Ranks
+from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch_train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.ranks import on_ranks
