@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,8 @@ class Checkpoint:
     def load_into(self, engine: TrainEngine) -> None:
         """Give ``engine`` the state that was saved, by whatever ranks. All ranks of an engine make this call."""
         state = engine.state_dict()
-        dcp.load(state, checkpoint_id=self.path / TRAIN, no_dist=not _sharded(state))
+        with _no_warning():
+            dcp.load(state, checkpoint_id=self.path / TRAIN, no_dist=not _sharded(state))
         engine.load_state_dict(state)
 
 
@@ -76,7 +79,8 @@ def write(partial: Path, engine: TrainEngine) -> None:
     first rank, when all is written."""
     engine.save_pretrained(partial / "model")
     state = engine.state_dict()
-    dcp.save(state, checkpoint_id=partial / TRAIN, no_dist=not _sharded(state))
+    with _no_warning():
+        dcp.save(state, checkpoint_id=partial / TRAIN, no_dist=not _sharded(state))
 
 
 def finish(
@@ -102,6 +106,14 @@ def _sharded(state: Any) -> bool:
     if isinstance(state, dict):
         return any(_sharded(value) for value in state.values())
     return isinstance(state, DTensor)
+
+
+@contextmanager
+def _no_warning() -> Iterator[None]:
+    """torch warns that it takes a single process for what it is, although it is told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def latest(directory: Path) -> Checkpoint | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from orchestration import checkpoint
 from stages.algorithms.grpo import GRPO
+from stages.engines import torch_sharded
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch_sharded import ShardedTrainEngine, _whole
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
@@ -39,7 +42,8 @@ def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) ->
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # not all ones or zeros, so that a permuted or missing one shows
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
-    torch.nn.Module.to(model, dtype)
+    for parameter in model.parameters():  # not the buffers: from_pretrained leaves the rotary frequencies in float32
+        parameter.data = parameter.data.to(dtype)
     return model.eval()
 
 
@@ -110,7 +114,7 @@ def one_step(ranks: Ranks, kind: str, how: str, normalization: str, options: dic
 
 def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """numpy, which crosses processes by value."""
-    return {name: value.detach().float().numpy() for name, value in tensors.items()}
+    return {name: value.detach().float().numpy().copy() for name, value in tensors.items()}
 
 
 def steps(ranks: Ranks, kind: str, count: int, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -118,3 +122,60 @@ def steps(ranks: Ranks, kind: str, count: int, options: dict[str, Any]) -> list[
     engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
     told = [dict(engine.train_batch(share(ranks, seed=seed), algorithm())) for seed in range(count)]
     return [*told, _plain(weights_of(engine))]
+
+
+def saved(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A step, and a checkpoint after it, as the ranks of a run write it."""
+    engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
+    engine.train_batch(share(ranks, seed=0), algorithm())
+    checkpoint.write(Path(folder), engine)
+    return whole_state(engine)
+
+
+def resumed(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state of other weights after that checkpoint was loaded into them, and after one step more."""
+    engine = ShardedTrainEngine(model_of(kind, seed=9), ranks, **{**OPTIONS, **options})
+    checkpoint.Checkpoint(Path(folder), 1, {}, []).load_into(engine)
+    before = whole_state(engine)
+    engine.train_batch(share(ranks, seed=1), algorithm())
+    return before, whole_state(engine)
+
+
+def whole_state(engine: Any) -> dict[str, Any]:
+    """``engine.state_dict()`` with whole tensors, flat."""
+    state = engine.state_dict()
+    tensors = {
+        f"{part}/{name}": _whole(value)
+        for part in ("model", "exp_avg", "exp_avg_sq")
+        for name, value in state[part].items()
+    }
+    return {**_plain(tensors), "step": state["step"]}
+
+
+def written(ranks: Ranks, kind: str, folder: str, file_bytes: int) -> None:
+    """A Hugging Face checkpoint of bfloat16 compute over float32 weights, in files of at most ``file_bytes``."""
+    torch_sharded.FILE_BYTES = file_bytes
+    engine = ShardedTrainEngine(model_of(kind), ranks, compute=torch.bfloat16, **OPTIONS)
+    engine.save_pretrained(Path(folder))
+
+
+def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
+    """Steps in mixed precision: dtypes of what is computed, kept and published, and what came of it."""
+    engine = ShardedTrainEngine(model_of("qwen3"), ranks, compute=torch.bfloat16, **{**OPTIONS, "learning_rate": 1e-4})
+    seen: dict[str, str] = {}
+    layer = engine.model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, args, out: seen.update(computed=str(out.dtype)))
+    first = [row.tolist() for row in engine.logprobs(share(ranks)).unbind()]
+    for seed in range(count):
+        metrics = engine.train_batch(share(ranks, seed=seed), algorithm())
+    published = weights_of(engine)
+    return {
+        "computed": seen["computed"],
+        "kept": {str(value.dtype) for value in engine.state_dict()["exp_avg"].values()}
+        | {str(value.dtype) for value in engine.state_dict()["model"].values()},
+        "published": {str(value.dtype) for value in published.values()},
+        "logprobs": first,
+        "loss": metrics["loss"],
+        "masters": _plain({name: _whole(value) for name, value in engine.state_dict()["model"].items()}),
+        "weights": _plain(published),
+    }

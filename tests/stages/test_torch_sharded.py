@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
+from orchestration.checkpoint import Checkpoint, write
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch_train import TorchTrainEngine
 from tests.batches import make_batch
@@ -19,11 +22,16 @@ from tests.stages.sharded import (
     OPTIONS,
     algorithm,
     gradients_of_step,
+    mixed_steps,
     model_of,
     one_step,
     positions,
+    resumed,
+    saved,
     steps,
     weights_of,
+    whole_state,
+    written,
 )
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2)]
@@ -104,6 +112,90 @@ def test_a_step_on_ranks_has_the_same_bits_each_time() -> None:
     assert once[:-1] == again[:-1]
     for name, value in once[-1].items():
         np.testing.assert_array_equal(value, again[-1][name], err_msg=name)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_what_any_layout_has_saved_any_other_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """dp2 saves; tp2 and one process without torch.distributed resume it; tp2's continuation is resumed by dp2 · tp2."""
+    options: dict[str, Any] = {"grad_clip": 0.5, "weight_decay": 0.1}
+    first = tmp_path / "first"
+    state = on_ranks(2, 1, saved, "qwen3", str(first), options)[0]
+    assert any(np.abs(value).max() > 0 for name, value in state.items() if name.startswith("exp_avg/"))
+    alone = TorchTrainEngine(model_of("qwen3", seed=9), **{**OPTIONS, **options})
+    Checkpoint(first, 1, {}, []).load_into(alone)
+    assert_same_state(whole_state(alone), state)
+    alone.train_batch(make_batch(seed=1), algorithm())
+    expected = whole_state(alone)
+    for dp, tp in ((1, 2), (2, 2)):
+        before, after = on_ranks(dp, tp, resumed, "qwen3", str(first), options)[0]
+        assert_same_state(before, state)
+        assert after["step"] == expected["step"] == 2
+        for name in expected.keys() - {"step"}:
+            gap = np.linalg.norm(after[name] - expected[name]) / np.linalg.norm(expected[name])
+            assert gap < 1e-4, f"{name}: {gap}"
+
+
+def test_what_one_process_has_saved_ranks_resume(tmp_path: Path) -> None:
+    alone = TorchTrainEngine(model_of("llama"), **OPTIONS)
+    alone.train_batch(make_batch(), algorithm())
+    write(tmp_path, alone)
+    before, _ = on_ranks(2, 1, resumed, "llama", str(tmp_path), {})[0]
+    assert_same_state(before, whole_state(alone))
+
+
+def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    engine = TorchTrainEngine(model_of("llama"), **OPTIONS)
+    with pytest.raises(ValueError, match="model differs"):
+        engine.load_state_dict(TorchTrainEngine(model_of("qwen3"), **OPTIONS).state_dict())
+
+
+@pytest.mark.parametrize(("file_bytes", "files"), [(2**30, 1), (20_000, None)])
+def test_a_hugging_face_checkpoint_of_any_layout_opens_with_transformers(
+    file_bytes: int, files: int | None, tmp_path: Path
+) -> None:
+    on_ranks(1, 2, written, "biased", str(tmp_path), file_bytes)
+    found = sorted(tmp_path.glob("*.safetensors"))
+    assert len(found) == files if files else len(found) > 3
+    assert files or all(path.stat().st_size < 24_000 for path in found)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(opened).__name__ == "LlamaForCausalLM"
+    assert opened.dtype == torch.bfloat16
+    expected = dict(model_of("biased", dtype=torch.bfloat16).named_parameters())
+    got = dict(opened.named_parameters())
+    assert got.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(got[name], weight), name
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+def test_mixed_precision_computes_in_bfloat16_over_float32_masters() -> None:
+    [one] = on_ranks(1, 1, mixed_steps, 3)
+    two = on_ranks(2, 1, mixed_steps, 3)
+    assert (one["computed"], one["kept"], one["published"]) == ("torch.bfloat16", {"torch.float32"}, {"torch.bfloat16"})
+    half = TorchTrainEngine(model_of("qwen3", dtype=torch.bfloat16), **OPTIONS)
+    assert one["logprobs"] == [row.tolist() for row in half.logprobs(make_batch()).unbind()], "the bfloat16 model's own"
+    for name, master in one["masters"].items():
+        published = torch.from_numpy(master).bfloat16().float().numpy()
+        np.testing.assert_array_equal(one["weights"][name], published, err_msg=name)
+    before = {name: value.detach().numpy() for name, value in model_of("qwen3").named_parameters()}
+    for name, master in one["masters"].items():
+        assert not np.array_equal(master, torch.from_numpy(master).bfloat16().float().numpy()), (
+            "more than bfloat16 holds"
+        )
+        moved = master - before[name]
+        gap = np.linalg.norm(two[0]["masters"][name] - master) / np.linalg.norm(moved)
+        assert gap < 0.2, f"{name}: two ranks went another way than one ({gap})"
+    assert two[0]["loss"] == pytest.approx(one["loss"], rel=0.02)
 
 
 # --- shares ----------------------------------------------------------------------------------------------------------
