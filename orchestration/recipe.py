@@ -749,7 +749,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
             "launch.launcher",
         ),
     ),
-    (_ranks_have_cores, ("train.dp", "train.tp", "train.device")),
     (_heads_divide, ("train.tp", "model.source")),
+    (_ranks_have_cores, ("train.dp", "train.tp", "train.device")),
     (_precision_means_something, ("train.precision", "model.dtype")),
 )
