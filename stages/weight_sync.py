@@ -71,19 +71,19 @@ class WeightStore:
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Published:
         """Write ``weights`` as ``version`` into the slot that holds the oldest. Each byte is copied once, and read once
-        for its checksum while it is warm."""
-        layout, at = [], 0
-        named = list(weights)
-        for name, value in named:
-            nbytes = value.numel() * value.element_size()
-            layout.append(Tensor(name, str(value.dtype).removeprefix("torch."), list(value.shape), at, nbytes))
-            at = (at + nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
-        slot = version % self.slots
-        memory = np.frombuffer(self._open(slot, max(at, 1)), np.uint8)
-        target = torch.from_numpy(memory)
-        buckets, written, start = [], 0, 0
-        for tensor, (_, value) in zip(layout, named, strict=True):
+        for its checksum while it is warm; one tensor is held at a time, so that a sharded engine may gather them one by
+        one."""
+        layout, buckets, slot = [], [], version % self.slots
+        at = written = start = 0
+        memory = np.frombuffer(self._open(slot, 1), np.uint8)
+        for name, value in weights:
             source = value.detach().contiguous().view(-1).view(torch.uint8)
+            tensor = Tensor(name, str(value.dtype).removeprefix("torch."), list(value.shape), at, source.numel())
+            layout.append(tensor)
+            at = (at + tensor.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
+            if at > len(memory):  # the first time; later versions find the file as long as they are
+                memory = np.frombuffer(self._open(slot, at), np.uint8)
+            target = torch.from_numpy(memory)
             for begin in range(0, tensor.nbytes, self.bucket_bytes):
                 piece = source[begin : begin + self.bucket_bytes]
                 target[tensor.offset + begin : tensor.offset + begin + piece.numel()].copy_(piece)
