@@ -293,6 +293,33 @@ def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Seque
     return recipe
 
 
+# What a run may have otherwise when it is resumed: where and how it is computed, not what.
+HOW = (
+    "train.dp",
+    "train.tp",
+    "train.device",
+    "train.threads",
+    "train.token_budget",
+    "train.activation_checkpointing",
+    "rollout.device",
+    "rollout.threads",
+    "rollout.workers",
+    "launch",
+)
+
+
+def changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """``recipe`` with ``overrides`` of the keys in :data:`HOW`. Raises :class:`RecipeError`."""
+    data = json.loads(recipe.to_json())
+    refused = [
+        Problem("--set", text, "would change what the run computes", f"only these may change: {', '.join(HOW)}")
+        for text in overrides
+        if not any(f"{text.partition('=')[0].strip()}.".startswith(f"{key}.") for key in HOW)
+    ]
+    found = refused or [problem for text in overrides if (problem := _override(data, text))]
+    return parse_recipe(data, where=recipe.name, problems=found)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # From text to fields
 

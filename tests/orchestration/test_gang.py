@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from orchestration.run import Run
+from orchestration.recipe import RecipeError
+from orchestration.run import Run, RunError
 from orchestration.supervisor import Outcome, Supervisor
 from orchestration.synchronous import synchronous_run
 from orchestration.worker import EXIT_FATAL, flow_of, workers_of
@@ -86,6 +87,43 @@ async def test_any_rank_may_be_killed_and_the_weights_are_those_of_an_undisturbe
     told, weights = undisturbed
     assert [(step["reward_mean"], step["grad_norm"]) for step in watched.of("step")] == told
     assert_equal(trained(of, result), weights)
+
+
+async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> None:
+    """Cut otherwise, this time by tensor parallelism; what it computes may not change."""
+    of = recipe(TINY, **{**GANG, "train__dp": 1, "launch__launcher": "inline"})
+    expected = [step async for step in synchronous_run(of)]
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 4)
+        watched.stop.set()
+        assert (await work).state == "stopped"
+    before = {step["step"]: step["grad_norm"] for step in watched.of("step")}
+    with pytest.raises(RecipeError, match=r"--set = \"train.steps=9\": would change what the run computes"):
+        Run.resume(tmp_path / "run", ["train.steps=9"])
+    with pytest.raises(RecipeError, match=r"launch.launcher = \"inline\": keeps all workers in one process"):
+        Run.resume(tmp_path / "run", ["train.tp=2"])
+    resumed = Run.resume(tmp_path / "run", ["train.tp=2", "launch.launcher=process"])
+    assert resumed.start is not None
+    assert resumed.start.version == 3
+    watched, result = await complete(resumed)
+    assert result.state == "finished", result.reason
+    told = before | {step["step"]: step["grad_norm"] for step in watched.of("step")}
+    assert [told[step] for step in range(6)] == pytest.approx([s.metrics["grad_norm"] for s in expected], rel=1e-4)
+    assert min(told.values()) > 0.01
+    weights = trained(resumed.recipe, result)
+    for name, weight in expected[-1].engine.weights():
+        assert (weights[name] - weight).norm() < 1e-4 * weight.norm(), name
+    with pytest.raises(RunError, match="nothing to resume"):
+        Run.resume(tmp_path / "run", ["train.tp=1"])
+
+
+@pytest.mark.parametrize("section", ["train", "rollout"])
+async def test_a_device_that_is_not_here_fails_the_run_at_once(section: str, tmp_path: Path) -> None:
+    of = recipe(TINY, **{f"{section}__device": "nowhere"})
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "failed"
+    assert "DeviceMissing: device 'nowhere'" in result.reason
+    assert not [w for w in watched.of("worker") if w["change"] == "restarted"]
 
 
 def test_each_rank_is_a_worker() -> None:
