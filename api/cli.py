@@ -115,14 +115,15 @@ def run(
 @app.command()
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run that did not finish.")],
+    set_: SetOption = None,
     json: JsonOption = False,
     plain: PlainOption = False,
 ) -> None:
-    """Go on from the newest checkpoint of the run in RUN_DIR."""
+    """Go on from the newest checkpoint of the run in RUN_DIR, on other devices or ranks if --set says so."""
     from orchestration.run import Run, RunError
 
     try:
-        made = Run.resume(run_dir)
+        made = Run.resume(run_dir, set_ or [])
     except (RunError, OSError, ValueError) as error:
         _refuse(str(error))
     raise typer.Exit(_show(made, json=json, plain=plain))

@@ -214,7 +214,12 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
     if plan.parameters:
         rows += [
             ("model", f"{plan.parameters:,} weights in {recipe.model.dtype}"),
-            ("training", f"{format_size(plan.train_bytes)} for weights, gradients and optimizer, activations on top"),
+            (
+                "training",
+                f"{format_size(plan.train_bytes)} for weights, gradients and optimizer"
+                + (f" on each of {plan.train_ranks} ranks" if plan.train_ranks > 1 else "")
+                + ", activations on top",
+            ),
             ("rollout", f"{format_size(plan.rollout_bytes)} for weights, KV caches on top"),
             ("weight sync", f"{format_size(plan.slot_bytes)} of shared memory"),
         ]

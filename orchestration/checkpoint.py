@@ -1,11 +1,12 @@
 """Checkpoints: all that a run needs to go on from step k as if it had never stopped.
 
     checkpoints/step-00000020/   model/     a Hugging Face checkpoint
-                                 train.pt   optimizer, schedule, RNG and weights, bit for bit
+                                 train/     optimizer's state and weights, bit for bit: a shard of each rank
                                  run.json   version, prompt position, ledger, groups still to be made
 
-Written beside its final name and renamed at the end: a folder that is there is whole. Prompts are a pure function of the
-group's number, so the prompt position is a number, and groups in flight are simply made again.
+``train/`` is a distributed checkpoint of torch: ranks of any number and layout read what any others have written. The
+folder is written beside its final name and renamed at the end: one that is there is whole. Prompts are a pure function of
+the group's number, so the prompt position is a number, and groups in flight are simply made again.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from stages.engines.protocols import TrainEngine
 from stages.models import Tokenizer
 
+TRAIN = "train"
 _NAME = "step-{:08d}"
 
 
@@ -40,8 +45,11 @@ class Checkpoint:
         return self.path / "model"
 
     def load_into(self, engine: TrainEngine) -> None:
-        # Written by this program into the run's own folder; the optimizer's state holds more than tensors.
-        engine.load_state_dict(torch.load(self.path / "train.pt", weights_only=False))
+        """Give ``engine`` the state that was saved, by whatever ranks. All ranks of an engine make this call."""
+        state = engine.state_dict()
+        with _no_warning():
+            dcp.load(state, checkpoint_id=self.path / TRAIN, no_dist=not _sharded(state))
+        engine.load_state_dict(state)
 
 
 def save(
@@ -52,20 +60,60 @@ def save(
     index_state: Mapping[str, Any],
     keep: int,
 ) -> Checkpoint:
-    """Write the checkpoint of ``version`` and drop all but the newest ``keep``."""
-    final = directory / _NAME.format(version)
-    partial = directory / f".{final.name}.partial"
+    """Write the checkpoint of ``version`` and drop all but the newest ``keep``: what an engine of one rank needs."""
+    partial = begin(directory, version)
+    write(partial, engine)
+    return finish(directory, tokenizer, version, index_state, keep)
+
+
+def begin(directory: Path, version: int) -> Path:
+    """An empty folder to :func:`write` the checkpoint of ``version`` into."""
+    partial = _partial(directory, version)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    return partial
+
+
+def write(partial: Path, engine: TrainEngine) -> None:
+    """Put the engine's weights and state into ``partial``: each rank its shard, in one collective call. Returns, on the
+    first rank, when all is written."""
     engine.save_pretrained(partial / "model")
+    state = engine.state_dict()
+    with _no_warning():
+        dcp.save(state, checkpoint_id=partial / TRAIN, no_dist=not _sharded(state))
+
+
+def finish(
+    directory: Path, tokenizer: Tokenizer, version: int, index_state: Mapping[str, Any], keep: int
+) -> Checkpoint:
+    """Add what is not of the engine, and give the checkpoint its name: from now on it is there."""
+    final, partial = directory / _NAME.format(version), _partial(directory, version)
     tokenizer.save_pretrained(partial / "model")
-    torch.save(engine.state_dict(), partial / "train.pt")
     (partial / "run.json").write_text(json.dumps({"version": version, **index_state}, indent=1))
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
     for old in _all(directory)[:-keep]:
         shutil.rmtree(old)
     return open_checkpoint(final)
+
+
+def _partial(directory: Path, version: int) -> Path:
+    return directory / f".{_NAME.format(version)}.partial"
+
+
+def _sharded(state: Any) -> bool:
+    """Whether ``state`` lies on several ranks."""
+    if isinstance(state, dict):
+        return any(_sharded(value) for value in state.values())
+    return isinstance(state, DTensor)
+
+
+@contextmanager
+def _no_warning() -> Iterator[None]:
+    """torch warns that it takes a single process for what it is, although it is told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def latest(directory: Path) -> Checkpoint | None:

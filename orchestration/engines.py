@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from orchestration.recipe import Recipe
+from stages import device as devices
+from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.models import Tokenizer, load_model, load_tokenizer
 
@@ -29,7 +31,8 @@ def threads_of(recipe: Recipe, asked: int) -> int:
     """CPU threads of one engine: what the recipe asks, else the cores shared between generation and training, which run
     at the same time when the run is asynchronous, and in turn when it is not."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    together = 1 if recipe.staleness_plan.slack == 0 else 1 + recipe.rollout.workers
+    training = recipe.train.ranks
+    together = training if recipe.staleness_plan.slack == 0 else training + recipe.rollout.workers
     return asked or max(1, cores // together)
 
 
@@ -45,11 +48,11 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
     )
 
 
-def _model(recipe: Recipe, weights: Path | None) -> tuple[Any, Tokenizer]:
-    """The recipe's model; ``weights`` is the folder of a checkpoint whose weights replace its own."""
+def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:
+    """The recipe's model, in its dtype or another; ``weights`` is the folder of a checkpoint that replaces its weights."""
     source = recipe.model.source if weights is None else str(weights)
     with _LOADING:
-        return load_model(source, dtype=getattr(torch, recipe.model.dtype), seed=recipe.seed)
+        return load_model(source, dtype=getattr(torch, dtype or recipe.model.dtype), seed=recipe.seed)
 
 
 def rollout_engine(recipe: Recipe, *, version: int, weights: Path | None = None) -> RolloutEngine:
@@ -71,29 +74,60 @@ def rollout_engine(recipe: Recipe, *, version: int, weights: Path | None = None)
         max_rows=recipe.rollout.max_rows,
         threads=threads_of(recipe, recipe.rollout.threads),
         initial_version=version,
+        device=devices.select(recipe.rollout.device),
     )
 
 
-def train_engine(recipe: Recipe, *, weights: Path | None = None) -> TrainEngine:
+def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | None = None) -> TrainEngine:
+    """The whole engine in this process, or that of one of the ``ranks`` of a run, which find each other by the file
+    ``meeting``; then all of them make this call."""
     train = recipe.train
     if train.engine == "mock":
         from stages.engines.mock import MockTrainEngine, MockTrainOptions
 
         return MockTrainEngine(MockTrainOptions(**train.mock), seed=recipe.seed)
+    mixed = train.precision == "mixed"
+    if ranks is None and not mixed:
+        return reference_engine(recipe)
+    from torch.distributed import FileStore, HashStore
+
+    from stages.engines.torch_sharded import ShardedTrainEngine
+
+    model, _ = _model(recipe, dtype="float32" if mixed else "")
+    ranks = ranks or Ranks(0)
+    return ShardedTrainEngine(
+        model,
+        ranks,
+        compute=getattr(torch, recipe.model.dtype),
+        store=FileStore(str(meeting), ranks.world) if meeting else HashStore(),
+        timeout=recipe.launch.collective_timeout,
+        **_train_options(recipe),
+    )
+
+
+def reference_engine(recipe: Recipe) -> TrainEngine:
+    """The recipe's policy on one rank, all of it in model.dtype: what a frozen reference is."""
+    if recipe.train.engine == "mock":
+        return train_engine(recipe)
     from stages.engines.torch_train import TorchTrainEngine
 
-    model, _ = _model(recipe, weights)
-    return TorchTrainEngine(
-        model,
-        learning_rate=train.learning_rate,
-        total_steps=train.steps,
-        schedule=train.schedule,
-        warmup_steps=train.warmup_steps,
-        weight_decay=train.weight_decay,
-        betas=train.betas,
-        grad_clip=train.grad_clip,
-        token_budget=train.token_budget,
-        temperature=recipe.rollout.temperature,
-        activation_checkpointing=train.activation_checkpointing,
-        threads=threads_of(recipe, train.threads),
-    )
+    model, _ = _model(recipe)
+    return TorchTrainEngine(model, **_train_options(recipe))
+
+
+def _train_options(recipe: Recipe) -> dict[str, Any]:
+    train = recipe.train
+    return {
+        "learning_rate": train.learning_rate,
+        "total_steps": train.steps,
+        "schedule": train.schedule,
+        "warmup_steps": train.warmup_steps,
+        "weight_decay": train.weight_decay,
+        "betas": train.betas,
+        "grad_clip": train.grad_clip,
+        "token_budget": train.token_budget,
+        "temperature": recipe.rollout.temperature,
+        "activation_checkpointing": train.activation_checkpointing,
+        "threads": threads_of(recipe, train.threads),
+        "device": devices.select(train.device),
+    }

@@ -5,6 +5,7 @@ Memory figures are worst cases: every prompt and every response as long as the r
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written bloc
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
 LONGEST_PROMPT = 2048  # assumed where the recipe sets no prompts.max_prompt_tokens
 SMOLLM2_PARAMETERS = 134_515_008  # its embeddings serve as its head
+SMOLLM2_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
 WEIGHT_SLOTS = 2  # versions that the weight store keeps
 SLAB_SHARE = 1 / 8  # of the arena, in all workers' slabs
 GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena is taken
@@ -43,8 +45,10 @@ class Plan:
     """Responses that all rollout workers together decode at the same time."""
     parameters: int | None
     """Weights of the model; None for the mock model."""
+    train_ranks: int
     train_bytes: int
-    """Weights, gradients and AdamW's two moments, all in the model's dtype. Activations come on top."""
+    """Of one rank: its shards of weights, gradients and AdamW's two moments, all in the model's dtype, or in float32 with
+    mixed precision. Activations and the layers that are gathered to be computed come on top."""
     rollout_bytes: int
     """Weights of all rollout engines, and the copy that each verifies before it swaps. KV caches come on top."""
     reference_bytes: int
@@ -58,6 +62,7 @@ def plan(recipe: Recipe) -> Plan:
     rows_per_step = flow.groups_per_step * size
     parameters = parameters_of(recipe)
     weights = (parameters or 0) * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+    masters = 4 if recipe.train.precision == "mixed" else {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
     return Plan(
         bound=flow.bound,
         window=flow.window,
@@ -72,7 +77,8 @@ def plan(recipe: Recipe) -> Plan:
         tokens_per_step=rows_per_step * recipe.rollout.max_tokens,
         decode_rows=recipe.rollout.workers * recipe.rollout.max_rows,
         parameters=parameters,
-        train_bytes=4 * weights,
+        train_ranks=recipe.train.ranks,
+        train_bytes=-(-4 * (parameters or 0) * masters // recipe.train.ranks),
         rollout_bytes=2 * weights * recipe.rollout.workers,
         reference_bytes=weights if recipe.needs_reference else 0,
         slot_bytes=WEIGHT_SLOTS * weights,
@@ -124,3 +130,19 @@ def parameters_of(recipe: Recipe) -> int | None:
         with safe_open(path, framework="pt") as file:
             count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return count or None
+
+
+def heads_of(recipe: Recipe) -> dict[str, int]:
+    """The heads that tensor-parallel ranks share, by their names in the model's config; empty where there is none."""
+    source = recipe.model.source
+    if source == "smollm2":
+        return SMOLLM2_HEADS
+    if source == "tiny":
+        from stages.models import tiny_model
+
+        config = tiny_model(recipe.seed).config.to_dict()
+    else:
+        path = Path(source).expanduser() / "config.json"
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        config = config.get("text_config", config)
+    return {name: config[name] for name in SMOLLM2_HEADS if config.get(name)}

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import ssl
@@ -81,9 +82,11 @@ class ModelSection(Section):
 
 
 class RolloutSection(Section):
-    """``max_rows``: responses that one worker decodes at the same time. ``threads`` = 0: shared out by the launcher."""
+    """``max_rows``: responses that one worker decodes at the same time. ``threads`` = 0: shared out by the launcher.
+    ``device``: see :func:`stages.device.select`."""
 
     engine: Literal["torch", "mock"] = "torch"
+    device: str = Field(default="auto", min_length=1)
     workers: Count = 1
     max_rows: Count = 32
     max_tokens: Count = 64
@@ -116,9 +119,16 @@ class AlgorithmSection(Section):
 
 
 class TrainSection(Section):
-    """``token_budget``: tokens of one forward and backward pass. ``threads`` = 0: shared out by the launcher."""
+    """``token_budget``: tokens of one forward and backward pass of one rank. ``threads`` = 0: shared out by the launcher.
+    ``dp``: replicas that share out a step's rows, and each layer's weights. ``tp``: ranks that cut each replica's matrices
+    between them. ``precision``: ``model`` keeps weights, gradients and optimizer in model.dtype; ``mixed`` keeps them in
+    float32 and computes in model.dtype. ``device``: see :func:`stages.device.select`."""
 
     engine: Literal["torch", "mock"] = "torch"
+    device: str = Field(default="auto", min_length=1)
+    dp: Count = 1
+    tp: Count = 1
+    precision: Literal["model", "mixed"] = "model"
     steps: Count
     groups_per_step: Count = 4
     learning_rate: float = Field(default=1e-5, gt=0)
@@ -131,6 +141,11 @@ class TrainSection(Section):
     activation_checkpointing: bool = False
     threads: CountOrNone = 0
     mock: dict[str, Any] = {}
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return self.dp * self.tp
 
 
 TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")
@@ -187,12 +202,14 @@ class CheckpointSection(Section):
 
 
 class LaunchSection(Section):
-    """``max_restarts``: of dead workers, in one run."""
+    """``max_restarts``: of dead workers, in one run. ``collective_timeout``: seconds for which a rank of the train engine
+    waits for another in a call that they make together."""
 
     launcher: Literal["process", "inline"] = "process"
     max_restarts: CountOrNone = 3
     startup_timeout: Seconds = 300.0
     stop_timeout: Seconds = 30.0
+    collective_timeout: Seconds = 300.0
 
 
 class Recipe(Section):
@@ -292,6 +309,33 @@ def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Seque
     if found:
         raise RecipeError(where, found)
     return recipe
+
+
+# What a run may have otherwise when it is resumed: where and how it is computed, not what.
+HOW = (
+    "train.dp",
+    "train.tp",
+    "train.device",
+    "train.threads",
+    "train.token_budget",
+    "train.activation_checkpointing",
+    "rollout.device",
+    "rollout.threads",
+    "rollout.workers",
+    "launch",
+)
+
+
+def changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """``recipe`` with ``overrides`` of the keys in :data:`HOW`. Raises :class:`RecipeError`."""
+    data = json.loads(recipe.to_json())
+    refused = [
+        Problem("--set", text, "would change what the run computes", f"only these may change: {', '.join(HOW)}")
+        for text in overrides
+        if not any(f"{text.partition('=')[0].strip()}.".startswith(f"{key}.") for key in HOW)
+    ]
+    found = refused or [problem for text in overrides if (problem := _override(data, text))]
+    return parse_recipe(data, where=recipe.name, problems=found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -663,6 +707,52 @@ def _threads_exist(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
+def _ranks_fit(recipe: Recipe) -> Iterator[Problem]:
+    train, rows = recipe.train, recipe.train.groups_per_step * recipe.algorithm.group_size
+    together = f"train.dp = {train.dp} times train.tp = {train.tp}"
+    if train.dp > rows:
+        wrong = f"leaves ranks without one of the {rows} samples of a step"
+        yield Problem("train.dp", train.dp, wrong, f"use a value <= {rows}")
+    if train.ranks > 1 and train.engine == "mock":
+        key = "train.dp" if train.dp > 1 else "train.tp"
+        yield Problem(key, getattr(train, key[6:]), "is more than the mock engine has", f"set {key} = 1")
+    elif train.ranks > 1 and recipe.launch.launcher == "inline":
+        wrong = f"keeps all workers in one process, but {together} is {train.ranks} ranks, a process each"
+        yield Problem("launch.launcher", "inline", wrong, "set launch.launcher = 'process'")
+    if train.ranks > 1 and ":" in train.device:
+        fix = f"write {train.device.partition(':')[0]!r}: each rank takes one of them"
+        yield Problem("train.device", train.device, f"is one device for {train.ranks} ranks", fix)
+
+
+def _ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
+    from stages.device import on_cpu
+
+    ranks, cores = recipe.train.ranks, os.cpu_count() or 1
+    if ranks > 1 and ranks > cores and on_cpu(recipe.train.device):
+        key = "train.dp" if recipe.train.dp > 1 else "train.tp"
+        wrong = f"makes {ranks} ranks, which is more than the {cores} cores of this machine"
+        yield Problem(key, getattr(recipe.train, key[6:]), wrong, f"keep train.dp times train.tp <= {cores}")
+
+
+def _heads_divide(recipe: Recipe) -> Iterator[Problem]:
+    from orchestration.planner import heads_of
+
+    tp = recipe.train.tp
+    uneven = {name: heads for name, heads in heads_of(recipe).items() if heads % tp}
+    if tp > 1 and uneven:
+        said = " and ".join(f"{name} = {heads}" for name, heads in uneven.items())
+        wrong = f"cannot share the model's {said} evenly"
+        both = math.gcd(*heads_of(recipe).values())
+        fits = [str(size) for size in range(1, both + 1) if both % size == 0]
+        yield Problem("train.tp", tp, wrong, f"use one of: {', '.join(fits)}")
+
+
+def _precision_means_something(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.train.precision == "mixed" and recipe.model.dtype == "float32":
+        wrong = "has no effect with model.dtype = 'float32', in which everything is float32"
+        yield Problem("train.precision", "mixed", wrong, "set model.dtype = 'bfloat16', or train.precision = 'model'")
+
+
 # Each with the keys (or sections) it reads: it is left out when one of them is already known to be wrong.
 CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...] = (
     (_mock_goes_with_mock, ("model.source", "rollout.engine", "train.engine")),
@@ -692,4 +782,19 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
     (_schedule_fits, ("train.warmup_steps", "train.steps")),
     (_evaluation_has_prompts, ("evaluate", "prompts.held_out")),
     (_threads_exist, ("rollout.threads", "train.threads")),
+    (
+        _ranks_fit,
+        (
+            "train.dp",
+            "train.tp",
+            "train.engine",
+            "train.device",
+            "train.groups_per_step",
+            "algorithm.group_size",
+            "launch.launcher",
+        ),
+    ),
+    (_heads_divide, ("train.tp", "model.source")),
+    (_ranks_have_cores, ("train.dp", "train.tp", "train.device")),
+    (_precision_means_something, ("train.precision", "model.dtype")),
 )

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ import structlog
 from orchestration import checkpoint
 from orchestration.checkpoint import Checkpoint
 from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
-from orchestration.recipe import Recipe
+from orchestration.recipe import Recipe, changed
 from orchestration.supervisor import Outcome, Supervisor
 from orchestration.worker import Place, flow_of, workers_of
 from pipeline.embedded import EmbeddedIndex
@@ -81,12 +81,17 @@ class Run:
         return cls(recipe, out_dir)
 
     @classmethod
-    def resume(cls, out_dir: Path) -> Run:
-        """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none)."""
+    def resume(cls, out_dir: Path, overrides: Sequence[str] = ()) -> Run:
+        """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none). ``overrides``,
+        ``section.key=value`` each, change where and how it is computed (:data:`orchestration.recipe.HOW`), for good: the
+        checkpoint fits any layout. Raises RunError, and RecipeError for what does not fit the recipe."""
         try:
             recipe = Recipe.from_json((out_dir / "recipe.json").read_text())
         except OSError as error:
             raise RunError(f"run: {out_dir} holds no recipe.json ({error}); give the folder of a run") from None
+        if overrides:
+            recipe = changed(recipe, overrides)
+            (out_dir / "recipe.json").write_text(recipe.to_json())
         start = checkpoint.latest(out_dir / "checkpoints")
         if start is not None and start.version >= recipe.train.steps:
             raise RunError(f"run: {out_dir} has done all of its {recipe.train.steps} steps; there is nothing to resume")

@@ -6,6 +6,9 @@
 
     created → starting → running ⇄ paused → stopping → finished | stopped | failed
 
+The ranks of the train engine are a gang: they live and die as one, since each waits for the others in every call. When one
+dies the others are ended, and all are launched again, which counts as one restart.
+
 The work is done when the update worker and the rollout workers have ended by themselves; the others are then told.
 """
 
@@ -27,6 +30,7 @@ log = structlog.get_logger()
 ENDS_BY_ITSELF = ("update", "rollout")
 LIVE = ("starting", "running", "paused")
 INDEX_CHECK_SECONDS = 0.5
+TOGETHER = ("update",)  # kinds whose workers are one gang
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Supervisor:
         return outcome
 
     async def _supervise(self, stop: asyncio.Event) -> Outcome:
-        keepers = {worker: asyncio.create_task(self._keep(*worker)) for worker in self.workers}
+        keepers = {gang[0]: asyncio.create_task(self._keep(gang)) for gang in self._gangs()}
         stopped: asyncio.Task = asyncio.create_task(stop.wait())
         told = asyncio.create_task(self._stopped_from_outside())
         watchers = {stopped, told, asyncio.create_task(self._start())}
@@ -120,30 +124,68 @@ class Supervisor:
         if late:
             log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.stop_timeout)
 
-    async def _keep(self, kind: str, number: int) -> None:
-        """Keep one worker alive until it is done."""
+    def _gangs(self) -> list[list[tuple[str, int]]]:
+        """The workers by who lives and dies together: most of them alone."""
+        gangs: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        for kind, number in self.workers:
+            gangs.setdefault((kind, 0 if kind in TOGETHER else number), []).append((kind, number))
+        return list(gangs.values())
+
+    async def _keep(self, gang: list[tuple[str, int]]) -> None:
+        """Keep the workers of one gang alive until they are done."""
         while True:
-            name = worker_name(kind, number)
-            life = await self.launcher.launch(self.index.run, self.index.url, kind, number, name)
-            self._lives[kind, number] = life
-            await self._tell(kind, number, "started", pid=life.pid)
-            code = await life.wait()
-            if code == 0:
+            names = {worker: worker_name(*worker) for worker in gang}
+            if len(gang) > 1:
+                await self.index.put(f"gang:{gang[0][0]}", names[gang[0]])
+            for (kind, number), name in names.items():
+                life = await self.launcher.launch(self.index.run, self.index.url, kind, number, name)
+                self._lives[kind, number] = life
+                await self._tell(kind, number, "started", pid=life.pid)
+            codes = await self._wait({worker: self._lives[worker] for worker in gang})
+            if not any(codes.values()):
                 return
-            reason = await self.index.get(f"reason:{name}") or _signal(code)
-            await self.index.call("forget", worker=name)
+            reasons = {worker: await self.index.get(f"reason:{names[worker]}") for worker in gang}
+            for name in names.values():
+                await self.index.call("forget", worker=name)
             if self._stopping:
                 return
-            log.warning("worker died", worker=name, code=code, reason=reason)
+            first = next(iter(codes))
+            kind, number = first
+            reason = reasons[first] or _signal(codes[first])
+            log.warning("worker died", worker=names[first], code=codes[first], reason=reason)
             await self._tell(kind, number, "died", reason=reason)
-            if code == EXIT_FATAL:
-                raise _Failed(f"{kind}-{number}: {reason}")
+            for other in gang:
+                if other != first and reasons[other]:  # not only ended: it had something to say
+                    log.warning("worker died too", worker=names[other], reason=reasons[other])
+            for (kind, number), code in codes.items():
+                if code == EXIT_FATAL:
+                    raise _Failed(f"{kind}-{number}: {reasons[kind, number] or _signal(code)}")
             if self.restarts >= self.max_restarts:
+                kind, number = first
                 raise _Failed(
                     f"{kind}-{number} died and launch.max_restarts = {self.max_restarts} is used up: {reason}"
                 )
             self.restarts += 1
-            await self._tell(kind, number, "restarted", reason=reason)
+            await self._tell(*gang[0], "restarted", reason=reason)
+
+    async def _wait(self, lives: dict[tuple[str, int], Life]) -> dict[tuple[str, int], int]:
+        """Exit codes of a gang in the order in which its members ended. When one dies the others are ended at once: they
+        would wait for it."""
+        codes: dict[tuple[str, int], int] = {}
+        waiting = {asyncio.create_task(life.wait()): worker for worker, life in lives.items()}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                # Of several at once the one that was killed comes first: the others have died of it.
+                for task in sorted(done, key=lambda task: task.result()):
+                    codes[waiting.pop(task)] = task.result()
+                if any(codes.values()):
+                    for worker in waiting.values():
+                        lives[worker].kill()
+            return dict(sorted(codes.items(), key=lambda item: item[1] == 0))  # those that were done come last
+        finally:
+            for task in waiting:
+                task.cancel()
 
     async def _start(self) -> None:
         """Wait until every worker has said that it is ready."""

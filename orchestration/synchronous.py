@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from orchestration.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
 from orchestration.recipe import Recipe
 from stages.advantage import advantages
 from stages.algorithms import build_algorithm
@@ -48,7 +48,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     rewards = RewardSet([(function.name, function.weight) for function in recipe.reward.functions])
     sampling, size, per_step = sampling_of(recipe, tokenizer), recipe.algorithm.group_size, recipe.train.groups_per_step
     rollout, trainer = rollout_engine(recipe, version=0), train_engine(recipe)
-    reference = train_engine(recipe) if algorithm.needs_reference else None
+    reference = reference_engine(recipe) if algorithm.needs_reference else None
     try:
         for step in range(recipe.train.steps):
             groups = range(step * per_step, (step + 1) * per_step)

@@ -7,7 +7,7 @@ A worker needs the run's id and the index's URL, and nothing else. Which stages 
 
     flow      gate, reward, advantage      (light; one)
     rollout   rollout, evaluation          (one engine each)
-    update    update
+    update    update                       (one rank of the train engine each: the first has the stage's controller)
     reward    reward                       (further ones, when the recipe asks for more than one)
     reference reference                    (when the algorithm needs it)
 """
@@ -28,7 +28,7 @@ from typing import Any
 import structlog
 
 from orchestration import checkpoint
-from orchestration.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
 from orchestration.logs import Current, configure
 from orchestration.planner import slab_bytes
 from orchestration.recipe import Recipe
@@ -38,8 +38,11 @@ from pipeline.dock import Dock
 from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
+from stages.device import DeviceMissing
+from stages.engines.plans import Ranks
 from stages.evaluate import Evaluator, distinct_prompts
 from stages.follower import Follower, SwapPolicy
+from stages.gang import Gang, Mate
 from stages.gate import Gate
 from stages.models import ModelNotFound
 from stages.prompts import PromptError, load_prompts
@@ -53,7 +56,17 @@ from stages.weight_sync import WeightStore
 log = structlog.get_logger()
 
 # Nothing that a restart could mend.
-FATAL = (BoundBroken, WrittenTwice, GateClosed, NeverFits, ColumnError, ModelNotFound, PromptError, RewardError)
+FATAL = (
+    BoundBroken,
+    WrittenTwice,
+    GateClosed,
+    NeverFits,
+    ColumnError,
+    DeviceMissing,
+    ModelNotFound,
+    PromptError,
+    RewardError,
+)
 EXIT_FATAL = 3
 EXIT_FAILED = 1
 STATE_SECONDS = 10.0
@@ -94,7 +107,7 @@ def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
         *(("rollout", number) for number in range(recipe.rollout.workers)),
         *(("reward", number) for number in range(1, recipe.reward.workers)),
         *reference,
-        ("update", 0),
+        *(("update", number) for number in range(recipe.train.ranks)),
     ]
 
 
@@ -108,6 +121,8 @@ class Worker:
         self._gate: Gate | None = None
         self._version: Callable[[], int | None] = lambda: None  # of the policy that this worker holds, if any
         self._beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._work_till_end: list[Callable[[], Coroutine[Any, Any, None]]] = []  # whatever the run's state
+        self._farewell: list[Callable[[], Coroutine[Any, Any, None]]] = []  # when the work is done
         self._following: list[asyncio.Task[None]] = []
         self._close: list[Callable[[], Any]] = []
 
@@ -170,6 +185,10 @@ class Worker:
                 if self._gate is not None:
                     work.create_task(self._gate.run())
                 self._following = [work.create_task(follow()) for follow in self._beside]
+                for work_till_end in self._work_till_end:
+                    work.create_task(work_till_end())
+            for farewell in self._farewell:
+                await farewell()
             watching.cancel()
 
     async def _watch(self) -> None:
@@ -221,7 +240,7 @@ class Worker:
         self._control(Reward(self._rewards(), tokenizer_of(self.recipe)))
 
     async def _build_reference(self) -> None:
-        engine = await asyncio.to_thread(train_engine, self.recipe)
+        engine = await asyncio.to_thread(reference_engine, self.recipe)
         self._close.append(engine.close)
         self._control(Reference(engine))
 
@@ -270,12 +289,24 @@ class Worker:
 
     async def _build_update(self) -> None:
         recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
-        engine = await asyncio.to_thread(train_engine, recipe)
+        ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
+        gang, meeting = Gang(self.index, ranks), None
+        if ranks.world > 1:
+            life = await self.index.get(f"gang:{self.kind}") or ""  # the supervisor has named it
+            gang, meeting = Gang(self.index, ranks, life), self.place.shared / f"gang-{life}"
+        engine = await asyncio.to_thread(train_engine, recipe, ranks if meeting else None, meeting)
         self._close.append(engine.close)
+        algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
         saved = checkpoint.latest(self.place.checkpoints)
         if saved is not None:
             await asyncio.to_thread(saved.load_into, engine)
         version = saved.version if saved else 0
+        if ranks.rank:
+            mate = Mate(self.dock, engine, algorithm, gang, version=version, save=checkpoint.write)
+            self._version = lambda: mate.trained
+            self._work_till_end.append(mate.run)
+            return
+        self._farewell.append(lambda: gang.tell("end"))
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
 
         async def after_step(done: int) -> None:
@@ -283,19 +314,23 @@ class Worker:
                 return
             state = await self.index.call("snapshot")
             state["remake"] = list(state["remake"] or ())
-            await asyncio.to_thread(checkpoint.save, self.place.checkpoints, engine, tokenizer, done, state, keep)
+            partial = checkpoint.begin(self.place.checkpoints, done)
+            await gang.tell("save", folder=str(partial))
+            await asyncio.to_thread(checkpoint.write, partial, engine)
+            await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
             await self.index.call("release", before=done)
 
         stage = Update(
             self.dock,
             engine,
-            build_algorithm(recipe.algorithm.name, recipe.algorithm.options),
+            algorithm,
             WeightStore(self.place.shared),
             steps=steps,
             staleness=recipe.pipeline.staleness,
             version=version,
             after_step=after_step,
             after_last=lambda: controller.stop(),
+            gang=gang,
             probe=recipe.probe_tolerance > 0,
         )
         self._version = lambda: stage.trained

@@ -50,6 +50,25 @@ def _import_npu(name: str) -> None:
         raise DeviceMissing(f"device {name!r}: torch_npu cannot be imported ({error}); {INSTALL_NPU}") from error
 
 
+def on_cpu(name: str) -> bool:
+    """Whether :func:`select` would choose the CPU for ``name``."""
+    return name.partition(":")[0] == "cpu" or (name == AUTO and select().type == "cpu")
+
+
+def of_rank(device: torch.device, rank: int) -> torch.device:
+    """The one among a node's devices of this kind that its process ``rank`` takes, in turn; ``device`` itself when it has a
+    number, and on the CPU, which is one."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, rank % torch.accelerator.device_count())
+
+
+def use(device: torch.device) -> None:
+    """Make ``device`` the one that this process's libraries take when they are told none."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
 def backend(device: torch.device) -> str:
     """The ``torch.distributed`` backend that moves this device's tensors: gloo, nccl, hccl."""
     return torch.distributed.get_default_backend_for_device(device)

@@ -4,14 +4,15 @@
        ▲                                                          └─▶ publish v + 1: the gate opens ─▶ checkpoint?
 
 A killed worker's successor loads the last checkpoint and replays the steps that the index has recorded since: their rows
-are still there, the arithmetic is deterministic, so it arrives at the very weights that were lost.
+are still there, the arithmetic is deterministic, so it arrives at the very weights that were lost. Where the engine has
+several ranks, this is what the first of them does (``stages.gang``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import structlog
@@ -22,8 +23,10 @@ from pipeline.controller import Output
 from pipeline.dock import Dock
 from pipeline.index import BoundBroken, Claim
 from stages.algorithms import Algorithm
+from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
-from stages.weight_sync import Probe, Published, WeightStore
+from stages.gang import Gang, trained_columns
+from stages.weight_sync import Published, WeightStore, probed
 
 log = structlog.get_logger()
 
@@ -48,15 +51,16 @@ class Update:
         version: int,
         after_step: Callable[[int], Awaitable[None]],
         after_last: Callable[[], None],
+        gang: Gang | None = None,
         probe: bool = False,
     ) -> None:
-        reference = ("ref_logprobs",) if algorithm.needs_reference else ()
-        self.fetches = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", "reward", *reference)
+        self.gang = gang or Gang(dock.index, Ranks(0))
+        self.fetches: tuple[str, ...] = ("reward",)  # what is trained on, each rank fetches itself
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
         self._since = time.monotonic()
-        self._probes, self._probed = probe, TensorDict({}, batch_size=[0])  # a row of the last batch
+        self._probes, self._probe = probe, tuple[list[int], ...]()  # prompt and response of a row of the last batch
 
     def room(self, held: int) -> int:
         return 0 if held or self.trained >= self.steps else 1
@@ -68,10 +72,7 @@ class Update:
         """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
         at = await self.dock.index.call("room_at_gate")
         while self.trained < at["trained"]:
-            claim = await self.dock.index.replay(self.trained)
-            batch = train_batch(claim, await self.dock.fetch(claim, self.fetches))
-            await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
-            self._probed = probe_row(batch)
+            await self._train(await self.dock.index.replay(self.trained))
             log.info("step replayed", step=self.trained)
             self.trained += 1
         if at["published"] < self.trained:
@@ -85,11 +86,9 @@ class Update:
             raise BoundBroken(
                 f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
             )
-        batch = train_batch(claim, rows)
         began = time.monotonic()
-        metrics = await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+        metrics = await self._train(claim)
         seconds = time.monotonic() - began
-        self._probed = probe_row(batch)
         ledger = await self.dock.index.ledger()
         trained_tokens = int(claim.tokens.sum())
         event = {
@@ -109,9 +108,20 @@ class Update:
         if self.trained >= self.steps:
             self._after_last()
 
+    async def _train(self, claim: Claim) -> Mapping[str, float]:
+        """One optimizer step on the claim's rows, by all ranks."""
+        shares = await self.gang.deal(self.dock, claim)
+        await self.gang.tell("train", claim=claim.record(), shares=shares)
+        batch = await self.gang.fetch(self.dock, claim, shares, trained_columns(self.algorithm))
+        if self._probes:
+            limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
+            self._probe = tuple(batch[name].unbind()[0][:most].tolist() for name, most in limits)
+        return await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+
     async def publish(self) -> None:
         """Put the engine's weights into host memory as the current version, and tell the index."""
         began = time.monotonic()
+        await self.gang.tell("publish", probe=self._probe)
         published = await asyncio.to_thread(self._write)
         await self.dock.index.call("publish", version=self.trained, record=published.record())
         await self.dock.index.emit(
@@ -127,30 +137,8 @@ class Update:
         )
 
     def _write(self) -> Published:
-        probe = None
-        if self._probes and len(self._probed):
-            found = self.engine.logprobs(self._probed).unbind()[0]
-            prompt, response = (
-                tuple(self._probed[name].unbind()[0].tolist()) for name in ("prompt_ids", "response_ids")
-            )
-            probe = Probe(prompt, response, tuple(found.tolist()))
+        probe = probed(self.engine, *self._probe) if self._probe else None
         return self.store.publish(self.trained, self.engine.weights(), probe)
-
-
-def probe_row(batch: TensorDict) -> TensorDict:
-    """The first row of ``batch``, cut short, as :meth:`TrainEngine.logprobs` takes it: a copy [1]."""
-    row = TensorDict({name: batch[name][:1].clone() for name in ("group", "place")}, batch_size=[1])
-    for name, most in (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE)):
-        row[name] = torch.nested.nested_tensor([batch[name].unbind()[0][:most].clone()], layout=torch.jagged)
-    return row
-
-
-def train_batch(claim: Claim, rows: TensorDict) -> TensorDict:
-    """``rows`` with the columns ``group`` and ``place``, as :meth:`TrainEngine.train_batch` takes them."""
-    batch = rows.copy()
-    batch["group"] = torch.from_numpy(claim.group.astype("int64"))
-    batch["place"] = torch.from_numpy(claim.place.astype("int64"))
-    return batch
 
 
 def step_event(step: int, claim: Claim, reward: torch.Tensor, stale: list[int], metrics: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from tensordict import TensorDict
+
+from stages.engines.protocols import TrainEngine
 
 BUCKET_BYTES = 32 * 2**20
 _ALIGN = 64
@@ -50,6 +53,14 @@ class Probe:
 
     def gap(self, found: torch.Tensor) -> Gap:
         return gap(torch.tensor(self.logprobs), found)
+
+
+def probed(engine: TrainEngine, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Probe:
+    """What ``engine`` says of a response under its present weights; a call of all ranks where it has several."""
+    row = TensorDict({"group": torch.zeros(1, dtype=torch.int64), "place": torch.zeros(1, dtype=torch.int64)}, [1])
+    for name, ids in (("prompt_ids", prompt_ids), ("response_ids", response_ids)):
+        row[name] = torch.nested.nested_tensor([torch.tensor(ids)], layout=torch.jagged)
+    return Probe(tuple(prompt_ids), tuple(response_ids), tuple(engine.logprobs(row).unbind()[0].tolist()))
 
 
 @dataclass(frozen=True)
@@ -123,19 +134,19 @@ class WeightStore:
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
     ) -> Published:
         """Write ``weights`` as ``version`` into the slot that holds the oldest. Each byte is copied once, and read once
-        for its checksum while it is warm."""
-        layout, at = [], 0
-        named = list(weights)
-        for name, value in named:
-            nbytes = value.numel() * value.element_size()
-            layout.append(Tensor(name, str(value.dtype).removeprefix("torch."), list(value.shape), at, nbytes))
-            at = (at + nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
-        slot = version % self.slots
-        memory = np.frombuffer(self._open(slot, max(at, 1)), np.uint8)
-        target = torch.from_numpy(memory)
-        buckets, written, start = [], 0, 0
-        for tensor, (_, value) in zip(layout, named, strict=True):
+        for its checksum while it is warm; one tensor is held at a time, so that a sharded engine may gather them one by
+        one."""
+        layout, buckets, slot = [], [], version % self.slots
+        at = written = start = 0
+        memory = np.frombuffer(self._open(slot, 1), np.uint8)
+        for name, value in weights:
             source = value.detach().contiguous().view(-1).view(torch.uint8)
+            tensor = Tensor(name, str(value.dtype).removeprefix("torch."), list(value.shape), at, source.numel())
+            layout.append(tensor)
+            at = (at + tensor.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
+            if at > len(memory):  # the first time; later versions find the file as long as they are
+                memory = np.frombuffer(self._open(slot, at), np.uint8)
+            target = torch.from_numpy(memory)
             for begin in range(0, tensor.nbytes, self.bucket_bytes):
                 piece = source[begin : begin + self.bucket_bytes]
                 target[tensor.offset + begin : tensor.offset + begin + piece.numel()].copy_(piece)

@@ -23,77 +23,18 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from stages import device as devices
 from stages.algorithms import Algorithm, TokenBatch
+from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 
 Schedule = Literal["constant", "linear", "cosine"]
 
 ATTENTION = "asyncdock_shared_prompt"
 LOGITS_BYTES = 256 * 2**20  # most that float32 logits may take at once
-
-
-# --- what runs together: pure plans --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GroupShape:
-    """Sizes of one group in tokens: its prompt, and each of its responses (T >= 1)."""
-
-    prompt: int
-    responses: tuple[int, ...]
-
-    def tokens(self, rows: Iterable[int]) -> int:
-        """Tokens that computing ``rows`` feeds to the model: the prompt once, each response without its last token."""
-        return self.prompt + sum(self.responses[row] - 1 for row in rows)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows of one group that share one computation of their prompt: numbers of a group and of rows in it."""
-
-    group: int
-    rows: tuple[int, ...]
-
-
-def plan_micro_batches(groups: Sequence[GroupShape], token_budget: int | None) -> list[list[Piece]]:
-    """Every row of ``groups`` in exactly one micro-batch, in order, each within ``token_budget`` fed tokens.
-
-    A group is split only when it does not fit the budget alone, and a micro-batch exceeds the budget only when it is
-    one row. Longer rows come first, so that neighbours are alike in length and attention pads little. None: no limit.
-
-    >>> groups = [GroupShape(10, (5, 9)), GroupShape(5, (1,)), GroupShape(30, (3, 3))]
-    >>> for micro_batch in plan_micro_batches(groups, 32):
-    ...     print([(piece.group, piece.rows) for piece in micro_batch])
-    [(0, (1, 0)), (1, (0,))]
-    [(2, (0,))]
-    [(2, (1,))]
-    """
-    budget = math.inf if token_budget is None else token_budget
-    micro_batches: list[list[Piece]] = []
-    room = -math.inf
-    for number, group in enumerate(groups):
-        rows = sorted(range(len(group.responses)), key=lambda row: -group.responses[row])
-        for piece in _split(group, rows, budget):
-            tokens = group.tokens(piece)
-            if tokens > room:
-                micro_batches.append([])
-                room = budget
-            micro_batches[-1].append(Piece(number, tuple(piece)))
-            room -= tokens
-    return micro_batches
-
-
-def _split(group: GroupShape, rows: list[int], budget: float) -> Iterable[list[int]]:
-    piece: list[int] = []
-    for row in rows:
-        if piece and group.tokens([*piece, row]) > budget:
-            yield piece
-            piece = []
-        piece.append(row)
-    yield piece
 
 
 def learning_rate_at(step: int, *, peak: float, total_steps: int, warmup_steps: int, schedule: Schedule) -> float:
@@ -358,7 +299,6 @@ class TorchTrainEngine:
             raise ValueError(f"token_budget: {token_budget} must be at least 1, or None for no limit")
         self.device = torch.device(device) if device is not None else devices.select()
         self.model = model
-        nn.Module.to(model, self.device)
         self.step = 0
         self._schedule: dict[str, Any] = {
             "peak": learning_rate,
@@ -375,9 +315,42 @@ class TorchTrainEngine:
         if activation_checkpointing:
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
-        self._take_over()
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = _adamw(self._parameters, learning_rate, betas, weight_decay)
+        self._dtype = model.dtype  # of the arithmetic
+        self._trained = self._place()
+        self._optimizer = _adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
+
+    # What an engine of several ranks does otherwise (``torch_sharded``): where the parameters lie, and all that depends
+    # on the other ranks' share of the batch.
+
+    def _place(self) -> dict[str, nn.Parameter]:
+        """Bring the model to where it is trained; what the optimizer shall work on, by the parameters' names."""
+        nn.Module.to(self.model, self.device)
+        self._take_over(self.device)
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _agree(self, tokens: int, rows: int, passes: int) -> tuple[int, int, int]:
+        """Response tokens and rows of the whole train batch, and the passes through the model that each rank makes."""
+        return tokens, rows, passes
+
+    def _idle_pass(self) -> torch.Tensor:
+        """One pass through the model with nothing to learn from, while other ranks have work: a logprob [1]."""
+        token = torch.zeros(1, dtype=torch.int64)
+        return self._compute(_pack([token], [[token]], self.device, self._dtype))
+
+    def _add_up(self, sums: dict[str, float], largest: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Each rank's share of what is reported, put together."""
+        return sums, largest
+
+    def _clip(self) -> float:
+        """Bound the gradient's norm; returns what it was before."""
+        return nn.utils.clip_grad_norm_(self._trained.values(), self._grad_clip or math.inf).item()
+
+    def _forget_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """``value``, which belongs to each element of the optimizer's parameter ``name``, as it goes into a checkpoint."""
+        return value
 
     def train_batch(self, batch: TensorDictBase, algorithm: Algorithm) -> Mapping[str, float]:
         """One optimizer step; see :class:`stages.engines.protocols.TrainEngine`. ``fed_tokens`` in the result counts
@@ -388,10 +361,11 @@ class TorchTrainEngine:
         rollout_logprobs = _column(batch, "rollout_logprobs", like=responses)
         ref_logprobs = _column(batch, "ref_logprobs", like=responses) if algorithm.needs_reference else None
         advantage = batch["advantage"].cpu()
-        total_tokens, total_rows = sum(len(r) for r in responses), len(responses)
         plan = plan_micro_batches([group.shape for group in groups], self._token_budget)
-        loss = torch.zeros((), device=self.device)
-        sums: dict[str, torch.Tensor] = {}
+        tokens = sum(len(response) for response in responses)
+        total_tokens, total_rows, passes = self._agree(tokens, len(responses), len(plan))
+        fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
+        seen: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:
             for pieces in plan:
                 numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
@@ -410,15 +384,23 @@ class TorchTrainEngine:
                     )
                 )
                 output.loss.backward()
-                loss += output.loss.detach()
-                for name, value in output.metrics.items():
-                    seen = sums.get(name)
+                for name, value in {"loss": output.loss.detach(), **output.metrics}.items():
+                    before = seen.get(name)
                     together = torch.maximum if name.startswith("max_") else torch.add
-                    sums[name] = value if seen is None else together(seen, value)
-            grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._grad_clip or math.inf).item()
+                    seen[name] = value if before is None else together(before, value)
+            for _ in range(passes - len(plan)):
+                idle = self._idle_pass()
+                idle.backward(torch.zeros_like(idle))
+            sums, largest = self._add_up(
+                {name: value.item() for name, value in seen.items() if not name.startswith("max_")}
+                | {"fed_tokens": float(fed)},
+                {name: value.item() for name, value in seen.items() if name.startswith("max_")},
+            )
+            loss, fed_tokens = sums.pop("loss"), sums.pop("fed_tokens")
+            grad_norm = self._clip()
             if not math.isfinite(grad_norm):
                 raise FloatingPointError(
-                    f"gradient norm is {grad_norm} at step {self.step} (loss {loss.item()}): no step was taken; lower "
+                    f"gradient norm is {grad_norm} at step {self.step} (loss {loss}): no step was taken; lower "
                     "learning_rate or look for logprobs that are not finite in the batch"
                 )
             learning_rate = learning_rate_at(self.step, **self._schedule)
@@ -427,13 +409,13 @@ class TorchTrainEngine:
             self._optimizer.step()
             self.step += 1
         finally:
-            self._optimizer.zero_grad(set_to_none=True)
+            self._forget_gradients()
         return {
-            "loss": loss.item(),
+            "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
-            "fed_tokens": float(sum(groups[p.group].shape.tokens(p.rows) for pieces in plan for p in pieces)),
-            **algorithm.finish({name: value.item() for name, value in sums.items()}),
+            "fed_tokens": fed_tokens,
+            **algorithm.finish({**sums, **largest}),
         }
 
     @torch.no_grad()
@@ -443,12 +425,16 @@ class TorchTrainEngine:
         self._set_threads()
         groups, responses = _groups(batch)
         rows: list[torch.Tensor] = [torch.empty(0)] * len(responses)
-        for number, group in enumerate(groups):
-            for (piece,) in plan_micro_batches([group.shape], self._token_budget):
-                numbers = [group.numbers[row] for row in piece.rows]
-                values = self._piece_logprobs(groups, [Piece(number, piece.rows)], responses).cpu()
-                for n, part in zip(numbers, values.split([len(responses[n]) for n in numbers]), strict=True):
-                    rows[n] = part
+        alone = [plan_micro_batches([group.shape], self._token_budget) for group in groups]
+        plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
+        *_, passes = self._agree(0, 0, len(plan))
+        for piece in plan:
+            numbers = [groups[piece.group].numbers[row] for row in piece.rows]
+            values = self._piece_logprobs(groups, [piece], responses).cpu()
+            for n, part in zip(numbers, values.split([len(responses[n]) for n in numbers]), strict=True):
+                rows[n] = part
+        for _ in range(passes - len(plan)):
+            self._idle_pass()
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -456,13 +442,41 @@ class TorchTrainEngine:
             yield name, parameter.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors (not copies) of the model and the optimizer, and the number of steps taken."""
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "step": self.step}
+        """The live tensors (not copies) of the model and of AdamW's moments, by parameter name, tied ones once, and the
+        number of steps taken: the same names and shapes whatever the layout."""
+        model = self.model.state_dict()
+        once = {name for name, _ in self.model.named_parameters()}
+        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
+        moments = {
+            moment: {name: self._saved(name, self._moments(p)[moment]) for name, p in self._trained.items()}
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+        return {"model": {n: value for n, value in model.items() if n not in tied}, **moments, "step": self.step}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        """Raises ValueError when ``state`` is not of this model. Its tensors may be this engine's own, filled in place."""
+        mine = self.state_dict()
+        for part in ("model", "exp_avg", "exp_avg_sq"):
+            if other := mine[part].keys() ^ state[part].keys():
+                raise ValueError(
+                    f"state: {part} differs from the model's in {sorted(other)[:4]}; was it saved of another?"
+                )
+            for name, value in mine[part].items():
+                _local(value).copy_(_local(state[part][name]))
         self.step = state["step"]
+        for parameter in self._trained.values():
+            self._moments(parameter)["step"].fill_(self.step)
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """AdamW's state of ``parameter``, as it makes it before its first step."""
+        state = self._optimizer.state[parameter]
+        if not state:
+            fused = bool(self._optimizer.param_groups[0]["fused"])
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else None)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
 
     def save_pretrained(self, path: Path) -> None:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
@@ -472,7 +486,7 @@ class TorchTrainEngine:
     def close(self) -> None:
         """Release the optimizer's memory; harmless when repeated."""
         self._optimizer.state.clear()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
 
     def _set_threads(self) -> None:
         if self._threads is not None:
@@ -487,7 +501,10 @@ class TorchTrainEngine:
         """float32 [T]: the logprobs of the pieces' response tokens, piece by piece, row by row."""
         rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
         prompts = [groups[piece.group].prompt for piece in pieces]
-        packed = _pack(prompts, rows, self.device, self.model.dtype)
+        return self._compute(_pack(prompts, rows, self.device, self._dtype))
+
+    def _compute(self, packed: _Packed) -> torch.Tensor:
+        """float32 [T]: the logprobs of ``packed.targets``."""
         hidden = self._hidden(packed)
         head = self.model.get_output_embeddings()
         return _TokenLogprobs.apply(hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature)  # type: ignore[no-any-return]
@@ -499,15 +516,16 @@ class TorchTrainEngine:
         return out.last_hidden_state[0].index_select(0, packed.places)
 
     @torch.no_grad()
-    def _take_over(self) -> None:
-        """Put the shared-prompt attention into the model, and compare its logits with those of the plain forward."""
+    def _take_over(self, device: torch.device) -> None:
+        """Put the shared-prompt attention into the model, and compare its logits with those of the plain forward. The
+        model lies on ``device``, whole."""
         kind, vocabulary = type(self.model).__name__, self.model.config.get_text_config().vocab_size
         probe = torch.arange(9) * 7919 % vocabulary
         prompt, rows = probe[:4], [probe[4:9], probe[4:7]]
-        plain = [self.model(input_ids=torch.cat([prompt, row])[None].to(self.device), use_cache=False) for row in rows]
+        plain = [self.model(input_ids=torch.cat([prompt, row])[None].to(device), use_cache=False) for row in rows]
         AttentionInterface.register(ATTENTION, _shared_prompt_attention)
         self.model.set_attn_implementation(ATTENTION)
-        packed = _pack([prompt], [rows], self.device, self.model.dtype)
+        packed = _pack([prompt], [rows], device, self.model.dtype)
         head = self.model.get_output_embeddings()
         try:
             got = _logits(self._hidden(packed), head.weight, head.bias, 1.0)[packed.source]
@@ -531,6 +549,11 @@ def _adamw(
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas, fused=True)
     except RuntimeError:  # this device has no fused kernel
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas)
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """What this process holds of ``value``."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _groups(batch: TensorDictBase) -> tuple[list[_Group], list[torch.Tensor]]:

@@ -64,6 +64,16 @@ def test_memory_follows_weights_dtype_and_workers() -> None:
     assert of(algorithm={"options": {"kl_coef": 0.1}}).reference_bytes == 4 * single.parameters
 
 
+def test_ranks_share_what_training_holds() -> None:
+    alone, four = of(), of(train={"dp": 2, "tp": 2})
+    assert alone.parameters is not None
+    assert (alone.train_ranks, four.train_ranks) == (1, 4)
+    assert four.train_bytes == 4 * alone.parameters
+    mixed = of(model={"dtype": "bfloat16"}, train={"precision": "mixed"})
+    assert mixed.train_bytes == alone.train_bytes
+    assert mixed.rollout_bytes == alone.rollout_bytes / 2
+
+
 def test_a_checkpoint_is_counted_from_its_headers(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-1.safetensors")
     save_file({"c": torch.zeros(())}, tmp_path / "model-2.safetensors")

@@ -135,6 +135,13 @@ FAULTS = [
     ("pipeline.arena=1KiB", "pipeline.arena", "pipeline.arena = '"),
     ("evaluate.every=5", "prompts.held_out", "0.1"),
     (f"rollout.threads={(os.cpu_count() or 1) + 1}", "rollout.threads", "automatic"),
+    ("train.dp=0", "train.dp", ">= 1"),
+    ("train.device=", "train.device", "at least 1"),
+    ("train.precision=mixed", "train.precision", "model.dtype = 'bfloat16'"),
+    ("train.precision=bf16", "train.precision", "'mixed'"),
+    ("train.tp=3", "train.tp", "use one of: 1, 2"),
+    (f"train.dp={(os.cpu_count() or 1) + 1}", "train.dp", f"train.tp <= {os.cpu_count() or 1}"),
+    ("train.dp=33", "train.dp", "<= 32"),
     ("nonsense", "--set", "train.steps=10"),
     ("train.steps.more=1", "--set", "section"),
     ("reward.functions.7.weight=1", "--set", "section"),
@@ -278,3 +285,26 @@ def test_tls_files_are_checked_together(minimal: Path, tmp_path: Path) -> None:
     [found_one] = problems(minimal, "pipeline.serve=0.0.0.0", *files)
     assert found_one.key == "pipeline.tls_certificate"
     assert "cannot be used" in found_one.wrong
+
+
+def test_ranks_are_processes(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    recipe = load_recipe(minimal, ["train.dp=2", "train.tp=2", "train.precision=mixed", "model.dtype=bfloat16"])
+    assert recipe.train.ranks == 4
+    [inline] = problems(minimal, "train.dp=2", "train.tp=2", "launch.launcher=inline")
+    assert inline.key == "launch.launcher"
+    assert "train.dp = 2 times train.tp = 2 is 4 ranks" in inline.wrong
+    [one_device] = problems(minimal, "train.dp=2", "train.device=gpu:0")
+    assert (one_device.key, one_device.fix) == ("train.device", "write 'gpu': each rank takes one of them")
+    mock = ["model.source=mock", "rollout.engine=mock", "train.engine=mock", "train.tp=2"]
+    assert [(p.key, p.fix) for p in problems(minimal, *mock)] == [("train.tp", "set train.tp = 1")]
+
+
+def test_heads_are_read_from_a_checkpoint(minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 12, "num_key_value_heads": 4}')
+    sets = [f"model.source={tmp_path}"]
+    assert load_recipe(minimal, [*sets, "train.tp=4"]).train.tp == 4
+    [uneven] = problems(minimal, *sets, "train.tp=8")
+    assert uneven.wrong == "cannot share the model's num_attention_heads = 12 and num_key_value_heads = 4 evenly"
+    assert uneven.fix == "use one of: 1, 2, 4"

@@ -50,6 +50,26 @@ def test_npu_imports_torch_npu_first(monkeypatch: pytest.MonkeyPatch) -> None:
         device.select("npu:x")
 
 
+def test_ranks_of_a_node_take_its_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, chosen = torch.device("cpu"), torch.device("cuda", 1)
+    assert [device.of_rank(cpu, rank) for rank in range(3)] == [cpu] * 3
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert [device.of_rank(torch.device("cuda"), rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert device.of_rank(chosen, 2) == chosen
+    used: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
+    device.use(cpu)
+    device.use(chosen)
+    assert used == [1]
+
+
+def test_what_runs_on_the_cpu_is_known_without_asking_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.on_cpu("cpu")
+    assert not device.on_cpu("cuda:3")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert device.on_cpu("auto")
+
+
 def test_on_the_cpu_everything_has_an_answer() -> None:
     cpu = torch.device("cpu")
     assert device.backend(cpu) == "gloo"

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from pipeline.index import Index, RunConfig
 from stages.engines.mock import MockRolloutEngine, MockRolloutOptions, MockTrainEngine, MockTrainOptions
@@ -22,28 +21,10 @@ from stages.engines.torch_train import TorchTrainEngine
 from stages.follower import ATTEMPTS, Follower, SwapPolicy, SwapRefused
 from stages.models import tiny_model
 from stages.rollout import Rollout
-from stages.update import probe_row
-from stages.weight_sync import Probe, Published, WeightsDamaged, WeightStore, gap
+from stages.weight_sync import Published, WeightsDamaged, WeightStore, gap, probed
 
 PARAMS = SamplingParams(max_tokens=8)
-BATCH = TensorDict(
-    {
-        "group": torch.zeros(2, dtype=torch.int64),
-        "place": torch.arange(2),
-        "prompt_ids": torch.nested.nested_tensor([torch.arange(3, 9)] * 2, layout=torch.jagged),
-        "response_ids": torch.nested.nested_tensor([torch.arange(4, 24), torch.arange(7)], layout=torch.jagged),
-    },
-    batch_size=[2],
-)
-
-
-def probe_of(engine: Any) -> Probe:
-    row = probe_row(BATCH)
-    return Probe(
-        tuple(row["prompt_ids"].unbind()[0].tolist()),
-        tuple(row["response_ids"].unbind()[0].tolist()),
-        tuple(engine.logprobs(row).unbind()[0].tolist()),
-    )
+PROBED = (list(range(3, 9)), list(range(4, 20)))  # prompt and response
 
 
 @dataclass
@@ -59,7 +40,9 @@ class Trainer:
         self.version += 1
         for name, tensor in self.engine.weights():
             self.engine._weights[name] = tensor + self.version
-        published = self.store.publish(self.version, self.engine.weights(), probe_of(self.engine) if probe else None)
+        published = self.store.publish(
+            self.version, self.engine.weights(), probed(self.engine, *PROBED) if probe else None
+        )
         await self.index.call("nudge", topic="version")
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)  # steps are not the matter here
         await self.index.call("publish", version=self.version, record=change(published).record())
@@ -113,7 +96,7 @@ async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -
     store: Any = WeightStore(tmp_path)
     try:
         await index._redis.hset(f"{index.prefix}n", "trained", 1)
-        published = store.publish(1, train.weights(), probe_of(train))
+        published = store.publish(1, train.weights(), probed(train, *PROBED))
         await index.call("publish", version=1, record=published.record())
         assert await follower(index, WeightStore(tmp_path), rollout, SwapPolicy(tolerance=1e-4))._take()
         (sync,) = await told(index, "sync")
@@ -359,7 +342,7 @@ async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index:
     await index.init(RunConfig(()), {})
     train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
     await index._redis.hset(f"{index.prefix}n", "trained", 1)
-    published = WeightStore(tmp_path).publish(1, train.weights(), probe_of(train))
+    published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, *PROBED))
     await index.call("publish", version=1, record=published.record())
     reached, go_on = asyncio.Queue[int](), asyncio.Event()
 

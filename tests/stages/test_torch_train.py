@@ -6,7 +6,6 @@ import copy
 import io
 import math
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from stages.algorithms import LossOutput, TokenBatch
 from stages.algorithms.grpo import GRPO
 from stages.engines import torch_train
-from stages.engines.torch_train import GroupShape, TorchTrainEngine, learning_rate_at, plan_micro_batches
-
-VOCABULARY = 97
-RAGGED = [(6, (5, 3, 9, 1)), (1, (4, 4, 4, 4)), (11, (7,)), (4, (1, 1)), (3, (2, 12, 1, 6, 5))]
+from stages.engines.plans import GroupShape, plan_micro_batches
+from stages.engines.torch_train import TorchTrainEngine, learning_rate_at
+from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 
 
 @pytest.fixture(autouse=True)
@@ -46,42 +44,6 @@ def tiny_llama(*, tied: bool = True, seed: int = 0, **options: Any) -> LlamaForC
             **options,
         )
     ).eval()
-
-
-def make_batch(groups: Sequence[tuple[int, Sequence[int]]] = RAGGED, seed: int = 0) -> TensorDict:
-    """A batch of groups given as (prompt length, response lengths)."""
-    rng = torch.Generator().manual_seed(seed)
-    rows: list[dict[str, torch.Tensor]] = []
-    for group, (prompt_length, lengths) in enumerate(groups):
-        prompt = torch.randint(VOCABULARY, (prompt_length,), generator=rng)
-        for place, length in enumerate(lengths):
-            rows.append(
-                {
-                    "group": torch.tensor(group + 40),
-                    "place": torch.tensor(place),
-                    "prompt_ids": prompt,
-                    "response_ids": torch.randint(VOCABULARY, (length,), generator=rng),
-                    "rollout_logprobs": torch.randn(length, generator=rng) * 0.3 - 4.5,
-                    "ref_logprobs": torch.randn(length, generator=rng) * 0.3 - 4.5,
-                    "advantage": torch.randn((), generator=rng),
-                }
-            )
-    return stack(rows)
-
-
-def stack(rows: Sequence[dict[str, torch.Tensor]]) -> TensorDict:
-    columns = {
-        name: torch.nested.nested_tensor([row[name] for row in rows], layout=torch.jagged)
-        if rows[0][name].ndim
-        else torch.stack([row[name] for row in rows])
-        for name in rows[0]
-    }
-    return TensorDict(columns, batch_size=[len(rows)])
-
-
-def unstack(batch: TensorDict) -> list[dict[str, torch.Tensor]]:
-    columns = {name: batch[name].unbind() for name in batch.keys()}  # noqa: SIM118
-    return [{name: column[i] for name, column in columns.items()} for i in range(len(batch))]
 
 
 def plain_logprobs(model: LlamaForCausalLM, batch: TensorDict, temperature: float = 1.0) -> list[torch.Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,23 @@ def test_a_read_torn_by_a_publisher_is_always_caught(tmp_path: Path) -> None:
     publisher.join()
     assert reader.read(newest[-1])["w"].unique().tolist() == [versions - 1]
     assert outcomes["damaged"], f"no read met the publisher: {outcomes}"
+
+
+def test_publishing_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
+    """A sharded engine gathers them one by one; together they may not fit."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(6):
+            weight = torch.full((1000 + number,), float(number))
+            alive.append(weakref.ref(weight))
+            yield f"layer.{number}", weight
+            del weight
+            assert sum(ref() is not None for ref in alive) <= 1
+
+    store = WeightStore(tmp_path, bucket_bytes=3000)
+    for version in (1, 2, 3):
+        read = store.read(store.publish(version, gathered()))
+        assert {name: weight.unique().tolist() for name, weight in read.items()} == {
+            f"layer.{number}": [number] for number in range(6)
+        }

@@ -1,0 +1,72 @@
+"""Real ranks for tests: processes that form a gloo group and hand back what they found."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stages.engines.plans import Ranks
+from stages.engines.torch_sharded import join
+
+DEADLINE = 120.0
+
+
+def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``work(ranks, *arguments)`` on each of dp · tp ranks of one group, one thread each; what each returned, by rank.
+    Raises what the first of them to fail raised, as text, and ends the others."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["stages.engines.torch_sharded"])
+    told: Any = context.Queue()
+    with tempfile.TemporaryDirectory(prefix="adk-ranks-") as home:
+        processes: list[BaseProcess] = [
+            context.Process(target=_rank, args=(told, Ranks(rank, dp, tp), home, work, arguments))
+            for rank in range(dp * tp)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(told, processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(told: Any, processes: list[BaseProcess]) -> list[Any]:
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + DEADLINE
+    while len(found) < len(processes):
+        try:
+            rank, error, result = told.get(timeout=1.0)
+        except queue.Empty:
+            died = [rank for rank, p in enumerate(processes) if p.exitcode is not None and rank not in found]
+            assert not died, f"rank {died[0]} ended with {processes[died[0]].exitcode} and said nothing"
+            assert time.monotonic() < deadline, f"only ranks {sorted(found)} are done after {DEADLINE:.0f} s"
+            continue
+        assert not error, f"rank {rank}:\n{error}"
+        found[rank] = result
+    return [found[rank] for rank in range(len(processes))]
+
+
+def _rank(told: Any, ranks: Ranks, home: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        join(ranks, dist.FileStore(str(Path(home) / "store"), ranks.world), torch.device("cpu"), DEADLINE)
+        told.put((ranks.rank, "", work(ranks, *arguments)))
+        dist.barrier()  # a rank that leaves early would break the others' connections
+        dist.destroy_process_group()
+    except BaseException:
+        told.put((ranks.rank, traceback.format_exc(), None))

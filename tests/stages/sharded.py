@@ -1,0 +1,181 @@
+"""What ranks do in the tests of the sharded train engine. Each function runs on every rank; arguments are small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from orchestration import checkpoint
+from stages.algorithms.grpo import GRPO
+from stages.engines import torch_sharded
+from stages.engines.plans import GroupShape, Ranks, deal
+from stages.engines.torch_sharded import ShardedTrainEngine, _whole
+from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,  # large enough that every gradient is far above the rounding
+}
+OPTIONS: dict[str, Any] = {"learning_rate": 1e-2, "total_steps": 10, "token_budget": 25, "device": "cpu"}
+
+
+def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """``llama``: tied embeddings. ``biased``: a head of its own, and biases everywhere. ``qwen3``: norms of queries and
+    keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel
+    if kind == "qwen3":
+        config = Qwen3Config(**SIZES, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
+        model = Qwen3ForCausalLM(config)
+    else:
+        biased = {"attention_bias": True, "mlp_bias": True} if kind == "biased" else {}
+        tied = kind == "llama"
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=80, tie_word_embeddings=tied, **biased))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:  # not all ones or zeros, so that a permuted or missing one shows
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    for parameter in model.parameters():  # not the buffers: from_pretrained leaves the rotary frequencies in float32
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
+def positions(dp: int, how: str = "dealt") -> list[list[int]]:
+    """Positions in ``make_batch()`` of each replica's share; ``lopsided`` gives the first ones a row each."""
+    count = sum(len(lengths) for _, lengths in RAGGED)
+    if how == "lopsided":
+        return [[at] for at in range(dp - 1)] + [list(range(dp - 1, count))]
+    first = [0]
+    for _, lengths in RAGGED:
+        first.append(first[-1] + len(lengths))
+    shares = deal([GroupShape(prompt, tuple(lengths)) for prompt, lengths in RAGGED], dp)
+    return [[first[piece.group] + row for piece in share for row in piece.rows] for share in shares]
+
+
+def share(ranks: Ranks, how: str = "dealt", seed: int = 0) -> TensorDict:
+    rows = unstack(make_batch(seed=seed))
+    return stack([rows[at] for at in positions(ranks.dp, how)[ranks.replica]])
+
+
+def algorithm(normalization: Any = "token") -> GRPO:
+    return GRPO(kl_coef=0.1, loss_normalization=normalization)
+
+
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in engine.weights()}
+
+
+def gradients_of_step(engine: Any, batch: TensorDict, of: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """What reaches the optimizer in one train step, whole, by parameter name; and the step's metrics."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def record(*_: Any) -> None:
+        for name, parameter in engine.model.named_parameters():
+            seen[name] = _whole(parameter.grad).clone()
+
+    handle = engine._optimizer.register_step_pre_hook(record)
+    metrics = dict(engine.train_batch(batch, of))
+    handle.remove()
+    return seen, metrics
+
+
+def one_step(ranks: Ranks, kind: str, how: str, normalization: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A step on this rank's share, with what one would want to know of it."""
+    torch.manual_seed(0)
+    engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
+    batch = share(ranks, how)
+    logprobs = engine.logprobs(batch).unbind()
+    gradients, metrics = gradients_of_step(engine, batch, algorithm(normalization))
+    passes: list[int] = []
+    engine.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    again = engine.train_batch(batch, algorithm(normalization))
+    state = engine.state_dict()
+    shards = {name: tuple(value.to_local().shape) for name, value in state["exp_avg"].items()}
+    copies = {n: p.to_local().clone() for n, p in engine._sharded.items() if engine._copied(p)}
+    return {
+        "metrics": metrics,
+        "again": dict(again),
+        "logprobs": [row.tolist() for row in logprobs],
+        "gradients": _plain(gradients) if ranks.rank == 0 else {},
+        "weights": _plain(weights_of(engine)),
+        "shards": shards,
+        "held": sum(p.untyped_storage().nbytes() for p in engine._trained.values()),
+        "copies": _plain(copies),
+        "passes": len(passes),
+    }
+
+
+def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """numpy, which crosses processes by value."""
+    return {name: value.detach().float().numpy().copy() for name, value in tensors.items()}
+
+
+def steps(ranks: Ranks, kind: str, count: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """``count`` steps; metrics of each and the weights at the end."""
+    engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
+    told = [dict(engine.train_batch(share(ranks, seed=seed), algorithm())) for seed in range(count)]
+    return [*told, _plain(weights_of(engine))]
+
+
+def saved(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A step, and a checkpoint after it, as the ranks of a run write it."""
+    engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
+    engine.train_batch(share(ranks, seed=0), algorithm())
+    checkpoint.write(Path(folder), engine)
+    return whole_state(engine)
+
+
+def resumed(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state of other weights after that checkpoint was loaded into them, and after one step more."""
+    engine = ShardedTrainEngine(model_of(kind, seed=9), ranks, **{**OPTIONS, **options})
+    checkpoint.Checkpoint(Path(folder), 1, {}, []).load_into(engine)
+    before = whole_state(engine)
+    engine.train_batch(share(ranks, seed=1), algorithm())
+    return before, whole_state(engine)
+
+
+def whole_state(engine: Any) -> dict[str, Any]:
+    """``engine.state_dict()`` with whole tensors, flat."""
+    state = engine.state_dict()
+    tensors = {
+        f"{part}/{name}": _whole(value)
+        for part in ("model", "exp_avg", "exp_avg_sq")
+        for name, value in state[part].items()
+    }
+    return {**_plain(tensors), "step": state["step"]}
+
+
+def written(ranks: Ranks, kind: str, folder: str, file_bytes: int) -> None:
+    """A Hugging Face checkpoint of bfloat16 compute over float32 weights, in files of at most ``file_bytes``."""
+    torch_sharded.FILE_BYTES = file_bytes
+    engine = ShardedTrainEngine(model_of(kind), ranks, compute=torch.bfloat16, **OPTIONS)
+    engine.save_pretrained(Path(folder))
+
+
+def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
+    """Steps in mixed precision: dtypes of what is computed, kept and published, and what came of it."""
+    engine = ShardedTrainEngine(model_of("qwen3"), ranks, compute=torch.bfloat16, **{**OPTIONS, "learning_rate": 1e-4})
+    seen: dict[str, str] = {}
+    layer = engine.model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, args, out: seen.update(computed=str(out.dtype)))
+    first = [row.tolist() for row in engine.logprobs(share(ranks)).unbind()]
+    for seed in range(count):
+        metrics = engine.train_batch(share(ranks, seed=seed), algorithm())
+    published = weights_of(engine)
+    return {
+        "computed": seen["computed"],
+        "kept": {str(value.dtype) for value in engine.state_dict()["exp_avg"].values()}
+        | {str(value.dtype) for value in engine.state_dict()["model"].values()},
+        "published": {str(value.dtype) for value in published.values()},
+        "logprobs": first,
+        "loss": metrics["loss"],
+        "masters": _plain({name: _whole(value) for name, value in engine.state_dict()["model"].items()}),
+        "weights": _plain(published),
+    }
