@@ -106,6 +106,14 @@ class SwapTimes:
     hidden: float
 
 
+class EngineFailed(RuntimeError):
+    """The engine's compute failed (the cause is attached). Every iterator gets it; no more tokens are made."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine was closed: nothing more can be asked of it, and what was in flight is lost."""
+
+
 class WeightMismatch(ValueError):
     """The weights offered do not fit the engine's model: the message names the parameter and both shapes or dtypes."""
 
