@@ -6,6 +6,7 @@ Adapters are imported here, when they are asked for: a mock run loads no model c
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 
 from orchestration.recipe import Recipe
+from pipeline.warehouse import shared_memory_directory
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
-from stages.models import Tokenizer, load_model, load_tokenizer
+from stages.models import Tokenizer, load_model, load_tokenizer, model_folder
 
 # Making a model draws from torch's global generator: two threads of an inline run would disturb each other.
 _LOADING = threading.Lock()
@@ -52,7 +54,10 @@ def _model(recipe: Recipe, weights: Path | None) -> tuple[Any, Tokenizer]:
         return load_model(source, dtype=getattr(torch, recipe.model.dtype), seed=recipe.seed)
 
 
-def rollout_engine(recipe: Recipe, *, version: int, weights: Path | None = None) -> RolloutEngine:
+def rollout_engine(
+    recipe: Recipe, *, version: int, weights: Path | None = None, shared: Path | None = None
+) -> RolloutEngine:
+    """``shared`` is a folder in shared memory for this engine alone, that need not be there yet; None makes one."""
     if recipe.rollout.engine == "mock":
         from stages.engines.mock import MockRolloutEngine, MockRolloutOptions
 
@@ -62,6 +67,9 @@ def rollout_engine(recipe: Recipe, *, version: int, weights: Path | None = None)
             **recipe.rollout.mock,
         }
         return MockRolloutEngine(MockRolloutOptions(**options), version=version)
+    if recipe.rollout.engine == "vllm":
+        shared = shared or Path(tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory()))
+        return _vllm_engine(recipe, version, weights, shared)
     from stages.engines.torch_rollout import TorchRolloutEngine
 
     model, tokenizer = _model(recipe, weights)
@@ -71,6 +79,29 @@ def rollout_engine(recipe: Recipe, *, version: int, weights: Path | None = None)
         max_rows=recipe.rollout.max_rows,
         threads=threads_of(recipe, recipe.rollout.threads),
         initial_version=version,
+    )
+
+
+def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Path) -> RolloutEngine:
+    from stages.engines.vllm_rollout import VllmRolloutEngine
+
+    rollout = recipe.rollout
+    folder = weights or shared / "model"
+    if weights is None and recipe.model.source != "tiny":
+        folder = model_folder(recipe.model.source)
+    elif weights is None:  # made from the seed: there is no folder that vLLM could read
+        model, tokenizer = _model(recipe, None)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return VllmRolloutEngine(
+        folder,
+        shared=shared,
+        dtype=getattr(torch, recipe.model.dtype),
+        max_rows=rollout.max_rows,
+        filters=bool(rollout.top_k) or rollout.top_p < 1,
+        threads=threads_of(recipe, rollout.threads),
+        initial_version=version,
+        **rollout.vllm.model_dump(exclude={"transport"}),
     )
 
 

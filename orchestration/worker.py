@@ -230,7 +230,11 @@ class Worker:
         recipe = self.recipe
         start = checkpoint.open_checkpoint(self.place.start) if self.place.start else None
         engine = await asyncio.to_thread(
-            rollout_engine, recipe, version=start.version if start else 0, weights=start.model if start else None
+            rollout_engine,
+            recipe,
+            version=start.version if start else 0,
+            weights=start.model if start else None,
+            shared=self.place.shared / f"rollout-{self.number}",
         )
         self._close.append(engine.close)
         self._version = lambda: engine.version
