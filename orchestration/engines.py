@@ -6,6 +6,7 @@ Adapters are imported here, when they are asked for: a mock run loads no model c
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -69,7 +70,11 @@ def rollout_engine(
         return MockRolloutEngine(MockRolloutOptions(**options), version=version)
     if recipe.rollout.engine == "vllm":
         shared = shared or Path(tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory()))
-        return _vllm_engine(recipe, version, weights, shared)
+        try:
+            return _vllm_engine(recipe, version, weights, shared)
+        except BaseException:  # an engine that is made removes it when it is closed
+            shutil.rmtree(shared, ignore_errors=True)
+            raise
     from stages.engines.torch_rollout import TorchRolloutEngine
 
     model, tokenizer = _model(recipe, weights)

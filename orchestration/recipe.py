@@ -83,12 +83,14 @@ class ModelSection(Section):
 class VllmSection(Section):
     """What ``rollout.engine = "vllm"`` is told besides the rest of ``rollout`` (``stages.engines.vllm_rollout``).
 
-    ``max_model_len``: tokens of a prompt and its response. ``kv_cache_bytes``: memory for keys and values; without it
-    vLLM takes ``gpu_memory_utilization`` of its device. ``pause``, ``kv_cache``: what an update of the weights does with
-    responses in flight, and with what was computed of them. ``transport``: how new weights reach vLLM's workers.
+    ``max_model_len``: tokens of a prompt and its response. ``block_size``: tokens; a group shares its prompt in whole
+    blocks. ``kv_cache_bytes``: memory for keys and values; without it vLLM takes ``gpu_memory_utilization`` of its device.
+    ``pause``, ``kv_cache``: what an update of the weights does with responses in flight, and with what was computed of
+    them. ``transport``: how new weights reach vLLM's workers.
     """
 
     max_model_len: Count | None = None
+    block_size: Count | None = None
     kv_cache_bytes: Size | None = None
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     enforce_eager: bool = False

@@ -38,6 +38,7 @@ from pipeline.dock import Dock
 from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
+from stages.engines.protocols import EngineMissing
 from stages.evaluate import Evaluator, distinct_prompts
 from stages.gate import Gate
 from stages.models import ModelNotFound
@@ -52,7 +53,17 @@ from stages.weight_sync import Published, WeightsDamaged, WeightStore
 log = structlog.get_logger()
 
 # Nothing that a restart could mend.
-FATAL = (BoundBroken, WrittenTwice, GateClosed, NeverFits, ColumnError, ModelNotFound, PromptError, RewardError)
+FATAL = (
+    BoundBroken,
+    WrittenTwice,
+    GateClosed,
+    NeverFits,
+    ColumnError,
+    EngineMissing,
+    ModelNotFound,
+    PromptError,
+    RewardError,
+)
 EXIT_FATAL = 3
 EXIT_FAILED = 1
 STATE_SECONDS = 10.0

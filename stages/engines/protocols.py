@@ -106,6 +106,10 @@ class SwapTimes:
     hidden: float
 
 
+class EngineMissing(ImportError):
+    """The library of the engine that was asked for cannot be imported; the message says what to install."""
+
+
 class EngineFailed(RuntimeError):
     """The engine's compute failed (the cause is attached). Every iterator gets it; no more tokens are made."""
 

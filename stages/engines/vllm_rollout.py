@@ -26,6 +26,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from stages.engines.protocols import (
     Completion,
     EngineClosed,
     EngineFailed,
+    EngineMissing,
     FinishReason,
     GroupRequest,
     SwapTimes,
@@ -57,10 +59,6 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with the trainer and with other engines: count, not place
 }
 _STARTING = threading.Lock()  # the environment is one for all
-
-
-class VllmMissing(ImportError):
-    """vLLM cannot be imported here, or is too old; the message says what to install."""
 
 
 @dataclass(eq=False)
@@ -102,8 +100,10 @@ class VllmRolloutEngine:
     such requests need temperature 0 or 1; without, any temperature is served and filters are not.
 
     ``kv_cache_bytes`` is for keys and values, None leaves ``gpu_memory_utilization`` of the device to vLLM.
-    ``max_model_len`` bounds prompt and response together (None: the model's own bound). ``threads`` is for the CPU.
-    Raises :class:`VllmMissing`, and whatever vLLM raises for a model that it cannot serve.
+    ``max_model_len`` bounds prompt and response together (None: the model's own bound). The rows of a group share their
+    prompt's keys and values in whole blocks of ``block_size`` tokens (None: vLLM's, which is 128 on the CPU). ``threads``
+    is for the CPU.
+    Raises ``EngineMissing``, and whatever vLLM raises for a model that it cannot serve.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class VllmRolloutEngine:
         pause: Literal["keep", "abort"] = "keep",
         kv_cache: Literal["keep", "rebuild"] = "keep",
         max_model_len: int | None = None,
+        block_size: int | None = None,
         kv_cache_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,
@@ -141,6 +142,7 @@ class VllmRolloutEngine:
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=max_model_len,
             max_num_seqs=max_rows,
+            block_size=block_size,
             kv_cache_memory_bytes=kv_cache_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=enforce_eager,
@@ -177,7 +179,8 @@ class VllmRolloutEngine:
         for request in requests:
             for place in request.places:
                 row = _Row(request, place, responses)
-                self._rows[row] = asyncio.create_task(self._make(row))
+                self._rows[row] = task = asyncio.create_task(self._make(row))
+                task.add_done_callback(partial(self._forget, row))  # also when it is cancelled before it has begun
         return responses
 
     async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> SwapTimes:
@@ -209,7 +212,10 @@ class VllmRolloutEngine:
             return
         self._closed = True
         self._end(EngineClosed("the rollout engine was closed with this request in flight"))
-        await asyncio.gather(*self._rows.values(), return_exceptions=True)
+        listening = self._llm.output_handler  # it would take the end of vLLM's processes for their failure
+        if listening is not None:
+            listening.cancel()
+        await asyncio.gather(*self._rows.values(), *filter(None, [listening]), return_exceptions=True)
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
         del self._llm  # it would shut down once more when the interpreter ends
         self._store.close()
@@ -230,8 +236,9 @@ class VllmRolloutEngine:
             raise
         except Exception as error:
             self._fail(error)
-        finally:
-            self._rows.pop(row, None)
+
+    def _forget(self, row: _Row, task: asyncio.Task[None]) -> None:
+        del self._rows[row]
 
     async def _ask(self, row: _Row) -> FinishReason | None:
         """Have the rest of the row made; None when it was aborted before its end."""
@@ -398,7 +405,7 @@ def _import_vllm() -> Any:
         try:
             found = {name: getattr(importlib.import_module(module), name) for name, module in names.items()}
         except (ImportError, AttributeError) as error:
-            raise VllmMissing(f"rollout.engine = 'vllm' needs vLLM 0.32 or later ({error}); {INSTALL}") from error
+            raise EngineMissing(f"rollout.engine = 'vllm' needs vLLM 0.32 or later ({error}); {INSTALL}") from error
     return type("Vllm", (), found)
 
 

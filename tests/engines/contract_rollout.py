@@ -131,6 +131,7 @@ class RolloutContract(ABC):
         async with asyncio.timeout(self.deadline):
             await closed.aclose()  # type: ignore[attr-defined]
             await closed.aclose()  # type: ignore[attr-defined]
+            await asyncio.sleep(0)  # the consumer has begun
             consumer.cancel()
             await asyncio.wait([consumer])
             assert consumer.cancelled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from orchestration.engines import rollout_engine
+from orchestration.recipe import load_recipe
+from orchestration.worker import FATAL
 from stages.engines.mock import MockRolloutEngine, MockRolloutOptions
-from stages.engines.protocols import Completion, GroupRequest, RolloutEngine
+from stages.engines.protocols import Completion, EngineMissing, GroupRequest, RolloutEngine
 from stages.engines.torch_rollout import TorchRolloutEngine
 from tests.engines.contract_rollout import ModelContract, RolloutContract
 from tests.engines.echo import EchoRolloutEngine
@@ -91,3 +95,11 @@ class TestTorch(ModelContract):
     async def test_filters_leave_the_logprobs_alone(self, engine: RolloutEngine) -> None:
         requests = [self.ask(0, (0, 1, 2), temperature=1.7, top_k=5, top_p=0.8), self.ask(1, temperature=0.6, top_k=2)]
         await self._check_logprobs(engine, 0, requests)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_its_engine_says_what_to_install() -> None:
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart-vllm.toml", ["model.source=tiny"])
+    with pytest.raises(EngineMissing, match=r"rollout.engine = 'vllm' .* pip install 'asyncdock\[vllm\]'"):
+        rollout_engine(recipe, version=0)
+    assert EngineMissing in FATAL  # no worker is started again for it
