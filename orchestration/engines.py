@@ -106,7 +106,7 @@ def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Pat
         filters=bool(rollout.top_k) or rollout.top_p < 1,
         threads=threads_of(recipe, rollout.threads),
         initial_version=version,
-        **rollout.vllm.model_dump(exclude={"transport"}),
+        **rollout.vllm.model_dump(),
     )
 
 

@@ -86,7 +86,7 @@ class VllmSection(Section):
     ``max_model_len``: tokens of a prompt and its response. ``block_size``: tokens; a group shares its prompt in whole
     blocks. ``kv_cache_bytes``: memory for keys and values; without it vLLM takes ``gpu_memory_utilization`` of its device.
     ``pause``, ``kv_cache``: what an update of the weights does with responses in flight, and with what was computed of
-    them. ``transport``: how new weights reach vLLM's workers.
+    them.
     """
 
     max_model_len: Count | None = None
@@ -97,7 +97,6 @@ class VllmSection(Section):
     tensor_parallel: Count = 1
     pause: Literal["keep", "abort"] = "keep"
     kv_cache: Literal["keep", "rebuild"] = "keep"
-    transport: Literal["shared_memory"] = "shared_memory"
 
 
 class RolloutSection(Section):

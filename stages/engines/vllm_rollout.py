@@ -56,7 +56,9 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with the trainer and with other engines: count, not place
+    # Cores are shared with the trainer and with other engines: threads are counted, not placed, and wait without spinning.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
 _STARTING = threading.Lock()  # the environment is one for all
 
@@ -273,6 +275,8 @@ class VllmRolloutEngine:
             stop_token_ids=list(params.stop_token_ids),
             ignore_eos=True,  # what ends a response is in the request
             detokenize=bool(params.stop),
+            skip_special_tokens=False,  # a stop string may be one
+            spaces_between_special_tokens=False,
             seed=_seed(row.request.seed, row.place, begun),
             logprobs=0,  # of the sampled token
             output_kind=self._vllm.RequestOutputKind.DELTA,
@@ -404,8 +408,10 @@ def _import_vllm() -> Any:
     with _environment(None):
         try:
             found = {name: getattr(importlib.import_module(module), name) for name, module in names.items()}
+            for call in ("pause_generation", "start_weight_update", "update_weight_version", "get_weight_version"):
+                getattr(found["AsyncLLM"], call)
         except (ImportError, AttributeError) as error:
-            raise EngineMissing(f"rollout.engine = 'vllm' needs vLLM 0.32 or later ({error}); {INSTALL}") from error
+            raise EngineMissing(f"rollout.engine = 'vllm' needs a vLLM like 0.32 ({error}); {INSTALL}") from error
     return type("Vllm", (), found)
 
 

@@ -163,7 +163,6 @@ VLLM_FAULTS = [
     (("rollout.vllm.kv_cache_bytes=1GigaB",), "rollout.vllm.kv_cache_bytes", "'64MiB'"),
     (("rollout.vllm.gpu_memory_utilization=1.5",), "rollout.vllm.gpu_memory_utilization", "<= 1"),
     (("rollout.vllm.pause=wait",), "rollout.vllm.pause", "'keep'"),
-    (("rollout.vllm.transport=carrier-pigeon",), "rollout.vllm.transport", "'shared_memory'"),
     (("rollout.vllm.pause=abort", "rollout.vllm.kv_cache=keep"), "rollout.vllm.kv_cache", "remove it"),
     (("rollout.vllm.pause=abort", 'rollout.stop=["."]'), "rollout.vllm.pause", "'keep'"),
     (("rollout.top_k=5", "rollout.temperature=0.7"), "rollout.temperature", "rollout.temperature = 1.0"),
