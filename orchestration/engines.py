@@ -6,6 +6,8 @@ Adapters are imported here, when they are asked for: a mock run loads no model c
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from typing import Any
 import torch
 
 from orchestration.recipe import Recipe
+from pipeline.warehouse import shared_memory_directory
 from stages import device as devices
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
-from stages.models import Tokenizer, load_model, load_tokenizer
+from stages.models import Tokenizer, load_model, load_tokenizer, model_folder
 
 # Making a model draws from torch's global generator: two threads of an inline run would disturb each other.
 _LOADING = threading.Lock()
@@ -55,7 +58,10 @@ def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tupl
         return load_model(source, dtype=getattr(torch, dtype or recipe.model.dtype), seed=recipe.seed)
 
 
-def rollout_engine(recipe: Recipe, *, version: int, weights: Path | None = None) -> RolloutEngine:
+def rollout_engine(
+    recipe: Recipe, *, version: int, weights: Path | None = None, shared: Path | None = None
+) -> RolloutEngine:
+    """``shared`` is a folder in shared memory for this engine alone, that need not be there yet; None makes one."""
     if recipe.rollout.engine == "mock":
         from stages.engines.mock import MockRolloutEngine, MockRolloutOptions
 
@@ -65,6 +71,13 @@ def rollout_engine(recipe: Recipe, *, version: int, weights: Path | None = None)
             **recipe.rollout.mock,
         }
         return MockRolloutEngine(MockRolloutOptions(**options), version=version)
+    if recipe.rollout.engine == "vllm":
+        shared = shared or Path(tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory()))
+        try:
+            return _vllm_engine(recipe, version, weights, shared)
+        except BaseException:  # an engine that is made removes it when it is closed
+            shutil.rmtree(shared, ignore_errors=True)
+            raise
     from stages.engines.torch_rollout import TorchRolloutEngine
 
     model, tokenizer = _model(recipe, weights)
@@ -75,6 +88,29 @@ def rollout_engine(recipe: Recipe, *, version: int, weights: Path | None = None)
         threads=threads_of(recipe, recipe.rollout.threads),
         initial_version=version,
         device=devices.select(recipe.rollout.device),
+    )
+
+
+def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Path) -> RolloutEngine:
+    from stages.engines.vllm_rollout import VllmRolloutEngine
+
+    rollout = recipe.rollout
+    folder = weights or shared / "model"
+    if weights is None and recipe.model.source != "tiny":
+        folder = model_folder(recipe.model.source)
+    elif weights is None:  # made from the seed: there is no folder that vLLM could read
+        model, tokenizer = _model(recipe, None)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return VllmRolloutEngine(
+        folder,
+        shared=shared,
+        dtype=getattr(torch, recipe.model.dtype),
+        max_rows=rollout.max_rows,
+        filters=bool(rollout.top_k) or rollout.top_p < 1,
+        threads=threads_of(recipe, rollout.threads),
+        initial_version=version,
+        **rollout.vllm.model_dump(),
     )
 
 

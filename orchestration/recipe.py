@@ -81,11 +81,30 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
+class VllmSection(Section):
+    """What ``rollout.engine = "vllm"`` is told besides the rest of ``rollout`` (``stages.engines.vllm_rollout``).
+
+    ``max_model_len``: tokens of a prompt and its response. ``block_size``: tokens; a group shares its prompt in whole
+    blocks. ``kv_cache_bytes``: memory for keys and values; without it vLLM takes ``gpu_memory_utilization`` of its device.
+    ``pause``, ``kv_cache``: what an update of the weights does with responses in flight, and with what was computed of
+    them.
+    """
+
+    max_model_len: Count | None = None
+    block_size: Count | None = None
+    kv_cache_bytes: Size | None = None
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    enforce_eager: bool = False
+    tensor_parallel: Count = 1
+    pause: Literal["keep", "abort"] = "keep"
+    kv_cache: Literal["keep", "rebuild"] = "keep"
+
+
 class RolloutSection(Section):
     """``max_rows``: responses that one worker decodes at the same time. ``threads`` = 0: shared out by the launcher.
     ``device``: see :func:`stages.device.select`."""
 
-    engine: Literal["torch", "mock"] = "torch"
+    engine: Literal["torch", "vllm", "mock"] = "torch"
     device: str = Field(default="auto", min_length=1)
     workers: Count = 1
     max_rows: Count = 32
@@ -95,6 +114,7 @@ class RolloutSection(Section):
     top_k: CountOrNone = 0
     stop: list[str] = []
     threads: CountOrNone = 0
+    vllm: VllmSection = VllmSection()
     mock: dict[str, Any] = {}
 
 
@@ -539,6 +559,31 @@ def _mock_takes_options(recipe: Recipe) -> Iterator[Problem]:
         yield from _refusals(key, options, section.mock)
 
 
+def _vllm_fits(recipe: Recipe) -> Iterator[Problem]:
+    rollout, options = recipe.rollout, recipe.rollout.vllm
+    if rollout.engine != "vllm":
+        given = options.model_dump(exclude_defaults=True)
+        if given:
+            yield Problem("rollout.vllm", given, f"has no effect with engine {rollout.engine!r}", "remove the table")
+        return
+    longest = (recipe.prompts.max_prompt_tokens or 0) + rollout.max_tokens
+    if options.max_model_len and options.max_model_len < longest:
+        wrong = f"is less than the {longest} tokens that one prompt and response may have"
+        yield Problem("rollout.vllm.max_model_len", options.max_model_len, wrong, f"use a value >= {longest}")
+    if (rollout.top_k or rollout.top_p < 1) and rollout.temperature != 1:
+        wrong = "is not served together with top_k or top_p by vLLM, whose logprobs would not be those of the trainer"
+        fix = "set rollout.temperature = 1.0, or rollout.top_k = 0 and rollout.top_p = 1.0"
+        yield Problem("rollout.temperature", rollout.temperature, wrong, fix)
+    if rollout.stop and options.pause == "abort":
+        wrong = "would miss a stop string that an update of the weights cuts in two"
+        yield Problem(
+            "rollout.vllm.pause", options.pause, wrong, "set rollout.vllm.pause = 'keep', or rollout.stop = []"
+        )
+    if options.pause == "abort" and "kv_cache" in options.model_fields_set and options.kv_cache == "keep":
+        wrong = "keeps nothing of responses that rollout.vllm.pause = 'abort' ends"
+        yield Problem("rollout.vllm.kv_cache", "keep", wrong, "remove it, or set rollout.vllm.pause = 'keep'")
+
+
 def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, Any]) -> Iterator[Problem]:
     """What ``constructor`` (a pydantic model, a dataclass, a function) does not take of ``options``."""
     allowed = list(inspect.signature(constructor).parameters)
@@ -757,6 +802,19 @@ def _precision_means_something(recipe: Recipe) -> Iterator[Problem]:
 CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...] = (
     (_mock_goes_with_mock, ("model.source", "rollout.engine", "train.engine")),
     (_mock_takes_options, ("rollout.engine", "rollout.mock", "train.engine", "train.mock")),
+    (
+        _vllm_fits,
+        (
+            "rollout.engine",
+            "rollout.vllm",
+            "rollout.top_k",
+            "rollout.top_p",
+            "rollout.temperature",
+            "rollout.stop",
+            "rollout.max_tokens",
+            "prompts.max_prompt_tokens",
+        ),
+    ),
     (_model_exists, ("model.source",)),
     (_prompts_exist, ("prompts",)),
     (_rewards_resolve, ("reward.functions",)),

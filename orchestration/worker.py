@@ -40,6 +40,7 @@ from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
 from stages.device import DeviceMissing
 from stages.engines.plans import Ranks
+from stages.engines.protocols import EngineMissing
 from stages.evaluate import Evaluator, distinct_prompts
 from stages.follower import Follower, SwapPolicy
 from stages.gang import Gang, Mate
@@ -63,6 +64,7 @@ FATAL = (
     NeverFits,
     ColumnError,
     DeviceMissing,
+    EngineMissing,
     ModelNotFound,
     PromptError,
     RewardError,
@@ -248,7 +250,11 @@ class Worker:
         recipe = self.recipe
         start = checkpoint.open_checkpoint(self.place.start) if self.place.start else None
         engine = await asyncio.to_thread(
-            rollout_engine, recipe, version=start.version if start else 0, weights=start.model if start else None
+            rollout_engine,
+            recipe,
+            version=start.version if start else 0,
+            weights=start.model if start else None,
+            shared=self.place.shared / f"rollout-{self.number}",
         )
         self._close.append(engine.close)
         self._version = lambda: engine.version

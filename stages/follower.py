@@ -164,8 +164,9 @@ class Follower:
             swapped = time.monotonic()
             prompt, response = torch.tensor(probe.prompt_ids), torch.tensor(probe.response_ids)
             temperature = self.stage.params.temperature
-            gap = probe.gap(await engine.score(prompt, response, temperature=temperature))
-            if not gap.max <= self.policy.tolerance:
+            found = await engine.score(prompt, response, temperature=temperature)
+            gap = None if found is None else probe.gap(found)
+            if gap is not None and not gap.max <= self.policy.tolerance:
                 await self._go_back(published, gap)
             return SwapTimes(times.exposed + time.monotonic() - swapped, times.hidden), gap
         finally:

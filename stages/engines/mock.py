@@ -18,8 +18,8 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from safetensors.torch import save_file
 from tensordict import TensorDictBase
 
 from stages.algorithms import TokenBatch
-from stages.engines.protocols import Completion, FinishReason, GroupRequest, SwapTimes, WeightMismatch
+from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes, WeightMismatch
+from stages.engines.responses import Responses
 
 
 @dataclass(frozen=True)
@@ -59,38 +60,10 @@ class MockRolloutOptions:
 
 
 @dataclass(eq=False)
-class _Stream(AsyncIterator[Completion]):
-    """What one call of ``generate`` returns; ``left`` rows are still to be yielded."""
-
-    abort: Callable[[_Stream], None]
-    left: int
-    ready: asyncio.Queue[Completion | Exception] = field(default_factory=asyncio.Queue)
-
-    async def __anext__(self) -> Completion:
-        if not self.left:
-            raise StopAsyncIteration
-        try:
-            item = await self.ready.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        if isinstance(item, Exception):
-            self.left = 0
-            raise item
-        self.left -= 1
-        return item
-
-    async def aclose(self) -> None:
-        if self.left:
-            self.left = 0
-            self.abort(self)
-
-
-@dataclass(eq=False)
 class _Row:
     request: GroupRequest
     place: int
-    stream: _Stream
+    stream: Responses
     tokens: int
     finish_reason: FinishReason
     first: float = 0.0  # what the clock shows when its first token begins
@@ -126,7 +99,7 @@ class MockRolloutEngine:
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         self._check_open()
-        stream = _Stream(self._abort, left=sum(len(request.places) for request in requests))
+        stream = Responses(sum(len(request.places) for request in requests), self._abort)
         rows = [self._row(request, place, stream) for request in requests for place in request.places]
         self._advance()
         self._waiting.extend(rows)
@@ -177,7 +150,7 @@ class MockRolloutEngine:
             return
         self._closed = True
         for stream in {row.stream for row in (*self._waiting, *(row for _, _, row in self._decoding))}:
-            stream.ready.put_nowait(RuntimeError("the rollout engine was closed with this request in flight"))
+            stream.put(EngineClosed("the rollout engine was closed with this request in flight"))
         self._waiting.clear()
         self._decoding.clear()
         self._arm()
@@ -203,7 +176,7 @@ class MockRolloutEngine:
                 break
             heapq.heappop(self._decoding)
             self._clock, self._time = end, at
-            row.stream.ready.put_nowait(self._completion(row))
+            row.stream.put(self._completion(row))
             self._admit()
         self._clock += (now - self._time) * self._rate() if self._decoding else 0.0
         self._time = now
@@ -234,7 +207,7 @@ class MockRolloutEngine:
         self._advance()
         self._arm()
 
-    def _abort(self, stream: _Stream) -> None:
+    def _abort(self, stream: Responses) -> None:
         self._advance()
         self._waiting = deque(row for row in self._waiting if row.stream is not stream)
         self._decoding = [entry for entry in self._decoding if entry[2].stream is not stream]
@@ -248,7 +221,7 @@ class MockRolloutEngine:
 
     # --- what a row is made of ------------------------------------------------------------------------------------
 
-    def _row(self, request: GroupRequest, place: int, stream: _Stream) -> _Row:
+    def _row(self, request: GroupRequest, place: int, stream: Responses) -> _Row:
         if request.params.max_tokens < 1:
             raise ValueError(f"max_tokens = {request.params.max_tokens} must be at least 1")
         drawn = np.random.default_rng([0, request.seed, place]).lognormal(0.0, self._options.sigma)
@@ -307,7 +280,7 @@ class MockRolloutEngine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the rollout engine is closed")
+            raise EngineClosed("the rollout engine is closed")
 
 
 @dataclass(frozen=True)

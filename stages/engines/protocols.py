@@ -92,9 +92,11 @@ class RolloutEngine(Protocol):
 
     async def score(
         self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Logprobs float32 [T] of the tokens ``response_ids`` int64 [T] after ``prompt_ids`` int64 [P] under the loaded
-        weights, by the definition of :class:`SamplingParams`; also while paused. What a swap is verified with."""
+        weights, by the definition of :class:`SamplingParams`; also while paused (one that can compute nothing then may let
+        the others go on for as long as this takes). None: it cannot tell at this temperature. What a swap is verified
+        with."""
 
     async def pause(self) -> None:
         """Stop before the next token; returns when no compute is running. Requests stay where they are."""
@@ -111,6 +113,18 @@ class SwapTimes:
 
     exposed: float
     hidden: float
+
+
+class EngineMissing(ImportError):
+    """The library of the engine that was asked for cannot be imported; the message says what to install."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine's compute failed (the cause is attached). Every iterator gets it; no more tokens are made."""
+
+
+class EngineClosed(RuntimeError):
+    """The engine was closed: nothing more can be asked of it, and what was in flight is lost."""
 
 
 class WeightMismatch(ValueError):

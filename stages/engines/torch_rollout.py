@@ -30,7 +30,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from stages import device as devices
-from stages.engines.protocols import Completion, FinishReason, GroupRequest, SamplingParams, SwapTimes
+from stages.engines.protocols import (
+    Completion,
+    EngineClosed,
+    EngineFailed,
+    FinishReason,
+    GroupRequest,
+    SamplingParams,
+    SwapTimes,
+)
 from stages.engines.torch_decoder import Prompt, TorchDecoder, WeightSet
 
 T = TypeVar("T")
@@ -41,14 +49,6 @@ class Decodes(Protocol):
     """What the engine needs of a tokenizer, and only for stop strings."""
 
     def decode(self, token_ids: list[int]) -> Any: ...
-
-
-class EngineFailed(RuntimeError):
-    """The engine's compute failed (the cause is attached). Every iterator gets it; no more tokens are made."""
-
-
-class EngineClosed(RuntimeError):
-    """The engine was closed."""
 
 
 @dataclass(eq=False)

@@ -125,6 +125,8 @@ FAULTS = [
     ("model.source=mock", "rollout.engine", "'mock'"),
     ("train.engine=mock", "train.engine", "'torch'"),
     ("train.mock.step_seconds=1", "train.mock", "remove"),
+    ("rollout.engine=vlm", "rollout.engine", "did you mean 'vllm'?"),
+    ("rollout.vllm.max_model_len=64", "rollout.vllm", "remove the table"),
     ("model.source=smolm2", "model.source", "did you mean 'smollm2'?"),
     ("rollout.max_rows=4", "rollout.max_rows", ">= 8"),
     ("rollout.temperature=0", "rollout.temperature", "> 0"),
@@ -159,6 +161,35 @@ def test_a_fault_names_its_key_its_value_and_its_fix(minimal: Path, override: st
     assert fix in blamed.wrong + "; " + blamed.fix
     assert blamed.wrong
     assert str(blamed).startswith(key)
+
+
+# The same for what the vLLM engine is told.
+VLLM_FAULTS = [
+    (("rollout.vllm.max_model_len=64", "rollout.max_tokens=64"), "rollout.vllm.max_model_len", ">= "),
+    (("rollout.vllm.max_model_length=64",), "rollout.vllm.max_model_length", "did you mean 'max_model_len'?"),
+    (("rollout.vllm.kv_cache_bytes=1GigaB",), "rollout.vllm.kv_cache_bytes", "'64MiB'"),
+    (("rollout.vllm.gpu_memory_utilization=1.5",), "rollout.vllm.gpu_memory_utilization", "<= 1"),
+    (("rollout.vllm.pause=wait",), "rollout.vllm.pause", "'keep'"),
+    (("rollout.vllm.pause=abort", "rollout.vllm.kv_cache=keep"), "rollout.vllm.kv_cache", "remove it"),
+    (("rollout.vllm.pause=abort", 'rollout.stop=["."]'), "rollout.vllm.pause", "'keep'"),
+    (("rollout.top_k=5", "rollout.temperature=0.7"), "rollout.temperature", "rollout.temperature = 1.0"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "fix"), VLLM_FAULTS)
+def test_a_fault_of_the_vllm_engine_is_told_without_vllm(
+    minimal: Path, overrides: tuple[str, ...], key: str, fix: str
+) -> None:
+    found = problems(minimal, "prompts.max_prompt_tokens=64", "rollout.engine=vllm", *overrides)
+    [blamed] = [problem for problem in found if problem.key == key]
+    assert fix in blamed.wrong + "; " + blamed.fix
+    assert str(blamed).startswith(key)
+
+
+def test_what_the_vllm_engine_is_told_is_read(minimal: Path) -> None:
+    sets = ["rollout.engine=vllm", "rollout.vllm.kv_cache_bytes=1GiB", "rollout.vllm.pause=abort"]
+    options = load_recipe(minimal, sets).rollout.vllm
+    assert (options.kv_cache_bytes, options.pause, options.max_model_len) == (2**30, "abort", None)
 
 
 @given(

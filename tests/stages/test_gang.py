@@ -18,8 +18,8 @@ from pipeline.staleness import StalenessPlan
 from stages.algorithms.grpo import GRPO
 from stages.engines.plans import Ranks
 from stages.gang import Gang, Mate
-from stages.weight_sync import probed
 from stages.sample import Flow
+from stages.weight_sync import probed
 from tests.batches import make_batch, unstack
 
 GROUPS = [(6, (5, 3)), (40, (2, 2)), (3, (12, 30)), (4, (1, 1))]

@@ -1,0 +1,359 @@
+"""What every RolloutEngine must hold. An adapter's tests subclass one of the two classes here and say how it is built.
+
+    RolloutContract   places, seeds, streaming, abort, pause, weights and their versions, close
+    ModelContract     the same, and what an engine with a real model must hold besides: logprobs, stops, failure
+
+A subclass may share one engine among its tests (``engine`` is a fixture to override); each leaves the engine idle and
+with the weights number 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from stages.engines.protocols import (
+    Completion,
+    EngineClosed,
+    EngineFailed,
+    GroupRequest,
+    RolloutEngine,
+    SamplingParams,
+    WeightMismatch,
+)
+
+Found = dict[tuple[int, int], Completion]
+
+
+async def collect(stream: AsyncIterator[Completion]) -> Found:
+    found: Found = {}
+    async for done in stream:
+        assert (done.group, done.place) not in found
+        found[done.group, done.place] = done
+    return found
+
+
+class RolloutContract(ABC):
+    tokens = 8  # of an ordinary response
+    long_tokens = 200  # of one that is still being made when an ordinary one that was asked with it has ended
+    atol = 1e-4  # between logprobs that differ by the rounding of another batch
+    deadline = 60.0
+
+    @abstractmethod
+    async def build(self, version: int) -> RolloutEngine:
+        """A new engine with the weights number 0 as ``version``."""
+
+    @abstractmethod
+    def weights(self, number: int) -> dict[str, torch.Tensor]:
+        """The weights number 0, or others of the same layout that make other tokens."""
+
+    def prompt(self, group: int) -> torch.Tensor:
+        return torch.randint(3, 90, (5 + group % 7,), generator=torch.Generator().manual_seed(group))
+
+    def ask(self, group: int, places: Sequence[int] = (0, 1), seed: int | None = None, **params: Any) -> GroupRequest:
+        sampling = SamplingParams(**{"max_tokens": self.tokens, **params})
+        return GroupRequest(group, tuple(places), self.prompt(group), sampling, group if seed is None else seed)
+
+    @pytest.fixture
+    async def engine(self) -> AsyncIterator[RolloutEngine]:
+        built = await self.build(3)
+        yield built
+        await built.close()
+
+    @pytest.fixture(autouse=True)
+    def _one_thread(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
+
+    async def made(self, engine: RolloutEngine, *requests: GroupRequest) -> Found:
+        async with asyncio.timeout(self.deadline):
+            return await collect(engine.generate(requests))
+
+    async def load(self, engine: RolloutEngine, number: int) -> None:
+        async with asyncio.timeout(self.deadline):
+            times = await engine.load_weights(engine.version + 1, self.weights(number))
+        assert times.exposed >= 0
+        assert times.hidden >= 0
+
+    def same(self, one: Completion, other: Completion) -> bool:
+        return torch.equal(one.token_ids, other.token_ids) and torch.allclose(
+            one.logprobs, other.logprobs, atol=self.atol
+        )
+
+    async def test_every_place_asked_for_comes_once_and_whole(self, engine: RolloutEngine) -> None:
+        requests = [self.ask(0, (0, 1, 2)), self.ask(7, (3, 1)), self.ask(4, (5,), max_tokens=1)]
+        found = await self.made(engine, *requests)
+        assert set(found) == {(0, 0), (0, 1), (0, 2), (7, 3), (7, 1), (4, 5)}
+        for (group, _), done in found.items():
+            count = len(done.token_ids)
+            assert 1 <= count <= next(r for r in requests if r.group == group).params.max_tokens
+            assert (done.token_ids.dtype, done.logprobs.dtype) == (torch.int64, torch.float32)
+            assert done.logprobs.shape == (count,)
+            assert bool((done.logprobs <= 0).all())
+            assert done.versions == ((engine.version, count),)
+            assert done.finish_reason in ("stop", "length")
+
+    async def test_a_response_depends_on_seed_and_place_and_not_on_its_company(self, engine: RolloutEngine) -> None:
+        alone = await self.made(engine, self.ask(1, (0,)))
+        alone |= await self.made(engine, self.ask(1, (1,)))
+        crowd = await self.made(engine, self.ask(2, (0, 1, 2)), self.ask(1), self.ask(3, (4,)))
+        assert all(self.same(done, crowd[place]) for place, done in alone.items())
+        assert not torch.equal(alone[1, 0].token_ids, alone[1, 1].token_ids)
+        other = await self.made(engine, self.ask(1, (0,), seed=99))
+        assert not torch.equal(alone[1, 0].token_ids, other[1, 0].token_ids)
+
+    async def test_calls_in_flight_together_each_get_their_own(self, engine: RolloutEngine) -> None:
+        streams = [engine.generate([self.ask(group), self.ask(group + 10, (2,))]) for group in range(3)]
+        async with asyncio.timeout(self.deadline):
+            for group, found in enumerate(await asyncio.gather(*map(collect, streams))):
+                assert set(found) == {(group, 0), (group, 1), (group + 10, 2)}
+
+    async def test_a_response_is_yielded_when_it_ends_whatever_the_others_do(self, engine: RolloutEngine) -> None:
+        stream = engine.generate([self.ask(0, (0,), max_tokens=self.long_tokens), self.ask(1, (0,), max_tokens=1)])
+        async with asyncio.timeout(self.deadline):
+            assert (await anext(stream)).group == 1
+            assert set(await collect(stream)) == {(0, 0)}
+
+    async def test_what_nobody_wants_any_more_is_aborted_and_the_rest_goes_on(self, engine: RolloutEngine) -> None:
+        closed = engine.generate([self.ask(0, max_tokens=self.long_tokens)])
+        consumer = asyncio.create_task(collect(engine.generate([self.ask(1, max_tokens=self.long_tokens)])))
+        kept = engine.generate([self.ask(2)])
+        async with asyncio.timeout(self.deadline):
+            await closed.aclose()  # type: ignore[attr-defined]
+            await closed.aclose()  # type: ignore[attr-defined]
+            await asyncio.sleep(0)  # the consumer has begun
+            consumer.cancel()
+            await asyncio.wait([consumer])
+            assert consumer.cancelled()
+            assert await collect(closed) == {}
+            assert len(await collect(kept)) == 2
+            await self.until(lambda: getattr(engine, "rows", 0) == 0)
+
+    async def test_pause_holds_every_row_and_resume_goes_on_to_the_same_end(self, engine: RolloutEngine) -> None:
+        undisturbed = await self.made(engine, self.ask(1))
+        await engine.pause()
+        stream = engine.generate([self.ask(1)])
+        first = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+        await asyncio.wait([first], timeout=0.2)
+        assert not first.done()
+        await engine.resume()
+        async with asyncio.timeout(self.deadline):
+            done = await first
+            found = await collect(stream) | {(done.group, done.place): done}
+        assert all(self.same(done, found[place]) for place, done in undisturbed.items())
+
+    async def test_new_weights_make_other_tokens_and_the_old_ones_the_same_again(self, engine: RolloutEngine) -> None:
+        before, version = await self.made(engine, self.ask(1)), engine.version
+        await self.load(engine, 1)
+        assert engine.version == version + 1
+        changed = await self.made(engine, self.ask(1))
+        await self.load(engine, 0)
+        back = await self.made(engine, self.ask(1))
+        assert all(done.versions == ((version + 1, len(done.token_ids)),) for done in changed.values())
+        assert not any(self.same(done, changed[place]) for place, done in before.items())
+        assert all(self.same(done, back[place]) for place, done in before.items())
+
+    async def test_weights_that_are_held_make_no_token_before_resume(self, engine: RolloutEngine) -> None:
+        version = engine.version
+        async with asyncio.timeout(self.deadline):
+            await engine.load_weights(version + 1, self.weights(1), hold=True)
+        stream = engine.generate([self.ask(1, (0,))])
+        first = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+        await asyncio.wait([first], timeout=0.2)
+        assert not first.done()
+        await engine.resume()
+        async with asyncio.timeout(self.deadline):
+            done = await first
+        assert done.versions == ((version + 1, len(done.token_ids)),)
+        await self.load(engine, 0)
+
+    async def test_a_response_that_saw_a_swap_says_which_version_made_how_much_of_it(
+        self, engine: RolloutEngine
+    ) -> None:
+        """The swap has to come between two of its tokens; on a slow machine it may come late, and is tried again."""
+        until, number, versions = time.monotonic() + self.deadline, 0, ()
+        while len(versions) < 2:
+            assert time.monotonic() < until, "no swap came while a response was being made"
+            old, number = engine.version, 1 - number
+            stream = engine.generate([self.ask(0, (0,), max_tokens=self.long_tokens), self.ask(1, (0,), max_tokens=1)])
+            async with asyncio.timeout(self.deadline):
+                await anext(stream)
+                await self.load(engine, number)
+                done = (await collect(stream))[0, 0]
+            versions = done.versions
+        assert [version for version, _ in versions] == [old, old + 1]
+        assert all(count > 0 for _, count in versions)
+        assert sum(count for _, count in versions) == len(done.token_ids) == len(done.logprobs)
+        assert done.oldest_version == old
+        if number:
+            await self.load(engine, 0)
+
+    @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "dtype"])
+    async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
+        self, engine: RolloutEngine, fault: str
+    ) -> None:
+        await self.load(engine, 0)
+        before, version = await self.made(engine, self.ask(1, (0,))), engine.version
+        offered = self.weights(1)
+        name = sorted(offered)[0]
+        if fault == "missing":
+            del offered[name]
+        elif fault == "unknown":
+            name = "no.such.weight"
+            offered[name] = torch.zeros(1)
+        elif fault == "shape":
+            offered[name] = torch.zeros(*offered[name].shape, 2, dtype=offered[name].dtype)
+        else:
+            offered[name] = offered[name].double()
+        with pytest.raises(WeightMismatch, match=name.replace(".", r"\.")):
+            await engine.load_weights(version + 1, offered)
+        assert engine.version == version
+        after = await self.made(engine, self.ask(1, (0,)))
+        assert self.same(after[1, 0], before[1, 0])
+        assert after[1, 0].versions == before[1, 0].versions
+
+    async def test_a_request_that_cannot_be_served_is_refused_at_once(self, engine: RolloutEngine) -> None:
+        with pytest.raises(ValueError, match="max_tokens"):
+            engine.generate([self.ask(0), self.ask(1, max_tokens=0)])
+        assert len(await self.made(engine, self.ask(2))) == 2
+
+    async def test_close_ends_what_is_in_flight_and_leaves_no_thread_and_no_process(self) -> None:
+        threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
+        engine = await self.build(0)
+        stream = engine.generate([self.ask(0, max_tokens=self.long_tokens)])
+        async with asyncio.timeout(self.deadline):
+            await engine.close()
+            await engine.close()
+        with pytest.raises(EngineClosed):
+            await collect(stream)
+        with pytest.raises(EngineClosed):
+            await collect(engine.generate([self.ask(0)]))
+        with pytest.raises(EngineClosed):
+            await engine.load_weights(1, self.weights(1))
+        await self.until(lambda: not new_processes(children) and not new_threads(threads))
+
+    async def until(self, condition: Any) -> None:
+        end = time.monotonic() + self.deadline
+        while not condition():
+            assert time.monotonic() < end, "it did not come to be in time"
+            await asyncio.sleep(0.01)
+
+
+def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Threads that have begun since, but for those of the loop's own pool, which the loop keeps for its callers."""
+    return [t for t in threading.enumerate() if t not in before and not t.name.startswith("asyncio_")]
+
+
+def new_processes(before: set[psutil.Process]) -> list[psutil.Process]:
+    """Children that have begun since, but for Python's tracker of shared memory, which lives as long as this process."""
+    found = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    return [child for child in found if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+class ModelContract(RolloutContract):
+    temperatures: Sequence[float] = (0.0, 0.7, 1.0, 1.4)
+    stop_tokens = 24  # of the response in which stops are looked for
+
+    @abstractmethod
+    def teacher_forced(self, number: int, request: GroupRequest, done: Completion) -> torch.Tensor:
+        """float32 [T]: the logprobs that a plain forward with the weights ``number`` gives the response's tokens, at the
+        request's temperature (1 when it is greedy), before top-k and top-p."""
+
+    @abstractmethod
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens, as the engine's own tokenizer has it."""
+
+    @abstractmethod
+    async def harm(self, engine: RolloutEngine) -> None:
+        """Have the engine's compute fail while it generates."""
+
+    async def test_logprobs_are_those_that_the_trainer_computes(self, engine: RolloutEngine) -> None:
+        requests = [self.ask(group, (0, 1), temperature=t) for group, t in enumerate(self.temperatures)]
+        await self._check_logprobs(engine, 0, requests)
+        await self.load(engine, 1)
+        await self._check_logprobs(engine, 1, requests)
+        await self.load(engine, 0)
+
+    async def test_scores_are_what_the_trainer_computes_also_while_weights_are_held(
+        self, engine: RolloutEngine
+    ) -> None:
+        requests = [self.ask(group, (0,), temperature=t) for group, t in enumerate(self.temperatures)]
+        found = await self.made(engine, *requests)
+        async with asyncio.timeout(self.deadline):
+            for number in (0, 1, 0):
+                if number != 0 or engine.version:
+                    await engine.load_weights(engine.version + 1, self.weights(number), hold=True)
+                told = 0
+                for (group, _), done in found.items():
+                    asked = requests[group]
+                    scores = await engine.score(asked.prompt_ids, done.token_ids, temperature=asked.params.temperature)
+                    if scores is not None:
+                        assert torch.allclose(scores, self.teacher_forced(number, asked, done), atol=self.atol)
+                        told += 1
+                assert told, "at some temperature it must be able to tell"
+        await engine.resume()
+
+    async def _check_logprobs(self, engine: RolloutEngine, number: int, requests: Sequence[GroupRequest]) -> None:
+        found = await self.made(engine, *requests)
+        for (group, _), done in found.items():
+            expected = self.teacher_forced(number, requests[group], done)
+            assert torch.allclose(done.logprobs, expected, atol=self.atol), (number, requests[group].params)
+
+    async def test_greedy_takes_the_likeliest_token(self, engine: RolloutEngine) -> None:
+        request = self.ask(0, (0, 1), temperature=0.0)
+        found = await self.made(engine, request)
+        assert self.same(found[0, 0], found[0, 1])
+        sampled = await self.made(engine, self.ask(0, (0,), temperature=1.0))
+        done = found[0, 0]
+        assert float(self.teacher_forced(0, request, done)[0]) >= float(
+            self.teacher_forced(0, request, sampled[0, 0])[0]
+        )
+
+    async def test_a_stop_token_ends_a_response_and_belongs_to_it(self, engine: RolloutEngine) -> None:
+        free = (await self.made(engine, self.ask(1, (0,), max_tokens=self.stop_tokens)))[1, 0].token_ids.tolist()
+        stop = free[self.stop_tokens // 2]
+        request = self.ask(1, (0,), max_tokens=self.stop_tokens, stop_token_ids=(stop,))
+        cut = (await self.made(engine, request))[1, 0]
+        assert cut.token_ids.tolist() == free[: free.index(stop) + 1]
+        assert cut.finish_reason == "stop"
+        assert len(cut.logprobs) == len(cut.token_ids)
+
+    @pytest.mark.parametrize("offset", [0, 1])
+    async def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
+        self, engine: RolloutEngine, offset: int
+    ) -> None:
+        """Also one that begins inside a token. Tokens stay as they were generated."""
+        free = (await self.made(engine, self.ask(1, (0,), max_tokens=self.stop_tokens)))[1, 0].token_ids.tolist()
+        before = len(self.decode(free[: self.stop_tokens // 2])) + offset
+        stop = self.decode(free)[before : before + 6]
+        ends = next(n for n in range(1, len(free) + 1) if stop in self.decode(free[:n]))
+        request = self.ask(1, (0,), max_tokens=self.stop_tokens, stop=("never there", stop))
+        cut = (await self.made(engine, request))[1, 0]
+        assert cut.token_ids.tolist() == free[:ends]
+        assert cut.finish_reason == "stop"
+        assert len(cut.logprobs) == len(cut.token_ids)
+
+    async def test_a_failure_reaches_every_iterator(self) -> None:
+        engine = await self.build(0)
+        try:
+            await self.made(engine, self.ask(0, (0,)))
+            streams = [engine.generate([self.ask(group, max_tokens=self.long_tokens)]) for group in range(3)]
+            await self.harm(engine)
+            async with asyncio.timeout(self.deadline):
+                for stream in streams:
+                    with pytest.raises(EngineFailed):
+                        await collect(stream)
+                with pytest.raises(EngineFailed):
+                    await collect(engine.generate([self.ask(4)]))
+        finally:
+            await engine.close()
