@@ -30,6 +30,25 @@ class TokenBatch:
     total_tokens: int  # of the whole train batch
     total_rows: int  # of the whole train batch
 
+    def behaviour_gap(self) -> dict[str, torch.Tensor]:
+        """How far the trainer's logprobs lie from those that the rollout engine recorded, as metrics of the train batch: the
+        mean and the largest difference, and the k3 estimate of the KL divergence
+        (http://joschu.net/blog/kl-approx.html). Of tokens made by the weights that are trained now it is what two engines
+        make of one policy; of older ones, how far the policy has moved as well."""
+        difference = (self.logprobs - self.rollout_logprobs).detach()
+        size = difference.abs()
+        return {
+            "gap_mean": size.sum() / self.total_tokens,
+            "gap_k3": (difference.exp() - 1 - difference).sum() / self.total_tokens,
+            "max_gap": size.max(),
+        }
+
+
+def split_gap(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """:meth:`TokenBatch.behaviour_gap` out of the ``metrics`` of a train batch, as it is told, and the rest."""
+    told = {"gap_max": metrics["max_gap"], "gap_mean": metrics["gap_mean"], "gap_k3": metrics["gap_k3"]}
+    return told, {name: value for name, value in metrics.items() if name not in (*told, "max_gap")}
+
 
 @dataclass(frozen=True)
 class LossOutput:

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from tensordict import TensorDictBase
 
-from stages.algorithms import TokenBatch
+from stages.algorithms import TokenBatch, split_gap
 from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes, WeightMismatch
 from stages.engines.responses import Responses
 
@@ -325,6 +325,8 @@ class MockTrainEngine:
         tokens = _packed(batch)
         with torch.no_grad():
             output = algorithm.loss(tokens)
+        told = {**output.metrics, **tokens.behaviour_gap()}
+        gap, metrics = split_gap({name: float(value) for name, value in told.items()})
         digest = _digest((batch["response_ids"].values(), batch["advantage"]))
         random = np.random.default_rng([3, self._step, digest])
         norm = 0.0
@@ -338,7 +340,8 @@ class MockTrainEngine:
             "loss": float(output.loss),
             "grad_norm": math.sqrt(norm),
             "learning_rate": self._options.learning_rate,
-            **algorithm.finish({name: float(value) for name, value in output.metrics.items()}),
+            **gap,
+            **algorithm.finish(metrics),
         }
 
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:

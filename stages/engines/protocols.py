@@ -140,8 +140,9 @@ class TrainEngine(Protocol):
         ``batch`` has batch size [B] and the columns ``group`` int64 [B], ``place`` int64 [B], ``prompt_ids`` and
         ``response_ids`` int64 jagged, ``rollout_logprobs`` float32 jagged (as long as ``response_ids``), ``advantage``
         float32 [B], and ``ref_logprobs`` float32 jagged when the algorithm needs it. ``algorithm`` has the protocol of
-        :class:`stages.algorithms.Algorithm`. Returns at least ``loss``, ``grad_norm``, ``learning_rate`` and the metrics
-        of the algorithm's loss, as Python floats.
+        :class:`stages.algorithms.Algorithm`. Returns at least ``loss``, ``grad_norm``, ``learning_rate``, the gap to
+        the rollout engine's logprobs (``gap_max``, ``gap_mean``, ``gap_k3``) and the metrics of the algorithm's loss, as
+        Python floats.
         """
 
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:

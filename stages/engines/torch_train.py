@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from stages import device as devices
-from stages.algorithms import Algorithm, TokenBatch
+from stages.algorithms import Algorithm, TokenBatch, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -371,20 +371,20 @@ class TorchTrainEngine:
                 numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
                 lengths = torch.tensor([len(responses[n]) for n in numbers])
                 row = torch.arange(len(numbers)).repeat_interleave(lengths)
-                output = algorithm.loss(
-                    TokenBatch(
-                        logprobs=self._piece_logprobs(groups, pieces, responses),
-                        rollout_logprobs=self._flat(rollout_logprobs, numbers),
-                        ref_logprobs=None if ref_logprobs is None else self._flat(ref_logprobs, numbers),
-                        advantage=advantage[torch.tensor(numbers)][row].to(self.device),
-                        row=row.to(self.device),
-                        row_tokens=lengths.to(self.device),
-                        total_tokens=total_tokens,
-                        total_rows=total_rows,
-                    )
+                given = TokenBatch(
+                    logprobs=self._piece_logprobs(groups, pieces, responses),
+                    rollout_logprobs=self._flat(rollout_logprobs, numbers),
+                    ref_logprobs=None if ref_logprobs is None else self._flat(ref_logprobs, numbers),
+                    advantage=advantage[torch.tensor(numbers)][row].to(self.device),
+                    row=row.to(self.device),
+                    row_tokens=lengths.to(self.device),
+                    total_tokens=total_tokens,
+                    total_rows=total_rows,
                 )
+                output = algorithm.loss(given)
                 output.loss.backward()
-                for name, value in {"loss": output.loss.detach(), **output.metrics}.items():
+                told = {"loss": output.loss.detach(), **output.metrics, **given.behaviour_gap()}
+                for name, value in told.items():
                     before = seen.get(name)
                     together = torch.maximum if name.startswith("max_") else torch.add
                     seen[name] = value if before is None else together(before, value)
@@ -397,6 +397,7 @@ class TorchTrainEngine:
                 {name: value.item() for name, value in seen.items() if name.startswith("max_")},
             )
             loss, fed_tokens = sums.pop("loss"), sums.pop("fed_tokens")
+            gap, metrics = split_gap(sums | largest)
             grad_norm = self._clip()
             if not math.isfinite(grad_norm):
                 raise FloatingPointError(
@@ -415,7 +416,8 @@ class TorchTrainEngine:
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "fed_tokens": fed_tokens,
-            **algorithm.finish({**sums, **largest}),
+            **gap,
+            **algorithm.finish(metrics),
         }
 
     @torch.no_grad()

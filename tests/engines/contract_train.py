@@ -6,10 +6,12 @@ class TestMine(TrainEngineContract):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -41,6 +43,19 @@ class TrainEngineContract:
         assert metrics["grad_norm"] > 0
         assert metrics["learning_rate"] > 0
         engine.close()
+
+    def test_the_gap_to_the_rollout_engine_is_told(self) -> None:
+        """Engines that compute: one whose steps cost time alone takes the recorded logprobs for its own."""
+        engine, batch = self.make(0), make_batch()
+        own = engine.logprobs(batch)
+        offsets = own.offsets()
+        shifted = own.values().clone()
+        shifted[3] -= 0.25
+        batch["rollout_logprobs"] = torch.nested.nested_tensor_from_jagged(shifted, offsets)
+        metrics, tokens = engine.train_batch(batch, GRPO()), len(shifted)
+        wanted = (0.25, 0.25 / tokens, (math.exp(0.25) - 1.25) / tokens) if self.transformers else (0.0, 0.0, 0.0)
+        found = [metrics[name] for name in ("gap_max", "gap_mean", "gap_k3")]
+        assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
     def test_the_algorithm_decides_what_is_computed(self) -> None:
         """Its loss, its metrics and the columns that it reads."""
