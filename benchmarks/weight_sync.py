@@ -63,7 +63,7 @@ from stages.resharding.plan import Phase, ReshardPlan, plan_reshard, redundant_i
 from stages.resharding.swap import Swap, live_bytes
 
 GOAL = 0.7
-KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # glibc: nothing goes back to the kernel
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}  # glibc: nothing goes back to the kernel
 ARMS = ("naive", "swap", "swap, prefetch")
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "smollm2": ("llama", dict(
