@@ -63,7 +63,7 @@ from stages.resharding.plan import Phase, ReshardPlan, plan_reshard, redundant_i
 from stages.resharding.swap import Swap, live_bytes
 
 GOAL = 0.7
-KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # glibc: nothing goes back to the kernel
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}  # glibc: nothing goes back to the kernel
 ARMS = ("naive", "swap", "swap, prefetch")
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "smollm2": ("llama", dict(
@@ -191,13 +191,20 @@ class Rank:
     # floors
 
     def copy_rates(self) -> dict[str, float]:
-        """Bytes a second of a block, to the host and back."""
+        """Bytes a second of a block, to the host and back, copied as often as makes up the training state: a shorter copy
+        would more rarely be interrupted by what else runs on the machine."""
         block = torch.ones(self.work.block_bytes, dtype=torch.uint8, device=self.device)
+        times = -(-self.training // self.work.block_bytes)
+
+        def copies(target: torch.Tensor, source: torch.Tensor) -> None:
+            for _ in range(times):
+                target.copy_(source)
+
         seconds = {
-            "to host": self.timed(lambda: self.host.copy_(block)),
-            "back": self.timed(lambda: block.copy_(self.host)),
+            "to host": self.timed(lambda: copies(self.host, block)),
+            "back": self.timed(lambda: copies(block, self.host)),
         }
-        return {name: self.work.block_bytes / one for name, one in seconds.items()}
+        return {name: times * self.work.block_bytes / one for name, one in seconds.items()}
 
     def raw_gather(self) -> float:
         """Seconds of the plan's all-to-alls alone."""

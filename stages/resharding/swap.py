@@ -134,11 +134,14 @@ class Arena:
             storage.resize_(0)
         return sum(nbytes for _, _, nbytes in stored)
 
-    def restore(self, stream: Any = None) -> None:
-        """Bring all that is here back to where it was; on an accelerator the copies run on ``stream`` and are not waited
-        for, and the storages are allocated on the current one, which is where they are used and freed."""
+    def allocate(self) -> None:
+        """Give the storages that are here their memory on the device again. After a failure it can be called again."""
         for storage, _, nbytes in self._away:
-            storage.resize_(nbytes)
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def copy_back(self, stream: Any = None) -> None:
+        """Bring all that is here back to where it was; on an accelerator on ``stream``, without waiting for it."""
         if stream is not None:
             stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream or nullcontext():
@@ -193,8 +196,8 @@ class Swap:
         """Seconds that the last ``ready`` waited."""
         self.rollout: dict[str, torch.Tensor] = {}
         for tensor in plan.target.ranks[rank] if rank < plan.target.world else ():
-            self.rollout[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        self._release_rollout()
+            self.rollout[tensor.name] = made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            made.untyped_storage().resize_(0)  # one after the other, as training has all of its memory now
 
     def to_rollout(self) -> Mapping[str, torch.Tensor]:
         """Fill the rollout's tensors, and move all that trains to host memory. Returns ``rollout``. Raises
@@ -218,7 +221,8 @@ class Swap:
                 self.arena.store(weights)
         except BaseException as error:
             self._release_rollout()
-            self.arena.restore()
+            self.arena.allocate()
+            self.arena.copy_back()
             devices.synchronize(self.device)
             if isinstance(error, GatherError):
                 told = "the training state is back, the rollout has no weights"
@@ -229,16 +233,18 @@ class Swap:
         return self.rollout
 
     def prefetch(self) -> None:
-        """Let the rollout's weights go and start to bring the training state back; returns at once."""
+        """Let the rollout's weights go and start to bring the training state back; returns at once. What the device's
+        allocator raises when there is no room is raised here, and the call can be repeated."""
         self._expect(State.GENERATING, "prefetch")
         devices.synchronize(self.device)  # generation may have used other streams
         self._release_rollout()
+        self.arena.allocate()  # here and not on the thread: memory that one thread freed is not another's to reuse
         self.state = State.RETURNING
         if self._stream is None:
-            self._thread = threading.Thread(target=self._restore, name=f"prefetch-{self.rank}", daemon=True)
+            self._thread = threading.Thread(target=self._copy_back, name=f"prefetch-{self.rank}", daemon=True)
             self._thread.start()
         else:
-            self._restore()
+            self._copy_back()
 
     def ready(self, timeout: float | None = None) -> None:
         """Wait until the training state is back (``timeout`` seconds, default the deadline), and start bringing it back
@@ -258,8 +264,8 @@ class Swap:
         if (failure := self._failure) is not None:
             self._failure, self.state = None, State.GENERATING  # what is in the arena is still there
             raise SwapError(
-                f"rank {self.rank}: the training state could not be brought back ({failure}); free device memory and "
-                "call ready() again"
+                f"rank {self.rank}: the training state could not be brought back ({failure}); it is still in "
+                "host memory: call ready() again"
             ) from failure
         self.waited = time.perf_counter() - started
         self.state = State.TRAINING
@@ -289,10 +295,10 @@ class Swap:
         for tensor in self.rollout.values():
             tensor.untyped_storage().resize_(0)
 
-    def _restore(self) -> None:
+    def _copy_back(self) -> None:
         started = time.perf_counter()
         try:
-            self.arena.restore(self._stream)
+            self.arena.copy_back(self._stream)
         except BaseException as error:  # raised by ready()
             self._failure = error
         self.seconds[Phase.PREFETCH] = time.perf_counter() - started

@@ -314,14 +314,16 @@ def the_way_back(rank: int, world: int) -> list[str]:
         except kind as error:
             said.append(str(error))
 
-    swap, restore, go = made.swap, made.swap.arena.restore, threading.Event()
+    swap, copy_back, go = made.swap, made.swap.arena.copy_back, threading.Event()
     tells(swap.prefetch, RuntimeError)
     swap.to_rollout()
     tells(swap.to_rollout, RuntimeError)
-    with patch.object(swap.arena, "restore", side_effect=MemoryError("no room")):
+    with patch.object(swap.arena, "allocate", side_effect=MemoryError("no room on the device")):
+        tells(swap.prefetch, MemoryError)
+    with patch.object(swap.arena, "copy_back", side_effect=RuntimeError("a copy failed")):
         swap.prefetch()
         tells(swap.ready, SwapError)
-    with patch.object(swap.arena, "restore", lambda stream: (go.wait(30), restore(stream))):
+    with patch.object(swap.arena, "copy_back", lambda stream: (go.wait(30), copy_back(stream))):
         swap.prefetch()  # returns although nothing can move yet
         tells(lambda: swap.ready(timeout=0.01), SwapError)
         go.set()

@@ -45,7 +45,7 @@ def test_when_a_rank_dies_the_others_have_their_training_state() -> None:
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
-    said = run_ranks(2, swaps.a_rank_does_not_come, deadline=40)
+    said = run_ranks(2, swaps.a_rank_does_not_come)
     assert said[1] == "stayed away"
     assert "rank 0: round 0 of" in said[0]
 
@@ -55,7 +55,8 @@ def test_the_way_back_can_fail_and_be_tried_again() -> None:
     expected = (
         r"prefetch\(\) while training; the order is to_rollout\(\), then prefetch\(\), then ready\(\)",
         r"to_rollout\(\) while generating;",
-        r"could not be brought back \(no room\); free device memory and call ready\(\) again",
+        r"^no room on the device$",
+        r"could not be brought back \(a copy failed\); it is still in host memory: call ready\(\) again",
         r"is not back within 0.01 s; wait again",
     )
     assert len(said) == len(expected)
