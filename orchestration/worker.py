@@ -21,7 +21,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,12 @@ class Worker:
         # of the run is; several share them by what each has room for.
         step_rows = recipe.train.groups_per_step * size if recipe.rollout.workers == 1 else 0
         stage = Rollout(
-            engine, sampling, seed=recipe.seed, group_size=size, most_rows=max(recipe.rollout.max_rows, step_rows)
+            self.dock,
+            engine,
+            replace(sampling, budget=recipe.rollout.budget),
+            seed=recipe.seed,
+            group_size=size,
+            most_rows=max(recipe.rollout.max_rows, step_rows),
         )
         controller = self._control(stage)
         evaluator = None
@@ -259,6 +264,7 @@ class Worker:
             every=recipe.evaluate.every,
             steps=recipe.train.steps,
             overlap=recipe.staleness_plan.slack > 0,
+            cut=recipe.rollout.on_update == "cut",
         )
         await follower.begin()
         self._beside.append(follower.run)
@@ -301,7 +307,7 @@ class Follower:
     """Keeps a rollout engine at the published version, and evaluates the versions that are due.
 
     With ``overlap`` an evaluation shares the engine with training samples; without (η = 0) claims wait for it, so that
-    what is generated does not depend on whether anybody evaluates.
+    what is generated does not depend on whether anybody evaluates. With ``cut`` responses in flight are cut at each swap.
     """
 
     def __init__(
@@ -316,9 +322,10 @@ class Follower:
         every: int,
         steps: int,
         overlap: bool,
+        cut: bool = False,
     ) -> None:
         self.index, self.store, self.stage, self.controller, self.evaluator = index, store, stage, controller, evaluator
-        self.worker, self.every, self.steps, self.overlap = worker, every, steps, overlap
+        self.worker, self.every, self.steps, self.overlap, self.cut = worker, every, steps, overlap, cut
         self._damaged: dict[int, int] = {}  # failed reads of the version that is published now
 
     async def begin(self) -> None:
@@ -360,7 +367,8 @@ class Follower:
             return False
         self.stage.held_back = self._due(published.version) and not self.overlap
         self._damaged = {}
-        times = await engine.load_weights(published.version, weights)
+        options = {"cut": True} if self.cut else {}
+        times = await engine.load_weights(published.version, weights, **options)
         await self.index.emit(
             "sync",
             {
