@@ -96,7 +96,11 @@ def arena_bytes(recipe: Recipe) -> int:
     # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that writes.
     response = (8 + 4 + 4) * recipe.rollout.max_tokens + 4 * BLOCK_BYTES
     responses = (flow.groups_in_flight + retained) * recipe.algorithm.group_size * response
-    return int((prompts + responses) / GATE_SHARE / (1 - SLAB_SHARE))
+    # What a cut response is parked with; a block goes with the last of the rows that were parked together.
+    cut = recipe.rollout.budget or recipe.rollout.on_update == "cut"
+    progress = 2 * ((8 + 4) * recipe.rollout.max_tokens + BLOCK_BYTES) if cut else 0
+    parked = flow.groups_in_flight * recipe.algorithm.group_size * progress
+    return int((prompts + responses + parked) / GATE_SHARE / (1 - SLAB_SHARE))
 
 
 def slab_bytes(recipe: Recipe) -> int:

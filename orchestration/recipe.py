@@ -102,7 +102,9 @@ class VllmSection(Section):
 
 class RolloutSection(Section):
     """``max_rows``: responses that one worker decodes at the same time. ``threads`` = 0: shared out by the launcher.
-    ``device``: see :func:`stages.device.select`."""
+    ``device``: see :func:`stages.device.select`. ``budget``: tokens of a response in one visit to an engine, after which it
+    is put aside for whichever worker is free (0: it stays until it ends). ``on_update``: what is in flight when weights
+    arrive goes on through the swap, with the KV cache it has, or is cut there and continued with a new one."""
 
     engine: Literal["torch", "vllm", "mock"] = "torch"
     device: str = Field(default="auto", min_length=1)
@@ -113,6 +115,8 @@ class RolloutSection(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: CountOrNone = 0
     stop: list[str] = []
+    budget: CountOrNone = 0
+    on_update: Literal["keep", "cut"] = "keep"
     threads: CountOrNone = 0
     vllm: VllmSection = VllmSection()
     mock: dict[str, Any] = {}
@@ -684,6 +688,23 @@ def _training_explores(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("rollout.temperature", 0.0, wrong, "use a value > 0, for example 1.0")
 
 
+def _cuts_make_sense(recipe: Recipe) -> Iterator[Problem]:
+    rollout, plan = recipe.rollout, recipe.staleness_plan
+    if rollout.budget >= rollout.max_tokens:
+        wrong = f"cuts nothing, as no response is longer than rollout.max_tokens = {rollout.max_tokens}"
+        fix = f"use a value < {rollout.max_tokens}, or 0 for no budget"
+        yield Problem("rollout.budget", rollout.budget, wrong, fix)
+    asked = {"rollout.budget": (rollout.budget, 0), "rollout.on_update": (rollout.on_update, "keep")}
+    for key, (value, default) in asked.items():
+        if value != default and plan.slack == 0:
+            wrong = (
+                f"cuts responses, but with pipeline.staleness = {plan.bound} and pipeline.window = {plan.window} the run is "
+                "the synchronous one bit for bit, and a continued response is rounded otherwise"
+            )
+            needed = passing_steps(plan.window, plan.groups_per_step) + 1
+            yield Problem(key, value, wrong, f"set pipeline.staleness >= {needed}, or {key} = {json.dumps(default)}")
+
+
 def _window_has_room(recipe: Recipe) -> Iterator[Problem]:
     plan = recipe.staleness_plan
     if plan.window > 1 and plan.slack == 0:
@@ -822,6 +843,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
     (_group_fits_engine, ("algorithm.group_size", "rollout.max_rows")),
     (_row_fits_budget, ("prompts.max_prompt_tokens", "rollout.max_tokens", "train.token_budget")),
     (_training_explores, ("rollout.temperature",)),
+    (_cuts_make_sense, ("rollout", "pipeline.staleness", "pipeline.window", "train.groups_per_step")),
     (_window_has_room, ("pipeline.window", "pipeline.staleness", "train.groups_per_step")),
     (
         _arena_has_room,
@@ -833,6 +855,8 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
             "algorithm.group_size",
             "prompts.max_prompt_tokens",
             "rollout.max_tokens",
+            "rollout.budget",
+            "rollout.on_update",
             "checkpoint.every",
         ),
     ),

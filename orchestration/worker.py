@@ -21,7 +21,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +264,12 @@ class Worker:
         # of the run is; several share them by what each has room for.
         step_rows = recipe.train.groups_per_step * size if recipe.rollout.workers == 1 else 0
         stage = Rollout(
-            engine, sampling, seed=recipe.seed, group_size=size, most_rows=max(recipe.rollout.max_rows, step_rows)
+            self.dock,
+            engine,
+            replace(sampling, budget=recipe.rollout.budget),
+            seed=recipe.seed,
+            group_size=size,
+            most_rows=max(recipe.rollout.max_rows, step_rows),
         )
         controller = self._control(stage)
         evaluator = None
@@ -289,6 +294,7 @@ class Worker:
                 timeout=recipe.sync.timeout,
                 rolling=recipe.sync.rolling and overlap and recipe.rollout.workers > 1,
             ),
+            cut=recipe.rollout.on_update == "cut",
         )
         await follower.begin()
         self._beside.append(follower.run)

@@ -1,7 +1,7 @@
 """The controller: one stage worker's own loop. There is no dispatcher between it and the samples.
 
     claim ──▶ fetch ──▶ process ──▶ write + commit ──▶ (next claim)
-      │                   └─ outputs are committed one by one, as the stage yields them
+      │                   └─ outputs are committed, or parked to be continued, one by one as the stage yields them
       └─ nothing there: sleep on the server until a row becomes ready, a version is published or a lease expires
     beside it: leases renewed at a third of their length; time accounted; a `stage` event twice a second
 
@@ -39,8 +39,9 @@ class Output:
     """What a stage has made of the rows at ``positions`` of its claim.
 
     ``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version, tokens) per row where the
-    stage makes responses. ``step`` says that all of the claim's rows were trained in that optimizer step, and ``event``
-    is told to the readers of the run in the same atomic step.
+    stage makes responses; with ``parked`` they have not ended, and the rows can be claimed again to go on. ``step`` says
+    that all of the claim's rows were trained in that optimizer step, and ``event`` is told to the readers of the run in the
+    same atomic step.
     """
 
     positions: Sequence[int] = ()
@@ -49,6 +50,7 @@ class Output:
     step: int | None = None
     event: Mapping[str, Any] | None = None
     tokens: int = 0
+    parked: bool = False
 
 
 class Stage(Protocol):
@@ -123,7 +125,7 @@ class Controller:
     def __init__(self, dock: Dock, stage: Stage, *, number: int = 0) -> None:
         self.dock, self.stage, self.number = dock, stage, number
         self.clock = Clock()
-        self.rows = self.tokens = 0
+        self.rows = self.tokens = self.parked = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by token
         self._held: dict[int, int] = {}  # rows not yet committed, by token
         self._settled: set[int] = set()  # tokens whose lease ends by their own last commit: nothing to renew or to lose
@@ -217,6 +219,12 @@ class Controller:
             self._settled.add(claim.token)
             await self.dock.index.train(claim, output.step, output.event)
             self.rows += len(claim)
+        elif output.parked:
+            assert output.rows is not None
+            assert output.generated is not None
+            await self.dock.park(claim, output.positions, output.rows, generated=output.generated)
+            self.parked += len(output.positions)
+            self._held[claim.token] -= len(output.positions)
         elif output.positions:
             await self.dock.commit(claim, output.positions, output.rows, generated=output.generated)
             self.rows += len(output.positions)
@@ -250,6 +258,7 @@ class Controller:
                 **self.clock.read(),
                 "rows": self.rows,
                 "tokens": self.tokens,
+                "parked": self.parked,
                 "queue_depth": depth,
                 "in_flight": sum(self._held.values()),
             },

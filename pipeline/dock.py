@@ -1,7 +1,8 @@
 """The dock: one run's index and warehouses as one thing to put samples into and take them out of.
 
     put / admit ─▶ … claim(stage) ─▶ fetch(claim, columns) ─▶ commit(claim, positions, columns) ─▶ …
-                                                           └▶ train(claim, step) ─▶ release(before=step)
+                       ▲                                   ├▶ train(claim, step) ─▶ release(before=step)
+                       └── begun(claim, columns) ◀─────────┴▶ park(claim, positions, columns so far)
 
 TensorDict at the borders. Every wait has a deadline.
 
@@ -382,13 +383,13 @@ class Dock:
                         await self.index.call("close", worker=self.worker, blocks=[reply["block"]])
             raise
 
-    async def _write(self, rows: Rows, reserve: float = 0.0) -> _Written:
-        """Write ``rows`` packed; waits while the warehouse is full."""
+    async def _write(self, rows: Rows, reserve: float = 0.0, *, apart: bool = False) -> _Written:
+        """Write ``rows`` packed, ``apart`` in a block of their own; waits while the warehouse is full."""
         packed = pack(self.schema, rows)
         home = self._home or await self._enter()
         size = min(self._slab_bytes, home.nbytes // 32) // 64 * 64
         slab: _Slab | None = None
-        if packed.nbytes <= _SLAB_SHARE * size:
+        if packed.nbytes <= _SLAB_SHARE * size and not apart:
             async with self._carving:
                 slab = self._slab
                 if slab is None or slab.used + packed.nbytes > slab.nbytes or slab.home is not self._home:
@@ -430,7 +431,14 @@ class Dock:
             written.slab.writers -= 1  # its bytes stay unused until the slab is free
 
     async def _place(
-        self, name: str, columns: Rows | None, slots: np.ndarray, reserve: float = 0.0, **arguments: Any
+        self,
+        name: str,
+        columns: Rows | None,
+        slots: np.ndarray,
+        reserve: float = 0.0,
+        *,
+        apart: bool = False,
+        **arguments: Any,
     ) -> Any:
         """Write ``columns`` and call the index with rows that point to them: the i-th to slot ``slots[i]``."""
         if columns is None:
@@ -438,10 +446,10 @@ class Dock:
             arguments |= {"block": 0, "mask": 0, "close": False, "refs": b""}
             return await self.index.call(name, worker=self.worker, home=home.number, **arguments)
         try:
-            return await self._point(name, await self._write(columns, reserve), slots, arguments)
+            return await self._point(name, await self._write(columns, reserve, apart=apart), slots, arguments)
         except BlockLost:  # this worker was taken for dead, or its warehouse is gone; its next block is its own again
             self._retire()
-            return await self._point(name, await self._write(columns, reserve), slots, arguments)
+            return await self._point(name, await self._write(columns, reserve, apart=apart), slots, arguments)
 
     async def _point(self, name: str, written: _Written, slots: np.ndarray, arguments: Mapping[str, Any]) -> Any:
         refs = np.empty(len(slots), REF)
@@ -660,6 +668,30 @@ class Dock:
         held, order = ranges(claim.row[np.asarray(positions)])
         made = np.array(list(generated), _MADE)[order].tobytes() if generated is not None else None
         await self._place("commit", rows, order, stage=claim.stage, token=claim.token, rows=held, made=made)
+
+    async def park(
+        self, claim: Claim, positions: Sequence[int], rows: Rows, *, generated: Sequence[tuple[int, int]]
+    ) -> None:
+        """Put the claim's rows at ``positions`` aside with what this stage has made of them so far: ``rows`` are columns
+        that it produces, ``generated`` as in :meth:`commit`. They leave the claim, and are the first that the stage's next
+        claims bring, one by one; earlier progress of theirs is let go. Raises LeaseLost as :meth:`commit` does."""
+        if not len(positions):
+            return
+        held, order = ranges(claim.row[np.asarray(positions)])
+        made = np.array(list(generated), _MADE)[order].tobytes()
+        # Progress lives shorter than what lies beside it in a slab, whose bytes are free only all together.
+        await self._place("park", rows, order, apart=True, stage=claim.stage, token=claim.token, rows=held, made=made)
+
+    async def begun(self, claim: Claim, columns: Sequence[str]) -> tuple[list[int], TensorDict]:
+        """Which of the claim's rows were parked before, as positions [b], and the ``columns`` that they were parked with,
+        batch size [b], valid as in :meth:`fetch`."""
+        if not self._producer:
+            await self._learn()
+        refs = claim.refs[self._producer[columns[0]]]
+        positions = np.flatnonzero(refs["block"]).tolist()
+        if not positions:
+            return [], TensorDict({}, batch_size=[0])
+        return positions, await self.fetch(claim.part(positions), columns)
 
     async def inspect(self, group: int) -> list[dict[str, Any]]:
         """The rows of a group: ``row``, ``place``, ``state``, the stages that are ``done``, ``oldest_version``, ``tokens``

@@ -7,6 +7,10 @@
 --                ▲                   │ expired, or its worker forgotten
 --                └───────────────────┘ (delivered again, under a new token)
 --
+-- A stage that takes groups may put a row aside with what it has made so far, and any of its workers goes on with it:
+--
+--   leased ─park▶ parked(stage) ─claim▶ leased ─park▶ … ─commit▶     a lost lease: back to parked, with the last parked progress
+--
 -- What is known of rows lies in arrays, cut into segments of 4096 rows; what is ready, open or leased is a set of number
 -- ranges. A batch of rows in the same condition is then read, compared and written as one string each, so a batch of 256
 -- costs little more than one row. Row numbers are never used again: a number is its own generation.
@@ -28,7 +32,10 @@
 --                     that made them ready
 --   count:STAGE       group → rows that became ready (group stages)
 --   gone:STAGE        group → rows that a stage which releases rows has released
---   partial:STAGE     groups with rows that this stage has committed while others were delivered again
+--   partial:STAGE     groups with rows that this stage has committed, or begun, while others were delivered again
+--   begun:STAGE       rows with progress: parked at least once and not committed. b of the stage says where the progress lies
+--                     (its columns are not set in s), g who made it and how many tokens it has
+--   parked:STAGE      those of them that nobody holds: they are claimed first
 --   leases            token → {stage, worker, row ranges, rows not committed, home, when it was claimed in ms}
 --   due:STAGE         token → deadline in ms
 --   steps             step → groups trained in it, until released
@@ -218,6 +225,24 @@ local function cut(key, a, b)
   return gone
 end
 
+-- a..b as two flat lists: what of it is in the set, and what is not.
+local function split(key, a, b)
+  local inside, outside, at = {}, {}, a
+  local found = call('ZREVRANGEBYSCORE', key, '(' .. a, '-inf', 'LIMIT', 0, 1)
+  for _, member in ipairs(call('ZRANGEBYSCORE', key, a, b)) do found[#found + 1] = member end
+  for _, member in ipairs(found) do
+    local c, d = ends(member)
+    c, d = max(a, c), min(b, d)
+    if c <= d then
+      if at < c then outside[#outside + 1], outside[#outside + 2] = at, c - 1 end
+      inside[#inside + 1], inside[#inside + 2] = c, d
+      at = d + 1
+    end
+  end
+  if at <= b then outside[#outside + 1], outside[#outside + 2] = at, b end
+  return inside, outside
+end
+
 -- Joins a..b to the last of a flat list {first, last, first, last, …} when it follows on it.
 local function append(list, a, b)
   if #list > 0 and list[#list] == a - 1 then
@@ -389,10 +414,10 @@ local function refer(run, worker, block, rows, close)
   if rows ~= 0 then call('HINCRBY', run .. 'refs', block, rows) end
 end
 
--- Forgets rows: their state, their places in every queue, their bytes.
-local function erase_rows(run, cfg, from, to, freed)
+-- Rows from..to point no more to what these producers wrote.
+local function let_go(run, producers, from, to, freed)
   local blocks, n = {}, to - from + 1
-  for producer = 0, cfg.producers - 1 do
+  for _, producer in ipairs(producers) do
     local refs = read(run, 'b' .. producer, 16, from, to)
     if refs ~= rep('\0', 16 * n) then
       for i = 0, n - 1 do
@@ -403,9 +428,25 @@ local function erase_rows(run, cfg, from, to, freed)
     end
   end
   for block, rows in pairs(blocks) do unreference(run, block, rows, freed) end
+end
+
+-- Rows from..to have no progress any more. Only a stage that takes groups ever has some.
+local function end_progress(run, stage, from, to)
+  if stage.takes ~= 'groups' or call('EXISTS', run .. 'begun:' .. stage.name) == 0 then return end
+  cut(run .. 'begun:' .. stage.name, from, to)
+  local gone = cut(run .. 'parked:' .. stage.name, from, to)
+  if gone > 0 then count(run, 'parked:' .. stage.name, -gone) end
+end
+
+-- Forgets rows: their state, their places in every queue, their bytes.
+local function erase_rows(run, cfg, from, to, freed)
+  local producers, n = {}, to - from + 1
+  for producer = 0, cfg.producers - 1 do producers[producer + 1] = producer end
+  let_go(run, producers, from, to, freed)
   write(run, 's', 8, from, rep('\0', 8 * n))
   for _, stage in ipairs(cfg.stages) do
     if stage.takes == 'rows' then not_ready(run, stage, from, to) end
+    end_progress(run, stage, from, to)
   end
   occupy(run, cfg, 's', from, to, -1, value(run, 'rows') - 1)
   count(run, 'live', -n)
@@ -450,13 +491,36 @@ local function settle(run, token, lease, n)
   if lease[4] <= 0 then drop_lease(run, token, lease) else call('HSET', run .. 'leases', token, cmsgpack.pack(lease)) end
 end
 
--- Rows of a lost lease can be claimed again; those that were committed, or filtered by another stage meanwhile, not.
+-- Rows wait, with what has been made of them, for whoever goes on with them.
+local function make_parked(run, stage, rows)
+  local total = 0
+  for i = 1, #rows, 2 do
+    add(run .. 'parked:' .. stage.name, rows[i], rows[i + 1])
+    total = total + rows[i + 1] - rows[i] + 1
+  end
+  if total == 0 then return 0 end
+  count(run, 'parked:' .. stage.name, total)
+  wake_stage(run, stage.name)
+  return total
+end
+
+-- Rows of a lost lease can be claimed again, those with progress one by one; those that were committed, or filtered by
+-- another stage meanwhile, not.
 local function expire(run, cfg, token)
   local lease = lease_of(run, token)
   local stage, back, list = stage_of(cfg, lease[1]), 0, {}
-  for i = 1, #lease[3], 2 do
-    local from = lease[3][i]
-    local bytes = read(run, 's', 8, from, lease[3][i + 1])
+  local ranges = lease[3]
+  if stage.takes == 'groups' and call('EXISTS', run .. 'begun:' .. stage.name) == 1 then
+    ranges = {}
+    for i = 1, #lease[3], 2 do
+      local begun, others = split(run .. 'begun:' .. stage.name, lease[3][i], lease[3][i + 1])
+      back = back + make_parked(run, stage, begun)
+      for _, edge in ipairs(others) do ranges[#ranges + 1] = edge end
+    end
+  end
+  for i = 1, #ranges, 2 do
+    local from = ranges[i]
+    local bytes = read(run, 's', 8, from, ranges[i + 1])
     stretches(bytes, function(entry, a, b)
       local _, done, state = unpack_at('<I4I2I1', entry)
       if state == 0 then return end
@@ -466,7 +530,7 @@ local function expire(run, cfg, token)
       end
     end)
     if stage.takes ~= 'rows' then
-      local fixed, k = read(run, 'f', 8, from, lease[3][i + 1]), 0
+      local fixed, k = read(run, 'f', 8, from, ranges[i + 1]), 0
       while k < #bytes / 8 do
         local group, place, size = unpack_at('<I4I2I2', fixed, 8 * k + 1)
         local n, left = min(size - place, #bytes / 8 - k), 0
@@ -776,7 +840,30 @@ local function take(run, cfg, stage, most, limit, home, patient, t)
   return taken, n, nearest, due
 end
 
--- The rows of claimed groups that this stage has not committed before.
+-- Parked rows whose group lies below `limit`, in order, as many as `most` groups have room for: a row takes that share of a
+-- group which it is. Returns them as ranges, and how many groups' room is left.
+local function take_parked(run, stage, most, limit)
+  local rows, share, total = {}, 0, 0
+  for _, member in ipairs(call('ZRANGE', run .. 'parked:' .. stage.name, 0, -1)) do
+    local from, to = ends(member)
+    local fixed = read(run, 'f', 8, from, to)
+    for row = from, to do
+      local group, _, size = unpack_at('<I4I2I2', fixed, 8 * (row - from) + 1)
+      if not limit or group < limit then
+        share = share + 1 / size
+        if share > most + 1e-6 then break end
+        append(rows, row, row)
+        total = total + 1
+      end
+    end
+    if share > most + 1e-6 then break end
+  end
+  for i = 1, #rows, 2 do cut(run .. 'parked:' .. stage.name, rows[i], rows[i + 1]) end
+  if total > 0 then count(run, 'parked:' .. stage.name, -total) end
+  return rows, floor(max(0, most - share) + 1e-6)
+end
+
+-- The rows of claimed groups that this stage has neither committed nor begun before.
 local function not_done(run, stage, groups)
   if call('EXISTS', run .. 'partial:' .. stage.name) == 0 then return rows_in(run, groups) end
   local rows = {}
@@ -786,10 +873,13 @@ local function not_done(run, stage, groups)
       if call('HDEL', run .. 'partial:' .. stage.name, group) == 0 then
         append(rows, first, first + n - 1)
       else
-        stretches(read(run, 's', 8, first, first + n - 1), function(entry, a, b)
-          local _, done = unpack_at('<I4I2', entry)
-          if band(done, stage.bit) == 0 then append(rows, first + a, first + b) end
-        end)
+        local _, fresh = split(run .. 'begun:' .. stage.name, first, first + n - 1)
+        for k = 1, #fresh, 2 do
+          stretches(read(run, 's', 8, fresh[k], fresh[k + 1]), function(entry, a, b)
+            local _, done = unpack_at('<I4I2', entry)
+            if band(done, stage.bit) == 0 then append(rows, fresh[k] + a, fresh[k] + b) end
+          end)
+        end
       end
     end
   end
@@ -799,35 +889,42 @@ end
 -- {stage, worker, home, most, least, lease, version, patient} → {token, rows, fixed, made, refs}, or {wait, topic, due = ms
 -- until the next lease or headstart ends}. `most` and `least` count rows or groups as the stage takes them: fewer than
 -- `least` are not given out. A stage that generates gives the policy version it has loaded, and gets no group that this
--- version may not touch.
+-- version may not touch. Parked rows come first, each taking its share of a group, and `refs` tells where their progress lies.
 define('claim', function(run, a)
   local cfg, t = config(run), now()
   local stage = stage_of(cfg, a.stage)
   reap(run, cfg, stage, t)
-  local taken, n, home, due
+  local taken, n, home, due, parked, most = {}, 0, nil, nil, {}, a.most
   local several = stage.takes ~= 'batch' and value(run, 'warehouses') > 1
   local patient, topic = several and a.patient and a.home > 0, stage.name
   if patient then
     topic = stage.name .. ':' .. int(a.home)
     call('HSET', run .. 'n', 'seen:' .. topic, t)
   end
+  local limit = a.version and gate(run, cfg, a.version)
+  if stage.takes == 'groups' and value(run, 'parked:' .. stage.name) > 0 then
+    parked, most = take_parked(run, stage, most, limit)
+  end
   if value(run, 'ready:' .. stage.name) < (a.least or 1) then
     taken, n = {}, 0
   elseif stage.takes == 'batch' then
     taken, home = pick_window(run, cfg, stage), 0
-  else
-    local limit = a.version and gate(run, cfg, a.version)
-    taken, n, home, due = take(run, cfg, stage, a.most, limit, a.home, patient, t)
+  elseif most > 0 then
+    taken, n, home, due = take(run, cfg, stage, most, limit, a.home, patient, t)
   end
-  if #taken == 0 then
+  if #taken == 0 and #parked == 0 then
     local lease = call('ZRANGE', run .. 'due:' .. stage.name, 0, 0, 'WITHSCORES')
     call('HSET', run .. 'n', 'idle:' .. topic, 1, 'until:' .. topic, t + (due or 0))
     if lease[2] then due = min(due or lease[2], max(1, lease[2] - t + 1)) end
     return { wait = woken(run, topic), topic = topic, due = due or false }
   end
   if several and value(run, 'ready:' .. stage.name) > n then wake_stage(run, stage.name, t) end
-  local rows = taken
+  local rows, reads = taken, stage.reads
   if stage.takes ~= 'rows' then rows = not_done(run, stage, taken) end
+  if #parked > 0 then
+    for _, edge in ipairs(rows) do parked[#parked + 1] = edge end
+    rows, reads = parked, { stage.producer, unpack(reads) }
+  end
   if stage.takes == 'batch' then
     local trained = value(run, 'trained')
     for i = 1, #rows, 2 do
@@ -841,7 +938,7 @@ define('claim', function(run, a)
       end
     end
     for i = 1, #taken, 2 do not_ready(run, stage, taken[i], taken[i + 1]) end
-  else
+  elseif n > 0 then
     count(run, 'ready:' .. stage.name, -n)
   end
   local token, pairs_of, left = count(run, 'token', 1), {}, 0
@@ -854,9 +951,9 @@ define('claim', function(run, a)
   for _, pair in ipairs(pairs_of) do append(held, pair[1], pair[2]) end
   call('HSET', run .. 'leases', token, cmsgpack.pack({ stage.name, a.worker, held, left, int(home), t }))
   call('ZADD', run .. 'due:' .. stage.name, t + a.lease, token)
-  local out = describe(run, cfg, rows, stage.reads)
+  local out = describe(run, cfg, rows, reads)
   out.token = token
-  return out, { token, rows, stage.reads }
+  return out, { token, rows, reads }
 end, false, function(run, kept)
   if not kept[1] then return kept end
   local out = describe(run, config(run), kept[2], kept[3])
@@ -912,6 +1009,75 @@ local function held(run, stage, token, rows)
   return lease, total, out
 end
 
+-- What a row was begun with stays part of it: the oldest version that its next progress, or its commit, tells cannot be newer,
+-- nor its tokens fewer. The staleness bound rests on this.
+local function check_progress(run, stage, rows, made)
+  local at = 0
+  for i = 1, #rows, 2 do
+    local begun = split(run .. 'begun:' .. stage.name, rows[i], rows[i + 1])
+    for j = 1, #begun, 2 do
+      local before = read(run, 'g', 8, begun[j], begun[j + 1])
+      for row = begun[j], begun[j + 1] do
+        local oldest, tokens = unpack_at('<i4I4', before, 8 * (row - begun[j]) + 1)
+        local now_oldest, now_tokens = unpack_at('<i4I4', made, 8 * (at + row - rows[i]) + 1)
+        if now_oldest > oldest or now_tokens < tokens then
+          fail('BAD', 'row ' .. row .. ' was begun by version ' .. oldest .. ' with ' .. tokens .. ' tokens, and cannot be of version '
+            .. now_oldest .. ' with ' .. now_tokens .. '; tell the oldest version and the number of all of its tokens')
+        end
+      end
+    end
+    at = at + rows[i + 1] - rows[i] + 1
+  end
+end
+
+-- {stage, worker, home, token, block, close, mask, rows = {first, last, …}, refs, made}: what was made of these rows so far.
+-- They leave the lease without being done, and can be claimed one by one; earlier progress of theirs is let go.
+define('park', function(run, a)
+  local cfg, freed = config(run), {}
+  local stage = stage_of(cfg, a.stage)
+  if stage.takes ~= 'groups' or stage.producer < 0 then
+    fail('BAD', 'stage ' .. stage.name .. ' takes ' .. stage.takes .. '; only one that takes groups and makes columns can park rows')
+  end
+  local lease, total, ranges = held(run, stage, a.token, a.rows)
+  if a.mask == 0 or band(a.mask, stage.makes) ~= a.mask then
+    fail('BAD', 'stage ' .. stage.name .. ' parks columns that it does not declare as produced')
+  end
+  for _, parts in ipairs(ranges) do
+    for _, part in ipairs(parts) do
+      if part[5] ~= LIVE then fail('TWICE', 'row ' .. part[1] .. ' is generated already') end
+    end
+  end
+  if #a.refs ~= 16 * total then fail('BAD', 'refs: ' .. #a.refs .. ' bytes for ' .. total .. ' rows; give 16 for each') end
+  if #a.made ~= 8 * total then fail('BAD', 'made: ' .. #a.made .. ' bytes for ' .. total .. ' rows; give 8 for each') end
+  check_progress(run, stage, a.rows, a.made)
+  refer(run, a.worker, a.block, total, a.close)
+  local at, left = 0, {}
+  for i = 1, #a.rows, 2 do
+    local from, to = a.rows[i], a.rows[i + 1]
+    local n = to - from + 1
+    let_go(run, { stage.producer }, from, to, freed)
+    write(run, 'b' .. stage.producer, 16, from, sub(a.refs, 16 * at + 1, 16 * (at + n)))
+    write(run, 'g', 8, from, sub(a.made, 8 * at + 1, 8 * (at + n)))
+    cut(run .. 'begun:' .. stage.name, from, to)
+    add(run .. 'begun:' .. stage.name, from, to)
+    at = at + n
+  end
+  at = 1
+  for i = 1, #lease[3], 2 do  -- the parked rows lie inside the lease's ranges, both ascending
+    local from, to = lease[3][i], lease[3][i + 1]
+    while a.rows[at] and a.rows[at] <= to do
+      if from < a.rows[at] then append(left, from, a.rows[at] - 1) end
+      from, at = a.rows[at + 1] + 1, at + 2
+    end
+    if from <= to then append(left, from, to) end
+  end
+  lease[3] = left
+  settle(run, a.token, lease, total)
+  make_parked(run, stage, a.rows)
+  wake_all(run, freed)
+  return true
+end)
+
 -- {stage, worker, home, token, block, close, mask, rows = {first, last, …}, refs, made?}: outputs written, lease released.
 -- `refs` are the rows' places in the block; `made` (oldest version, tokens) is given by a stage that generates.
 define('commit', function(run, a)
@@ -927,6 +1093,8 @@ define('commit', function(run, a)
       if a.made and part[5] ~= LIVE then fail('TWICE', 'row ' .. part[1] .. ' is generated already') end
     end
   end
+  local begun = stage.takes == 'groups' and call('EXISTS', run .. 'begun:' .. stage.name) == 1
+  if begun and a.made then check_progress(run, stage, a.rows, a.made) end
   if a.mask ~= 0 then
     if #a.refs ~= 16 * total then fail('BAD', 'refs: ' .. #a.refs .. ' bytes for ' .. total .. ' rows; give 16 for each') end
     refer(run, a.worker, a.block, total, a.close)
@@ -946,6 +1114,11 @@ define('commit', function(run, a)
       states[i] = rep(pack('<I4I2I1I1', bor(part[3], a.mask), bor(part[4], stage.bit), state, 0), part[2] - part[1] + 1)
     end
     write(run, 's', 8, from, table.concat(states))
+    if begun then
+      local had = split(run .. 'begun:' .. stage.name, from, from + n - 1)
+      for i = 1, #had, 2 do let_go(run, { stage.producer }, had[i], had[i + 1], freed) end
+      end_progress(run, stage, from, from + n - 1)
+    end
     if a.mask ~= 0 then write(run, 'b' .. stage.producer, 16, from, sub(a.refs, 16 * at + 1, 16 * (at + n))) end
     if a.made then write(run, 'g', 8, from, sub(a.made, 8 * at + 1, 8 * (at + n))) end
     if a.mask ~= 0 then
@@ -975,8 +1148,8 @@ define('commit', function(run, a)
         occupy(run, cfg, 'q', gone[j], gone[j + 1], -1, value(run, 'admitted') - 1)
       end
     end
-    wake_all(run, freed)
   end
+  wake_all(run, freed)
   return true
 end)
 
@@ -1343,7 +1516,8 @@ define('snapshot', function(run, a)
   return { counters = counters, remake = remake }
 end, true)
 
--- {ready = {stage → queue depth}, leased, used and capacity by warehouse, …}
+-- {stages = {stage → ready, leased, begun (rows with progress), parked (those of them that nobody holds)}, used and capacity
+-- by warehouse, …}
 define('stats', function(run, a)
   local cfg, t = config(run), now()
   local open = 0
@@ -1368,7 +1542,15 @@ define('stats', function(run, a)
         since = lease[6] / 1000, due = due[i + 1] / 1000,
       }
     end
-    out.stages[stage.name] = { ready = value(run, 'ready:' .. stage.name), leased = leased, takes = stage.takes }
+    local told = { ready = value(run, 'ready:' .. stage.name), leased = leased, takes = stage.takes }
+    out.stages[stage.name] = told
+    if stage.takes == 'groups' and stage.producer > 0 then
+      told.begun, told.parked = 0, value(run, 'parked:' .. stage.name)
+      for _, member in ipairs(call('ZRANGE', run .. 'begun:' .. stage.name, 0, -1)) do
+        local first, last = ends(member)
+        told.begun = told.begun + last - first + 1
+      end
+    end
   end
   local houses = call('HGETALL', run .. 'warehouses')
   for i = 1, #houses, 2 do

@@ -51,7 +51,7 @@ class Follower:
     """Keeps a rollout engine at the published version, and evaluates the versions that are due.
 
     With ``overlap`` an evaluation shares the engine with training samples; without (η = 0) claims wait for it, so that
-    what is generated does not depend on whether anybody evaluates.
+    what is generated does not depend on whether anybody evaluates. With ``cut`` responses in flight are cut at each swap.
     """
 
     def __init__(
@@ -67,9 +67,11 @@ class Follower:
         steps: int,
         overlap: bool,
         policy: SwapPolicy,
+        cut: bool = False,
     ) -> None:
         self.index, self.store, self.stage, self.controller, self.evaluator = index, store, stage, controller, evaluator
         self.worker, self.every, self.steps, self.overlap, self.policy = worker, every, steps, overlap, policy
+        self.cut = cut
         self._held: Published | None = None  # what the engine has; None: what it was built with
         self._failed: dict[int, int] = {}  # attempts at the version that is published now
 
@@ -176,7 +178,7 @@ class Follower:
         engine = self.stage.engine
         try:
             async with asyncio.timeout(self.policy.timeout):
-                times = await engine.load_weights(version, weights, hold=hold)
+                times = await engine.load_weights(version, weights, hold=hold, cut=self.cut)
         except TimeoutError:
             raise SwapRefused(
                 f"weights of version {version}: not loaded within sync.timeout = {self.policy.timeout:g} s"

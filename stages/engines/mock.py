@@ -64,9 +64,15 @@ class _Row:
     request: GroupRequest
     place: int
     stream: Responses
-    tokens: int
+    length: int  # tokens of the response when it has ended
+    tokens: int  # that it will have at the end of this visit
     finish_reason: FinishReason
-    first: float = 0.0  # what the clock shows when its first token begins
+    first: float = 0.0  # what the clock shows when its first token begins, or would have begun
+
+    @property
+    def begun(self) -> int:
+        """Tokens of earlier visits."""
+        return len(self.request.begun[self.place].token_ids) if self.place in self.request.begun else 0
 
 
 class MockRolloutEngine:
@@ -107,7 +113,9 @@ class MockRolloutEngine:
         self._arm()
         return stream
 
-    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False) -> SwapTimes:
+    async def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+    ) -> SwapTimes:
         self._check_open()
         async with self._swaps:
             layout = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
@@ -122,6 +130,8 @@ class MockRolloutEngine:
             try:
                 await self._sleep(self._options.swap_seconds)
                 self._layout = layout
+                if cut:
+                    self._cut()
                 self._spans.append((self._clock, version, digest))
                 self._paused = self._paused or hold
             finally:
@@ -185,8 +195,8 @@ class MockRolloutEngine:
         while self._waiting and len(self._decoding) < self._options.max_rows:
             row = self._waiting.popleft()
             # The prompt costs as many ticks of the clock as tokens could be made while it is computed alone.
-            prefill = len(row.request.prompt_ids) / self._options.prefill_rate * self._options.row_rate
-            row.first = self._clock + prefill
+            known = len(row.request.prompt_ids) + row.begun
+            row.first = self._clock + known / self._options.prefill_rate * self._options.row_rate - row.begun
             heapq.heappush(self._decoding, (row.first + row.tokens, self._joined, row))
             self._joined += 1
 
@@ -215,6 +225,20 @@ class MockRolloutEngine:
         self._admit()
         self._arm()
 
+    def _cut(self) -> None:
+        """Rows that have got a token in this visit leave, the others stay. The clock stands."""
+        staying = []
+        for end, joined, row in self._decoding:
+            made = math.floor(self._clock - row.first + 1e-9)
+            if made > row.begun:
+                row.tokens, row.finish_reason = made, "cut"
+                row.stream.put(self._completion(row))
+            else:
+                staying.append((end, joined, row))
+        self._decoding = staying
+        heapq.heapify(self._decoding)
+        self._admit()
+
     async def _sleep(self, seconds: float) -> None:
         if seconds:
             await asyncio.sleep(seconds * self._options.time_scale)
@@ -222,22 +246,31 @@ class MockRolloutEngine:
     # --- what a row is made of ------------------------------------------------------------------------------------
 
     def _row(self, request: GroupRequest, place: int, stream: Responses) -> _Row:
-        if request.params.max_tokens < 1:
-            raise ValueError(f"max_tokens = {request.params.max_tokens} must be at least 1")
+        limit, budget = request.params.max_tokens, request.params.budget
+        if limit < 1 or budget < 0:
+            raise ValueError(f"max_tokens = {limit} must be at least 1, budget = {budget} at least 0")
         drawn = np.random.default_rng([0, request.seed, place]).lognormal(0.0, self._options.sigma)
         tokens = max(1, round(self._options.median_tokens * drawn))
-        limit = request.params.max_tokens
-        return _Row(request, place, stream, min(tokens, limit), "stop" if tokens <= limit else "length")
+        row = _Row(
+            request, place, stream, min(tokens, limit), min(tokens, limit), "stop" if tokens <= limit else "length"
+        )
+        if budget and row.begun + budget < row.length:
+            row.tokens, row.finish_reason = row.begun + budget, "cut"
+        return row
 
     def _completion(self, row: _Row) -> Completion:
         request, n = row.request, row.tokens
         tokens = np.empty(n, dtype=np.int64)
         logprobs = np.empty(n, dtype=np.float32)
         versions: list[tuple[int, int]] = []
+        if row.begun:
+            begun = request.begun[row.place]
+            tokens[: row.begun], logprobs[: row.begun] = begun.token_ids.numpy(), begun.logprobs.numpy()
+            versions += begun.versions
         for begin, end, version, digest in self._pieces(row):
             random = np.random.default_rng([1, request.seed, row.place, digest])
-            tokens[begin:end] = random.integers(self._options.vocabulary, size=n)[begin:end]
-            logprobs[begin:end] = -random.exponential(0.5, size=n)[begin:end]
+            tokens[begin:end] = random.integers(self._options.vocabulary, size=row.length)[begin:end]
+            logprobs[begin:end] = -random.exponential(0.5, size=row.length)[begin:end]
             again = versions.pop()[1] if versions and versions[-1][0] == version else 0  # loaded twice in flight
             versions.append((version, again + end - begin))
         if row.finish_reason == "stop" and request.params.stop_token_ids:
@@ -252,21 +285,21 @@ class MockRolloutEngine:
         )
 
     def _pieces(self, row: _Row) -> list[tuple[int, int, int, int]]:
-        """``(begin, end, version, digest)`` of the row's tokens: a token is of the weights that finished it."""
+        """``(begin, end, version, digest)`` of this visit's tokens: a token is of the weights that finished it."""
         pieces = []
         end = row.tokens
         for start, version, digest in reversed(self._spans):
-            begin = min(end, max(0, math.floor(start - row.first + 1e-9)))
+            begin = min(end, max(row.begun, math.floor(start - row.first + 1e-9)))
             if begin < end:
                 pieces.append((begin, end, version, digest))
             end = begin
-            if not end:
+            if end == row.begun:
                 break
         return pieces[::-1]
 
     def _forget_spans(self) -> None:
         """Drop the spans that ended before the oldest row in flight began."""
-        oldest = min((row.first for _, _, row in self._decoding), default=self._clock)
+        oldest = min((row.first + row.begun for _, _, row in self._decoding), default=self._clock)
         while len(self._spans) > 1 and self._spans[1][0] <= oldest:
             self._spans.pop(0)
 

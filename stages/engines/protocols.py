@@ -10,14 +10,14 @@ Everything about a library or a device stays behind these two.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from tensordict import TensorDictBase
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cut"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class SamplingParams:
 
     ``temperature == 0`` is greedy; then logprobs are those at temperature 1. ``top_k == 0`` and ``top_p == 1.0`` are off.
     ``stop`` strings end a response when its decoded text contains one (tokens are kept as generated);
-    ``stop_token_ids`` end it with that token included.
+    ``stop_token_ids`` end it with that token included. ``max_tokens`` counts all tokens of a response; ``budget`` those of
+    one visit to an engine, after which it is cut, to be continued by another request (0: no such limit).
     """
 
     max_tokens: int
@@ -36,14 +37,25 @@ class SamplingParams:
     top_k: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    budget: int = 0
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a response has from earlier visits, to this engine or to another one: as a completion of it was."""
+
+    token_ids: torch.Tensor  # int64 [T], T >= 1
+    logprobs: torch.Tensor  # float32 [T]
+    versions: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt and the places of its group that are still to be generated.
+    """One prompt and the places of its group that are still to be generated. ``begun`` gives, by place, what some of them
+    have already; they go on from there.
 
     ``group`` and ``places`` come back unchanged on each completion. The tokens of a response depend only on the weights,
-    the prompt, ``params`` and ``(seed, place)``, up to the rounding of the batch it ran in.
+    the prompt, ``params`` and ``(seed, place)``, up to the rounding of the batch it ran in: not on where it was cut.
     """
 
     group: int
@@ -51,12 +63,28 @@ class GroupRequest:
     prompt_ids: torch.Tensor  # int64 [P], P >= 1
     params: SamplingParams
     seed: int
+    begun: Mapping[int, Begun] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for place, begun in self.begun.items():
+            tokens, told = len(begun.token_ids), sum(count for _, count in begun.versions)
+            if place not in self.places or not 0 < tokens < self.params.max_tokens:
+                raise ValueError(
+                    f"group {self.group}: place {place} is begun with {tokens} tokens; give begun only places of "
+                    f"{self.places} with 1 to {self.params.max_tokens - 1} tokens, as max_tokens counts all of a response"
+                )
+            if len(begun.logprobs) != tokens or told != tokens:
+                raise ValueError(
+                    f"group {self.group}: place {place} is begun with {tokens} tokens, {len(begun.logprobs)} logprobs and "
+                    f"versions of {told} tokens; give as many of each"
+                )
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished response. ``versions`` is the run-length encoding ``((version, tokens), ...)`` of the policy versions
-    that made its tokens; the counts add up to T."""
+    """One response as it left the engine: ended, or ``cut`` and to be continued. It holds all tokens so far, those it was
+    begun with included. ``versions`` is the run-length encoding ``((version, tokens), ...)`` of the policy versions that
+    made its tokens; the counts add up to T."""
 
     group: int
     place: int
@@ -84,11 +112,14 @@ class RolloutEngine(Protocol):
         it has not yielded. An error inside the engine is raised to every iterator.
         """
 
-    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False) -> SwapTimes:
+    async def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+    ) -> SwapTimes:
         """Take ``weights`` (full tensors by parameter name, valid until this returns) and use them from the next token
         boundary on, requests in flight included. With ``hold`` the engine is paused from that boundary on, before any
-        token is made with them. Raises ``WeightMismatch`` and keeps the old version when names, shapes or dtypes
-        differ."""
+        token is made with them. With ``cut`` every response that has got a token in this visit ends as "cut" at that
+        boundary, so that no token of the new weights rests on a KV cache of the old ones. Raises ``WeightMismatch`` and
+        keeps the old version when names, shapes or dtypes differ."""
 
     async def score(
         self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0

@@ -31,6 +31,7 @@ import torch
 
 from stages import device as devices
 from stages.engines.protocols import (
+    Begun,
     Completion,
     EngineClosed,
     EngineFailed,
@@ -53,9 +54,11 @@ class Decodes(Protocol):
 
 @dataclass(eq=False)
 class _Group:
-    """A request while some of its rows have not begun: its prompt's KV, and the logits of the first token."""
+    """A request while some of its rows have not begun: its prompt's KV, and the logits of the first token. A response that
+    is continued is a group of its own, whose prompt ends with the tokens it has."""
 
     request: GroupRequest
+    ids: torch.Tensor  # int64 [P]
     waiting: int
     prompt: Prompt | None = None
     logits: torch.Tensor | None = None  # float32 [V]
@@ -70,6 +73,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    begun: int = 0  # tokens of earlier visits
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)
@@ -199,12 +203,18 @@ class TorchRolloutEngine:
         submission = _Submission(asyncio.get_running_loop(), asyncio.Queue())
         rows: list[_Row] = []
         for request in requests:
-            group = _Group(request, waiting=len(request.places))
-            rows += [_Row(submission, group, place) for place in request.places]
+            group = _Group(request, request.prompt_ids, waiting=len(request.places) - len(request.begun))
+            for place in request.places:
+                begun = request.begun.get(place)
+                rows.append(
+                    _Row(submission, group, place) if begun is None else _continued(submission, request, place, begun)
+                )
         self._post(lambda: self._submit(submission, rows))
         return _Responses(submission, len(rows), self._abort_soon)
 
-    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False) -> SwapTimes:
+    async def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+    ) -> SwapTimes:
         async with self._loading:
             self._refuse_closed()
             began = time.perf_counter()
@@ -215,7 +225,7 @@ class TorchRolloutEngine:
             except asyncio.CancelledError:
                 await asyncio.wait([preparing])  # the caller's tensors are still being read
                 raise
-            exposed, replaced = await self._at_boundary(lambda: self._swap(version, prepared, hold))
+            exposed, replaced = await self._at_boundary(lambda: self._swap(version, prepared, hold, cut))
             prepared.clear()
             self._loader.submit(replaced.clear)
             return SwapTimes(exposed=exposed, hidden=time.perf_counter() - began - exposed)
@@ -281,9 +291,9 @@ class TorchRolloutEngine:
             raise ValueError(f"{where}prompt_ids has {low}..{high}; the model knows 0..{self._decoder.vocabulary - 1}")
         if not request.places or len(set(request.places)) != len(request.places):
             raise ValueError(f"{where}places is {request.places}; give at least one, each once")
-        if params.max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0:
+        if min(params.temperature, params.top_k, params.budget, params.max_tokens - 1) < 0 or not 0 < params.top_p <= 1:
             raise ValueError(
-                f"{where}{params}; max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, top_k >= 0 are needed"
+                f"{where}{params}; max_tokens >= 1, temperature, top_k and budget >= 0, 0 < top_p <= 1 are needed"
             )
         if params.stop and (self._tokenizer is None or "" in params.stop):
             raise ValueError(f"{where}stop is {params.stop}; stop strings need a tokenizer and may not be empty")
@@ -336,8 +346,10 @@ class TorchRolloutEngine:
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
-    def _swap(self, version: int, prepared: WeightSet, hold: bool) -> tuple[float, list[torch.Tensor]]:
+    def _swap(self, version: int, prepared: WeightSet, hold: bool, cut: bool) -> tuple[float, list[torch.Tensor]]:
         began = time.perf_counter()
+        if cut:
+            self._end({number: "cut" for number in range(len(self._rows))})
         replaced = self._decoder.install(prepared)
         self._version, self._paused = version, self._paused or hold
         return time.perf_counter() - began, replaced
@@ -365,7 +377,7 @@ class TorchRolloutEngine:
         for i, row in enumerate(itertools.islice(self._waiting, count)):
             group = row.group
             if (group.prompt is None or group.version != self._version) and group not in new:
-                widest = max(longest, len(group.request.prompt_ids))
+                widest = max(longest, len(group.ids))
                 if new and widest * (len(new) + 1) > self._prefill_tokens:
                     count = i
                     break
@@ -391,7 +403,7 @@ class TorchRolloutEngine:
         for group in groups:
             if group.prompt is not None:  # made with older weights; rows in flight keep it
                 self._decoder.release(group.prompt)
-        prompts, logits = self._decoder.prefill([group.request.prompt_ids for group in groups])
+        prompts, logits = self._decoder.prefill([group.ids for group in groups])
         for group, prompt, first in zip(groups, prompts, logits, strict=True):
             group.prompt, group.logits, group.version = prompt, first, self._version
 
@@ -416,6 +428,10 @@ class TorchRolloutEngine:
             reason = self._reason(row)
             if reason is not None:
                 finished[number] = reason
+        self._end(finished)
+
+    def _end(self, finished: Mapping[int, FinishReason]) -> None:
+        """Rows leave by number, and are delivered."""
         results: dict[int, tuple[_Submission, list[Completion | BaseException]]] = {}
         for number, reason in finished.items():
             row = self._rows[number]
@@ -442,7 +458,17 @@ class TorchRolloutEngine:
             text = self._tokenizer.decode(row.tokens[-tail:])
             if any(stop in text for stop in params.stop):
                 return "stop"
-        return "length" if len(row.tokens) == params.max_tokens else None
+        if len(row.tokens) == params.max_tokens:
+            return "length"
+        return "cut" if params.budget and len(row.tokens) - row.begun >= params.budget else None
+
+
+def _continued(submission: _Submission, request: GroupRequest, place: int, begun: Begun) -> _Row:
+    """A row that goes on from what it was ``begun`` with. Its KV is made again in one prefill, by the weights of today."""
+    group = _Group(request, torch.cat([request.prompt_ids.cpu(), begun.token_ids.cpu()]), waiting=1)
+    row = _Row(submission, group, place, begun.token_ids.tolist(), begun.logprobs.tolist(), list(begun.versions))
+    row.begun = len(row.tokens)
+    return row
 
 
 def uniform(seed: int, place: int, index: int) -> float:

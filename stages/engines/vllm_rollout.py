@@ -185,7 +185,9 @@ class VllmRolloutEngine:
                 task.add_done_callback(partial(self._forget, row))  # also when it is cancelled before it has begun
         return responses
 
-    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False) -> SwapTimes:
+    async def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+    ) -> SwapTimes:
         """See :class:`RolloutEngine`. Raises ``WeightMismatch`` or ``WeightsDamaged`` with the old weights kept, and
         ``EngineFailed`` when vLLM stopped halfway: the engine is then of no more use."""
         async with self._swaps:

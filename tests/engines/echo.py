@@ -42,7 +42,9 @@ class EchoRolloutEngine:
                 self._rows[asyncio.create_task(self._make(request, place, responses))] = responses
         return responses
 
-    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False) -> SwapTimes:
+    async def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+    ) -> SwapTimes:
         self._refuse_closed()
         for name in {"step", *weights}:
             if name not in weights or name != "step":

@@ -1,7 +1,8 @@
 """Any order of what workers do, dying ones included, against a small model: index and model agree after every move.
 
     admit ▶ claim ▶ commit ▶ … ▶ train ▶ publish ▶ release     beside them: leases expire, workers are forgotten, groups
-                                                              leave, writes are torn, the run resumes from a snapshot
+              ▲ └ park ┐                                      leave, writes are torn, the run resumes from a snapshot
+              └────────┘
 
 Moves are drawn by a seeded generator, with weights that bring whole steps about; a failure names its seed and plan.
 """
@@ -75,6 +76,7 @@ class Row:
     oldest: int = -1
     response: list[int] = field(default_factory=list)
     state: str = "live"
+    progress: Block | None = None  # parked, and not committed: where it lies
 
 
 @dataclass(eq=False)
@@ -142,9 +144,21 @@ class Flow:
         return sorted(
             group
             for group, rows in self.groups.items()
-            if all(row.columns >= needs and row.id not in held for row in rows)
-            and any(stage not in row.done for row in rows)
+            if all(row.columns >= needs for row in rows)
+            and (fresh := self.fresh(stage, group))
+            and not any(row.id in held for row in fresh)
         )
+
+    def fresh(self, stage: str, group: int) -> list[Row]:
+        """What is delivered together when the group is."""
+        return [r for r in self.groups[group] if stage not in r.done and not (stage == "rollout" and r.progress)]
+
+    def begun(self) -> list[Row]:
+        return [row for rows in self.groups.values() for row in rows if row.progress]
+
+    def parked(self) -> list[Row]:
+        held = self.held("rollout")
+        return sorted((row for row in self.begun() if row.id not in held), key=lambda row: row.id)
 
     def expected(self, stage: str, most: int, version: int | None) -> list[Row]:
         """What a claim must bring, in its order."""
@@ -157,9 +171,13 @@ class Flow:
             gone = set(range(self.admitted)) - set(left)
             groups = windowed_pick(left[0], ready, self.plan.groups_per_step, self.plan.window, gone) if left else None
             return [row for group in groups or () for row in self.groups[group]]
-        if version is not None:
+        first: list[Row] = []
+        if version is not None:  # rollout
             ready = [group for group in ready if self.plan.may_claim(self.effective(group), version)]
-        return [row for group in ready[:most] for row in self.groups[group] if stage not in row.done]
+            parked = [row for row in self.parked() if self.plan.may_claim(self.effective(row.group), version)]
+            first = parked[: most * self.size]
+            most = (most * self.size - len(first)) // self.size
+        return [*first, *(row for group in ready[:most] for row in self.fresh(stage, group))]
 
     def erase(self, groups: list[int]) -> None:
         for row in (row for group in groups for row in self.groups.pop(group)):
@@ -239,6 +257,13 @@ class Flow:
         if claim.stage != "rollout":
             responses = (await self.docks[worker].fetch(claim, ["response"]))["response"].unbind()
             assert [response.tolist() for response in responses] == [row.response for row in rows]
+            return
+        at, found = await self.docks[worker].begun(claim, ["response"])
+        assert at == [i for i, row in enumerate(rows) if row.progress]
+        if at:
+            responses = found["response"].unbind()
+            assert [response.tolist() for response in responses] == [rows[i].response for i in at]
+            assert [claim.rows[i].tokens for i in at] == [len(rows[i].response) for i in at]
 
     def outputs(self, lease: Lease, rows: list[Row]) -> tuple[dict[str, Any], list[tuple[int, int]] | None]:
         stage = lease.claim.stage
@@ -247,8 +272,10 @@ class Flow:
         texts = []
         for row in rows:
             self.texts += 1  # every response is another one
-            texts.append([row.id, self.texts] * self.rng.randint(1, 3))
-        return {"response": [torch.tensor(text) for text in texts]}, [(lease.version, len(text)) for text in texts]
+            texts.append(row.response + [row.id, self.texts] * self.rng.randint(1, 3))
+        oldest = [min(lease.version, row.oldest) if row.progress else lease.version for row in rows]
+        made = [(version, len(text)) for version, text in zip(oldest, texts, strict=True)]
+        return {"response": [torch.tensor(text) for text in texts]}, made
 
     async def commit_some(self) -> None:
         """Some of a lease's rows, in any order."""
@@ -275,10 +302,56 @@ class Flow:
             row.done.add(stage)
             row.blocks.append(block)
             if generated:
-                row.oldest, row.response, row.state = lease.version, written["response"][slot].tolist(), "generated"
+                self.let_go(row)
+                row.oldest, row.response, row.state = (
+                    generated[slot][0],
+                    written["response"][slot].tolist(),
+                    "generated",
+                )
                 self.ledger["generated"] += 1
                 self.tokens["generated"] += len(row.response)
             del lease.held[row.id]
+        if not lease.held:
+            self.leases.remove(lease)
+
+    def let_go(self, row: Row) -> None:
+        """The progress that the row was parked with before has been used."""
+        if row.progress is not None:
+            row.blocks.remove(row.progress)
+            row.progress.refs -= 1
+            self.blocks -= {row.progress} if not row.progress.refs else set()
+            row.progress = None
+
+    async def park(self) -> None:
+        """Some of a rollout lease's rows are put aside with what they have so far."""
+        lease = self.some("rollout") or await self.claim(self.any_worker(), "rollout", 100)
+        if lease is None:
+            return
+        dock, rows = (
+            self.docks[lease.worker],
+            self.rng.sample(list(lease.held.values()), self.rng.randint(1, len(lease.held))),
+        )
+        where = {handle.row: i for i, handle in enumerate(lease.claim.rows)}
+        positions, (written, generated) = [where[row.id] for row in rows], self.outputs(lease, rows)
+        assert generated is not None
+        if any(row.state == "filtered" for row in rows):
+            with pytest.raises(StaleHandle, match="was released"):
+                await dock.park(lease.claim, positions, written, generated=generated)
+            return
+        if any(row.progress for row in rows):
+            newer = [(version + 100, tokens) for version, tokens in generated]
+            with pytest.raises(IndexRefused, match="was begun by version"):
+                await dock.park(lease.claim, positions, written, generated=newer)
+        await dock.park(lease.claim, positions, written, generated=generated)
+        block = Block(pack(SCHEMA, written).nbytes, len(rows))
+        self.blocks.add(block)
+        for slot, row in enumerate(rows):
+            self.let_go(row)
+            row.progress, row.oldest, row.response = block, generated[slot][0], written["response"][slot].tolist()
+            row.blocks.append(block)
+            del lease.held[row.id]
+        with pytest.raises(LeaseLost):  # they are somebody else's from here on
+            await dock.commit(lease.claim, positions, written, generated=generated)
         if not lease.held:
             self.leases.remove(lease)
 
@@ -398,6 +471,9 @@ class Flow:
             positions = [i for i, handle in enumerate(lease.claim.rows) if handle.row in lease.held]
             written, generated = self.outputs(lease, rows)
             late = dock.commit(lease.claim, positions, written, generated=generated)
+            if generated is not None and self.rng.random() < 0.5:
+                late.close()
+                late = dock.park(lease.claim, positions, written, generated=generated)
         with pytest.raises((LeaseLost, StaleHandle)):
             await late
 
@@ -434,6 +510,8 @@ class Flow:
             held = sum(len(lease.held) for lease in self.leases if lease.claim.stage == stage)
             told = stats["stages"][stage]
             assert (told["ready"], told["leased"]) == (len(self.ready(stage)), held), stage
+        told = stats["stages"]["rollout"]
+        assert (told["begun"], told["parked"]) == (len(self.begun()), len(self.parked()))
         at = {"admitted": self.admitted, "published": self.published, "trained": self.trained}
         assert {name: stats[name] for name in at} == at
         assert stats["open"] == len(self.open())
@@ -456,6 +534,7 @@ MOVES = {
     "claim_some": 6,
     "commit_some": 4,
     "work": 3,
+    "park": 6,
     "respond": 10,
     "go_on": 10,
     "train": 12,

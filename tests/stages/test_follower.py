@@ -57,7 +57,8 @@ class Controls:
 def follower(
     index: Index, store: WeightStore, engine: Any, policy: SwapPolicy, *, worker: str = "rollout-0", steps: int = 99
 ) -> Follower:
-    stage = Rollout(engine, PARAMS, seed=0, group_size=1, most_rows=4)
+    nothing_claimed: Any = None  # a dock: what the follower does needs none
+    stage = Rollout(nothing_claimed, engine, PARAMS, seed=0, group_size=1, most_rows=4)
     controls: Any = Controls()
     options: dict[str, Any] = {"worker": worker, "every": 0, "steps": steps, "overlap": True, "policy": policy}
     return Follower(index, store, stage, controls, None, **options)
@@ -201,7 +202,9 @@ class Failing(MockRolloutEngine):
 
     fault = ""
 
-    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False) -> SwapTimes:
+    async def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+    ) -> SwapTimes:
         fault, self.fault = self.fault, ""
         if fault == "says another version":
             return SwapTimes(0.0, 0.0)
@@ -211,7 +214,7 @@ class Failing(MockRolloutEngine):
             raise WeightMismatch("head.weight: offered [1], the engine has [2]")
         if fault == "loads something else":
             weights = {name: tensor * 1.01 for name, tensor in weights.items()}
-        return await super().load_weights(version, weights, hold=hold)
+        return await super().load_weights(version, weights, hold=hold, cut=cut)
 
 
 @pytest.mark.parametrize(
@@ -269,13 +272,13 @@ async def replicas(
 
     class Watched(MockRolloutEngine):
         async def load_weights(
-            self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False
+            self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
         ) -> SwapTimes:
             nonlocal inside
             inside += 1
             at_it.append(inside)
             try:
-                return await super().load_weights(version, weights, hold=hold)
+                return await super().load_weights(version, weights, hold=hold, cut=cut)
             finally:
                 inside -= 1
 
