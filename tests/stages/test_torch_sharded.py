@@ -22,6 +22,7 @@ from tests.stages.sharded import (
     OPTIONS,
     algorithm,
     gradients_of_step,
+    left_alone,
     mixed_steps,
     model_of,
     one_step,
@@ -53,6 +54,12 @@ def alone(kind: str, normalization: str = "token", **options: Any) -> dict[str, 
     return {"metrics": metrics, "again": again, "logprobs": logprobs, "gradients": gradients, "weights": weights}
 
 
+@cache
+def together(dp: int, tp: int, kind: str) -> list[dict[str, Any]]:
+    """The step by dp · tp ranks, as each of them saw it."""
+    return on_ranks(dp, tp, one_step, kind, "dealt", "token", {"grad_clip": None})
+
+
 def assert_gradients(got: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -82,9 +89,8 @@ def assert_step(found: list[dict[str, Any]], expected: dict[str, Any], shares: l
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS)
 @pytest.mark.parametrize("kind", ["llama", "biased", "qwen3"])
 def test_loss_and_every_gradient_are_those_of_one_process(kind: str, dp: int, tp: int) -> None:
-    options: dict[str, Any] = {"grad_clip": None}
-    found = on_ranks(dp, tp, one_step, kind, "dealt", "token", options)
-    assert_step(found, alone(kind, **options), positions(dp), tp)
+    found = together(dp, tp, kind)
+    assert_step(found, alone(kind, grad_clip=None), positions(dp), tp)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
@@ -100,7 +106,7 @@ def test_ranks_with_far_less_work_keep_step_and_change_nothing(dp: int, tp: int)
 
 
 def test_a_rank_holds_its_share_of_weights_and_moments() -> None:
-    found = on_ranks(2, 2, one_step, "llama", "dealt", "token", {})
+    found = together(2, 2, "llama")
     whole = sum(value.nbytes for value in alone("llama")["weights"].values())
     for told in found:
         assert told["held"] < 0.27 * whole  # a quarter, the norms inside layers twice
@@ -112,6 +118,12 @@ def test_a_step_on_ranks_has_the_same_bits_each_time() -> None:
     assert once[:-1] == again[:-1]
     for name, value in once[-1].items():
         np.testing.assert_array_equal(value, again[-1][name], err_msg=name)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    """Beside the supervisor, who sees processes end: one that hangs ends the others when the group's time is over."""
+    [said, _] = on_ranks(2, 1, left_alone, timeout=8.0)
+    assert "timeout" in said.lower() or "timed out" in said.lower(), said
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
