@@ -135,8 +135,8 @@ class TrainEngine(Protocol):
         """The parameters that a rollout engine needs, by name, detached, tied ones once."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's weights and the optimizer's state: all that a bit-exact continuation needs, as nested dicts of the live
-        tensors (a DTensor where it lies on several ranks) and numbers, which torch.distributed.checkpoint saves and fills
+        """The model's weights and the optimizer's state: all that a bit-exact continuation needs, as nested dicts of
+        tensors (a DTensor where it lies on several ranks) and numbers, which torch.distributed.checkpoint saves, and fills
         in place. Names and shapes do not depend on the layout."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
