@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from orchestration.checkpoint import Checkpoint, write
 from stages.engines.plans import GroupShape, Ranks, deal
+from stages.engines.torch_sharded import _cut_matrices
 from stages.engines.torch_train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.ranks import on_ranks
@@ -206,7 +208,7 @@ def test_mixed_precision_computes_in_bfloat16_over_float32_masters() -> None:
         )
         moved = master - before[name]
         gap = np.linalg.norm(two[0]["masters"][name] - master) / np.linalg.norm(moved)
-        assert gap < 0.2, f"{name}: two ranks went another way than one ({gap})"
+        assert gap < 0.1, f"{name}: two ranks went another way than one ({gap})"
     assert two[0]["loss"] == pytest.approx(one["loss"], rel=0.02)
 
 
@@ -257,3 +259,22 @@ def test_shares_are_balanced_by_tokens(sizes: list[tuple[int, int]], parts: int)
 def test_groups_stay_whole_where_that_balances() -> None:
     shares = deal([GroupShape(50, (10,) * 8)] * 4, 2)
     assert [[piece.rows for piece in share] for share in shares] == [[tuple(range(8))] * 2] * 2
+
+
+# --- what cannot be cut ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tp", "plan", "said"),
+    [
+        (4, {}, "num_attention_heads = 6, which 4 ranks cannot share evenly"),
+        (3, {}, "num_key_value_heads = 2, which 3 ranks cannot share evenly"),
+        (2, None, "Qwen3ForCausalLM comes without a tensor-parallel plan; use tp = 1"),
+        (2, {"layers.*.mlp": "moe_tp_experts"}, r"wants layers\.0\.mlp 'moe_tp_experts'; this engine knows colwise"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, str] | None, said: str) -> None:
+    model = model_of("qwen3")
+    model.config.base_model_tp_plan = plan if plan != {} else model.config.base_model_tp_plan
+    with pytest.raises(ValueError, match=said):
+        _cut_matrices(model, SimpleNamespace(size=lambda: tp))  # type: ignore[arg-type]
