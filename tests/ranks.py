@@ -70,9 +70,8 @@ def _rank(
         join(ranks, store, torch.device("cpu"), timeout)
         result = work(ranks, *arguments)
         store.set(f"done {ranks.rank}", "")
-        store.wait(
-            [f"done {rank}" for rank in range(ranks.world)]
-        )  # one that leaves early breaks the others' connections
+        # One that leaves early would break the others' connections.
+        store.wait([f"done {rank}" for rank in range(ranks.world)])
         dist.destroy_process_group()
         told.put((ranks.rank, "", result))
     except BaseException:
