@@ -804,11 +804,12 @@ def _heads_divide(recipe: Recipe) -> Iterator[Problem]:
     from orchestration.planner import heads_of
 
     tp = recipe.train.tp
-    uneven = {name: heads for name, heads in heads_of(recipe).items() if heads % tp}
-    if tp > 1 and uneven:
-        said = " and ".join(f"{name} = {heads}" for name, heads in uneven.items())
+    heads = heads_of(recipe) if tp > 1 else {}
+    uneven = {name: count for name, count in heads.items() if count % tp}
+    if uneven:
+        said = " and ".join(f"{name} = {count}" for name, count in uneven.items())
         wrong = f"cannot share the model's {said} evenly"
-        both = math.gcd(*heads_of(recipe).values())
+        both = math.gcd(*heads.values())
         fits = [str(size) for size in range(1, both + 1) if both % size == 0]
         yield Problem("train.tp", tp, wrong, f"use one of: {', '.join(fits)}")
 

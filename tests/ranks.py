@@ -22,15 +22,15 @@ from stages.engines.torch_sharded import join
 DEADLINE = 120.0
 
 
-def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any, timeout: float = DEADLINE) -> list[Any]:
     """``work(ranks, *arguments)`` on each of dp · tp ranks of one group, one thread each; what each returned, by rank.
-    Raises what the first of them to fail raised, as text, and ends the others."""
+    Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that of their collectives."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stages.engines.torch_sharded"])
     told: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="adk-ranks-") as home:
         processes: list[BaseProcess] = [
-            context.Process(target=_rank, args=(told, Ranks(rank, dp, tp), home, work, arguments))
+            context.Process(target=_rank, args=(told, Ranks(rank, dp, tp), home, timeout, work, arguments))
             for rank in range(dp * tp)
         ]
         for process in processes:
@@ -59,14 +59,20 @@ def _collect(told: Any, processes: list[BaseProcess]) -> list[Any]:
     return [found[rank] for rank in range(len(processes))]
 
 
-def _rank(told: Any, ranks: Ranks, home: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    told: Any, ranks: Ranks, home: str, timeout: float, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
-        join(ranks, dist.FileStore(str(Path(home) / "store"), ranks.world), torch.device("cpu"), DEADLINE)
-        told.put((ranks.rank, "", work(ranks, *arguments)))
-        dist.barrier()  # a rank that leaves early would break the others' connections
+        store = dist.FileStore(str(Path(home) / "store"), ranks.world)
+        join(ranks, store, torch.device("cpu"), timeout)
+        result = work(ranks, *arguments)
+        store.set(f"done {ranks.rank}", "")
+        # One that leaves early would break the others' connections.
+        store.wait([f"done {rank}" for rank in range(ranks.world)])
         dist.destroy_process_group()
+        told.put((ranks.rank, "", result))
     except BaseException:
         told.put((ranks.rank, traceback.format_exc(), None))

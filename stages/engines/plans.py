@@ -93,12 +93,13 @@ def _split(group: GroupShape, rows: list[int], budget: float) -> Iterable[list[i
     yield piece
 
 
+EVEN = 1.02  # times the fair share: a largest share that needs no finer pieces
 FINEST = 16  # parts that the fair share of a rank is split into, at most, to even out what the ranks have
 
 
 def deal(groups: Sequence[GroupShape], parts: int) -> list[list[Piece]]:
-    """Every row of ``groups`` in exactly one of ``parts`` shares, none of them empty, with the fewest fed tokens in the
-    largest. Groups stay whole where that balances as well; a piece of a group computes its prompt once more.
+    """Every row of ``groups`` in exactly one of ``parts`` shares, none of them empty, the largest of which has few tokens to
+    feed. Groups stay whole where that is even enough; a piece of a group computes its prompt once more.
 
     Raises ValueError when there are fewer rows than parts.
 
@@ -111,9 +112,14 @@ def deal(groups: Sequence[GroupShape], parts: int) -> list[list[Piece]]:
     if rows < parts:
         raise ValueError(f"{rows} rows cannot be dealt to {parts} ranks: give each at least one")
     fair = sum(group.tokens(range(len(group.responses))) for group in groups) / parts
-    limits = [math.inf, *(fair / split for split in range(1, FINEST + 1)), 0.0]
-    found = (_dealt(groups, parts, limit) for limit in limits)
-    return min((shares for shares in found if all(shares)), key=lambda shares: _largest(groups, shares))
+    best: list[list[Piece]] = []
+    for limit in (math.inf, *(fair / split for split in range(1, FINEST + 1)), 0.0):
+        shares = _dealt(groups, parts, limit)
+        if all(shares) and (not best or _largest(groups, shares) < _largest(groups, best)):
+            best = shares
+        if best and _largest(groups, best) <= EVEN * fair:
+            break
+    return best
 
 
 def _dealt(groups: Sequence[GroupShape], parts: int, limit: float) -> list[list[Piece]]:

@@ -163,7 +163,11 @@ class WeightMismatch(ValueError):
 
 
 class TrainEngine(Protocol):
-    """Trains a policy. Calls block and come from one thread at a time."""
+    """Trains a policy. Calls block and come from one thread at a time.
+
+    Where an engine has several ranks, each in a process of its own, every rank makes the same calls in the same order,
+    ``train_batch`` and ``logprobs`` with the rows of its own share; ``weights`` is then exhausted by all of them.
+    """
 
     def train_batch(self, batch: TensorDictBase, algorithm: Any) -> Mapping[str, float]:
         """One optimizer step on whole groups.
@@ -184,7 +188,9 @@ class TrainEngine(Protocol):
         """The parameters that a rollout engine needs, by name, detached, tied ones once."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, schedule and RNG state and the model's weights: all that a bit-exact continuation needs."""
+        """The model's weights and the optimizer's state: all that a bit-exact continuation needs, as nested dicts of
+        tensors (a DTensor where it lies on several ranks) and numbers, which torch.distributed.checkpoint saves, and fills
+        in place. Names and shapes do not depend on the layout."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 

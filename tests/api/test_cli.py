@@ -66,6 +66,8 @@ def test_check_tells_the_memory_of_a_model() -> None:
     _, out, _ = asyncdock("check", "quickstart")
     assert "134,515,008 weights in float32" in out
     assert "2.004 GiB for weights, gradients and optimizer" in " ".join(out.split())
+    *_, out, _ = asyncdock("check", "quickstart", "--set", "train.dp=2")
+    assert "1.002 GiB for weights, gradients and optimizer on each of 2 ranks" in " ".join(out.split())
 
 
 def test_all_problems_are_told_at_once_with_their_fixes() -> None:

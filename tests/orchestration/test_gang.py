@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from orchestration.recipe import RecipeError
 from orchestration.run import Run, RunError
@@ -23,6 +25,7 @@ from tests.orchestration.test_run import (
     assert_each_sample_once,
     assert_equal,
     assert_nothing_left,
+    synchronous,
     trained,
 )
 
@@ -115,6 +118,20 @@ async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> N
         assert (weights[name] - weight).norm() < 1e-4 * weight.norm(), name
     with pytest.raises(RunError, match="nothing to resume"):
         Run.resume(tmp_path / "run", ["train.tp=1"])
+
+
+async def test_mixed_precision_on_one_rank_is_the_synchronous_run_bit_for_bit(tmp_path: Path) -> None:
+    settings = {"pipeline__staleness": 0, "model__dtype": "bfloat16", "train__precision": "mixed"}
+    of = recipe(TINY, **settings, reward__functions=GANG["reward__functions"])
+    expected, weights = await synchronous(of)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
+    assert min(step["grad_norm"] for step in watched.of("step")) > 0.01
+    assert result.checkpoint is not None
+    saved = load_file(result.checkpoint.model / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
+    assert_equal(saved, weights)
 
 
 @pytest.mark.parametrize("section", ["train", "rollout"])

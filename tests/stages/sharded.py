@@ -179,3 +179,14 @@ def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
         "masters": _plain({name: _whole(value) for name, value in engine.state_dict()["model"].items()}),
         "weights": _plain(published),
     }
+
+
+def left_alone(ranks: Ranks) -> str:
+    """Rank 0 makes a step that rank 1 does not make; what it is told then."""
+    engine, said = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS), ""
+    if ranks.rank == 0:
+        try:
+            engine.train_batch(share(ranks), algorithm())
+        except RuntimeError as error:
+            said = str(error)
+    return said

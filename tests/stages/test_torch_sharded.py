@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from orchestration.checkpoint import Checkpoint, write
 from stages.engines.plans import GroupShape, Ranks, deal
+from stages.engines.torch_sharded import _cut_matrices
 from stages.engines.torch_train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.ranks import on_ranks
@@ -22,6 +24,7 @@ from tests.stages.sharded import (
     OPTIONS,
     algorithm,
     gradients_of_step,
+    left_alone,
     mixed_steps,
     model_of,
     one_step,
@@ -53,6 +56,12 @@ def alone(kind: str, normalization: str = "token", **options: Any) -> dict[str, 
     return {"metrics": metrics, "again": again, "logprobs": logprobs, "gradients": gradients, "weights": weights}
 
 
+@cache
+def together(dp: int, tp: int, kind: str) -> list[dict[str, Any]]:
+    """The step by dp · tp ranks, as each of them saw it."""
+    return on_ranks(dp, tp, one_step, kind, "dealt", "token", {"grad_clip": None})
+
+
 def assert_gradients(got: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -82,9 +91,8 @@ def assert_step(found: list[dict[str, Any]], expected: dict[str, Any], shares: l
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS)
 @pytest.mark.parametrize("kind", ["llama", "biased", "qwen3"])
 def test_loss_and_every_gradient_are_those_of_one_process(kind: str, dp: int, tp: int) -> None:
-    options: dict[str, Any] = {"grad_clip": None}
-    found = on_ranks(dp, tp, one_step, kind, "dealt", "token", options)
-    assert_step(found, alone(kind, **options), positions(dp), tp)
+    found = together(dp, tp, kind)
+    assert_step(found, alone(kind, grad_clip=None), positions(dp), tp)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
@@ -100,7 +108,7 @@ def test_ranks_with_far_less_work_keep_step_and_change_nothing(dp: int, tp: int)
 
 
 def test_a_rank_holds_its_share_of_weights_and_moments() -> None:
-    found = on_ranks(2, 2, one_step, "llama", "dealt", "token", {})
+    found = together(2, 2, "llama")
     whole = sum(value.nbytes for value in alone("llama")["weights"].values())
     for told in found:
         assert told["held"] < 0.27 * whole  # a quarter, the norms inside layers twice
@@ -112,6 +120,12 @@ def test_a_step_on_ranks_has_the_same_bits_each_time() -> None:
     assert once[:-1] == again[:-1]
     for name, value in once[-1].items():
         np.testing.assert_array_equal(value, again[-1][name], err_msg=name)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    """Beside the supervisor, who sees processes end: one that hangs ends the others when the group's time is over."""
+    [said, _] = on_ranks(2, 1, left_alone, timeout=8.0)
+    assert "timeout" in said.lower() or "timed out" in said.lower(), said
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -194,7 +208,7 @@ def test_mixed_precision_computes_in_bfloat16_over_float32_masters() -> None:
         )
         moved = master - before[name]
         gap = np.linalg.norm(two[0]["masters"][name] - master) / np.linalg.norm(moved)
-        assert gap < 0.2, f"{name}: two ranks went another way than one ({gap})"
+        assert gap < 0.1, f"{name}: two ranks went another way than one ({gap})"
     assert two[0]["loss"] == pytest.approx(one["loss"], rel=0.02)
 
 
@@ -245,3 +259,22 @@ def test_shares_are_balanced_by_tokens(sizes: list[tuple[int, int]], parts: int)
 def test_groups_stay_whole_where_that_balances() -> None:
     shares = deal([GroupShape(50, (10,) * 8)] * 4, 2)
     assert [[piece.rows for piece in share] for share in shares] == [[tuple(range(8))] * 2] * 2
+
+
+# --- what cannot be cut ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tp", "plan", "said"),
+    [
+        (4, {}, "num_attention_heads = 6, which 4 ranks cannot share evenly"),
+        (3, {}, "num_key_value_heads = 2, which 3 ranks cannot share evenly"),
+        (2, None, "Qwen3ForCausalLM comes without a tensor-parallel plan; use tp = 1"),
+        (2, {"layers.*.mlp": "moe_tp_experts"}, r"wants layers\.0\.mlp 'moe_tp_experts'; this engine knows colwise"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, str] | None, said: str) -> None:
+    model = model_of("qwen3")
+    model.config.base_model_tp_plan = plan if plan != {} else model.config.base_model_tp_plan
+    with pytest.raises(ValueError, match=said):
+        _cut_matrices(model, SimpleNamespace(size=lambda: tp))  # type: ignore[arg-type]
