@@ -363,6 +363,8 @@ class Follower:
         published = Published.from_record(at["record"])
         try:
             weights = await asyncio.to_thread(self.store.read, published)
+            self.stage.held_back = self._due(published.version) and not self.overlap
+            times = await engine.load_weights(published.version, weights)
         except WeightsDamaged as damaged:
             log.warning("weights not taken", offered=published.version, kept=engine.version, reason=str(damaged))
             await self.index.emit(
@@ -373,9 +375,7 @@ class Follower:
             if self._damaged[published.version] >= READ_ATTEMPTS:
                 raise  # not overwritten by a newer version, or that would be here by now
             return False
-        self.stage.held_back = self._due(published.version) and not self.overlap
         self._damaged = {}
-        times = await engine.load_weights(published.version, weights)
         await self.index.emit(
             "sync",
             {
