@@ -113,7 +113,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             if not arm:
                 print(f"{'temperature':<14}{'tokens':>8}{'max gap':>12}{'mean gap':>12}")
                 for temperature in TEMPERATURES:
-                    trainer = TorchTrainEngine(model, learning_rate=1e-6, total_steps=1, temperature=temperature)
+                    own, _ = load_model(options.model, dtype=torch.float32, seed=0)  # the trainer keeps its model
+                    trainer = TorchTrainEngine(own, learning_rate=1e-6, total_steps=1, temperature=temperature)
                     params = SamplingParams(max_tokens=options.tokens, temperature=temperature)
                     found = await gap(engine, trainer, requests(options.model, options.groups, params))
                     row = {"temperature": temperature, "tokens": len(found)}

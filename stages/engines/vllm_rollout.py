@@ -226,27 +226,30 @@ class VllmRolloutEngine:
         return torch.tensor([position[token].logprob for token, position in after], dtype=torch.float32)
 
     async def pause(self) -> None:
-        self._refuse_closed()
-        await self._start()
-        self._paused = True
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        async with self._swaps:
+            self._refuse_closed()
+            await self._start()
+            self._paused = True
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
-        self._refuse_closed()
-        self._paused = False
-        await self._llm.resume_generation()
+        async with self._swaps:
+            self._refuse_closed()
+            self._paused = False
+            await self._llm.resume_generation()
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         self._end(EngineClosed("the rollout engine was closed with this request in flight"))
-        listening = self._llm.output_handler  # it would take the end of vLLM's processes for their failure
-        if listening is not None:
-            listening.cancel()
-        await asyncio.gather(*self._rows.values(), *filter(None, [listening]), return_exceptions=True)
-        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
-        del self._llm  # it would shut down once more when the interpreter ends
+        async with self._swaps:
+            listening = self._llm.output_handler  # it would take the end of vLLM's processes for their failure
+            if listening is not None:
+                listening.cancel()
+            await asyncio.gather(*self._rows.values(), *filter(None, [listening]), return_exceptions=True)
+            await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
+            del self._llm  # it would shut down once more when the interpreter ends
         self._store.close()
         shutil.rmtree(self._store.directory, ignore_errors=True)
 
@@ -345,8 +348,6 @@ class VllmRolloutEngine:
         ready = time.perf_counter()
         self._swapped.clear()
         try:
-            await self._llm.pause_generation(mode=self._pause, clear_cache=self._rebuild)
-            await self._llm.abort([row.asked for row in self._rows if row.asked and not row.tokens])
             await self._update(version, published.record())
             self._paused = self._paused or hold
         finally:
@@ -357,6 +358,8 @@ class VllmRolloutEngine:
 
     async def _update(self, version: int, record: dict[str, Any]) -> None:
         try:
+            await self._llm.pause_generation(mode=self._pause, clear_cache=self._rebuild)
+            await self._llm.abort([row.asked for row in self._rows if row.asked and not row.tokens])
             await self._llm.start_weight_update()
             await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest({"published": record}))
             await self._llm.finish_weight_update(str(version))

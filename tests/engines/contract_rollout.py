@@ -198,6 +198,19 @@ class RolloutContract(ABC):
         if number:
             await self.load(engine, 0)
 
+    async def test_weights_loaded_while_it_is_paused_are_used_when_it_goes_on(self, engine: RolloutEngine) -> None:
+        await engine.pause()
+        await self.load(engine, 1)
+        stream = engine.generate([self.ask(1, (0,))])
+        first = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+        await asyncio.wait([first], timeout=0.2)
+        assert not first.done()
+        await engine.resume()
+        async with asyncio.timeout(self.deadline):
+            done = await first
+        assert done.versions == ((engine.version, len(done.token_ids)),)
+        await self.load(engine, 0)
+
     @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "dtype"])
     async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
         self, engine: RolloutEngine, fault: str

@@ -24,7 +24,9 @@ from pipeline.dock import Dock
 from pipeline.index import RunConfig
 from pipeline.transfer import WarehouseUnreachable
 from pipeline.warehouse import shared_memory_directory
-from stages.weight_sync import Published, WeightStore
+from stages.engines.mock import MockRolloutEngine
+from stages.engines.protocols import SwapTimes
+from stages.weight_sync import Published, WeightsDamaged, WeightStore
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
 from tests.servers import self_signed
 
@@ -244,6 +246,25 @@ async def test_weights_corrupted_in_shared_memory_are_never_loaded(
     assert len(watched.of("step")) == 3, "nothing was generated with them"
     assert [w["change"] for w in watched.of("worker")].count("kept its weights") == 3
     assert_nothing_left(watched.run)
+
+
+async def test_weights_damaged_on_their_way_into_an_engine_are_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, damaged = MockRolloutEngine.load_weights, [3]
+
+    async def fragile(self: MockRolloutEngine, version: int, weights: Any) -> SwapTimes:
+        if version in damaged:
+            damaged.remove(version)
+            raise WeightsDamaged("bucket 0 does not match its checksum")
+        return await load(self, version, weights)
+
+    monkeypatch.setattr(MockRolloutEngine, "load_weights", fragile)
+    of = recipe(MOCK, train__steps=6, pipeline__staleness=0, launch__max_restarts=0)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [w["change"] for w in watched.of("worker")].count("kept its weights") == 1
+    assert_each_sample_once(of, watched)
 
 
 async def test_leases_far_shorter_than_the_work_are_renewed_and_end_where_they_should(tmp_path: Path) -> None:
