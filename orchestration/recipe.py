@@ -695,6 +695,11 @@ def _cuts_make_sense(recipe: Recipe) -> Iterator[Problem]:
         fix = f"use a value < {rollout.max_tokens}, or 0 for no budget"
         yield Problem("rollout.budget", rollout.budget, wrong, fix)
     asked = {"rollout.budget": (rollout.budget, 0), "rollout.on_update": (rollout.on_update, "keep")}
+    if rollout.engine == "vllm" and rollout.stop and (rollout.budget or rollout.on_update == "cut"):
+        wrong = "would be missed by vLLM where a cut parts one in two"
+        yield Problem(
+            "rollout.stop", rollout.stop, wrong, "set rollout.budget = 0 and rollout.on_update = 'keep', or stop = []"
+        )
     for key, (value, default) in asked.items():
         if value != default and plan.slack == 0:
             wrong = (

@@ -72,6 +72,19 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     asked: str = ""  # the vLLM request that is under way
+    begun: int = 0  # tokens of earlier visits
+    cut: bool = False  # by a swap
+
+    def __post_init__(self) -> None:
+        if has := self.request.begun.get(self.place):
+            self.tokens, self.logprobs = has.token_ids.tolist(), has.logprobs.tolist()
+            self.versions, self.begun = list(has.versions), len(has.token_ids)
+
+    @property
+    def limit(self) -> int:
+        """Tokens that it may have at the end of this visit."""
+        params = self.request.params
+        return min(params.max_tokens, self.begun + params.budget) if params.budget else params.max_tokens
 
     def made(self, version: int, tokens: int) -> None:
         if self.versions and self.versions[-1][0] == version:
@@ -193,7 +206,7 @@ class VllmRolloutEngine:
         async with self._swaps:
             self._refuse_closed()
             self._check_layout(weights)
-            swap = asyncio.create_task(self._swap(version, weights, hold))
+            swap = asyncio.create_task(self._swap(version, weights, hold, cut))
             try:
                 return await asyncio.shield(swap)
             except asyncio.CancelledError:
@@ -205,9 +218,13 @@ class VllmRolloutEngine:
     ) -> torch.Tensor | None:
         """See :class:`RolloutEngine`. vLLM gives the logprobs of a prompt before temperature only, and computes nothing
         while it is paused: requests in flight go on meanwhile."""
-        self._refuse_closed()
         if temperature not in (0.0, 1.0):
             return None
+        async with self._swaps:
+            self._refuse_closed()
+            return await self._score(prompt_ids, response_ids)
+
+    async def _score(self, prompt_ids: torch.Tensor, response_ids: torch.Tensor) -> torch.Tensor:
         await self._start()
         ids = [*prompt_ids.tolist(), *response_ids.tolist()]
         asked = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -263,6 +280,9 @@ class VllmRolloutEngine:
             while reason is None:
                 await self._swapped.wait()
                 reason = await self._ask(row)
+                short = len(row.tokens) < row.request.params.max_tokens
+                if (reason is None and row.cut) or (reason == "length" and short):
+                    reason = "cut"
             row.responses.put(row.completion(reason))
         except asyncio.CancelledError:
             raise
@@ -297,7 +317,7 @@ class VllmRolloutEngine:
     def _sampling(self, row: _Row, begun: int) -> Any:
         params = row.request.params
         return self._vllm.SamplingParams(
-            max_tokens=params.max_tokens - begun,
+            max_tokens=row.limit - begun,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
@@ -341,14 +361,14 @@ class VllmRolloutEngine:
                 await self._llm.update_weight_version(str(self._version))
                 self._started = True
 
-    async def _swap(self, version: int, weights: Mapping[str, torch.Tensor], hold: bool) -> SwapTimes:
+    async def _swap(self, version: int, weights: Mapping[str, torch.Tensor], hold: bool, cut: bool) -> SwapTimes:
         await self._start()
         began = time.perf_counter()
         published = await asyncio.to_thread(self._store.publish, version, weights.items())
         ready = time.perf_counter()
         self._swapped.clear()
         try:
-            await self._update(version, published.record())
+            await self._update(version, published.record(), cut)
             self._paused = self._paused or hold
         finally:
             if self._failed is None and not self._closed and not self._paused:
@@ -356,9 +376,11 @@ class VllmRolloutEngine:
             self._swapped.set()
         return SwapTimes(exposed=time.perf_counter() - ready, hidden=ready - began)
 
-    async def _update(self, version: int, record: dict[str, Any]) -> None:
+    async def _update(self, version: int, record: dict[str, Any], cut: bool) -> None:
         try:
-            await self._llm.pause_generation(mode=self._pause, clear_cache=self._rebuild)
+            await self._llm.pause_generation(mode="abort" if cut else self._pause, clear_cache=self._rebuild)
+            for row in self._rows if cut else ():
+                row.cut = len(row.tokens) > row.begun
             await self._llm.abort([row.asked for row in self._rows if row.asked and not row.tokens])
             await self._llm.start_weight_update()
             await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest({"published": record}))
@@ -410,6 +432,12 @@ class VllmRolloutEngine:
             )
         if "" in params.stop:
             raise ValueError(f"{where}stop is {params.stop}; stop strings may not be empty")
+        if params.budget < 0 or any(len(has.token_ids) >= params.max_tokens for has in request.begun.values()):
+            raise ValueError(f"{where}{params}; budget >= 0 and responses begun with fewer than max_tokens are needed")
+        if params.stop and (params.budget or request.begun):
+            raise ValueError(
+                f"{where}stop is {params.stop}; one that a cut parts in two would be missed: use stop_token_ids"
+            )
         if params.stop and self._pause == "abort":
             wrong = "one that a swap cuts in two would be missed with pause = 'abort'"
             raise ValueError(f"{where}stop is {params.stop}; {wrong}: use pause = 'keep', or stop_token_ids")

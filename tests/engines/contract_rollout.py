@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from stages.engines.protocols import (
+    Begun,
     Completion,
     EngineClosed,
     EngineFailed,
@@ -111,6 +113,22 @@ class RolloutContract(ABC):
         assert not torch.equal(alone[1, 0].token_ids, alone[1, 1].token_ids)
         other = await self.made(engine, self.ask(1, (0,), seed=99))
         assert not torch.equal(alone[1, 0].token_ids, other[1, 0].token_ids)
+
+    async def test_a_budget_cuts_a_response_and_what_is_begun_goes_on_to_the_same_end(
+        self, engine: RolloutEngine
+    ) -> None:
+        whole = (await self.made(engine, self.ask(1, (0,), temperature=0.0)))[1, 0]
+        request, visits, budget = self.ask(1, (0,), temperature=0.0, budget=3), 1, 3
+        done = (await self.made(engine, request))[1, 0]
+        while done.finish_reason == "cut":
+            assert len(done.token_ids) == len(done.logprobs) == visits * budget
+            assert sum(count for _, count in done.versions) == visits * budget
+            begun = Begun(done.token_ids, done.logprobs, done.versions)
+            done = (await self.made(engine, replace(request, begun={0: begun})))[1, 0]
+            visits += 1
+        assert visits == -(-len(whole.token_ids) // budget) > 1
+        assert done.finish_reason == whole.finish_reason
+        assert self.same(done, whole)
 
     async def test_calls_in_flight_together_each_get_their_own(self, engine: RolloutEngine) -> None:
         streams = [engine.generate([self.ask(group), self.ask(group + 10, (2,))]) for group in range(3)]

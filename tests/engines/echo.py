@@ -80,7 +80,10 @@ class EchoRolloutEngine:
         params, tokens, versions = request.params, list[int](), list[tuple[int, int]]()
         offset = int.from_bytes(hashlib.blake2b(f"{request.seed} {place}".encode(), digest_size=4).digest(), "big")
         reason: FinishReason = "length"
-        while len(tokens) < params.max_tokens and reason == "length":
+        if begun := request.begun.get(place):
+            tokens, versions = begun.token_ids.tolist(), list(begun.versions)
+        limit = min(params.max_tokens, len(tokens) + params.budget) if params.budget else params.max_tokens
+        while len(tokens) < limit and reason == "length":
             await asyncio.sleep(0)  # a turn for the others
             await self._gate.wait()
             said = int(request.prompt_ids[len(tokens) % len(request.prompt_ids)])
@@ -89,6 +92,8 @@ class EchoRolloutEngine:
             versions.append((self._version, count + 1))
             if tokens[-1] in params.stop_token_ids:
                 reason = "stop"
+        if reason == "length" and limit < params.max_tokens:
+            reason = "cut"
         made = torch.tensor(tokens)
         certain = torch.zeros(len(tokens))  # logprobs: it never says anything else
         responses.put(Completion(request.group, place, made, certain, tuple(versions), reason))

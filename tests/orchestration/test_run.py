@@ -253,11 +253,11 @@ async def test_weights_damaged_on_their_way_into_an_engine_are_sent_again(
 ) -> None:
     load, damaged = MockRolloutEngine.load_weights, [3]
 
-    async def fragile(self: MockRolloutEngine, version: int, weights: Any) -> SwapTimes:
+    async def fragile(self: MockRolloutEngine, version: int, weights: Any, **options: Any) -> SwapTimes:
         if version in damaged:
             damaged.remove(version)
             raise WeightsDamaged("bucket 0 does not match its checksum")
-        return await load(self, version, weights)
+        return await load(self, version, weights, **options)
 
     monkeypatch.setattr(MockRolloutEngine, "load_weights", fragile)
     of = recipe(MOCK, train__steps=6, pipeline__staleness=0, launch__max_restarts=0)
