@@ -30,6 +30,15 @@ step, nobody can be passed, and the staleness is 0 whatever the window is.
 *No deadlock.* Before step v, v·P groups are consumed and (v + S + 1)·P admitted: (S + 1)·P >= P are alive, all of them
 may be claimed by an engine with version v, and once they are complete the pick takes the oldest P of them.
 
+*Cut and continued.* A response may be made in several visits, by several engines. Its first visit belongs to a claim of
+its group, so its first token is of a version >= q // P - S; so is every later one, because each further claim is asked the
+same of the engine's version, and an engine's version never falls. All of its tokens stay with it, and the index refuses
+progress or a commit whose oldest version is newer than what the row was begun with. The oldest version is therefore the
+one that the first line of the derivation is about, and the second is about when a group is consumed, not about how it was
+made: while one of its responses is parked the group is not complete, the pick cannot pass it by more than W, and the
+trainer waits. Parked rows are handed out before anything else, so what the trainer waits for is what is made next.
+Nothing is dropped for being old.
+
 A group that is *filtered* leaves every count: q then means its number without the filtered ones before it. A group
 filtered later only moves those behind it forward, so the bound stands.
 """

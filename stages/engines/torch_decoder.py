@@ -1,7 +1,7 @@
 """A Hugging Face causal LM as a decoder of one changing batch: each prompt's KV once, each row's own KV apart.
 
     prefill([prompt, …]) ─▶ Prompt handles, logits of the first token      (packed: no padding in the linear layers)
-    join(prompt)         ─▶ a new last row that shares the prompt's KV
+    join(prompt)         ─▶ a new last row that shares the prompt's KV (and may bring KV of tokens that it has already)
     decode([token, …])   ─▶ logits of every row's next token               (all rows in one forward)
     leave(row)           ─▶ the last row takes its place; a prompt goes with its last holder
 
@@ -177,11 +177,21 @@ class TorchDecoder:
         self._step = _Prefill(self._put(positions[None]), self._put(positions), first=len(self.prompts))
         return self._forward(ids, positions, self._put(positions[len(prompt_ids) - 1 :]))
 
-    def join(self, prompt: Prompt) -> None:
-        """Append a row that continues ``prompt``."""
+    def join(self, prompt: Prompt, begun: Prompt | None = None) -> None:
+        """Append a row that continues ``prompt``. ``begun`` was prefilled with the prompt and the tokens that the row has
+        already: their KV becomes the row's own, and the caller's hold on ``begun`` ends."""
         prompt.holders += 1
         self.rows.append(Row(prompt))
         self._sharing = None
+        if begun is None:
+            return
+        row, tokens = self.rows[-1], slice(prompt.length, begun.length)
+        row.length = begun.length - prompt.length
+        for layer, pool in self._prompt_kv.items():
+            k, v = (kv[None, begun.slot, :, tokens] for kv in pool)  # [1, KV heads, T, D]
+            keys, values = self._room(self._row_kv, layer, len(self.rows), row.length, k, v)
+            keys[len(self.rows) - 1, :, : row.length], values[len(self.rows) - 1, :, : row.length] = k[0], v[0]
+        self.release(begun)
 
     def leave(self, row: int) -> None:
         """Drop row number ``row``; the last row takes its number."""

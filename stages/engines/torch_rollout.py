@@ -31,7 +31,6 @@ import torch
 
 from stages import device as devices
 from stages.engines.protocols import (
-    Begun,
     Completion,
     EngineClosed,
     EngineFailed,
@@ -54,8 +53,7 @@ class Decodes(Protocol):
 
 @dataclass(eq=False)
 class _Group:
-    """A request while some of its rows have not begun: its prompt's KV, and the logits of the first token. A response that
-    is continued is a group of its own, whose prompt ends with the tokens it has."""
+    """A request while some of its rows have not begun: its prompt's KV, and the logits of the first token."""
 
     request: GroupRequest
     ids: torch.Tensor  # int64 [P]
@@ -74,6 +72,7 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     begun: int = 0  # tokens of earlier visits
+    whole: _Group | None = None  # of a row with such tokens, while it waits: a prompt that ends with them
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)
@@ -203,12 +202,8 @@ class TorchRolloutEngine:
         submission = _Submission(asyncio.get_running_loop(), asyncio.Queue())
         rows: list[_Row] = []
         for request in requests:
-            group = _Group(request, request.prompt_ids, waiting=len(request.places) - len(request.begun))
-            for place in request.places:
-                begun = request.begun.get(place)
-                rows.append(
-                    _Row(submission, group, place) if begun is None else _continued(submission, request, place, begun)
-                )
+            group = _Group(request, request.prompt_ids, waiting=len(request.places))
+            rows += [_row(submission, group, place) for place in request.places]
         self._post(lambda: self._submit(submission, rows))
         return _Responses(submission, len(rows), self._abort_soon)
 
@@ -375,13 +370,17 @@ class TorchRolloutEngine:
         new: list[_Group] = []
         longest = 0
         for i, row in enumerate(itertools.islice(self._waiting, count)):
-            group = row.group
-            if (group.prompt is None or group.version != self._version) and group not in new:
-                widest = max(longest, len(group.ids))
-                if new and widest * (len(new) + 1) > self._prefill_tokens:
+            needed = [
+                group
+                for group in (row.group, row.whole)
+                if group is not None and (group.prompt is None or group.version != self._version) and group not in new
+            ]
+            if needed:
+                widest = max(longest, *(len(group.ids) for group in needed))
+                if new and widest * (len(new) + len(needed)) > self._prefill_tokens:
                     count = i
                     break
-                new.append(group)
+                new += needed
                 longest = widest
         if not count:
             return False
@@ -390,9 +389,11 @@ class TorchRolloutEngine:
         self._rows += begun
         for row in begun:
             assert row.group.prompt is not None
-            self._decoder.join(row.group.prompt)
-        logits = torch.stack([row.group.logits for row in begun if row.group.logits is not None])
+            self._decoder.join(row.group.prompt, row.whole.prompt if row.whole else None)
+        sources = [row.whole or row.group for row in begun]
+        logits = torch.stack([source.logits for source in sources if source.logits is not None])
         for row in begun:
+            row.whole = None
             self._started(row.group)
         self._extend(len(self._rows) - len(begun), logits)
         return True
@@ -463,11 +464,13 @@ class TorchRolloutEngine:
         return "cut" if params.budget and len(row.tokens) - row.begun >= params.budget else None
 
 
-def _continued(submission: _Submission, request: GroupRequest, place: int, begun: Begun) -> _Row:
-    """A row that goes on from what it was ``begun`` with. Its KV is made again in one prefill, by the weights of today."""
-    group = _Group(request, torch.cat([request.prompt_ids.cpu(), begun.token_ids.cpu()]), waiting=1)
-    row = _Row(submission, group, place, begun.token_ids.tolist(), begun.logprobs.tolist(), list(begun.versions))
-    row.begun = len(row.tokens)
+def _row(submission: _Submission, group: _Group, place: int) -> _Row:
+    """A row that begins, or goes on from what the request gives: then its KV is made again in one prefill."""
+    row, request = _Row(submission, group, place), group.request
+    if (begun := request.begun.get(place)) is not None:
+        row.tokens, row.logprobs = begun.token_ids.tolist(), begun.logprobs.tolist()
+        row.versions, row.begun = list(begun.versions), len(row.tokens)
+        row.whole = _Group(request, torch.cat([request.prompt_ids.cpu(), begun.token_ids.cpu()]), waiting=1)
     return row
 
 

@@ -92,6 +92,33 @@ async def test_each_visit_at_another_engine_gives_the_same_tokens(sampling: dict
         assert (done.versions, done.finish_reason) == (whole[key].versions, whole[key].finish_reason)
 
 
+@pytest.mark.parametrize(("max_rows", "prefill_tokens"), [(8, 4096), (8, 20), (3, 4096)])
+async def test_rows_that_go_on_and_rows_that_begin_share_their_prompt(max_rows: int, prefill_tokens: int) -> None:
+    """Two places of each group were cut after different numbers of tokens, the third has not begun."""
+    async with running() as engine:
+        whole = await collect(engine.generate(asks()))
+        halves = []
+        for asked in asks():
+            params = [dataclasses.replace(asked.params, budget=budget) for budget in (3, 9)]
+            parts = [dataclasses.replace(asked, places=(i,), params=params[i]) for i in range(2)]
+            done = await collect(engine.generate(parts))
+            halves.append(dataclasses.replace(asked, begun={i: begun(done[asked.group, i]) for i in range(2)}))
+    async with running(max_rows=max_rows, prefill_tokens=prefill_tokens) as other:
+        brake = Brake(other, 2)
+        stream = other.generate(halves)
+        await brake.pause()
+        decoding = {row.group.request.group for row in other._rows}
+        assert len(other._decoder.prompts) == len(decoding), "a prompt is kept once for all rows of its group"
+        await other.resume()
+        ended = await collect(stream)
+        await other.pause()  # the last row has left
+        assert not other._decoder.prompts, "a prompt is held by nobody"
+    assert ended.keys() == whole.keys()
+    for key, one in ended.items():
+        assert torch.equal(one.token_ids, whole[key].token_ids)
+        assert torch.allclose(one.logprobs, whole[key].logprobs, atol=1e-4)
+
+
 async def test_a_stop_string_that_lies_across_a_cut_ends_the_response() -> None:
     async with running(tokenizer=Letters()) as engine:
         free = (await collect(engine.generate([ask(3, places=1, max_tokens=40)])))[3, 0].token_ids.tolist()
