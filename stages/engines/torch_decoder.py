@@ -181,7 +181,8 @@ class TorchDecoder:
         self._sharing = None
 
     def decode(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Feed each row its newest token (int64 [R], may be on the device); float32 [R, V] logits of the next one."""
+        """Feed each row its newest token (int64 [R], may be on the device); float32 [R, V] logits of the next one,
+        to be used before the next call, which may write them anew."""
         count = len(self.rows)
         rows, longest = count, max(row.length for row in self.rows) + 1
         if self._static:
@@ -459,7 +460,7 @@ class TorchDecoder:
         (prompt,), first = self.prefill([probe[:5]])
         self.join(prompt)
         self.join(prompt)
-        got = torch.cat([first, *(self.decode([int(token)] * 2) for token in probe[5:])])
+        got = torch.cat([first, *(self.decode([int(token)] * 2).clone() for token in probe[5:])])
         self.clear()
         return float((got - expected[[4, 5, 5, 6, 6, 7, 7]]).abs().max())
 
