@@ -1,6 +1,7 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
 # make test    lint, types and the whole test suite
 # make lint    lint and types only
+# make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap
 # make clean   remove the environment and everything that was built
 #
 # Each sets up what it needs in .venv, once: a second call starts at once.
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pipeline stages orchestration api tests benchmarks
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint gpu-check clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -18,6 +19,11 @@ demo: $(VENV)/.demo
 
 test: lint
 	$(BIN)/python -m pytest
+
+# With GPU_PYTHON=python3 it runs in an environment that has torch for the accelerator already.
+GPU_PYTHON ?= $(BIN)/python
+gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.test)
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_check.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check $(SOURCES)

@@ -5,7 +5,9 @@
 
 Per repetition and case each arm has one turn on the same prompts (new ones each time, so that no arm finds them in a
 cache), greedy, and the end token is ignored: every arm makes the same number of tokens. Ours also makes a logprob for
-each token, the others do not. The arms' order rotates. Figures are medians; ratios are taken within a repetition.
+each token, the others do not. The arms' order rotates. Figures are medians; ratios are taken within a repetition, of
+the time that passed and of processor seconds: on a busy machine the second is the steadier, best with ``--threads 1``, where
+no thread waits in vain for another.
 
   ours          stages.engines.torch_rollout, a group's prompt computed once
   generate      transformers' generate on the repeated prompts
@@ -167,9 +169,22 @@ def floor_seconds(
     return total
 
 
-# -- the arms: each takes the prompts and a case, and gives the seconds and the rows' tokens -----------------------------
+# -- the arms: each takes the prompts and a case, and gives what it cost and the rows' tokens -----------------------------
 
-Arm = Callable[[list[torch.Tensor], Case], tuple[float, Tokens]]
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that passed, and processor seconds of the arm's process."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def since(cls, wall: float, cpu: float) -> Cost:
+        return cls(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+Arm = Callable[[list[torch.Tensor], Case], tuple[Cost, Tokens]]
 
 
 class Ours:
@@ -177,17 +192,17 @@ class Ours:
         self.engine = TorchRolloutEngine(model, max_rows=rows, threads=threads, device="cpu")
         self.runner = runner
 
-    def __call__(self, prompts: list[torch.Tensor], case: Case) -> tuple[float, Tokens]:
+    def __call__(self, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
         return self.runner.run(self._generate(prompts, case))
 
-    async def _generate(self, prompts: list[torch.Tensor], case: Case) -> tuple[float, Tokens]:
+    async def _generate(self, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
         params = SamplingParams(max_tokens=case.tokens, temperature=0.0)
         asked = [GroupRequest(i, tuple(range(case.group)), ids, params, seed=i) for i, ids in enumerate(prompts)]
-        began = time.perf_counter()
+        began = time.perf_counter(), time.process_time()
         made = [done async for done in self.engine.generate(asked)]
-        seconds = time.perf_counter() - began
+        cost = Cost.since(*began)
         made.sort(key=lambda done: (done.group, done.place))
-        return seconds, [done.token_ids.tolist() for done in made]
+        return cost, [done.token_ids.tolist() for done in made]
 
     def close(self) -> None:
         self.runner.run(self.engine.close())
@@ -199,27 +214,27 @@ def generation_config(case: Case, end: int | None = None) -> Any:
     return GenerationConfig(max_new_tokens=case.tokens, do_sample=False, eos_token_id=end, pad_token_id=0)
 
 
-def generate(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[float, Tokens]:
+def generate(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
     ids = torch.stack(prompts).repeat_interleave(case.group, 0)
-    began = time.perf_counter()
+    began = time.perf_counter(), time.process_time()
     out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation_config(case))
-    return time.perf_counter() - began, out[:, case.prompt :].tolist()
+    return Cost.since(*began), out[:, case.prompt :].tolist()
 
 
-def continuous(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[float, Tokens]:
+def continuous(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     page = 32  # without a number of blocks it takes most of the machine's memory
     blocks = case.rows * (-(-(case.prompt + case.tokens) // page) + 1)
     sizes = ContinuousBatchingConfig(page_size=page, num_blocks=blocks, max_batch_tokens=4096)
     inputs = [ids.tolist() for ids in prompts for _ in range(case.group)]
-    began = time.perf_counter()
+    began = time.perf_counter(), time.process_time()
     made = model.generate_batch(
         inputs, generation_config=generation_config(case, end=-1), continuous_batching_config=sizes, warmup=False
     )
-    seconds = time.perf_counter() - began
+    cost = Cost.since(*began)
     numbered = sorted(made.items(), key=lambda item: int(item[0].rpartition("_")[2]))
-    return seconds, [done.generated_tokens for _, done in numbered]
+    return cost, [done.generated_tokens for _, done in numbered]
 
 
 class Vllm:
@@ -245,13 +260,13 @@ class Vllm:
         )
         self._answer()
 
-    def __call__(self, prompts: list[torch.Tensor], case: Case) -> tuple[float, Tokens]:
+    def __call__(self, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
         asked = {"prompts": [ids.tolist() for ids in prompts], "group": case.group, "tokens": case.tokens}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
         answer = self._answer()
-        return answer["seconds"], answer["tokens"]
+        return Cost(answer["seconds"], answer["cpu"]), answer["tokens"]
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -277,7 +292,7 @@ def measure(
     arms: dict[str, Arm], case: Case, sizes: Sizes, vocabulary: int, repeat: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     """One row of the table: ``repeat`` turns of every arm on ``case``, after one that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    costs: dict[str, list[Cost]] = {name: [] for name in arms}
     agree: dict[str, list[float]] = {name: [] for name in arms}
     floors: list[float] = []
     for turn in range(-1, repeat):
@@ -288,7 +303,7 @@ def measure(
         names = list(arms)
         first = turn % len(names)
         made: dict[str, Tokens] = {}
-        took: dict[str, float] = {}
+        took: dict[str, Cost] = {}
         for name in names[first:] + names[:first]:
             took[name], made[name] = arms[name](prompts, case)
             if [len(tokens) for tokens in made[name]] != [case.tokens] * case.rows:
@@ -298,10 +313,12 @@ def measure(
         machine = Machine(*readings(dtype))
         floors.append(floor_seconds(sizes, case, machine))
         for name in names:
-            seconds[name].append(took[name])
+            costs[name].append(took[name])
             agree[name].append(sum(map(list.__eq__, made[name], made["ours"])) / case.rows)
     count = case.rows * case.tokens
     median = statistics.median
+    seconds = {name: [cost.wall for cost in costs[name]] for name in arms}
+    cpu = {name: [cost.cpu for cost in costs[name]] for name in arms}
     return {
         **asdict(case),
         "floor_tokens_per_s": count / median(floors),
@@ -310,6 +327,8 @@ def measure(
                 "tokens_per_s": count / median(seconds[name]),
                 "share_of_floor": median(f / s for f, s in zip(floors, seconds[name], strict=True)),
                 "ours_is_faster_by": median(s / o for s, o in zip(seconds[name], seconds["ours"], strict=True)),
+                "cpu_seconds": median(cpu[name]),
+                "ours_needs_less_cpu_by": median(s / o for s, o in zip(cpu[name], cpu["ours"], strict=True)),
                 "rows_equal_to_ours": median(agree[name]),
             }
             for name in arms
@@ -325,8 +344,8 @@ def measure(
 def show(row: dict[str, Any], case: Case) -> None:
     cells = [f"{case!s:<22}{row['floor_tokens_per_s']:>7.0f}"]
     for name, arm in row["arms"].items():
-        ratio = "" if name == "ours" else f", {arm['ours_is_faster_by']:.2f} x"
-        cells.append(f"{arm['tokens_per_s']:.0f} ({arm['share_of_floor']:.0%}{ratio})".rjust(20))
+        ratio = "" if name == "ours" else f", {arm['ours_is_faster_by']:.2f} x, {arm['ours_needs_less_cpu_by']:.2f} x"
+        cells.append(f"{arm['tokens_per_s']:.0f} ({arm['share_of_floor']:.0%}{ratio})".rjust(28))
     print("".join(cells) + f"{row['seconds_against_fastest']:>14.2f}", flush=True)
 
 
@@ -370,9 +389,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 closing.append(vllm)
             print(
                 f"{source} float32, {args.threads} threads, prompts of {cases[0].prompt} tokens, medians of {repeat}; new "
-                "tokens/s (share of the floor, how many times as fast ours is)\n"
+                "tokens/s (share of the floor, how many times as fast ours is, by time and by processor seconds)\n"
                 f"{'rows × tokens':<22}{'floor':>7}"
-                + "".join(name.rjust(20) for name in arms)
+                + "".join(name.rjust(28) for name in arms)
                 + "ours/fastest".rjust(14)
             )
             for case in cases:

@@ -75,7 +75,7 @@ class JoinedLinear:
         return self(hidden).add_(other) if operation == "add" else self(hidden).mul_(other)
 
 
-def _join(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parameters) == 1:
         return parameters[0]
     joined = torch.cat([parameter.detach() for parameter in parameters])

@@ -217,8 +217,8 @@ class TorchDecoder:
         recorded = self._recorded.get(size)
         if recorded is None:
             fixed = tuple(tensor.clone() for tensor in inputs)
-            tokens, own, *shared = fixed
-            sharing = _Sharing(*shared, sharing.longest, straight=False)
+            tokens, own, members, place, lengths = fixed
+            sharing = _Sharing(members, place, lengths, sharing.longest, straight=False)
             self._decode_step(tokens, own, sharing, longest)  # makes room and chooses kernels, which no recording may
             replay, logits = devices.record(self.device, lambda: self._decode_step(tokens, own, sharing, longest))
             recorded = self._recorded[size] = _Recorded(fixed, replay, logits)
@@ -498,6 +498,6 @@ def _two_part_attention(
     if sliding_window is not None:  # inside the window it is full attention: longer requests are refused
         decoder.max_context = min(decoder.max_context, sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    packed = (x[0].transpose(0, 1) for x in (query, key, value))  # [1, heads, T, D] -> [T, heads, D]
-    out = decoder.attend(module.layer_idx, *packed, scale)  # type: ignore[arg-type]
+    packed_query, packed_key, packed_value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    out = decoder.attend(module.layer_idx, packed_query, packed_key, packed_value, scale)  # type: ignore[arg-type]
     return out.view(1, len(out), query.shape[1], -1), None
