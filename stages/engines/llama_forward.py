@@ -31,7 +31,7 @@ class Place:
     names: tuple[str, ...]
     holder: Any
     attribute: str
-    build: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    build: Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 class PackedLinear(nn.Module):
