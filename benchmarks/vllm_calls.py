@@ -35,7 +35,7 @@ def main() -> None:
         max_model_len=args.context,
         max_num_batched_tokens=max(4096, args.context),
         enable_prefix_caching=True,
-        block_size=16,  # by default 128 on CPU: a shorter prompt would not be shared
+        block_size=32,  # the least there is; by default 128 on CPU: a shorter prompt would not be shared
         disable_log_stats=True,
     )
     print(json.dumps({"ready": True}), file=answers, flush=True)
