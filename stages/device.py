@@ -9,6 +9,7 @@ memory counters), so each question is answered for the CPU here.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,3 +105,41 @@ def release_cached(device: torch.device) -> None:
 def stream(device: torch.device) -> Any:
     """A new stream of ``device`` for copies beside compute; None on the CPU, which has none."""
     return None if device.type == "cpu" else torch.get_device_module(device).Stream()
+
+
+def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``; from host memory by way of page-locked memory, so that the host does not wait."""
+    if tensor.device.type == "cpu" and can_pin(device):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin copying ``tensor`` to host memory; the function waits for that copy alone, not for what is enqueued later."""
+    if tensor.device.type == "cpu":
+        return lambda: tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    arrived = torch.Event(device=tensor.device)
+    arrived.record()
+
+    def wait() -> torch.Tensor:
+        arrived.synchronize()
+        return host
+
+    return wait
+
+
+def record(device: torch.device, act: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
+    """A function that does ``act`` again on the same tensors, and the tensor that each time holds its result. Where torch
+    can (``torch.accelerator.Graph``, torch 2.13), the device replays what it recorded; else ``act`` is called."""
+    graphs = getattr(torch.accelerator, "Graph", None)
+    if device.type == "cpu" or graphs is None:
+        result = act()
+        return lambda: result.copy_(act()), result
+    graph, stream = graphs(capture_error_mode="thread_local"), torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with stream, graph:
+        result = act()
+    torch.accelerator.current_stream(device).wait_stream(stream)
+    return graph.replay, result

@@ -6,29 +6,37 @@
     leave(row)           ─▶ the last row takes its place; a prompt goes with its last holder
 
 Attention of a row is one softmax over two parts: [prompt KV, shared by the group | own KV]. The prompt's part is one
-matmul per prompt for all of its rows, so its keys are read once per group and never copied. The model's own modules do
-everything else, through transformers' attention interface, so any decoder that uses that interface is served; the
-constructor compares a short sequence with the model's plain forward and refuses a model that does not agree.
+matmul per prompt for all of its rows, so its keys are read once per group and never copied. Everything else is done by
+:class:`LlamaForward` for a model of that kind, and by the model's own modules, through transformers' attention
+interface, for any other. The constructor compares a short sequence with the model's plain forward: what does not agree
+is not used, and a model that agrees in neither way is refused.
 
 On CPU the weights of linear layers are kept in oneDNN's blocked layout (measured on 2 cores, 135M parameters, float32:
 a step of 64 rows takes 92 ms instead of 140 in linear layers). Weights are replaced by preparing a second set beside
-the running one and exchanging references.
+the running one and exchanging references; on an accelerator they are copied in place, where recorded steps read them.
+
+Static steps (on an accelerator): a decode step is padded to one of few sizes, its inputs are copied into tensors that
+stay where they are, and the device replays a recording of it, so that a step costs the host a handful of calls:
+
+    rows 13, prompts 3 of ≤ 5 rows, prompt ≤ 45, own ≤ 20 tokens ─▶ size (16, 4, 8, 64, 64) ─▶ its recording, or record
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from stages import device as devices
+from stages.engines.llama_forward import LlamaForward, PackedLinear, Place, copied
 from stages.engines.protocols import WeightMismatch
 
 ATTENTION = "asyncdock_two_part"
-PACK_ROWS = 64  # the layout that oneDNN chooses for so many rows is as fast as any from 1 row to 256 (measured)
-WeightSet = list[tuple[nn.Module, str, torch.Tensor]]
+STATIC_ROWS, STATIC_TOKENS = 8, 64  # the least sizes of a static step; it doubles from there
+WeightSet = list[tuple[Any, str, torch.Tensor]]  # holder, attribute, what it is to be
 
 
 @dataclass(eq=False)
@@ -61,17 +69,20 @@ class _Prefill:
 @dataclass(frozen=True)
 class _Sharing:
     """Which rows share which prompt: ``members`` int64 [g, n] rows of each prompt (padded with 0), ``place`` int64 [R]
-    indexes the flattened members, ``prompt_lengths`` int64 [R], ``longest`` of all prompts."""
+    indexes the flattened members, ``prompt_lengths`` int64 [R], ``longest`` room for the longest prompt. ``straight``:
+    members are 0, 1, 2, …, so nothing need be gathered."""
 
     members: torch.Tensor
     place: torch.Tensor
     prompt_lengths: torch.Tensor
     longest: int
+    straight: bool
 
 
 @dataclass(frozen=True)
 class _Decode:
-    """One decode step: ``rows`` and ``own`` int64 [R] say where each new KV goes, ``bias`` [R, 1, 1, P + L] masks."""
+    """One decode step: ``rows`` and ``own`` int64 [R] say where each new KV goes, ``bias`` [R, 1, 1, P + L] masks,
+    ``longest`` is L."""
 
     sharing: _Sharing
     rows: torch.Tensor
@@ -80,58 +91,24 @@ class _Decode:
     longest: int
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is kept in oneDNN's blocked layout."""
+@dataclass(frozen=True)
+class _Recorded:
+    """A static step: its ``inputs`` (tokens, own lengths, sharing) are copied into, ``replay`` fills ``logits``."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.inputs = linear.in_features
-        self.bias = linear.bias
-        self.packed = self.pack(linear.weight.detach())
-
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
-
-
-class GatedPackedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` of packed layers, with the activation and the product inside the matmuls."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.gate: Any = mlp.gate_proj
-        self.up: Any = mlp.up_proj
-        self.down: Any = mlp.down_proj
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        linear = torch.ops.mkldnn._linear_pointwise
-        gate = linear(hidden, self.gate.packed, self.gate.bias, "swish", [], "")
-        return self.down(linear.binary(hidden, gate, self.up.packed, self.up.bias, "mul"))
-
-    @classmethod
-    def instead_of(cls, mlp: nn.Module) -> GatedPackedMLP | None:
-        """A faster ``mlp``, or None when ``mlp`` is anything else than such a product of packed layers."""
-        if not all(
-            isinstance(getattr(mlp, name, None), PackedLinear) for name in ("gate_proj", "up_proj", "down_proj")
-        ):
-            return None
-        fused, gate = cls(mlp), mlp.gate_proj
-        probe = torch.linspace(-1, 1, 3 * gate.inputs, dtype=gate.packed.dtype).view(3, -1)  # type: ignore
-        expected = mlp(probe)
-        close = torch.finfo(expected.dtype).eps ** 0.5 * max(1.0, float(expected.abs().max()))
-        return fused if bool((fused(probe) - expected).abs().max() <= close) else None
+    inputs: tuple[torch.Tensor, ...]
+    replay: Callable[[], None]
+    logits: torch.Tensor
 
 
 class TorchDecoder:
     """Owns ``model`` (a transformers ``PreTrainedModel``, changed in place) and the KV of the batch it decodes.
 
     All calls but :meth:`check` and :meth:`prepare` come from one thread. Raises ``ValueError`` for a model whose
-    attention it cannot stand in for.
+    attention it cannot stand in for. ``static``: decode steps come in few sizes and are recorded where the device can
+    (None: on an accelerator).
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, device: torch.device, static: bool | None = None) -> None:
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = device
         self.dtype: torch.dtype = model.dtype
@@ -142,14 +119,15 @@ class TorchDecoder:
         self._prompt_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: K, V [slots, KV heads, room, D]
         self._row_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: K, V [slots, KV heads, room, D]
         self._sharing: _Sharing | None = None
+        self._static = device.type != "cpu" if static is None else static
+        self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._step: _Prefill | _Decode | None = None
         self._refuse_unsteady_rope()
         self._shapes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
         with torch.inference_mode():
             probe = torch.arange(8, device=device) * 7919 % self.vocabulary
             expected = model(input_ids=probe[None], use_cache=False).logits[0].float()
-            self._take_over()
-            self._compare(probe, expected)
+            self._take_over(probe, expected)
 
     # -- the batch -------------------------------------------------------------------------------------------------
 
@@ -219,25 +197,57 @@ class TorchDecoder:
             last.slot = prompt.slot
         self._sharing = None
 
-    def decode(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Feed each row its newest token; float32 [R, V] logits of the next one."""
-        sharing = self._sharing = self._sharing or self._who_shares()
-        own = torch.tensor([row.length for row in self.rows])
-        longest = int(own.max()) + 1
-        prompt_part = torch.arange(sharing.longest)[None] >= sharing.prompt_lengths[:, None]
-        own_part = torch.arange(longest)[None] > own[:, None]
-        bias = torch.zeros(len(self.rows), sharing.longest + longest)
-        bias.masked_fill_(torch.cat([prompt_part, own_part], 1), -torch.inf)
-        rows = torch.arange(len(self.rows))
-        self._step = _Decode(sharing, self._put(rows), self._put(own), self._put(bias)[:, None, None], longest)
-        logits = self._forward(torch.tensor(tokens), sharing.prompt_lengths + own, self._put(rows))
+    def decode(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Feed each row its newest token (int64 [R], may be on the device); float32 [R, V] logits of the next one,
+        to be used before the next call, which may write them anew."""
+        count = len(self.rows)
+        rows, longest = count, max(row.length for row in self.rows) + 1
+        if self._static:
+            rows, longest = _size(rows, STATIC_ROWS), _size(longest, STATIC_TOKENS)
+        if self._sharing is None or len(self._sharing.place) != rows:
+            self._sharing = self._who_shares(rows)
+        own = self._put(torch.tensor([row.length for row in self.rows] + [0] * (rows - count)))
+        newest = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        newest[:count] = self._put(torch.as_tensor(tokens))
+        step = self._decode_recorded if self._static else self._decode_step
+        logits = step(newest, own, self._sharing, longest)[:count]
         for row in self.rows:
             row.length += 1
         return logits
 
+    def _decode_step(self, tokens: torch.Tensor, own: torch.Tensor, sharing: _Sharing, longest: int) -> torch.Tensor:
+        """Enqueues a whole step without asking the device anything; float32 [R, V]."""
+        columns = torch.arange(max(sharing.longest, longest), device=self.device)[None]
+        prompt_part = columns[:, : sharing.longest] >= sharing.prompt_lengths[:, None]
+        own_part = columns[:, :longest] > own[:, None]
+        hidden = torch.cat([prompt_part, own_part], 1)
+        bias = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf)
+        rows = torch.arange(len(tokens), device=self.device)
+        self._step = _Decode(sharing, rows, own, bias[:, None, None], longest)
+        return self._forward(tokens, sharing.prompt_lengths + own, None)
+
+    def _decode_recorded(
+        self, tokens: torch.Tensor, own: torch.Tensor, sharing: _Sharing, longest: int
+    ) -> torch.Tensor:
+        inputs = (tokens, own, sharing.members, sharing.place, sharing.prompt_lengths)
+        size = (*tokens.shape, *sharing.members.shape, sharing.longest, longest)
+        recorded = self._recorded.get(size)
+        if recorded is None:
+            fixed = tuple(tensor.clone() for tensor in inputs)
+            tokens, own, members, place, lengths = fixed
+            sharing = _Sharing(members, place, lengths, sharing.longest, straight=False)
+            self._decode_step(tokens, own, sharing, longest)  # makes room and chooses kernels, which no recording may
+            replay, logits = devices.record(self.device, lambda: self._decode_step(tokens, own, sharing, longest))
+            recorded = self._recorded[size] = _Recorded(fixed, replay, logits)
+        for fixed_tensor, tensor in zip(recorded.inputs, inputs, strict=True):
+            fixed_tensor.copy_(tensor)
+        recorded.replay()
+        return recorded.logits
+
     def clear(self) -> None:
         """Forget every row and prompt and free their KV."""
         self.rows, self.prompts, self._prompt_kv, self._row_kv, self._sharing = [], [], {}, {}, None
+        self._recorded = {}
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -259,58 +269,65 @@ class TorchDecoder:
 
     @torch.no_grad()
     def prepare(self, weights: Mapping[str, torch.Tensor]) -> WeightSet:
-        """A second set of weights on the device, in the layout the modules use, while the first goes on running."""
-        prepared: WeightSet = []
-        for name, places in self._places.items():
-            for module, attribute in places:
-                if isinstance(module, PackedLinear) and attribute == "weight":
-                    prepared.append((module, attribute, module.pack(weights[name].detach().to(self.device))))
-                else:
-                    prepared.append((module, attribute, weights[name].detach().to(self.device, copy=True)))
-        return prepared
+        """A second set of weights on the device, in the layout that is computed with, while the first goes on running."""
+        return [
+            (place.holder, place.attribute, place.build([weights[n].detach().to(self.device) for n in place.names]))
+            for place in self._places
+        ]
 
     def install(self, prepared: WeightSet) -> list[torch.Tensor]:
         """Use ``prepared`` from the next forward on; KV already computed stays. Returns what was replaced: giving back
         that much memory takes longer than all the rest, and is better done elsewhere."""
         replaced = []
-        for module, attribute, tensor in prepared:
-            if isinstance(module, PackedLinear) and attribute == "weight":
-                replaced.append(module.packed)
-                module.packed = tensor
+        for holder, attribute, tensor in prepared:
+            current = getattr(holder, attribute)
+            if not self._packed:
+                current.data.copy_(tensor)
+                replaced.append(tensor)
+            elif isinstance(current, nn.Parameter):
+                replaced.append(current.data)
+                current.data = tensor
             else:
-                parameter = getattr(module, attribute)
-                replaced.append(parameter.data)
-                parameter.data = tensor
+                replaced.append(current)
+                setattr(holder, attribute, tensor)
         return replaced
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device)
+        return devices.put(tensor, self.device)
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+        """float32 [K, V] logits of the tokens ``keep`` of ``ids`` [T] (None: of all)."""
+        if self._llama is not None:
+            return self._llama(self._put(ids), self._put(positions), keep, self.attend).float()
         out = self.model(
             input_ids=self._put(ids)[None],
             position_ids=self._put(positions)[None],
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=0 if keep is None else keep,
             decoder=self,
         )
         return out.logits[0].float()
 
-    def _who_shares(self) -> _Sharing:
+    def _who_shares(self, count: int) -> _Sharing:
+        """For the rows and, up to ``count``, rows that only fill a static step."""
         members: list[list[int]] = [[] for _ in self.prompts]
         for number, row in enumerate(self.rows):
             members[row.prompt.slot].append(number)
-        most = max(len(rows) for rows in members)
-        padded = torch.tensor([rows + [0] * (most - len(rows)) for rows in members])
-        place = torch.empty(len(self.rows), dtype=torch.int64)
-        for slot, rows in enumerate(members):
-            for i, number in enumerate(rows):
-                place[number] = slot * most + i
-        lengths = torch.tensor([row.prompt.length for row in self.rows])
+        prompts, most = len(members), max(len(rows) for rows in members)
         longest = max(prompt.length for prompt in self.prompts)
-        return _Sharing(self._put(padded), self._put(place), lengths, longest)
+        if self._static:
+            prompts, most, longest = _size(prompts, 1), _size(most, 1), _size(longest, STATIC_TOKENS)
+        padded = torch.zeros(prompts, most, dtype=torch.int64)
+        place = torch.zeros(count, dtype=torch.int64)
+        lengths = torch.zeros(count, dtype=torch.int64)
+        for slot, rows in enumerate(members):
+            padded[slot, : len(rows)] = torch.tensor(rows, dtype=torch.int64)
+            place[rows] = torch.arange(len(rows)) + slot * most
+            lengths[rows] = self.prompts[slot].length
+        straight = padded.numel() == count and torch.equal(padded.flatten(), torch.arange(count))
+        return _Sharing(self._put(padded), self._put(place), self._put(lengths), longest, straight)
 
     def _room(
         self,
@@ -336,13 +353,14 @@ class TorchDecoder:
             for new, old in zip(grown, have, strict=True):
                 new[:old_slots, :, :old_tokens] = old
         pool[layer] = grown
+        self._recorded = {}  # they read the old ones
         return grown
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """Attention of the packed tokens of this step: ``query`` [1, H, T, D], ``key`` and ``value`` [1, KV heads, T,
-        D]; the result is [1, T, H, D of the values]. Stores the keys and values."""
+        """Attention of the packed tokens of this step: ``query`` [T, H, D], ``key`` and ``value`` [T, KV heads, D]; the
+        result is [T, H * D of the values]. Stores the keys and values."""
         if isinstance(self._step, _Prefill):
             return self._attend_prefill(self._step, layer, query, key, value, scaling)
         assert self._step is not None
@@ -352,66 +370,83 @@ class TorchDecoder:
         self, step: _Prefill, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         g, longest = step.padded.shape
-        q, k, v = (x[0][:, step.padded].transpose(0, 1) for x in (query, key, value))  # [g, heads, P, D]
-        keys, values = self._room(self._prompt_kv, layer, step.first + g, longest, key, value)
+        q, k, v = (x[step.padded].transpose(1, 2) for x in (query, key, value))  # [g, heads, P, D]
+        keys, values = self._room(self._prompt_kv, layer, step.first + g, longest, k, v)
         keys[step.first : step.first + g, :, :longest] = k
         values[step.first : step.first + g, :, :longest] = v
         # Padding stands at the right, where a causal query of a real token never looks.
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)[step.packed][None]
+        return out.transpose(1, 2).flatten(0, 1)[step.packed].flatten(1)
 
     def _attend_decode(
         self, step: _Decode, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        members, place = step.sharing.members.flatten(), step.sharing.place
-        (g, n), shared, own, rows = step.sharing.members.shape, step.sharing.longest, step.longest, len(place)
+        sharing = step.sharing
+        members, place, straight = sharing.members.flatten(), sharing.place, sharing.straight
+        (g, n), shared, own, rows = sharing.members.shape, sharing.longest, step.longest, len(place)
         heads, width = key.shape[1], query.shape[1] // key.shape[1]
-        keys, values = self._room(self._row_kv, layer, rows, own, key, value)
-        keys[step.rows, :, step.own] = key[0].transpose(0, 1)
-        values[step.rows, :, step.own] = value[0].transpose(0, 1)
-        prompt_keys, prompt_values = self._prompt_kv[layer]
+        keys, values = self._room(self._row_kv, layer, rows, own, key[:, :, None], value[:, :, None])
+        prompt_keys, prompt_values = self._room(self._prompt_kv, layer, g, shared, key[:, :, None], value[:, :, None])
+        keys[step.rows, :, step.own] = key
+        values[step.rows, :, step.own] = value
 
         def by_prompt(x: torch.Tensor) -> torch.Tensor:  # [R, heads, width, X] -> [g, heads, n * width, X]
-            return (
-                x.index_select(0, members).view(g, n, heads, width, -1).transpose(1, 2).reshape(g, heads, n * width, -1)
-            )
+            x = x if straight else x.index_select(0, members)
+            return x.view(g, n, heads, width, -1).transpose(1, 2).reshape(g, heads, n * width, -1)
 
         def by_row(x: torch.Tensor) -> torch.Tensor:  # and back
-            return x.view(g, heads, n, width, -1).transpose(1, 2).flatten(0, 1).index_select(0, place)
+            x = x.view(g, heads, n, width, -1).transpose(1, 2).flatten(0, 1)
+            return x if straight else x.index_select(0, place)
 
-        q = query[0].transpose(0, 1).reshape(rows, heads, width, -1) * scaling
+        q = (query * scaling).view(rows, heads, width, -1)
         of_prompt = by_row(by_prompt(q) @ prompt_keys[:g, :, :shared].transpose(-1, -2))
         of_own = q @ keys[:rows, :, :own].transpose(-1, -2)
         weights = torch.cat([of_prompt, of_own], -1).float().add_(step.bias).softmax(-1).to(q.dtype)
         out = weights[..., shared:] @ values[:rows, :, :own]
-        out = out + by_row(by_prompt(weights[..., :shared]) @ prompt_values[:g, :, :shared])
-        return out.flatten(1, 2)[None]
+        of_prompt = by_prompt(weights[..., :shared].contiguous()) @ prompt_values[:g, :, :shared]
+        return out.add_(by_row(of_prompt)).flatten(1)
 
-    def _take_over(self) -> None:
-        """Put the two-part attention into the model, and its linear layers into the packed layout on CPU."""
+    def _take_over(self, probe: torch.Tensor, expected: torch.Tensor) -> None:
+        """Put the two-part attention into the model, then the quickest forward that agrees with ``expected``."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, _two_part_attention)
         self.model.set_attn_implementation(ATTENTION)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self._places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self._shapes}
-        pack = self.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._packed = self.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._llama: LlamaForward | None = None
+        self._compare(probe, expected)
+        self._llama = LlamaForward.of(self.model, self._packed)
+        if self._llama is not None and self._gap(probe, expected) > self._limit(expected):
+            self._llama = None
+        if not self._packed:
+            self._places = [
+                Place((name,), module, attribute, copied)
+                for module in self.model.modules()
+                for attribute, parameter in module.named_parameters(recurse=False)
+                for name in [names[id(parameter)]]
+            ]
+        elif self._llama is not None:
+            self._places = self._llama.places(names)
+            plain = {place.names[0] for place in self._places if isinstance(place.holder, nn.Embedding)}
+            for name, parameter in self.model.named_parameters():
+                if parameter.dim() == 2 and name not in plain:
+                    parameter.data = parameter.data.new_empty(0)  # the packed copy is the weight now
+        else:
+            self._pack_modules(names)
+            self._compare(probe, expected)
+
+    def _pack_modules(self, names: Mapping[int, str]) -> None:
+        self._places = []
         for module_name, module in list(self.model.named_modules()):
-            place = module
-            if pack and type(module) is nn.Linear:
+            if type(module) is nn.Linear:
                 place = PackedLinear(module)
-                self._replace(module_name, place)
-            for attribute, parameter in module.named_parameters(recurse=False):
-                self._places[names[id(parameter)]].append((place, attribute))
-
-        for module_name, module in list(self.model.named_modules()):
-            fused = GatedPackedMLP.instead_of(module)
-            if fused is not None:
-                self._replace(module_name, fused)
-
-    def _replace(self, name: str, module: nn.Module) -> None:
-        parent, _, attribute = name.rpartition(".")
-        setattr(self.model.get_submodule(parent), attribute, module)
+                parent, _, attribute = module_name.rpartition(".")
+                setattr(self.model.get_submodule(parent), attribute, place)
+                self._places += place.places(names)
+            else:
+                for attribute, parameter in module.named_parameters(recurse=False):
+                    self._places.append(Place((names[id(parameter)],), module, attribute, copied))
 
     def _refuse_unsteady_rope(self) -> None:
         rope = getattr(self.model.config, "rope_parameters", None) or {}
@@ -423,25 +458,38 @@ class TorchDecoder:
             )
 
     def _compare(self, probe: torch.Tensor, expected: torch.Tensor) -> None:
-        """Prefill part of ``probe``, decode the rest in two rows, compare with the plain forward's logits [8, V]."""
+        """Raises ``ValueError`` unless two-part attention gives the plain forward's logits ``expected`` [8, V]."""
         kind = type(self.model).__name__
         try:
-            (prompt,), first = self.prefill([probe[:5]])
-            self.join(prompt)
-            self.join(prompt)
-            got = torch.cat([first, *(self.decode([int(token)] * 2) for token in probe[5:])])
+            gap = self._gap(probe, expected)
         except Exception as error:
             raise ValueError(
                 f"model: {kind} does not work through transformers' attention interface: {error!r}"
             ) from error
-        self.clear()
-        wanted = expected[[4, 5, 5, 6, 6, 7, 7]]
-        gap = float((got - wanted).abs().max())
-        limit = torch.finfo(self.dtype).eps ** 0.5 * max(1.0, float(wanted.abs().max()))
+        limit = self._limit(expected)
         if not gap <= limit:
             raise ValueError(
                 f"model: two-part attention gives {kind} logits that are off by {gap:.2g} (limit {limit:.2g})"
             )
+
+    def _gap(self, probe: torch.Tensor, expected: torch.Tensor) -> float:
+        """Prefill part of ``probe``, decode the rest in two rows; the largest difference to ``expected``."""
+        (prompt,), first = self.prefill([probe[:5]])
+        self.join(prompt)
+        self.join(prompt)
+        got = torch.cat([first, *(self.decode([int(token)] * 2).clone() for token in probe[5:])])
+        self.clear()
+        return float((got - expected[[4, 5, 5, 6, 6, 7, 7]]).abs().max())
+
+    def _limit(self, expected: torch.Tensor) -> float:
+        return torch.finfo(self.dtype).eps ** 0.5 * max(1.0, float(expected.abs().max()))
+
+
+def _size(need: int, least: int) -> int:
+    """The size of a static step for ``need``: ``least`` doubled as often as it takes."""
+    while least < need:
+        least *= 2
+    return least
 
 
 def _grow(need: int, have: int, step: int) -> int:
@@ -467,4 +515,6 @@ def _two_part_attention(
     if sliding_window is not None:  # inside the window it is full attention: longer requests are refused
         decoder.max_context = min(decoder.max_context, sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return decoder.attend(module.layer_idx, query, key, value, scale), None  # type: ignore[arg-type]
+    packed_query, packed_key, packed_value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    out = decoder.attend(module.layer_idx, packed_query, packed_key, packed_value, scale)  # type: ignore[arg-type]
+    return out.view(1, len(out), query.shape[1], -1), None

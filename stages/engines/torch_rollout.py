@@ -7,6 +7,10 @@
                                               │   else ─▶ decode one token of every row
     iterators ◀── call_soon_threadsafe ───────┴── finished rows leave; nothing to do: block on the inbox
 
+On an accelerator the decode of the next token is launched before the newest one is read: the host reads, checks for ends
+and delivers while the device computes. What a row gets beyond its end is dropped; whatever changes the batch (the inbox,
+an admission, a row that ended) first brings the rows up to date.
+
 A token boundary is one turn of that loop. Waiting rows are a first-in-first-out queue, a submission enters it whole,
 and a turn depends on nothing but the queue and the rows: the same submissions give the same batches and the same bits.
 A swap prepares the new weights beside the old ones in a loader thread and exchanges references at a boundary: rows in
@@ -16,7 +20,6 @@ flight keep their KV, and their next tokens carry the new version. Rows that sta
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import queue
 import threading
@@ -36,9 +39,9 @@ from stages.engines.protocols import (
     EngineFailed,
     FinishReason,
     GroupRequest,
-    SamplingParams,
     SwapTimes,
 )
+from stages.engines.sampling import Drawn, draw, uniform
 from stages.engines.torch_decoder import Prompt, TorchDecoder, WeightSet
 
 T = TypeVar("T")
@@ -73,6 +76,7 @@ class _Row:
     versions: list[tuple[int, int]] = field(default_factory=list)
     begun: int = 0  # tokens of earlier visits
     whole: _Group | None = None  # of a row with such tokens, while it waits: a prompt that ends with them
+    ended: FinishReason | None = None
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)
@@ -82,14 +86,15 @@ class _Row:
         else:
             self.versions.append((version, 1))
 
-    def completion(self, reason: FinishReason) -> Completion:
+    def completion(self) -> Completion:
+        assert self.ended is not None
         return Completion(
             group=self.group.request.group,
             place=self.place,
             token_ids=torch.tensor(self.tokens, dtype=torch.int64),
             logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             versions=tuple(self.versions),
-            finish_reason=reason,
+            finish_reason=self.ended,
         )
 
 
@@ -148,7 +153,9 @@ class TorchRolloutEngine:
     ``model`` belongs to the engine from now on (its attention and, on CPU, its linear layers are replaced);
     ``tokenizer`` is needed for stop strings only. ``max_rows`` rows decode at once; ``prefill_tokens`` bounds the
     padded tokens of one prefill forward (one prompt always fits). ``threads`` sets torch's CPU threads, ``dtype``
-    converts the model first. Raises ``ValueError`` for a model whose attention cannot be served.
+    converts the model first. ``accelerated`` (None: on an accelerator): decode steps are static and recorded, and the next
+    token is launched before the newest one is read, so that the device never waits for the host; responses are the
+    same. Raises ``ValueError`` for a model whose attention cannot be served.
     """
 
     def __init__(
@@ -162,15 +169,18 @@ class TorchRolloutEngine:
         device: torch.device | str | None = None,
         prefill_tokens: int = 4096,
         initial_version: int = 0,
+        accelerated: bool | None = None,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
         chosen = devices.select() if device is None else torch.device(device)
-        self._decoder = TorchDecoder(model if dtype is None else model.to(dtype), chosen)
+        self._launch_ahead = chosen.type != "cpu" if accelerated is None else accelerated
+        self._decoder = TorchDecoder(model if dtype is None else model.to(dtype), chosen, static=self._launch_ahead)
         self._tokenizer, self._max_rows, self._prefill_tokens = tokenizer, max_rows, prefill_tokens
         self._version = initial_version
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []  # in the order of the decoder's rows
+        self._launched: Drawn | None = None  # a token of every row that has not been read
         self._paused = False
         self._failed: BaseException | None = None
         self._closed = False  # nothing is posted after it is set
@@ -306,6 +316,8 @@ class TorchRolloutEngine:
         with torch.inference_mode():
             while self._thread_goes_on():
                 try:
+                    if self._waiting and len(self._rows) < self._max_rows:
+                        self._read_launched()
                     if not self._admit():
                         self._decode()
                 except BaseException as error:
@@ -319,6 +331,10 @@ class TorchRolloutEngine:
                 act = self._inbox.get(block=idle)
             except queue.Empty:
                 return True
+            try:
+                self._read_launched()
+            except Exception as error:
+                self._fail(error)
             act()
             if act == self._finish:
                 return False
@@ -344,7 +360,9 @@ class TorchRolloutEngine:
     def _swap(self, version: int, prepared: WeightSet, hold: bool, cut: bool) -> tuple[float, list[torch.Tensor]]:
         began = time.perf_counter()
         if cut:
-            self._end({number: "cut" for number in range(len(self._rows))})
+            for row in self._rows:
+                row.ended = "cut"
+            self._dismiss()
         replaced = self._decoder.install(prepared)
         self._version, self._paused = version, self._paused or hold
         return time.perf_counter() - began, replaced
@@ -362,6 +380,7 @@ class TorchRolloutEngine:
             submission.deliver([error()])
         self._rows.clear()
         self._waiting.clear()
+        self._launched = None
         self._decoder.clear()
 
     def _admit(self) -> bool:
@@ -416,30 +435,56 @@ class TorchRolloutEngine:
             group.prompt = group.logits = None
 
     def _decode(self) -> None:
-        self._extend(0, self._decoder.decode([row.tokens[-1] for row in self._rows]))
+        """One more token of every row: launched here, and read here unless the next one can be launched before."""
+        before = self._launched
+        fed = before.tokens if before else torch.tensor([row.tokens[-1] for row in self._rows])
+        launched = self._draw(0, self._decoder.decode(fed), unread=1 if before else 0)
+        finished = before is not None and self._append(0, before)
+        self._launched = launched
+        if finished or not self._launch_ahead or self._next_may_end():
+            self._read_launched()
+
+    def _next_may_end(self) -> bool:
+        """Whether the launched token is the last one that some row may have; then none is launched beyond it."""
+        return any(len(row.tokens) + 1 >= row.group.request.params.max_tokens for row in self._rows)
+
+    def _read_launched(self) -> None:
+        """Bring the rows up to date; those that have ended leave. Their numbers hold only while nothing is launched."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._append(0, launched)
+            self._dismiss()
 
     def _extend(self, first: int, logits: torch.Tensor) -> None:
         """Draw the next token of each row from number ``first`` on; those that end leave and are delivered."""
-        rows = self._rows[first:]
-        points = [uniform(row.group.request.seed, row.place, len(row.tokens)) for row in rows]
-        tokens, logprobs = draw(logits, [row.group.request.params for row in rows], points)
-        finished: dict[int, FinishReason] = {}
-        for number, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True), first):
-            row.append(token, logprob, self._version)
-            reason = self._reason(row)
-            if reason is not None:
-                finished[number] = reason
-        self._end(finished)
+        self._append(first, self._draw(first, logits))
+        self._dismiss()
 
-    def _end(self, finished: Mapping[int, FinishReason]) -> None:
-        """Rows leave by number, and are delivered."""
+    def _draw(self, first: int, logits: torch.Tensor, unread: int = 0) -> Drawn:
+        """The next token of each row from number ``first`` on, ``unread`` tokens after the last one that it has."""
+        rows = self._rows[first:]
+        points = [uniform(row.group.request.seed, row.place, len(row.tokens) + unread) for row in rows]
+        return draw(logits, [row.group.request.params for row in rows], points)
+
+    def _append(self, first: int, drawn: Drawn) -> bool:
+        """Give the rows from number ``first`` on their tokens; a row that has ended takes none. True if any ended."""
+        ended = False
+        for row, token, logprob in zip(self._rows[first:], *drawn.read(), strict=True):
+            if row.ended is None:
+                row.append(token, logprob, self._version)
+                row.ended = self._reason(row)
+                ended = ended or row.ended is not None
+        return ended
+
+    def _dismiss(self) -> None:
+        """Rows that have ended leave and are delivered."""
+        finished = [number for number, row in enumerate(self._rows) if row.ended is not None]
         results: dict[int, tuple[_Submission, list[Completion | BaseException]]] = {}
-        for number, reason in finished.items():
-            row = self._rows[number]
-            results.setdefault(id(row.submission), (row.submission, []))[1].append(row.completion(reason))
+        for row in map(self._rows.__getitem__, finished):
+            results.setdefault(id(row.submission), (row.submission, []))[1].append(row.completion())
         for submission, completions in results.values():
             submission.deliver(completions)
-        for number in sorted(finished, reverse=True):
+        for number in reversed(finished):
             self._leave(number)
 
     def _leave(self, number: int) -> None:
@@ -472,83 +517,6 @@ def _row(submission: _Submission, group: _Group, place: int) -> _Row:
         row.versions, row.begun = list(begun.versions), len(row.tokens)
         row.whole = _Group(request, torch.cat([request.prompt_ids.cpu(), begun.token_ids.cpu()]), waiting=1)
     return row
-
-
-def uniform(seed: int, place: int, index: int) -> float:
-    """The number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash, so it depends on nothing
-    else. 52 bits, so that scaling it never rounds up to the end of a range."""
-    digest = hashlib.blake2b(f"{seed} {place} {index}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
-
-
-def draw(
-    logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """One token per row of ``logits`` float32 [R, V] (overwritten), by inverting the cumulative distribution at
-    ``points`` in [0, 1), and its logprob after temperature and before top-k and top-p. Raises ``ValueError`` on logits
-    that are not finite."""
-    if any(p.temperature not in (0.0, 1.0) for p in params):
-        logits /= torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)[:, None]
-    logits -= logits.amax(-1, keepdim=True)
-    weights = logits.exp()
-    total = weights.sum(-1)
-    if not bool(total.isfinite().all()):
-        raise ValueError("the model's logits are not finite; its weights or its inputs are broken")
-    filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0)]
-    if filtered:
-        some = weights[filtered]
-        threshold = keep_from(some, [params[i].top_k for i in filtered], [params[i].top_p for i in filtered])
-        weights[filtered] = some.masked_fill_(some < threshold[:, None], 0.0)
-    tokens = invert(weights, torch.tensor(points, dtype=torch.float64)).to(logits.device)
-    if any(not p.temperature for p in params):
-        greedy = torch.tensor([not p.temperature for p in params], device=logits.device)
-        tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    logprobs = logits.gather(-1, tokens[:, None])[:, 0] - total.log()
-    return tokens.tolist(), logprobs.tolist()
-
-
-def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """The least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and 1.0: off; ties are kept).
-
-    Only the largest weights are sorted: 64, or the largest k, and eight times more while a nucleus needs more.
-    """
-    vocabulary = weights.shape[1]
-    k = torch.tensor([min(k, vocabulary) or vocabulary for k in top_k], device=weights.device)
-    p = torch.tensor(top_p, dtype=torch.float32, device=weights.device)
-    width = max(64, *top_k)
-    while True:
-        width = min(width, vocabulary)
-        top = weights.topk(width).values
-        ranked = torch.arange(width, device=weights.device) < k[:, None]
-        mass = torch.where(k <= width, (top * ranked).sum(-1), weights.sum(-1))
-        kept = ranked & (top.cumsum(-1) - top < (p * mass)[:, None])
-        if width == vocabulary or not bool((kept[:, -1] & (k > width)).any()):
-            return top.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0]
-        width *= 8
-
-
-def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """For each row of ``weights`` [R, V] >= 0 the index at which its cumulative sum passes ``points`` float64 [R] of
-    the total. Two levels, blocks and then one block's members: weights are read once, and index of weight 0 never comes
-    out."""
-    size = 256
-    rows, vocabulary = weights.shape
-    if vocabulary % size:
-        weights = torch.nn.functional.pad(weights, (0, size - vocabulary % size))
-    blocks = weights.view(rows, -1, size)
-
-    def pass_point(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The index passed, and how far inside it the point lies, in [0, 1)."""
-        ends = masses.double().cumsum(-1)
-        target = (points * ends[:, -1])[:, None]
-        index = torch.searchsorted(ends, target, right=True)
-        mass = masses.gather(-1, index).double()
-        inside = (target - ends.gather(-1, index) + mass) / mass
-        return index[:, 0], inside[:, 0].clamp(0.0, 1.0 - 2.0**-52)
-
-    block, inside = pass_point(blocks.sum(-1).cpu(), points)
-    member, _ = pass_point(blocks[torch.arange(rows), block.to(weights.device)].cpu(), inside)
-    return block * size + member
 
 
 def _failure(error: BaseException) -> EngineFailed:

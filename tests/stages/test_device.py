@@ -79,6 +79,17 @@ def test_on_the_cpu_everything_has_an_answer() -> None:
     assert device.stream(cpu) is None
     device.synchronize(cpu)
     device.release_cached(cpu)
+    numbers = torch.arange(3)
+    assert torch.equal(device.put(numbers, cpu), numbers)
+    assert torch.equal(device.fetch(numbers)(), numbers)
+
+
+def test_what_is_recorded_reads_its_inputs_again_and_writes_its_result_in_place() -> None:
+    given = torch.ones(3)
+    again, result = device.record(torch.device("cpu"), lambda: given * 2)
+    given.fill_(5)
+    again()
+    assert result.tolist() == [10, 10, 10]
 
 
 def test_no_other_module_names_a_vendor() -> None:

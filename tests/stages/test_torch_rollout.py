@@ -14,16 +14,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
-from stages.engines.torch_rollout import (
-    TorchRolloutEngine,
-    draw,
-    invert,
-    keep_from,
-    uniform,
-)
+from stages.engines.sampling import draw, invert, keep_from, uniform
+from stages.engines.torch_decoder import TorchDecoder
+from stages.engines.torch_rollout import TorchRolloutEngine
 
 VOCABULARY = 97
 DEADLINE = 60.0
@@ -117,6 +122,7 @@ def teacher_forced(model: Any, request: GroupRequest, done: Completion) -> torch
 MODELS: dict[str, Callable[[], Any]] = {
     "llama, tied": llama,
     "llama, untied": lambda: llama(tied=False),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval(),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)).eval(),
 }
 
@@ -170,6 +176,71 @@ async def test_equal_runs_are_equal_bit_for_bit() -> None:
     first, second = runs
     assert [(d.group, d.place) for d in first] == [(d.group, d.place) for d in second]
     assert all(same(a, b, exact=True) for a, b in zip(first, second, strict=True))
+
+
+async def test_the_accelerators_way_of_decoding_gives_the_same_responses() -> None:
+    """Static steps, and a token launched before the last one is read: here without a recording, on the CPU."""
+    stops = tuple(
+        range(0, VOCABULARY, 25)
+    )  # some responses end before their length, where a token was launched in vain
+    requests = [
+        ask(group, places=3, length=3 + 9 * group, max_tokens=8 + 40 * group, temperature=0.9, stop_token_ids=stops)
+        for group in range(5)
+    ]
+    plain, ahead = {}, {}
+    async with running(max_rows=7) as engine:
+        plain = await collect(engine.generate(requests))
+    async with running(max_rows=7, accelerated=True) as engine:
+        ahead = await collect(engine.generate(requests))
+        assert engine._launched is None
+        assert len(engine._decoder._recorded) < 12  # few sizes for about 200 steps
+    reasons = Counter(done.finish_reason for done in plain.values())
+    assert reasons["stop"] > 2 < reasons["length"] + 3
+    for key, done in plain.items():
+        assert same(done, ahead[key])
+        assert done.finish_reason == ahead[key].finish_reason
+
+
+async def test_ahead_of_the_host_every_act_finds_the_rows_up_to_date() -> None:
+    """Abort, pause and a swap while a token is launched: nothing is lost, versions count what each weights made."""
+    old, new = llama(0), llama(1)
+    request = ask(0, places=2, max_tokens=150, temperature=0.8)
+    async with running(initial_version=3, accelerated=True) as engine:
+        brake = Brake(engine, 60)
+        stream = engine.generate([request])
+        aborted = engine.generate([ask(1, places=3, max_tokens=200)])
+        await brake.pause()
+        await aborted.aclose()  # type: ignore[attr-defined]
+        await engine.load_weights(4, parameters(new))
+        await engine.resume()
+        found = await collect(stream)
+    for done in found.values():
+        (first, before), (second, after) = done.versions
+        assert (first, second, before + after) == (3, 4, 150)
+        assert torch.allclose(done.logprobs, piecewise(old, new, request, done, before), atol=1e-4)
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
+def test_llama_like_models_are_computed_by_the_quick_forward(build: Callable[[], Any]) -> None:
+    assert TorchDecoder(build(), torch.device("cpu"))._llama is not None
+
+
+async def test_another_kind_of_model_is_served_by_its_own_modules() -> None:
+    """Gated experts instead of a gated product: not a Llama, but two-part attention serves it."""
+    shape = {**SHAPE, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
+    reference = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
+    reference.load_state_dict(model.state_dict())
+    request = ask(0, places=2, max_tokens=12)
+    async with running(model) as engine:
+        assert engine._decoder._llama is None
+        found = await collect(engine.generate([request]))
+        await engine.load_weights(1, parameters(reference))
+        again = await collect(engine.generate([request]))
+    for key, done in found.items():
+        assert torch.allclose(done.logprobs, teacher_forced(reference, request, done), atol=1e-4)
+        assert same(done, again[key])
 
 
 async def test_rows_that_end_with_their_first_token_leave_before_they_have_room() -> None:
@@ -315,7 +386,7 @@ def test_tokens_outside_top_k_and_top_p_are_never_drawn(
     points = [0.0, 1.0 - 2.0**-52, *(uniform(seed, place, 0) for place in range(rows - 2))]
     # One unfiltered row in the middle: rows with and without filters share a batch.
     mixed = [params] * 20 + [SamplingParams(1)] + [params] * (rows - 21)
-    tokens, logprobs = draw(logits.repeat(rows, 1), mixed, points)
+    tokens, logprobs = draw(logits.repeat(rows, 1), mixed, points).read()
     inside = allowed(logits, params)
     assert all(inside[token] for i, token in enumerate(tokens) if i != 20)
     expected = (logits / temperature).log_softmax(-1)
@@ -327,7 +398,8 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 2
     params = SamplingParams(1, temperature=1.3, top_k=40, top_p=0.9)
     count = 20_000
-    tokens, _ = draw(logits.repeat(count, 1), [params] * count, [uniform(5, place, 1) for place in range(count)])
+    points = [uniform(5, place, 1) for place in range(count)]
+    tokens, _ = draw(logits.repeat(count, 1), [params] * count, points).read()
     kept = torch.tensor(allowed(logits, params))
     probabilities = (logits / 1.3).softmax(-1) * kept
     expected = (probabilities / probabilities.sum() * count).tolist()

@@ -1,0 +1,345 @@
+"""What only a machine with an accelerator can tell: the torch engines' numbers against the CPU's, and their speed.
+
+    make gpu-check                                            # or: python benchmarks/gpu_check.py [--json FILE]
+    python benchmarks/gpu_check.py --device cpu --smoke       # does it run; its speeds then mean nothing
+
+  numerics   tiny models, float32. Rollout: the device's responses, scored by transformers' plain forward on the CPU,
+             before and after a swap of weights. Update: one step on the device and one on the CPU from equal weights.
+             The command fails (exit code 1) when a gap passes its limit.
+  speed      a model of 0.5 billion random weights (the sizes of Qwen2.5-0.5B), bfloat16. Tokens/s of rollout and of an
+             update, each beside its floor: operations / matmul rate and bytes / bandwidth of this device, measured here.
+  swap       new weights from host memory into the running engine: bytes, exposed and hidden seconds, and the rate
+             beside that of a page-locked copy.
+
+Decode steps are recorded and replayed by the device where torch can (``torch.accelerator.Graph``, torch 2.13).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+try:
+    from rollout import Case, Machine, Sizes, best, floor_seconds
+except ImportError:  # imported by a test, not started as a script
+    from benchmarks.rollout import Case, Machine, Sizes, best, floor_seconds
+
+from stages import device as devices
+from stages.algorithms.grpo import GRPO
+from stages.engines.protocols import Completion, GroupRequest, SamplingParams
+from stages.engines.torch_rollout import TorchRolloutEngine
+from stages.engines.torch_train import TorchTrainEngine
+
+LOGPROB_LIMIT = 2e-3  # float32, sums of a few thousand terms in another order
+UPDATE_LIMIT = 1e-3  # relative, of loss and gradient norm
+TINY: dict[str, Any] = dict(
+    vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2,
+)  # fmt: skip
+LARGE: dict[str, Any] = dict(
+    vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+    num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
+)  # fmt: skip
+CASES = [Case(64, 8, 128, prompt=256), Case(256, 8, 256, prompt=256)]
+SMOKE = [Case(4, 2, 6, prompt=9)]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the report: ``value`` in ``unit``, beside its ``floor`` or its ``limit`` where it has one. ``timed``
+    figures mean nothing on a CPU."""
+
+    name: str
+    value: float
+    unit: str
+    floor: float | None = None
+    limit: float | None = None
+    timed: bool = True
+
+    @property
+    def failed(self) -> bool:
+        return self.limit is not None and not self.value <= self.limit
+
+
+def tiny_models() -> dict[str, Callable[[], PreTrainedModel]]:
+    return {
+        "Llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
+        "Qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=16)),
+    }
+
+
+def made(build: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return build().eval()
+
+
+def requests(case: Case, vocabulary: int, temperature: float = 1.0) -> list[GroupRequest]:
+    generator = torch.Generator().manual_seed(0)
+    params = SamplingParams(max_tokens=case.tokens, temperature=temperature)
+    prompts = [
+        torch.randint(0, vocabulary, (case.prompt,), generator=generator) for _ in range(case.rows // case.group)
+    ]
+    return [GroupRequest(i, tuple(range(case.group)), ids, params, i) for i, ids in enumerate(prompts)]
+
+
+async def responses(engine: TorchRolloutEngine, asked: Sequence[GroupRequest]) -> list[Completion]:
+    return [done async for done in engine.generate(asked)]
+
+
+def batch_of(asked: Sequence[GroupRequest], done: Sequence[Completion]) -> TensorDict:
+    def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+    return TensorDict(
+        {
+            "group": torch.tensor([one.group for one in done]),
+            "place": torch.tensor([one.place for one in done]),
+            "prompt_ids": jagged([asked[one.group].prompt_ids for one in done]),
+            "response_ids": jagged([one.token_ids for one in done]),
+            "rollout_logprobs": jagged([one.logprobs for one in done]),
+            "advantage": torch.linspace(-1, 1, len(done)),
+        },
+        batch_size=[len(done)],
+    )
+
+
+# -- numerics ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def logprob_gap(reference: PreTrainedModel, asked: Sequence[GroupRequest], done: Sequence[Completion]) -> float:
+    """Largest difference to the logprobs that ``reference``, on the CPU, gives the same tokens."""
+    gaps = []
+    for one in done:
+        prompt = asked[one.group].prompt_ids
+        logits = reference(input_ids=torch.cat([prompt, one.token_ids])[None]).logits[0, len(prompt) - 1 : -1]
+        gaps.append((logits.log_softmax(-1).gather(-1, one.token_ids[:, None])[:, 0] - one.logprobs).abs().max())
+    return float(torch.stack(gaps).max())
+
+
+async def rollout_numerics(name: str, build: Callable[[], PreTrainedModel], device: torch.device) -> list[Figure]:
+    engine = TorchRolloutEngine(made(build, 0), max_rows=6, device=device, accelerated=True)
+    asked = requests(Case(12, 4, 70, prompt=33), TINY["vocab_size"])
+    first, second = made(build, 0), made(build, 1)
+    before = logprob_gap(first, asked, await responses(engine, asked))
+    await engine.load_weights(1, {key: parameter.detach() for key, parameter in second.named_parameters()})
+    after = logprob_gap(second, asked, await responses(engine, asked))
+    await engine.close()
+    return [
+        Figure(f"{name} rollout logprobs", before, "largest gap", limit=LOGPROB_LIMIT, timed=False),
+        Figure(f"{name} rollout logprobs, new weights", after, "largest gap", limit=LOGPROB_LIMIT, timed=False),
+    ]
+
+
+def update_numerics(name: str, build: Callable[[], PreTrainedModel], device: torch.device) -> list[Figure]:
+    asked = requests(Case(8, 4, 20, prompt=17), TINY["vocab_size"])
+    generator = torch.Generator().manual_seed(0)
+    done = [
+        Completion(
+            request.group, place, torch.randint(0, TINY["vocab_size"], (5 + 3 * place,), generator=generator),
+            torch.full((5 + 3 * place,), -5.5), ((0, 5 + 3 * place),), "length",
+        )
+        for request in asked
+        for place in request.places
+    ]  # fmt: skip
+    told = []
+    for where in (torch.device("cpu"), device):
+        engine = TorchTrainEngine(made(build, 0), learning_rate=1e-3, total_steps=10, device=where)
+        metrics = engine.train_batch(batch_of(asked, done), GRPO())
+        told.append((metrics["loss"], metrics["grad_norm"]))
+        engine.close()
+    return [
+        Figure(f"{name} update, {what}", abs(there - here) / abs(here), "relative gap", limit=UPDATE_LIMIT, timed=False)
+        for what, here, there in zip(("loss", "gradient norm"), *told, strict=True)
+    ]
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def machine_of(device: torch.device, dtype: torch.dtype, small: bool) -> Machine:
+    """The device's matmul rate and memory bandwidth (a copy reads and writes each byte)."""
+    n, length = (512, 2**20) if small else (8192, 2**30)
+    square = torch.randn(n, n, device=device, dtype=dtype)
+    source = torch.empty(length, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def finished(act: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            act()
+            devices.synchronize(device)
+
+        return run
+
+    seconds = best(finished(lambda: square @ square))
+    return Machine(2 * n**3 / seconds, 2 * length / best(finished(lambda: target.copy_(source))))
+
+
+def host_rate(device: torch.device, nbytes: int) -> float:
+    """Bytes/s from page-locked host memory to the device."""
+    host, there = devices.host_empty(nbytes, device), torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        there.copy_(host, non_blocking=True)
+        devices.synchronize(device)
+
+    return nbytes / best(copy)
+
+
+def update_floor(sizes: Sizes, machine: Machine, parameters: int, asked: Sequence[GroupRequest], case: Case) -> float:
+    """As in grpo_step.py: 6 operations per fed token and weight, attention's pairs, 7 passes of AdamW."""
+    prompts = len(asked)
+    predicted = case.rows * case.tokens
+    fed = prompts * case.prompt + predicted - case.rows
+    pairs = prompts * case.prompt**2 / 2 + case.rows * (case.tokens - 1) * (case.prompt + case.tokens / 2)
+    operations = 6 * (sizes.body * fed + sizes.head * predicted) + 12 * sizes.layers * sizes.attention * pairs
+    return operations / machine.rate + 7 * sizes.item * parameters / machine.bandwidth
+
+
+async def rollout_speed(
+    engine: TorchRolloutEngine, sizes: Sizes, machine: Machine, case: Case, vocabulary: int, repeat: int
+) -> Figure:
+    asked, count = requests(case, vocabulary), case.rows * case.tokens
+    took = []
+    for _ in range(repeat + 1):  # the first records the steps
+        began = time.perf_counter()
+        done = await responses(engine, asked)
+        took.append(time.perf_counter() - began)
+        assert sum(len(one.token_ids) for one in done) == count
+    floor = floor_seconds(sizes, case, machine, lambda i, o, tokens: 2 * i * o * tokens / machine.rate)
+    return Figure(f"rollout {case}", count / statistics.median(took[1:]), "tokens/s", floor=count / floor)
+
+
+async def swap_speed(
+    engine: TorchRolloutEngine, weights: dict[str, torch.Tensor], device: torch.device
+) -> list[Figure]:
+    nbytes = sum(weight.nbytes for weight in weights.values())
+    times = [await engine.load_weights(version, weights) for version in (1, 2, 3)]
+    hidden, exposed = (statistics.median(getattr(t, what) for t in times) for what in ("hidden", "exposed"))
+    return [
+        Figure("swap, weights", nbytes / 1e6, "MB", timed=False),
+        Figure("swap, exposed", exposed, "s"),
+        Figure("swap, hidden", hidden, "s"),
+        Figure("swap, rate", nbytes / (exposed + hidden) / 1e9, "GB/s", floor=host_rate(device, nbytes) / 1e9),
+    ]
+
+
+def update_speed(
+    model: PreTrainedModel,
+    sizes: Sizes,
+    machine: Machine,
+    case: Case,
+    vocabulary: int,
+    device: torch.device,
+    repeat: int,
+) -> list[Figure]:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    asked = requests(case, vocabulary)
+    generator = torch.Generator().manual_seed(1)
+    done = [
+        Completion(
+            request.group, place, torch.randint(0, vocabulary, (case.tokens,), generator=generator),
+            torch.full((case.tokens,), -11.0), ((0, case.tokens),), "length",
+        )
+        for request in asked
+        for place in request.places
+    ]  # fmt: skip
+    batch = batch_of(asked, done)
+    engine = TorchTrainEngine(model, learning_rate=1e-6, total_steps=100, token_budget=16384, device=device)
+    took = []
+    for _ in range(repeat + 1):
+        began = time.perf_counter()
+        engine.train_batch(batch, GRPO())
+        devices.synchronize(device)
+        took.append(time.perf_counter() - began)
+    held = devices.allocated(device)
+    engine.close()
+    count, seconds = case.rows * case.tokens, statistics.median(took[1:])
+    floor = update_floor(sizes, machine, parameters, asked, case)
+    memory = [] if held is None else [Figure("update, live tensors", held / 1e9, "GB")]
+    return [Figure(f"update {case}", count / seconds, "response tokens/s", floor=count / floor), *memory]
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+async def check(device: torch.device, smoke: bool, repeat: int) -> list[Figure]:
+    figures: list[Figure] = []
+    for name, build in tiny_models().items():
+        figures += await rollout_numerics(name, build, device)
+        figures += update_numerics(name, build, device)
+    shape, dtype, cases = (TINY, torch.float32, SMOKE) if smoke else (LARGE, torch.bfloat16, CASES)
+    machine = machine_of(device, dtype, smoke)
+    figures += [
+        Figure("matmul rate", machine.rate / 1e12, "TFLOP/s"),
+        Figure("memory bandwidth", machine.bandwidth / 1e9, "GB/s"),
+    ]
+
+    def build_large() -> PreTrainedModel:
+        return made(lambda: Qwen2ForCausalLM(Qwen2Config(**shape)), 0).to(dtype)  # type: ignore[arg-type]
+
+    model, vocabulary = build_large(), shape["vocab_size"]
+    sizes = Sizes.of(model)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine = TorchRolloutEngine(model, max_rows=max(case.rows for case in cases), device=device, accelerated=True)
+    for case in cases:
+        figures.append(await rollout_speed(engine, sizes, machine, case, vocabulary, repeat))
+    figures += await swap_speed(engine, weights, device)
+    await engine.close()
+    del engine, model
+    devices.release_cached(device)
+    figures += update_speed(build_large(), sizes, machine, cases[0], vocabulary, device, repeat)
+    return figures
+
+
+def line(figure: Figure, device: torch.device) -> str:
+    text = f"{figure.name:<38}{figure.value:>12.4g} {figure.unit}"
+    if figure.floor is not None:
+        text += f", {figure.value / figure.floor:.0%} of {figure.floor:.4g}"
+    if figure.limit is not None:
+        text += f", limit {figure.limit:g}: {'FAILED' if figure.failed else 'ok'}"
+    return text + (" (no meaning on a CPU)" if figure.timed and device.type == "cpu" else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, npu")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true", help="tiny models and cases everywhere: does it run")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args(argv)
+    device = devices.select(args.device)
+    if device.type == "cpu" and not args.smoke:
+        parser.error("no accelerator here; --device cpu --smoke shows that the command runs, its speeds mean nothing")
+    graphs = "recorded" if device.type != "cpu" and hasattr(torch.accelerator, "Graph") else "not recorded"
+    print(f"torch {torch.__version__}, device {device}, decode steps {graphs}, medians of {args.repeat}")
+    figures = asyncio.run(check(device, args.smoke, args.repeat))
+    print("\n".join(line(figure, device) for figure in figures))
+    if args.json:
+        told = {"torch": torch.__version__, "device": str(device), "figures": [asdict(figure) for figure in figures]}
+        args.json.write_text(json.dumps(told, indent=2) + "\n")
+    return int(any(figure.failed for figure in figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""The forward of Llama-like models (Llama, Mistral, Qwen2, Qwen3, SmolLM, …) as few calls as it takes.
+
+    ids ─▶ embedding ─▶ layers: norm ▸ qkv ▸ rotate ▸ attend ▸ out + residual ▸ norm ▸ gate, up ▸ down + residual
+                                                                                   └▶ kept tokens ▸ norm ▸ logits
+
+The weights are the transformers model's own, read from its modules. Against those modules this saves some forty calls
+of Python per layer and several passes over memory: q, k and v are one matmul, activation, product and residual sum are
+part of the matmuls on CPU, and the last layer goes on with the kept tokens alone. Whether a model really is of this
+kind is not told from its name: :meth:`LlamaForward.of` looks at the modules, and the caller compares the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+PACK_ROWS = 64  # the layout that oneDNN chooses for so many rows is as fast as any from 1 row to 256 (measured)
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""(layer, query [T, H, D], key and value [T, KV heads, D], scaling) -> [T, H * D]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """``holder.attribute`` is where the parameters ``names`` live; ``build`` makes its tensor from theirs (a new one)."""
+
+    names: tuple[str, ...]
+    holder: Any
+    attribute: str
+    build: Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+class PackedLinear(nn.Module):
+    """Linear layers with the same input, side by side as one weight in oneDNN's blocked layout (CPU only)."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        self.layers = layers
+        self.packed = pack([layer.weight.detach() for layer in layers])
+        self.bias = torch.cat([layer.bias.detach() for layer in layers]) if layers[0].bias is not None else None
+
+    def forward(self, hidden: torch.Tensor, after: str = "none") -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, after, [], "")
+
+    def then(self, operation: str, hidden: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """``self(hidden)``, then ``add`` or ``mul`` with ``other`` in the same pass."""
+        return torch.ops.mkldnn._linear_pointwise.binary(hidden, other, self.packed, self.bias, operation)
+
+    def places(self, names: Mapping[int, str]) -> Iterator[Place]:
+        """``names`` of parameters by their id."""
+        yield Place(tuple(names[id(layer.weight)] for layer in self.layers), self, "packed", pack)
+        if self.bias is not None:
+            yield Place(tuple(names[id(layer.bias)] for layer in self.layers), self, "bias", torch.cat)
+
+
+def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)), PACK_ROWS)
+
+
+class JoinedLinear:
+    """The same in torch's layout: the modules' parameters become views of one weight, which is written in place."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        self.weight = _join([layer.weight for layer in layers])
+        self.bias = None if layers[0].bias is None else _join([layer.bias for layer in layers])
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+    def then(self, operation: str, hidden: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self(hidden).add_(other) if operation == "add" else self(hidden).mul_(other)
+
+
+def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(parameters) == 1:
+        return parameters[0]
+    joined = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, view in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
+        parameter.data = view
+    return joined
+
+
+class _PackedGate:
+    """``silu(gate(x)) * up(x)``, activation and product inside the matmuls."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
+        self.linears = [PackedLinear(gate), PackedLinear(up)]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = self.linears
+        return up.then("mul", hidden, gate(hidden, "swish"))
+
+
+class _JoinedGate:
+    """``silu(gate(x)) * up(x)`` with one matmul."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
+        self.both = JoinedLinear(gate, up)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(hidden).chunk(2, -1)
+        return nn.functional.silu(gate) * up
+
+
+class _Layer:
+    def __init__(self, layer: Any, packed: bool) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        linear: Any = PackedLinear if packed else JoinedLinear
+        self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.qkv = linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out, self.down = linear(attention.o_proj), linear(mlp.down_proj)
+        self.gate = (_PackedGate if packed else _JoinedGate)(mlp.gate_proj, mlp.up_proj)
+        self.scaling: float = attention.scaling
+        self.width: int = attention.head_dim
+        self.kv_heads = attention.k_proj.out_features // self.width
+        self.heads = attention.q_proj.out_features // self.width
+
+    def linears(self) -> list[Any]:
+        gate = self.gate.linears if isinstance(self.gate, _PackedGate) else []
+        return [self.qkv, self.out, *gate, self.down]
+
+
+class LlamaForward:
+    """Calls of ``model``'s weights; made by :meth:`of`."""
+
+    def __init__(self, model: Any, packed: bool) -> None:
+        self.packed = packed
+        self.embedding, self.norm = model.model.embed_tokens, model.model.norm
+        self.layers = [_Layer(layer, packed) for layer in model.model.layers]
+        self.head: Any = PackedLinear(model.lm_head) if packed else JoinedLinear(model.lm_head)
+        rotary = model.model.rotary_emb
+        self.frequencies = torch.cat([rotary.inv_freq, rotary.inv_freq]).float()
+        self.half = len(rotary.inv_freq)
+        self.amplitude = torch.full_like(self.frequencies, rotary.attention_scaling)
+        self.signed = torch.cat([-self.amplitude[: self.half], self.amplitude[self.half :]])
+
+    @classmethod
+    def of(cls, model: Any, packed: bool) -> LlamaForward | None:
+        """None when ``model`` has other modules than a Llama. ``packed``: linear layers are copied into oneDNN's layout
+        (then :meth:`places` says where weights go); else the modules' parameters stay the weights."""
+        return cls(model, packed) if _is_llama(model) else None
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, attend: Attend
+    ) -> torch.Tensor:
+        """Logits [K, V] of the tokens ``keep`` (all when None) among ``ids`` int64 [T] at ``positions`` [T]."""
+        hidden = nn.functional.embedding(ids, self.embedding.weight)
+        angles = positions[:, None, None].float() * self.frequencies
+        cos = (angles.cos() * self.amplitude).to(hidden.dtype)
+        sin = (angles.sin() * self.signed).to(hidden.dtype)
+        for number, layer in enumerate(self.layers):
+            joined = layer.qkv(_normed(layer.before, hidden)).view(len(ids), -1, layer.width)
+            rotating = layer.heads + layer.kv_heads
+            turned, value = joined[:, :rotating], joined[:, rotating:]
+            if layer.q_norm is not None:
+                query, key = turned[:, : layer.heads], turned[:, layer.heads :]
+                turned = torch.cat([_normed(layer.q_norm, query), _normed(layer.k_norm, key)], 1)
+            turned = (turned * cos).addcmul_(turned.roll(self.half, -1), sin)
+            attended = attend(number, turned[:, : layer.heads], turned[:, layer.heads :], value, layer.scaling)
+            if keep is not None and number == len(self.layers) - 1:
+                attended, hidden = attended[keep], hidden[keep]
+            hidden = layer.out.then("add", attended, hidden)
+            hidden = layer.down.then("add", layer.gate(_normed(layer.between, hidden)), hidden)
+        return self.head(_normed(self.norm, hidden))
+
+    def places(self, names: Mapping[int, str]) -> list[Place]:
+        """Where the weights live in the packed layout; ``names`` of parameters by their id."""
+        linears = [*(linear for layer in self.layers for linear in layer.linears()), self.head]
+        found = [place for linear in linears for place in linear.places(names)]
+        norms = [m for layer in self.layers for m in (layer.before, layer.between, layer.q_norm, layer.k_norm)]
+        for module in [self.embedding, self.norm, *norms]:
+            if module is not None:
+                found.append(Place((names[id(module.weight)],), module, "weight", copied))
+        return found
+
+
+def copied(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of the one weight."""
+    (weight,) = weights
+    return weight.clone()
+
+
+def _normed(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _is_llama(model: Any) -> bool:
+    body, head = getattr(model, "model", None), getattr(model, "lm_head", None)
+    rotary = getattr(body, "rotary_emb", None)
+    if type(head) is not nn.Linear or not hasattr(rotary, "inv_freq") or not hasattr(rotary, "attention_scaling"):
+        return False
+    if {name for name, _ in body.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:  # type: ignore
+        return False
+    return _is_rms(body.norm) and all(_is_llama_layer(layer, 2 * len(rotary.inv_freq)) for layer in body.layers)  # type: ignore
+
+
+def _is_llama_layer(layer: Any, rotating: int) -> bool:
+    children = dict(layer.named_children())
+    if children.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return False
+    attention, mlp = dict(children["self_attn"].named_children()), dict(children["mlp"].named_children())
+    projections = ["q_proj", "k_proj", "v_proj"]
+    if attention.keys() - {"q_norm", "k_norm"} != {*projections, "o_proj"}:
+        return False
+    if mlp.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"} or not _is_silu(mlp["act_fn"]):
+        return False
+    linears = [
+        *(attention[name] for name in [*projections, "o_proj"]),
+        mlp["gate_proj"],
+        mlp["up_proj"],
+        mlp["down_proj"],
+    ]
+    if not all(type(linear) is nn.Linear for linear in linears):
+        return False
+    joined = [[attention[name] for name in projections], [mlp["gate_proj"], mlp["up_proj"]]]
+    if any(len({linear.bias is None for linear in together}) > 1 for together in joined):
+        return False
+    if getattr(layer.self_attn, "head_dim", 0) != rotating:
+        return False
+    norms = [attention[name] for name in ("q_norm", "k_norm") if name in attention]
+    return len(norms) in (0, 2) and all(
+        _is_rms(norm) for norm in [*norms, layer.input_layernorm, layer.post_attention_layernorm]
+    )
+
+
+def _is_silu(module: nn.Module) -> bool:
+    probe = torch.linspace(-3, 3, 7)
+    return torch.equal(module(probe), nn.functional.silu(probe))
+
+
+def _is_rms(module: Any) -> bool:
+    return [name for name, _ in module.named_parameters()] == ["weight"] and hasattr(module, "variance_epsilon")

@@ -1,0 +1,136 @@
+"""Drawing tokens: from logits on a device to tokens and logprobs, without asking the device anything in between.
+
+logits [R, V] ─▶ temperature ─▶ weights = exp(logits − max) ─▶ top-k, top-p ─▶ inverse of the cumulative sum at
+each row's own number in [0, 1) ─▶ Drawn: tokens on the device now, on the host when read
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+
+from stages import device as devices
+from stages.engines.protocols import SamplingParams
+
+BLOCK = 256  # columns that one level of a search looks at
+
+
+class Drawn:
+    """One token per row: ``tokens`` int64 [R] where the logits were; :meth:`read` brings tokens and logprobs to the host.
+    A row whose logits were not finite has the logprob NaN, since asking earlier would wait for the device."""
+
+    def __init__(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        self.tokens = tokens
+        # One copy for both: float32 holds a token's number bit by bit.
+        self._arrive = devices.fetch(torch.stack([tokens.int(), logprobs.float().view(torch.int32)]))
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Raises ``ValueError`` on logits that are not finite."""
+        tokens, bits = self._arrive()
+        logprobs = bits.view(torch.float32)
+        if bool(logprobs.isnan().any()):
+            raise ValueError("the model's logits are not finite; its weights or its inputs are broken")
+        return tokens.tolist(), logprobs.tolist()
+
+
+def uniform(seed: int, place: int, index: int) -> float:
+    """The number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash, so it depends on nothing
+    else. 52 bits, so that scaling it never rounds up to the end of a range."""
+    digest = hashlib.blake2b(f"{seed} {place} {index}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
+
+
+def draw(logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float]) -> Drawn:
+    """One token per row of ``logits`` float32 [R, V] (overwritten), by inverting the cumulative distribution at
+    ``points`` in [0, 1), and its logprob after temperature and before top-k and top-p."""
+    device = logits.device
+    if any(p.temperature not in (0.0, 1.0) for p in params):
+        logits /= devices.put(torch.tensor([p.temperature or 1.0 for p in params]), device)[:, None]
+    greedy = [not p.temperature for p in params]
+    likeliest = _likeliest(logits) if any(greedy) else None
+    logits -= logits.amax(-1, keepdim=True)
+    weights = logits.exp_()  # in place: fresh memory of this size costs more than the exponentials
+    total = weights.sum(-1)
+    chosen = weights
+    filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0)]
+    if filtered:
+        rows = devices.put(torch.tensor(filtered), device)
+        some = weights[rows]
+        threshold = keep_from(some, [params[i].top_k for i in filtered], [params[i].top_p for i in filtered])
+        chosen = weights.index_copy(0, rows, some.masked_fill_(some < threshold[:, None], 0.0))
+    if likeliest is not None and all(greedy):
+        tokens = likeliest
+    else:
+        tokens = invert(chosen, devices.put(torch.tensor(points, dtype=torch.float64), device))
+        if likeliest is not None:
+            tokens = torch.where(devices.put(torch.tensor(greedy), device), likeliest, tokens)
+    # A sum that is not finite makes NaN; so does the weight of a token that has none.
+    logprobs = (weights.gather(-1, tokens[:, None])[:, 0] / total).log() + 0.0 * total
+    return Drawn(tokens, logprobs)
+
+
+def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
+    """The least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and 1.0: off; ties are kept).
+
+    On CPU only the largest weights are sorted: 64, or the largest k, and eight times more while a nucleus needs more.
+    An accelerator sorts all, because asking it whether those were enough would wait for it.
+    """
+    vocabulary = weights.shape[1]
+    k = devices.put(torch.tensor([min(k, vocabulary) or vocabulary for k in top_k]), weights.device)
+    p = devices.put(torch.tensor(top_p, dtype=torch.float32), weights.device)
+    width = max(64, *top_k) if weights.device.type == "cpu" else vocabulary
+    while True:
+        width = min(width, vocabulary)
+        top = weights.topk(width).values
+        ranked = torch.arange(width, device=weights.device) < k[:, None]
+        mass = torch.where(k <= width, (top * ranked).sum(-1), weights.sum(-1))
+        kept = ranked & (top.cumsum(-1) - top < (p * mass)[:, None])
+        if width == vocabulary or not bool((kept[:, -1] & (k > width)).any()):
+            return top.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0]
+        width *= 8
+
+
+def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """For each row of ``weights`` [R, V] >= 0 the index at which its cumulative sum passes ``points`` float64 [R] of
+    the total. Two levels, blocks and then one block's members: weights are read once, and index of weight 0 never comes
+    out."""
+    blocks = _in_blocks(weights, 0.0)
+
+    def pass_point(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The index passed, and how far inside it the point lies, in [0, 1)."""
+        ends = masses.double().cumsum(-1)
+        target = (points * ends[:, -1])[:, None]
+        index = torch.searchsorted(ends, target, right=True).clamp_(max=masses.shape[1] - 1)
+        mass = masses.gather(-1, index).double()
+        inside = (target - ends.gather(-1, index) + mass) / mass
+        return index[:, 0], inside[:, 0].clamp(0.0, 1.0 - 2.0**-52)
+
+    # Weights that are not finite pass no point: their row is refused when it is read, and must not fail before (clamps).
+    block, inside = pass_point(blocks.sum(-1), points)
+    member, _ = pass_point(_one_block(blocks, block), inside)
+    return (block * blocks.shape[-1] + member).clamp_(max=weights.shape[1] - 1)
+
+
+def _in_blocks(rows: torch.Tensor, filling: float) -> torch.Tensor:
+    """[R, V] as [R, V / size, size]; only odd vocabularies are padded, because that copies."""
+    vocabulary = rows.shape[1]
+    size = math.gcd(vocabulary, BLOCK)
+    if size < 32:
+        size = BLOCK
+        rows = torch.nn.functional.pad(rows, (0, -vocabulary % size), value=filling)
+    return rows.view(len(rows), -1, size)
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The first index [R] of each row's maximum, in two levels: the plain argmax is slow on CPU."""
+    blocks = _in_blocks(logits, -torch.inf)
+    block = blocks.amax(-1).argmax(-1)
+    return block * blocks.shape[-1] + _one_block(blocks, block).argmax(-1)
+
+
+def _one_block(blocks: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Block number ``index`` [R] of each row."""
+    return blocks[torch.arange(len(blocks), device=blocks.device), index]

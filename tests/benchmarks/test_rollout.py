@@ -1,0 +1,55 @@
+"""The rollout benchmark's floor is what its docstring says, and every arm makes the same tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.rollout import Case, Machine, Sizes, floor_seconds, main
+from stages.models import load_model
+
+
+def tiny() -> Sizes:
+    return Sizes.of(load_model("tiny", dtype=torch.float32, seed=0)[0])
+
+
+def test_sizes_count_every_linear_weight_once() -> None:
+    sizes = tiny()
+    assert sizes.body == 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
+    assert sum(i * o * count for i, o, count in sizes.shapes) == sizes.body
+    assert sizes.head == sizes.head_shape[0] * sizes.head_shape[1]
+    assert sizes.kv == 2 * 2 * 32  # keys and values, layers, two heads of 16
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_floor_adds_up_matmuls_and_attention(group: int) -> None:
+    sizes, case, machine = tiny(), Case(8, group, 3, prompt=10), Machine(rate=1e9, bandwidth=1e18)
+    prompts = 8 // group
+    fed, predicted = prompts * 10 + 8 + 8, prompts + 8 + 8
+    pairs = prompts * 50 + 8 * 11 + 8 * 12
+    operations = 2 * (sizes.body * fed + sizes.head * predicted) + 4 * sizes.layers * sizes.attention * pairs
+    found = floor_seconds(sizes, case, machine, lambda i, o, tokens: 2 * i * o * tokens / 1e9)
+    assert found == pytest.approx(operations / 1e9)
+
+
+def test_the_floor_of_slow_memory_is_what_is_read() -> None:
+    sizes, case, machine = tiny(), Case(8, 4, 3, prompt=10), Machine(rate=1e18, bandwidth=1e6)
+    weights, cached = sizes.body + sizes.head, (20 + 8) + (20 + 16)  # a group's prompt is read once
+    found = floor_seconds(sizes, case, machine, lambda i, o, tokens: 0.0)
+    assert found == pytest.approx(4 * (3 * weights + sizes.kv * cached) / 1e6)
+
+
+def test_the_smoke_run_has_all_arms_make_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--smoke", "--threads", "1", "--json", str(tmp_path / "rollout.json")])
+    told = json.loads((tmp_path / "rollout.json").read_text())
+    assert [(row["rows"], row["group"], row["tokens"]) for row in told["cases"]] == [(4, 2, 3), (2, 1, 4)]
+    for row in told["cases"]:
+        assert list(row["arms"]) == ["ours", "generate", "continuous"]
+        assert row["seconds_against_fastest"] >= 1.0
+        for arm in row["arms"].values():
+            assert arm["rows_equal_to_ours"] == 1.0
+            assert arm["tokens_per_s"] == pytest.approx(row["floor_tokens_per_s"] * arm["share_of_floor"])
+    assert "vllm: left out" in capsys.readouterr().out
