@@ -49,7 +49,7 @@ OURS = {"asyncdock": "asyncdock", "asyncdock-model": "model"}
 def interpolated(text: str, variables: Mapping[str, str]) -> str:
     """``${NAME:-default}`` filled in as compose does.
 
-    >>> interpolated("${PORT:-8700} ${HOST:-}", {"PORT": "1"})
+    >>> interpolated("${PORT:-8765} ${HOST:-}", {"PORT": "1"})
     '1 '
     """
     return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: variables.get(match[1]) or match[2], text)
@@ -85,6 +85,7 @@ class Container:
     def execute(self, command: list[str], seconds: float = 20.0) -> subprocess.CompletedProcess[str]:
         """``docker compose exec``. A command that takes too long has exit code 124."""
         inside = ["nsenter", f"--target={self.pid}", *("--mount", "--pid", "--net", "--ipc", "--uts")]
+        command = [ENTRYPOINT if part == Path(ENTRYPOINT).name else part for part in command]
         whole = [*inside, *as_user(self.spec["user"]), "timeout", str(seconds), *command]
         return subprocess.run(whole, env=self.variables, capture_output=True, text=True)
 
