@@ -59,7 +59,6 @@ plan_app = typer.Typer(help="Derive what a run would do, without running anythin
 app.add_typer(plan_app, name="plan")
 
 
-
 def _complete_recipe(incomplete: str) -> Iterator[tuple[str, str]]:
     yield from ((name, _description(path)) for name, path in _recipes().items() if name.startswith(incomplete))
     yield from recipe_files(incomplete)

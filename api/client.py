@@ -44,8 +44,8 @@ from api.schemas import (
     CheckpointView,
     MetricsView,
     RecipeCheck,
-    RecipesView,
     RecipeSummary,
+    RecipesView,
     RecipeView,
     RunPage,
     RunView,
@@ -175,7 +175,8 @@ class RunEvent:
 
 
 class Message(NamedTuple):
-    """One server-sent event. ``id`` is the last one told so far."""
+    """One server-sent event. ``id`` is the last one told so far. One without data, which is no event but may tell an id, has
+    ``event`` empty."""
 
     id: str
     event: str
@@ -204,8 +205,7 @@ class SseParser:
             if line:
                 self._field(line.decode(errors="replace"))
                 continue
-            if self._data:
-                yield Message(self._id, self._event or "message", "\n".join(self._data))
+            yield Message(self._id, (self._event or "message") if self._data else "", "\n".join(self._data))
             self._event, self._data = "", []
 
     def _field(self, line: str) -> None:
@@ -221,9 +221,9 @@ class SseParser:
 
 
 def _place(event_id: str) -> tuple[int, int]:
-    """An event's id, ``MILLISECONDS-NUMBER``, as what it is ordered by. Raises ValueError."""
-    time_part, _, number = event_id.partition("-")
-    return int(time_part), int(number or 0)
+    """An event's id, ``MILLISECONDS-NUMBER``, as what it is ordered by; "" is before all. Raises ValueError."""
+    milliseconds, _, number = event_id.partition("-")
+    return int(milliseconds or -1), int(number or 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,9 +285,7 @@ class Client:
     async def recipe(self, name: str) -> RecipeView:
         return await self._get(RecipeView, f"/v1/recipes/{_part('recipe', name)}")
 
-    async def check(
-        self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
-    ) -> RecipeCheck:
+    async def check(self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RecipeCheck:
         """What would follow from ``recipe`` (as for :meth:`submit`), or everything that is wrong with it; starts nothing."""
         return await self._post(RecipeCheck, "/v1/recipes/check", submission(recipe, overrides))
 
@@ -340,17 +338,9 @@ class Client:
 
     async def delete(self, run: str) -> None:
         """Remove an ended run, its data and its files."""
-        tried = 0
-
-        def again(_: ServiceError) -> None:
-            nonlocal tried
-            tried += 1
-
-        try:
-            await self._send("DELETE", self._run(run), again=again)
-        except NotFound:
-            if not tried:  # else it was the attempt before, whose answer was lost, that removed it
-                raise
+        await self.run(run)  # NotFound, if so; from here on that means that it is removed, by an attempt whose answer was lost
+        with contextlib.suppress(NotFound):
+            await self._send("DELETE", self._run(run))
 
     # --- of one run
 
@@ -429,10 +419,11 @@ class Client:
                                 return
                             case "dropped":
                                 raise _Again(Unreachable(self.server, f"it dropped the stream ({message.data})"))
-                            case "":  # a sign of life
+                            case "":  # a sign of life, with the place up to which there is nothing of these kinds
+                                after = max(after, message.id, key=_place)
                                 continue
                         event = self._event(path, message)
-                        if after and _place(event.id) <= _place(after):
+                        if _place(event.id) <= _place(after):
                             continue
                         after, failing_since, attempt = event.id, None, 0
                         yield event
@@ -491,9 +482,8 @@ class Client:
         *,
         body: Any = None,
         headers: Mapping[str, str] | None = None,
-        again: Callable[[ServiceError], None] | None = None,
     ) -> _Answer:
-        """One call, tried until it is answered, refused, or ``patience`` is over. ``again`` is told what failed on the way."""
+        """One call, tried until it is answered or refused, or ``patience`` is over."""
         began = time.monotonic()
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         sent = dict(headers or {}) | ({"Content-Type": "application/json"} if content is not None else {})
@@ -503,13 +493,11 @@ class Client:
                 async with self._request(method, path, query, data=content, headers=sent, timeout=limit) as answer:
                     return _Answer(answer.status, await answer.read())
             except _Again as failed:
-                if again is not None:
-                    again(failed.failure)
                 await self._wait(failed.failure, attempt, failed.least, began)
         raise AssertionError("unreachable")
 
     async def _stream(self, path: str, after: str, kinds: Sequence[str]) -> AsyncGenerator[Message]:
-        """The messages of one connection, until it ends; an empty one first, once the stream is open."""
+        """The messages of one connection, until it ends."""
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
         limit = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout, sock_read=SILENCE)
         query = {"kinds": ",".join(kinds)}
@@ -517,16 +505,18 @@ class Client:
         async with self._request("GET", path, query, headers=headers, timeout=limit) as answer:
             if answer.content_type != "text/event-stream":
                 raise self._not_understood(path, f"it is {answer.content_type}, no text/event-stream")
-            yield Message("", "", "")
             async for chunk in answer.content.iter_any():
                 for message in parser.feed(chunk):
+                    try:
+                        _place(message.id)
+                    except ValueError:
+                        raise self._not_understood(path, f"{message.id!r} is no event's id") from None
                     yield message
 
     def _event(self, path: str, message: Message) -> RunEvent:
         try:
             data = json.loads(message.data)
             when = data.pop("time")
-            _place(message.id)
             return RunEvent(message.id, float(when), message.event, data)
         except (ValueError, TypeError, KeyError, AttributeError):
             raise self._not_understood(path, f"an event that is none: {message!r:.200}") from None
@@ -566,7 +556,7 @@ class Client:
             ) from None
 
     async def _wait(self, failure: ServiceError, attempt: int, least: float, since: float) -> None:
-        """Sleep before the next attempt, or raise ``failure`` when that would be past ``patience`` seconds from ``since``."""
+        """Sleep before the next attempt, or raise ``failure`` if that were later than ``patience`` after ``since``."""
         seconds = max(least, backoff(attempt, random.random()))
         if time.monotonic() + seconds - since > self.patience:
             raise failure

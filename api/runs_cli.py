@@ -1,9 +1,9 @@
 """``asyncdock runs``, ``login`` and ``logout``: the runs of a service, from a shell.
 
-    command ──▶ server (--server, ASYNCDOCK_SERVER) and token (ASYNCDOCK_TOKEN, the keyring) ──▶ api.client ──▶ a table, or JSON
+    command ──▶ server (--server, ASYNCDOCK_SERVER), token (ASYNCDOCK_TOKEN, keyring) ──▶ api.client ──▶ a table, or JSON
     watch   ──▶ events ──▶ Progress ──▶ the view of a local run          Ctrl-C leaves the view; the run goes on
 
-What it prints for programs (``--json``) is on standard output; what it says to people meanwhile, and errors, on standard error.
+Standard output has what was asked for; what is said to people meanwhile, and errors, are on standard error.
 """
 
 from __future__ import annotations
@@ -298,9 +298,7 @@ def logout(server: ServerOption = DEFAULT_SERVER) -> None:
 # Asking the service
 
 
-def _ask(
-    server: str, work: Callable[[Client], Awaitable[T]], run: str = "", *, token: str = "", say: Any = None
-) -> T:
+def _ask(server: str, work: Callable[[Client], Awaitable[T]], run: str = "", *, token: str = "", say: Any = None) -> T:
     """What ``work`` gets from ``server``; whatever goes wrong ends the command, with what is wrong and its exit code."""
     from api.client import ApiProblem, Client, ServiceError
 
