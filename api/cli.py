@@ -256,8 +256,8 @@ async def show(made: RunLike, console: Console, *, json: bool, plain: bool) -> R
     """Execute ``made`` while a view follows its events; they also go to its ``metrics.jsonl``. Returns None when it was
     ended at once."""
     from api.progress import Progress
-    from api.report import METRICS, MetricsFile
     from orchestration import logs
+    from orchestration.metrics import METRICS, MetricsFile
 
     progress = Progress(made.recipe.name, made.recipe.train.steps, made.recipe.pipeline.staleness)
     with contextlib.ExitStack() as stack:

@@ -338,7 +338,9 @@ class Client:
 
     async def delete(self, run: str) -> None:
         """Remove an ended run, its data and its files."""
-        await self.run(run)  # NotFound, if so; from here on that means that it is removed, by an attempt whose answer was lost
+        await self.run(
+            run
+        )  # NotFound, if so; from here on that means that it is removed, by an attempt whose answer was lost
         with contextlib.suppress(NotFound):
             await self._send("DELETE", self._run(run))
 

@@ -25,7 +25,7 @@ class JsonView:
     """Prints each event as a line of JSON, as ``metrics.jsonl`` has it."""
 
     def event(self, event: Event) -> None:
-        from api.report import event_json
+        from orchestration.metrics import event_json
 
         print(event_json(event), flush=True)
 

@@ -150,7 +150,9 @@ class Service:
             if run["id"] == request.match_info["run"]:
                 return run
         raise web.HTTPNotFound(
-            text=json.dumps({"title": "Not Found", "status": 404, "detail": f"There is no run {request.match_info['run']}."}),
+            text=json.dumps(
+                {"title": "Not Found", "status": 404, "detail": f"There is no run {request.match_info['run']}."}
+            ),
             content_type="application/problem+json",
         )
 

@@ -41,7 +41,9 @@ from api.client import (
 from tests.api.faulty import RUN, Event, Service, Stream, busy, lost, problem, run_view
 from tests.servers import self_signed
 
-SCRIPT = [Event(f"{1000 + at // 3}-{at % 3}", "step", {"time": 1.5 + at, "step": at, "text": "é\n: ü"}) for at in range(12)]
+SCRIPT = [
+    Event(f"{1000 + at // 3}-{at % 3}", "step", {"time": 1.5 + at, "step": at, "text": "é\n: ü"}) for at in range(12)
+]
 
 
 @pytest.fixture
@@ -220,7 +222,9 @@ async def test_a_token_goes_to_the_service_and_nowhere_else(service: Service) ->
     async with Client(service.url, service.token) as client:
         assert (await client.run(RUN)).id == RUN
         assert service.token not in repr(client) + repr(vars(client).get("server"))
-        service.faults.append(lambda request: web.Response(status=307, headers={"Location": service.url + "/elsewhere"}))
+        service.faults.append(
+            lambda request: web.Response(status=307, headers={"Location": service.url + "/elsewhere"})
+        )
         with pytest.raises(NotAsyncDock):
             await client.run(RUN)
         assert [request.path for request in service.requests] == [f"/v1/runs/{RUN}"] * 2
@@ -282,7 +286,9 @@ LINES = st.text(st.characters(blacklist_characters="\r\n", blacklist_categories=
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 99), st.sampled_from(["step", "stage"]), st.lists(LINES, min_size=1, max_size=3))),
+    st.lists(
+        st.tuples(st.integers(1, 99), st.sampled_from(["step", "stage"]), st.lists(LINES, min_size=1, max_size=3))
+    ),
     st.sampled_from(["\n", "\r\n", "\r"]),
     st.integers(0, 2**32),
 )
@@ -290,7 +296,9 @@ def test_events_are_the_same_wherever_the_bytes_are_cut(
     events: list[tuple[int, str, list[str]]], end: str, seed: int
 ) -> None:
     text = "".join(
-        "".join(f"{line}{end}" for line in [f"id: {number}-0", f"event: {kind}", *(f"data: {part}" for part in data), ""])
+        "".join(
+            f"{line}{end}" for line in [f"id: {number}-0", f"event: {kind}", *(f"data: {part}" for part in data), ""]
+        )
         for number, kind, data in events
     )
     raw, parser, found = (text + f": comment{end}").encode(), SseParser(), []
@@ -320,9 +328,7 @@ faults = st.sampled_from([lost, busy(503, "0"), busy(429)])
 
 @given(st.lists(streams, max_size=6), st.lists(st.one_of(st.none(), faults), max_size=6), st.integers(0, len(SCRIPT)))
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_no_event_is_lost_and_none_comes_twice(
-    plans: list[Stream], broken: list[Any], begin: int
-) -> None:
+def test_no_event_is_lost_and_none_comes_twice(plans: list[Stream], broken: list[Any], begin: int) -> None:
     """Whatever the connections do: told half an event, told old ones again, dropped, refused."""
 
     async def read() -> list[int]:
