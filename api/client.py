@@ -22,6 +22,7 @@ import contextlib
 import email.utils
 import itertools
 import json
+import os
 import random
 import re
 import threading
@@ -40,18 +41,18 @@ from yarl import URL
 from api.keyring import DEFAULT_SERVER
 from api.progress import ENDED
 from api.schemas import (
+    CheckedRecipe,
     CheckpointsView,
     CheckpointView,
     MetricsView,
-    RecipeCheck,
     RecipeSummary,
     RecipesView,
-    RecipeView,
     RunPage,
     RunView,
     SamplePage,
     SampleView,
     StagesView,
+    StoredRecipe,
 )
 
 T = TypeVar("T")
@@ -282,12 +283,12 @@ class Client:
         """What the service has to run by name."""
         return (await self._get(RecipesView, "/v1/recipes")).recipes
 
-    async def recipe(self, name: str) -> RecipeView:
-        return await self._get(RecipeView, f"/v1/recipes/{_part('recipe', name)}")
+    async def recipe(self, name: str) -> StoredRecipe:
+        return await self._get(StoredRecipe, f"/v1/recipes/{_part('recipe', name)}")
 
-    async def check(self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RecipeCheck:
+    async def check(self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> CheckedRecipe:
         """What would follow from ``recipe`` (as for :meth:`submit`), or everything that is wrong with it; starts nothing."""
-        return await self._post(RecipeCheck, "/v1/recipes/check", submission(recipe, overrides))
+        return await self._post(CheckedRecipe, "/v1/recipes/check", submission(recipe, overrides))
 
     # --- runs
 
@@ -631,7 +632,8 @@ def _why(error: BaseException, timeout: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {timeout:g} s"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return error.os_error.strerror or str(error.os_error)
+        number = error.os_error.errno  # of a name that does not resolve it is none of the system's, and below 0
+        return os.strerror(number) if number and number > 0 else error.os_error.strerror or str(error.os_error)
     return str(error) or "the connection was lost"
 
 
@@ -684,10 +686,10 @@ class SyncClient:
     def recipes(self) -> list[RecipeSummary]:
         return self._call(self._client.recipes())
 
-    def recipe(self, name: str) -> RecipeView:
+    def recipe(self, name: str) -> StoredRecipe:
         return self._call(self._client.recipe(name))
 
-    def check(self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RecipeCheck:
+    def check(self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> CheckedRecipe:
         return self._call(self._client.check(recipe, overrides))
 
     def submit(

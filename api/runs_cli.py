@@ -36,6 +36,7 @@ T = TypeVar("T")
 PATIENCE = 5.0  # seconds for which a command goes on trying: a person waits
 WATCH_PATIENCE = 300.0  # seconds for which a view that has begun outlasts a service that is away
 COMPLETION_SECONDS = 2.0  # the TAB key's
+WIDE = 200  # columns of a table that no terminal limits
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 runs_app = typer.Typer(help="Start, stop and watch the runs of a service.", no_args_is_help=True)
@@ -111,7 +112,7 @@ def list_(
     if as_json:
         print(json.dumps([run.model_dump(mode="json") for run in runs]))
     elif runs:
-        Console().print(runs_table(runs, time.time()))
+        Console(width=None if sys.stdout.isatty() else WIDE).print(runs_table(runs, time.time()))
     else:
         which = " with these filters" if state or name or owner else ""
         _say(f"No runs{which} at {server}. Start one: asyncdock runs start mock --watch")
@@ -345,18 +346,24 @@ def _code(problem: ApiProblem) -> int:
 
 
 def _refused(server: str, problem: ApiProblem, *, given: bool) -> str:
-    """The problem, and for a refused token also where it came from: people have several."""
-    if problem.status not in (401, 403):
-        return str(problem)
+    """The problem; where it is about a token, also where that one came from: people have several."""
     if given:
         source = "the token that was just given"
     elif os.environ.get(TOKEN_VARIABLE):
         source = f"the token in {TOKEN_VARIABLE}"
-    elif find_token(server):
+    elif problem.status in (401, 403) and find_token(server):
         source = "the token that `asyncdock login` kept"
     else:
-        return f"{server} needs a token: {problem.detail}; set {TOKEN_VARIABLE}, or run `asyncdock login --server {server}`"
-    return f"{server} does not accept {source}: {problem}"
+        source = ""
+    fix = f"set {TOKEN_VARIABLE}, or run `asyncdock login --server {server}`"
+    match problem.status:
+        case 401 if source:
+            return f"{server} does not accept {source}: {problem.detail} Get another one and {fix}"
+        case 401:
+            return f"{server} needs a token: {fix}"
+        case 403 if source:
+            return f"{problem} (asked with {source})"
+    return str(problem)
 
 
 def _nobody_there(server: str, error: ServiceError) -> str:
@@ -460,7 +467,8 @@ def runs_table(runs: Sequence[RunView], now: float) -> Table:
     from api.terminal import STATE_STYLES, number
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("run", "state", "steps", "reward", "created", "took", "owner"):
+    table.add_column("run", no_wrap=True, min_width=max((len(run.id) for run in runs), default=0))  # it is copied
+    for column in ("state", "steps", "reward", "took", "created", "owner"):
         table.add_column(column, no_wrap=True, justify="right" if column in ("steps", "reward", "took") else "left")
     for run in runs:
         state = f"queued {run.position}" if run.position else run.state
@@ -469,8 +477,8 @@ def runs_table(runs: Sequence[RunView], now: float) -> Table:
             f"[{STATE_STYLES[run.state]}]{state}[/]" if run.state in STATE_STYLES else state,
             f"{run.steps_done}/{run.steps}",
             number(run.reward, ".3f"),
-            _when(run.created),
             _took(run, now),
+            _when(run.created),
             run.owner,
         )
     return table

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -104,6 +106,7 @@ class Service:
     bodies: list[Any] = field(default_factory=list)
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     streaming: asyncio.Event = field(default_factory=asyncio.Event)  # a stream was opened
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # a reader went away from a stream that was held
     hold: asyncio.Event | None = None  # a stream that goes well waits for it before it ends
 
     async def __aenter__(self) -> Service:
@@ -121,7 +124,7 @@ class Service:
                 web.post("/v1/runs/{run}/{action:pause|resume|stop|checkpoint}", self._move),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await self._site.start()
@@ -218,8 +221,28 @@ class Service:
             await response.write(plan.end)
         if plan.events is None:
             if self.hold is not None:
-                await self.hold.wait()
+                try:
+                    await self.hold.wait()
+                except asyncio.CancelledError:
+                    self.left.set()
+                    raise
             run["state"] = self.ended
             await response.write(f'event: end\ndata: {{"state":"{self.ended}","reason":""}}\n\n'.encode())
             return response
         return lost(request)
+
+
+@contextlib.contextmanager
+def served(service: Service) -> Iterator[Service]:
+    """``service`` in a thread of its own, for who asks it without asyncio."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(service.__aenter__(), loop).result(10)
+        yield service
+    finally:
+        asyncio.run_coroutine_threadsafe(service.__aexit__(None, None, None), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
