@@ -628,16 +628,12 @@ class Index:
     async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
         """The next events after id ``after``, at most 500; empty when none came within ``timeout`` seconds."""
         found = await self._read({"events": after}, timeout, 500)
-        return [
-            Event(
-                entry.decode(),
-                float(fields[b"time"]),
-                fields[b"kind"].decode(),
-                msgpack.unpackb(fields[b"data"], strict_map_key=False),
-            )
-            for _, entries in found or ()
-            for entry, fields in entries
-        ]
+        return [_event(entry, fields) for _, entries in found or () for entry, fields in entries]
+
+    async def newest(self, kind: str, within: int = 1000) -> Event | None:
+        """The newest event of this kind among the last ``within`` of all; None when there is none."""
+        found = await self._retry(lambda again: self._redis.xrevrange(f"{self.prefix}events", count=within))
+        return next((_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()), None)
 
     async def last_event(self) -> str:
         """The id of the newest event; "0" before there is one."""
@@ -673,6 +669,11 @@ class Index:
                     await self._redis.unlink(key)
 
         await self._retry(once, self.timeout)
+
+
+def _event(entry: bytes, fields: Mapping[bytes, bytes]) -> Event:
+    data = msgpack.unpackb(fields[b"data"], strict_map_key=False)
+    return Event(entry.decode(), float(fields[b"time"]), fields[b"kind"].decode(), data)
 
 
 def _prefix(run: str) -> str:
