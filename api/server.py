@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import structlog
 from aiohttp import web
 
-from api import routes_service
+from api import routes_dashboard, routes_service
 from api.limits import admission, secure
 from api.operations import build_routes, openapi_document
 from api.problems import problems
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-ROUTES = (routes_service,)  # every module with operations
+ROUTES = (routes_service, routes_dashboard)  # every module with operations
 CLOSING_SECONDS = 5.0  # for requests that are under way when the server goes down
 LOCK = "server.lock"
 
