@@ -21,7 +21,12 @@ from pathlib import Path
 import structlog
 from aiohttp import web
 
-from api import routes_recipes, routes_runs, routes_service
+from api import (
+    routes_dashboard,
+    routes_recipes,
+    routes_runs,
+    routes_service,
+)
 from api.limits import admission, secure
 from api.operations import build_routes, openapi_document
 from api.problems import problems
@@ -31,7 +36,13 @@ from orchestration.registry import Registry
 
 log = structlog.get_logger()
 
-ROUTES = (routes_runs, routes_recipes, routes_service)  # every module with operations
+# Every module with operations, in the order in which they are told.
+ROUTES = (
+    routes_runs,
+    routes_recipes,
+    routes_service,
+    routes_dashboard,
+)
 CLOSING_SECONDS = 5.0  # for requests that are under way when the server goes down
 LOCK = "server.lock"
 
