@@ -36,6 +36,7 @@ from pipeline.columns import ColumnError
 from pipeline.controller import Controller, Stage
 from pipeline.dock import Dock
 from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
+from pipeline.spans import Spans
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
 from stages.device import DeviceMissing
@@ -214,8 +215,8 @@ class Worker:
 
     # ── the kinds ──
 
-    def _control(self, stage: Stage) -> Controller:
-        controller = Controller(self.dock, stage, number=self.number)
+    def _control(self, stage: Stage, spans: Spans | None = None) -> Controller:
+        controller = Controller(self.dock, stage, number=self.number, spans=spans)
         self._controllers.append(controller)
         return controller
 
@@ -320,16 +321,18 @@ class Worker:
             return
         self._farewell.append(lambda: gang.tell("end"))
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
+        spans = Spans()
 
         async def after_step(done: int) -> None:
             if done % every and done < steps:
                 return
             state = await self.index.call("snapshot")
             state["remake"] = list(state["remake"] or ())
-            partial = checkpoint.begin(self.place.checkpoints, done)
-            await gang.tell("save", folder=str(partial))
-            await asyncio.to_thread(checkpoint.write, partial, engine)
-            await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
+            with spans.during("checkpoint", version=done):
+                partial = checkpoint.begin(self.place.checkpoints, done)
+                await gang.tell("save", folder=str(partial))
+                await asyncio.to_thread(checkpoint.write, partial, engine)
+                await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
             await self.index.call("release", before=done)
 
         stage = Update(
@@ -344,9 +347,10 @@ class Worker:
             after_last=lambda: controller.stop(),
             gang=gang,
             probe=recipe.probe_tolerance > 0,
+            spans=spans,
         )
         self._version = lambda: stage.trained
-        controller = self._control(stage)
+        controller = self._control(stage, spans)
         await stage.catch_up()
 
 
