@@ -59,17 +59,18 @@ class MetricsFile:
 
 def event_json(event: Event) -> str:
     """One line of JSON, always of finite numbers."""
-    line = {"id": event.id, "time": event.time, "kind": event.kind, "data": _finite(event.data)}
+    line = {"id": event.id, "time": event.time, "kind": event.kind, "data": finite(event.data)}
     return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """``value`` with None for every number that is not finite, as JSON knows none of these."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 
@@ -100,7 +101,7 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
         progress.apply(event)
     summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
     files, missing = [out_dir / SUMMARY], []
-    (out_dir / SUMMARY).write_text(json.dumps(_finite(summary), indent=2) + "\n", encoding="utf-8")
+    (out_dir / SUMMARY).write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
     if progress.evaluations:
         (out_dir / SAMPLES).write_text(samples_markdown(progress), encoding="utf-8")
         files.append(out_dir / SAMPLES)

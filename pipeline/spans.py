@@ -1,6 +1,6 @@
 """Spans: what a worker did from when to when, for whoever draws a timeline of the run.
 
-    work ──▶ add (name, start, seconds) ──▶ the longest of a report's time ──twice a second──▶ a `span` event
+work ──▶ add (name, start, seconds) ──▶ the longest of a report's time ──twice a second──▶ a `span` event
 """
 
 from __future__ import annotations
