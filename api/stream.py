@@ -4,8 +4,8 @@
                                   ▲ joins when it has all up to here            └ too much unsent: `dropped`, closed
     history ── pages after Last-Event-ID ──▶ a new listener, at the pace at which it reads
 
-Between history and live nothing is missing and nothing comes twice: a listener joins with the id up to which it was told, in the
-same turn of the event loop in which it is not behind the feed, and of the next batch it is told only what is past that id.
+Between history and live nothing is missing and nothing comes twice: a listener joins with the id up to which it was told, in
+the same turn of the event loop in which it is not behind the feed, and of the next batch it is told only what is past that.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Listener(Protocol):
 
 
 class Feed:
-    """One run's events. ``over`` says how the run has ended, when it has; ``delayed`` is told each event's age, in seconds, when
-    it is on its way to all listeners."""
+    """One run's events. ``over`` says how the run has ended, when it has; ``delayed`` is told each event's age, in seconds,
+    when it is on its way to all listeners."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""What a reader of a run's events relies on: all of them, once, in order, from wherever it asks; and that another reader which
-does not read disturbs nobody."""
+"""What a reader of a run's events relies on: all of them, once, in order, from wherever it asks; and that another reader
+which does not read disturbs nobody."""
 
 from __future__ import annotations
 
