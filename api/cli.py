@@ -248,9 +248,9 @@ async def show(made: RunLike, console: Console, *, json: bool, plain: bool) -> R
     """Execute ``made`` while a view follows its events; they also go to its ``metrics.jsonl``. Returns None when it was
     ended at once."""
     from api.progress import Progress
-    from api.report import METRICS, MetricsFile
     from api.terminal import LiveView, PlainView
     from orchestration import logs
+    from orchestration.metrics import METRICS, MetricsFile
 
     progress = Progress(made.recipe.name, made.recipe.train.steps, made.recipe.pipeline.staleness)
     with contextlib.ExitStack() as stack:
@@ -334,7 +334,7 @@ class JsonView:
     """Prints each event as a line of JSON, as ``metrics.jsonl`` has it."""
 
     def event(self, event: Event) -> None:
-        from api.report import event_json
+        from orchestration.metrics import event_json
 
         print(event_json(event), flush=True)
 

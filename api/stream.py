@@ -24,8 +24,8 @@ import structlog
 from aiohttp import HttpVersion11, web
 
 from api.events import BEGINNING, History, order
-from api.report import finite
-from orchestration.run import ENDED
+from orchestration.metrics import finite
+from orchestration.registry import ENDED
 from pipeline.index import EVENTS_AT_ONCE, Event, IndexUnreachable
 
 log = structlog.get_logger()

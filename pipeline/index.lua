@@ -1469,9 +1469,10 @@ end)
 -- {stage} → how many rows or groups wait to be claimed
 define('depth', function(run, a) return value(run, 'ready:' .. a.stage) end, true)
 
--- The ledger. `in_flight` is counted row by row over the open groups, not derived from the other counters.
-define('ledger', function(run, a)
-  local rows_in_flight, tokens_in_flight = 0, 0
+-- Generated samples and tokens that are neither trained nor gone: counted row by row over the open groups, not derived from
+-- the other counters; and those that a run has left when it ended.
+local function in_flight(run)
+  local samples, tokens = value(run, 'left'), value(run, 'left_tokens')
   for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
     local first, last = ends(member)
     local rows = rows_in(run, { first, last })
@@ -1480,11 +1481,16 @@ define('ledger', function(run, a)
       stretches(read(run, 's', 8, rows[i], rows[i + 1]), function(entry, x, y)
         local _, _, state = unpack_at('<I4I2I1', entry)
         if state ~= GENERATED then return end
-        rows_in_flight = rows_in_flight + y - x + 1
-        for j = x, y do tokens_in_flight = tokens_in_flight + unpack_at('<I4', numbers, 8 * j + 5) end
+        samples = samples + y - x + 1
+        for j = x, y do tokens = tokens + unpack_at('<I4', numbers, 8 * j + 5) end
       end)
     end
   end
+  return samples, tokens
+end
+
+define('ledger', function(run, a)
+  local rows_in_flight, tokens_in_flight = in_flight(run)
   return {
     generated = value(run, 'generated'), generated_tokens = value(run, 'generated_tokens'),
     trained = value(run, 'trained_rows'), trained_tokens = value(run, 'trained_rows_tokens'),
@@ -1494,6 +1500,17 @@ define('ledger', function(run, a)
     redelivered = value(run, 'redelivered'),
   }
 end, true)
+
+-- The run has ended, and its samples are about to go: the counters alone tell of them from now on.
+define('retire', function(run, a)
+  local samples, tokens = in_flight(run)
+  call('HSET', run .. 'n', 'left', samples, 'left_tokens', tokens, 'live', 0)
+  call('DEL', run .. 'open')
+  for _, stage in ipairs(config(run).stages) do
+    call('HSET', run .. 'n', 'ready:' .. stage.name, 0, 'parked:' .. stage.name, 0)
+  end
+  return true
+end)
 
 -- → {counters, remake}: what a run that resumes at the trainer's version starts from. Groups admitted and not trained are
 -- made again; their responses leave the ledger, as they will be generated anew.

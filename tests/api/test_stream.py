@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from api import events, stream
 from api.events import EventsFile, History, id_at, order
-from api.report import MetricsFile, event_json
 from api.stream import NOW, Batch, Ending, Feed, Feeds, Reader
+from orchestration.metrics import MetricsFile, event_json
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Event, Index
 
