@@ -28,7 +28,14 @@ from typing import Any
 import structlog
 
 from orchestration import checkpoint
-from orchestration.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.engines import (
+    reference_engine,
+    rollout_engine,
+    sampling_of,
+    terms_of,
+    tokenizer_of,
+    train_engine,
+)
 from orchestration.logs import Current, configure
 from orchestration.planner import slab_bytes
 from orchestration.recipe import Recipe
@@ -43,11 +50,13 @@ from stages.device import DeviceMissing
 from stages.engines.plans import Ranks
 from stages.engines.protocols import EngineMissing
 from stages.evaluate import Evaluator, distinct_prompts
+from stages.external import TERMS
+from stages.feed import Feed
 from stages.follower import Follower, SwapPolicy
 from stages.gang import Gang, Mate
 from stages.gate import Gate
-from stages.models import ModelNotFound
-from stages.prompts import PromptError, load_prompts
+from stages.models import ModelNotFound, Tokenizer
+from stages.prompts import PromptError, PromptForm, PromptSource, load_prompts
 from stages.reference import Reference
 from stages.reward import Reward, RewardError, RewardSet
 from stages.rollout import Rollout
@@ -73,6 +82,7 @@ FATAL = (
 EXIT_FATAL = 3
 EXIT_FAILED = 1
 STATE_SECONDS = 10.0
+FED = "prompts.jsonl"  # in the run's folder: the prompts that other programs have put
 
 
 @dataclass(frozen=True)
@@ -103,14 +113,16 @@ def flow_of(recipe: Recipe) -> Flow:
 
 
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
-    """The workers that a recipe asks for, as (kind, number)."""
-    reference = [("reference", 0)] if flow_of(recipe).reference else []
+    """The workers that a recipe asks for, as (kind, number); none for stages that other programs do."""
+    numbers = {
+        "rollout": range(recipe.rollout.workers),
+        "reward": range(1, recipe.reward.workers),
+        "reference": range(int(flow_of(recipe).reference)),
+        "update": range(recipe.train.ranks),
+    }
     return [
         ("flow", 0),
-        *(("rollout", number) for number in range(recipe.rollout.workers)),
-        *(("reward", number) for number in range(1, recipe.reward.workers)),
-        *reference,
-        *(("update", number) for number in range(recipe.train.ranks)),
+        *((kind, n) for kind, some in numbers.items() if kind not in recipe.external.stages for n in some),
     ]
 
 
@@ -228,16 +240,26 @@ class Worker:
         if recipe.pipeline.serve:
             host, port = await self.dock.serve(recipe.pipeline.serve)
             log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
-        prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed)
+        if recipe.external.stages:
+            await self.index.put(TERMS, terms_of(recipe, tokenizer).to_json())
         self._gate = Gate(
             self.dock,
-            prompts.train,
+            await self._prompts(tokenizer),
             group_size=recipe.algorithm.group_size,
             steps=recipe.train.steps,
             groups_per_step=recipe.train.groups_per_step,
         )
-        self._control(Reward(self._rewards(), tokenizer))
+        if recipe.ours("reward"):
+            self._control(Reward(self._rewards(), tokenizer))
         self._control(Advantage(build_algorithm(recipe.algorithm.name, recipe.algorithm.options)))
+
+    async def _prompts(self, tokenizer: Tokenizer) -> PromptSource:
+        if self.recipe.prompts.source != "external":
+            return load_prompts(self.recipe.prompts, tokenizer, self.recipe.seed).train
+        feed = Feed(self.index, self.place.out / FED, PromptForm(self.recipe.prompts, tokenizer))
+        await feed.begin()
+        self._beside.append(feed.run)
+        return feed
 
     async def _build_reward(self) -> None:
         self._control(Reward(self._rewards(), tokenizer_of(self.recipe)))
@@ -348,6 +370,7 @@ class Worker:
             gang=gang,
             probe=recipe.probe_tolerance > 0,
             spans=spans,
+            publish_first=not recipe.ours("rollout"),
         )
         self._version = lambda: stage.trained
         controller = self._control(stage, spans)

@@ -551,6 +551,12 @@ class Index:
             )
         return Claim(stage, reply["token"], reply)
 
+    async def lease(self, token: int) -> tuple[Claim, int] | None:
+        """The claim that goes by ``token``, as its holder was told it, and how many of its rows are left; None when it has
+        ended."""
+        reply = await self._call_raw("lease", token=token)
+        return (Claim(reply["stage"].decode(), token, reply), reply["left"]) if reply else None
+
     async def renew(self, stage: str, tokens: Sequence[int], lease: float) -> set[int]:
         kept = await self.call("renew", stage=stage, tokens=list(tokens), lease=int(lease * 1000))
         return {int(token) for token in kept or ()}
