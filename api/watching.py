@@ -56,7 +56,7 @@ class Watching:
             self._folds.popitem(last=False)
         async with fold.lock:
             while time.monotonic() - fold.read > FRESH_SECONDS:
-                events = await index.events(fold.after, timeout=0.001)
+                events = await index.past_events(fold.after)
                 for event in events:
                     fold.apply(event)
                     fold.after = event.id

@@ -43,6 +43,7 @@ from pipeline.columns import ColumnError
 from pipeline.controller import Controller, Stage
 from pipeline.dock import Dock
 from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
+from pipeline.spans import Spans
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
 from stages.device import DeviceMissing
@@ -226,8 +227,8 @@ class Worker:
 
     # ── the kinds ──
 
-    def _control(self, stage: Stage) -> Controller:
-        controller = Controller(self.dock, stage, number=self.number)
+    def _control(self, stage: Stage, spans: Spans | None = None) -> Controller:
+        controller = Controller(self.dock, stage, number=self.number, spans=spans)
         self._controllers.append(controller)
         return controller
 
@@ -342,16 +343,18 @@ class Worker:
             return
         self._farewell.append(lambda: gang.tell("end"))
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
+        spans = Spans()
 
         async def after_step(done: int) -> None:
             if done % every and done < steps:
                 return
             state = await self.index.call("snapshot")
             state["remake"] = list(state["remake"] or ())
-            partial = checkpoint.begin(self.place.checkpoints, done)
-            await gang.tell("save", folder=str(partial))
-            await asyncio.to_thread(checkpoint.write, partial, engine)
-            await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
+            with spans.during("checkpoint", version=done):
+                partial = checkpoint.begin(self.place.checkpoints, done)
+                await gang.tell("save", folder=str(partial))
+                await asyncio.to_thread(checkpoint.write, partial, engine)
+                await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
             await self.index.call("release", before=done)
 
         stage = Update(
@@ -366,10 +369,11 @@ class Worker:
             after_last=lambda: controller.stop(),
             gang=gang,
             probe=recipe.probe_tolerance > 0,
+            spans=spans,
             publish_first=not recipe.ours("rollout"),
         )
         self._version = lambda: stage.trained
-        controller = self._control(stage)
+        controller = self._control(stage, spans)
         await stage.catch_up()
 
 

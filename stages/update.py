@@ -22,6 +22,7 @@ from tensordict import TensorDict
 from pipeline.controller import Output
 from pipeline.dock import Dock
 from pipeline.index import BoundBroken, Claim
+from pipeline.spans import Spans
 from stages.algorithms import Algorithm
 from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
@@ -54,6 +55,7 @@ class Update:
         after_last: Callable[[], None],
         gang: Gang | None = None,
         probe: bool = False,
+        spans: Spans | None = None,
         publish_first: bool = False,
     ) -> None:
         self.gang = gang or Gang(dock.index, Ranks(0))
@@ -61,6 +63,7 @@ class Update:
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
+        self.spans = spans or Spans()
         self._since = time.monotonic()
         self._publish_first = publish_first
         self._probes, self._probe = probe, tuple[list[int], ...]()  # prompt and response of a row of the last batch
@@ -119,7 +122,8 @@ class Update:
         if self._probes:
             limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
             self._probe = tuple(batch[name].unbind()[0][:most].tolist() for name, most in limits)
-        return await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+        with self.spans.during("train", rows=len(claim), version=self.trained):
+            return await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
 
     async def _published(self) -> bool:
         """Whether the published version's weights are there, and not only its number."""
@@ -128,9 +132,10 @@ class Update:
     async def publish(self) -> None:
         """Put the engine's weights into host memory as the current version, and tell the index."""
         began = time.monotonic()
-        await self.gang.tell("publish", probe=self._probe)
-        published = await asyncio.to_thread(self._write)
-        await self.dock.index.call("publish", version=self.trained, record=published.record())
+        with self.spans.during("publish", version=self.trained):
+            await self.gang.tell("publish", probe=self._probe)
+            published = await asyncio.to_thread(self._write)
+            await self.dock.index.call("publish", version=self.trained, record=published.record())
         await self.dock.index.emit(
             "sync",
             {
