@@ -53,8 +53,6 @@ app = typer.Typer(
 
 app.add_typer(dock_app, name="dock")
 app.add_typer(runs_app, name="runs")
-app.command()(login)
-app.command()(logout)
 plan_app = typer.Typer(help="Derive what a run would do, without running anything.", no_args_is_help=True)
 app.add_typer(plan_app, name="plan")
 
@@ -183,6 +181,9 @@ def plan_reshard(
     else:
         Console().print(reshard_view(report))
 
+
+app.command()(login)
+app.command()(logout)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Finding and loading recipes

@@ -142,7 +142,9 @@ PROBLEMS: dict[int, type[ApiProblem]] = {
 
 def _sentence(field: str | None, value: Any, wrong: str, fix: str | None) -> str:
     """``field = value: wrong; fix``, as far as the parts are there and not said already."""
-    head = f"{field} = {json.dumps(value)}" if field and value is not None else field or ""
+    name = re.sub(r"^(path|query|header)\.", "", field or "")
+    head = f"{name} = {json.dumps(value)}" if name and value is not None else name
+    wrong = wrong if not fix else wrong.removesuffix(".")
     text = f"{head}: {wrong}" if head and not wrong.startswith(str(field)) else wrong
     return f"{text}; {fix}" if fix and fix not in text else text
 

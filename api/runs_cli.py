@@ -36,6 +36,7 @@ T = TypeVar("T")
 PATIENCE = 5.0  # seconds for which a command goes on trying: a person waits
 WATCH_PATIENCE = 300.0  # seconds for which a view that has begun outlasts a service that is away
 COMPLETION_SECONDS = 2.0  # the TAB key's
+UNKNOWN_RUN = "urn:asyncdock:unknown-run"  # what api.problems calls it
 WIDE = 200  # columns of a table that no terminal limits
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -309,8 +310,8 @@ def _ask(server: str, work: Callable[[Client], Awaitable[T]], run: str = "", *, 
             try:
                 return await work(client)
             except ApiProblem as problem:
-                if problem.status == 404 and run:
-                    problem.fix = _did_you_mean(run, await _newest(client))
+                if problem.type == UNKNOWN_RUN:
+                    problem.value, problem.fix = run, _did_you_mean(run, await _newest(client))
                 raise
 
     try:

@@ -276,14 +276,14 @@ def test_an_address_that_is_none_is_told() -> None:
 def test_an_unknown_run_is_suggested_one(service: Service, name: str) -> None:
     code, _, err = asyncdock("runs", name, RUN[:-1] + "x", *(["--yes"] if name == "delete" else []))
     assert code == BAD_INPUT
-    assert f"did you mean {RUN}?" in err
+    assert f'error: run = "{RUN[:-1]}x": There is no such run; did you mean {RUN}?' in err
     assert "`asyncdock runs list` shows those that there are" in asyncdock("runs", "show", "zzz")[2]
 
 
 def test_what_makes_no_sense_now_is_told(service: Service) -> None:
     service.runs[0]["state"] = "finished"
     code, _, err = asyncdock("runs", "pause", RUN)
-    assert (code, err) == (FAILED, "error: The run is finished.; start another one\n")
+    assert (code, err) == (FAILED, "error: The run is finished; start another one\n")
 
 
 def test_a_recipe_that_is_wrong_here_is_not_sent(service: Service, tmp_path: Path) -> None:
