@@ -152,12 +152,9 @@ class Service:
         for run in self.runs:
             if run["id"] == request.match_info["run"]:
                 return run
-        raise web.HTTPNotFound(
-            text=json.dumps(
-                {"title": "Not Found", "status": 404, "detail": f"There is no run {request.match_info['run']}."}
-            ),
-            content_type="application/problem+json",
-        )
+        told = {"type": "urn:asyncdock:unknown-run", "title": "Not Found", "detail": "There is no such run."}
+        told |= {"field": "path.run", "fix": "see GET /v1/runs"}
+        raise web.HTTPNotFound(text=json.dumps(told), content_type="application/problem+json")
 
     async def _submit(self, request: web.Request) -> web.Response:
         key, body = request.headers["Idempotency-Key"], await request.json()
