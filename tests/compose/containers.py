@@ -1,6 +1,6 @@
-"""The services of compose.yaml as processes on this machine, each with what compose.yaml says of it: its command, environment,
-user, read-only root, volumes, secrets, shared memory and health check. What stands in for the images are this machine's
-redis-server and Prometheus, and the environment that runs the tests for the image that is ours.
+"""The services of compose.yaml as processes on this machine, each with what compose.yaml says of it: its command,
+environment, user, read-only root, volumes, secrets, shared memory and health check. What stands in for the images are this
+machine's redis-server and Prometheus, and the environment that runs the tests for the image that is ours.
 
     Stack ──setup──▶ secrets            one network of their own, in which redis, api, ... are all 127.0.0.1
       up(service): what it depends on, healthy or completed, then itself ──▶ Container: healthy(), kill(), logs()
@@ -38,6 +38,7 @@ T = TypeVar("T")
 FOLDER = ROOT / "compose"
 CLONE_NEWNET = 0x40000000
 SOURCE, VENV = "/opt/source", "/opt/asyncdock"  # where a container finds the code; the second is the image's own path
+ENTRYPOINT = f"{SOURCE}/compose/entrypoint.sh"  # the image has it on its path
 SIZES = {"k": 2**10, "m": 2**20, "g": 2**30}
 DEFAULT_SHARED_MEMORY = "64m"  # of a container
 
@@ -68,7 +69,9 @@ def in_bytes(size: str) -> int:
 class Container:
     """One service that was started. ``pid`` is its first process, with whose death all of its processes end."""
 
-    def __init__(self, name: str, spec: Mapping[str, Any], process: subprocess.Popen[bytes], pid: int, log: Path) -> None:
+    def __init__(
+        self, name: str, spec: Mapping[str, Any], process: subprocess.Popen[bytes], pid: int, log: Path
+    ) -> None:
         self.name, self.spec, self.process, self.pid, self._log = name, spec, process, pid, log
         self.variables: dict[str, str] = {}
 
@@ -85,7 +88,7 @@ class Container:
     def execute(self, command: list[str], seconds: float = 20.0) -> subprocess.CompletedProcess[str]:
         """``docker compose exec``. A command that takes too long has exit code 124."""
         inside = ["nsenter", f"--target={self.pid}", *("--mount", "--pid", "--net", "--ipc", "--uts")]
-        command = [ENTRYPOINT if part == Path(ENTRYPOINT).name else part for part in command]
+        command = [ENTRYPOINT if part == "asyncdock-entrypoint" else part for part in command]
         whole = [*inside, *as_user(self.spec["user"]), "timeout", str(seconds), *command]
         return subprocess.run(whole, env=self.variables, capture_output=True, text=True)
 
@@ -129,7 +132,8 @@ class Stack:
         self._network = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", hold, "hold", "600"], stdout=subprocess.PIPE, preexec_fn=die_with_parent
         )
-        assert self._network.stdout is not None and self._network.stdout.readline() == b"up\n"
+        assert self._network.stdout is not None
+        assert self._network.stdout.readline() == b"up\n"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,7 +192,7 @@ class Stack:
     def _start(self, name: str) -> Container:
         spec = self.services[name]
         image = spec["image"].partition(":")[0]
-        entry = ENTRYPOINTS.get(image, [f"{SOURCE}/compose/entrypoint.sh"])
+        entry = ENTRYPOINTS.get(image, [ENTRYPOINT])
         command = [*entry, *spec.get("command", stages()[OURS[image]].command("CMD") if image in OURS else [])]
         variables = environment(OURS[image]) if image in OURS else {"PATH": "/usr/bin:/bin"}
         variables |= {"PYTHONPATH": SOURCE, **spec.get("environment", {})}

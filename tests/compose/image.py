@@ -1,12 +1,12 @@
-"""The Dockerfile's steps, run in order without a container engine: each stage is a folder, its RUN steps run with that folder
-as root file system.
+"""The Dockerfile's steps, run in order without a container engine: each stage is a folder, and its RUN steps run with that
+folder as root file system.
 
     base ──copy──▶ stage: COPY (only what .dockerignore lets through), RUN as USER in WORKDIR with ENV ──▶ next stage
 
     python -m tests.compose.image FOLDER [--torch-index ADDRESS] [--share PATH ...]
 
-builds the real image's file system into FOLDER, from an empty root that debootstrap fills with Debian, and prints how large it
-is. It takes some minutes, some gigabytes and a network. ``--share`` shows a file or folder of this machine to the steps
+builds the real image's file system into FOLDER, from an empty root that debootstrap fills with Debian, and prints how large
+it is. It takes some minutes, some gigabytes and a network. ``--share`` shows a file or folder of this machine to the steps
 (for example where pip's own settings and packages lie).
 """
 

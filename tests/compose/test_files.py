@@ -1,5 +1,5 @@
-"""The stack's files keep what compose/README.md promises, and are what their readers take: compose's schema, a Dockerfile linter,
-the versions that the suite itself runs with."""
+"""The stack's files keep what compose/README.md promises, and are what their readers take: compose's schema, a Dockerfile
+linter, the versions that the project allows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_the_scripts_are_posix_shell() -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_can_do_no_more_than_it_needs(name: str) -> None:
     spec = SERVICES[name]
-    assert spec["read_only"] and spec["cap_drop"] == ["ALL"]
+    assert spec["read_only"]
+    assert spec["cap_drop"] == ["ALL"]
     assert spec["security_opt"] == ["no-new-privileges:true"]
     assert int(spec["user"].split(":")[0]) > 0
     assert not {"privileged", "cap_add", "pid", "ipc", "devices", "env_file"} & set(spec)
@@ -147,7 +148,8 @@ def test_setup_makes_every_secret_for_nobody_else_on_the_machine(folder: Path) -
     for name in ("token", "metrics_token"):
         assert re.fullmatch(r"adock_[0-9a-f]{12}_[A-Za-z0-9_-]{43}\n", made[name])
     password = re.search(r":([0-9a-f]{64})@redis:6379", made["index_url"])
-    assert password and f">{password[1]} " in made["index_users"]
+    assert password
+    assert f">{password[1]} " in made["index_users"]
     assert not any(text.strip() in done.stdout + done.stderr for text in made.values())
 
 
@@ -182,7 +184,8 @@ def test_the_entrypoint_puts_a_secret_in_the_environment_and_says_when_it_cannot
     assert done.stdout == "redis://:a b$c@redis\n"
     given["ASYNCDOCK_INDEX_FILE"] = "/nowhere"
     done = subprocess.run([entry, "printenv", "ASYNCDOCK_INDEX"], env=given, capture_output=True, text=True)
-    assert done.returncode == 2 and "compose/setup" in done.stderr
+    assert done.returncode == 2
+    assert "compose/setup" in done.stderr
 
 
 # --- the image -------------------------------------------------------------------------------------------------------
@@ -191,14 +194,23 @@ def test_the_entrypoint_puts_a_secret_in_the_environment_and_says_when_it_cannot
 def test_the_image_is_of_two_stages_without_root_and_without_what_builds() -> None:
     found = stages()
     final = found["asyncdock"]
-    assert list(found)[-1] == "" and found[""].base == "asyncdock" and not found[""].steps
-    assert {re.sub(r"[^:]*:", "", stage.base) for stage in found.values() if ":" in stage.base} == {"3.11.14-slim-bookworm"}
+    assert list(found)[-1] == ""
+    assert found[""].base == "asyncdock"
+    assert not found[""].steps
+    assert {re.sub(r"[^:]*:", "", stage.base) for stage in found.values() if ":" in stage.base} == {
+        "3.11.14-slim-bookworm"
+    }
     assert final.last("USER") == "10001:10001" == SERVICES["api"]["user"]
     assert [value for name, value in final.steps if name == "COPY" and "--from=build" in value]
     assert "pip uninstall" in final.last("RUN") or any("pip uninstall" in value for name, value in final.steps)
-    assert final.last("HEALTHCHECK") and final.command("ENTRYPOINT")
+    assert final.last("HEALTHCHECK")
+    assert final.command("ENTRYPOINT")
     steps = [step for stage in found.values() for step in stage.steps]
-    assert not [value for name, value in steps if name == "ADD" or re.search(r"https?://|apt-get|curl|wget", value) and name == "RUN"]
+    assert not [
+        value
+        for name, value in steps
+        if name == "ADD" or (re.search(r"https?://|apt-get|curl|wget", value) and name == "RUN")
+    ]
     assert all("--no-deps" in value for name, value in steps if name == "RUN" and "pip install" in value)
 
 
@@ -232,4 +244,5 @@ def test_the_image_has_every_requirement_in_a_version_that_we_allow() -> None:
 def test_the_recipes_of_the_stack_are_whole(recipe: Path) -> None:
     with recipe.open("rb") as file:
         said: dict[str, Any] = tomllib.load(file)
-    assert said["name"] == recipe.stem and said["description"]
+    assert said["name"] == recipe.stem
+    assert said["description"]

@@ -74,7 +74,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In place of the Python image: this machine's programs are mounted over it, and this Python, where nothing else lies."""
+    """In place of the Python image: this machine's programs are mounted over it, and this Python where nothing else is."""
     root = tmp_path_factory.mktemp("base") / "root"
     for name in ("etc", "opt", "tmp", "interpreter", *MOUNTED):
         (root / name).mkdir(parents=True)
@@ -85,7 +85,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     local, interpreter = root / "usr" / "local", Path("/interpreter/bin") / Path(sys.executable).resolve().name
     subprocess.run([sys.executable, "-m", "venv", str(local)], check=True)
     settings = local / "pyvenv.cfg"
-    settings.write_text(re.sub(r"^home = .*$", f"home = {interpreter.parent}", settings.read_text(), flags=re.MULTILINE))
+    settings.write_text(
+        re.sub(r"^home = .*$", f"home = {interpreter.parent}", settings.read_text(), flags=re.MULTILINE)
+    )
     (local / "bin" / "python").unlink()
     (local / "bin" / "python").symlink_to(interpreter)
     return root
@@ -114,7 +116,8 @@ def test_the_image_has_what_is_written_down_and_ours_and_nothing_else(image: Pat
     assert {name for name in found if not name.startswith("asyncdock")} == written  # so pip is gone too
     listed = ["git", "ls-files", "pipeline", "stages", "orchestration", "api", "recipes"]
     tracked = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert tracked and not [path for path in tracked if not (packages / path).is_file()]
+    assert tracked
+    assert not [path for path in tracked if not (packages / path).is_file()]
     assert (image / "opt/asyncdock/bin/asyncdock").is_file()
 
 

@@ -1,5 +1,5 @@
-"""What Prometheus and Grafana are given is what they take: Prometheus by its own promtool, Grafana by what its provisioning and
-its panels need, as no Grafana is in Debian's packages."""
+"""What Prometheus and Grafana are given is what they take: Prometheus by its own promtool, Grafana by what its provisioning
+and its panels need, as no Grafana is in Debian's packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import yaml
 from tests.compose.containers import FOLDER, load
 
 PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt install prometheus)")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not installed (Debian: apt install prometheus)"
+)
 RULES = FOLDER / "prometheus" / "rules" / "asyncdock.yml"
 DASHBOARD = FOLDER / "grafana" / "dashboards" / "asyncdock.json"
 
@@ -51,11 +53,15 @@ def test_each_alert_fires_for_what_it_is_for_and_no_sooner() -> None:
 
 
 def test_prometheus_asks_the_api_where_it_listens() -> None:
-    jobs = {job["job_name"]: job for job in yaml.safe_load((FOLDER / "prometheus/prometheus.yml").read_text())["scrape_configs"]}
+    jobs = {
+        job["job_name"]: job
+        for job in yaml.safe_load((FOLDER / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    }
     listening = next(part for part in load()["services"]["api"]["command"] if part.startswith("--listen="))
     assert jobs["asyncdock"]["static_configs"][0]["targets"] == [f"api:{listening.rpartition(':')[2]}"]
     secret = Path(jobs["asyncdock"]["authorization"]["credentials_file"])
-    assert secret.parent == Path("/run/secrets") and secret.name in load()["services"]["prometheus"]["secrets"]
+    assert secret.parent == Path("/run/secrets")
+    assert secret.name in load()["services"]["prometheus"]["secrets"]
     assert set(load()["services"]["api"]["networks"]) & set(load()["services"]["prometheus"]["networks"])
 
 
@@ -65,10 +71,14 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_grafana_finds_its_data_source_and_its_dashboard() -> None:
     service = load()["services"]["grafana"]
-    mounted = {place: source for source, place, _ in (mount.split(":") for mount in service["volumes"] if ":ro" in mount)}
+    mounted = {
+        place: source for source, place, _ in (mount.split(":") for mount in service["volumes"] if ":ro" in mount)
+    }
     provisioning = FOLDER / mounted["/etc/grafana/provisioning"]
     [source] = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())["datasources"]
-    assert source["url"] == "http://prometheus:9090" and source["type"] == "prometheus" and source["isDefault"]
+    assert source["url"] == "http://prometheus:9090"
+    assert source["type"] == "prometheus"
+    assert source["isDefault"]
     assert set(service["networks"]) & set(load()["services"]["prometheus"]["networks"])
     [provider] = yaml.safe_load((provisioning / "dashboards/asyncdock.yaml").read_text())["providers"]
     folder = FOLDER / mounted[provider["options"]["path"]]
@@ -83,18 +93,25 @@ def test_grafana_finds_its_data_source_and_its_dashboard() -> None:
 def test_the_dashboard_is_one_that_grafana_draws() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     assert {"uid", "title", "schemaVersion", "templating", "time", "refresh"} <= set(dashboard)
-    assert "id" not in dashboard and "__inputs" not in dashboard  # of an export, which provisioning does not fill in
+    assert "id" not in dashboard
+    assert "__inputs" not in dashboard
     drawn = dashboard["panels"]
     assert len({panel["id"] for panel in drawn}) == len(drawn)
     assert len({panel["title"] for panel in panels(dashboard)}) == len(panels(dashboard))
     taken: set[tuple[int, int]] = set()
     for panel in drawn:
         place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
-        assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        assert not cells & taken, panel["title"]
         taken |= cells
     for panel in panels(dashboard):
         assert panel["type"] in {"timeseries", "stat", "bargauge", "state-timeline"}
         letters = [target["refId"] for target in panel["targets"]]
-        assert letters and len(set(letters)) == len(letters)
+        assert letters
+        assert len(set(letters)) == len(letters)
         assert all(target["expr"] and target["legendFormat"] for target in panel["targets"])
