@@ -489,7 +489,10 @@ class Index:
         return bool(await self.call("init", config=config.packed(), counters=dict(counters), remake=list(remake)))
 
     async def transition(self, allowed: Iterable[str], to: str, reason: str = "") -> tuple[str, bool]:
-        reply = await self.call("transition", **{"from": list(allowed), "to": to, "reason": reason})
+        """Move the run's state to ``to`` where it is one of ``allowed``; returns the state then, and whether it has changed.
+        In the same atomic step its readers get a `state` event, so that each change is told exactly once."""
+        event = _told({"state": to, "reason": reason})
+        reply = await self.call("transition", **{"from": list(allowed), "to": to, "reason": reason, "event": event})
         return reply["state"], reply["changed"]
 
     async def state(self) -> tuple[str, str, str]:
@@ -561,7 +564,7 @@ class Index:
         """The claim's rows made optimizer step ``step``; ``event`` becomes a `step` event in the same atomic step, so that
         every step is told exactly once. Returns the trainer's new version."""
         rows, _ = ranges(claim.row)
-        told = None if event is None else {"time": repr(time.time()), "data": msgpack.packb(dict(event))}
+        told = None if event is None else _told(event)
         return int(await self.call("train", stage=claim.stage, token=claim.token, step=step, rows=rows, event=told))
 
     async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
@@ -620,7 +623,7 @@ class Index:
     # ── events ──
 
     async def emit(self, kind: str, data: Mapping[str, Any]) -> None:
-        fields = {"kind": kind, "time": repr(time.time()), "data": msgpack.packb(dict(data))}
+        fields = {"kind": kind, **_told(data)}
         await self._retry(
             lambda again: self._redis.xadd(f"{self.prefix}events", fields, maxlen=100_000, approximate=True)  # type: ignore[arg-type]
         )
@@ -673,6 +676,11 @@ class Index:
                     await self._redis.unlink(key)
 
         await self._retry(once, self.timeout)
+
+
+def _told(data: Mapping[str, Any]) -> dict[str, Any]:
+    """An event of this moment, but for its kind."""
+    return {"time": repr(time.time()), "data": msgpack.packb(dict(data))}
 
 
 def _prefix(run: str) -> str:
