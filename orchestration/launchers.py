@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from orchestration.worker import EXIT_FAILED, EXIT_FATAL, FATAL, INDEX_VARIABLE, Worker
+from orchestration.worker import EXIT_FAILED, EXIT_FATAL, FATAL, Worker
 from pipeline.embedded import die_with_parent
+from pipeline.index import INDEX_VARIABLE
 
 
 class Life(Protocol):

@@ -10,7 +10,6 @@ Run.hosted(recipe, out, id) ─▶ host(url, stop) ─▶ Outcome    in the inde
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import secrets
@@ -26,6 +25,7 @@ import structlog
 
 from orchestration import checkpoint
 from orchestration.checkpoint import Checkpoint
+from orchestration.hosted import shared_of
 from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.recipe import Recipe, changed
 from orchestration.supervisor import Outcome, Supervisor
@@ -155,6 +155,7 @@ class Run:
             max_restarts=self.recipe.launch.max_restarts,
             startup_timeout=self.recipe.launch.startup_timeout,
             stop_timeout=self.recipe.launch.stop_timeout,
+            steps=self.recipe.train.steps,
         )
         return await self.supervisor.run(stop or asyncio.Event())
 
@@ -240,16 +241,6 @@ class Run:
     def _result(self, outcome: Outcome, seconds: float) -> RunResult:
         newest = checkpoint.latest(self.out_dir / "checkpoints")
         return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
-
-
-def shared_of(folder: Path) -> Path:
-    """Where a hosted run in ``folder`` has its shared memory: a name that no number of a process is part of."""
-    return shared_memory_directory() / f"{shared_prefix(folder.parent)}{folder.name}"
-
-
-def shared_prefix(folders: Path) -> str:
-    """What the names in shared memory of all runs below ``folders`` begin with, and no others."""
-    return f"asyncdock-run-{hashlib.sha256(os.fsencode(folders.resolve())).hexdigest()[:8]}-"
 
 
 def sweep_leftovers() -> None:

@@ -13,49 +13,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 import structlog
 
+from orchestration.hosted import LEASE_VARIABLE, conclude
 from orchestration.logs import configure
 from orchestration.metrics import METRICS, MetricsFile
 from orchestration.processes import Process
 from orchestration.recipe import Recipe
-from orchestration.registry import LEASE_SECONDS, LIVE, Registry
-from orchestration.run import READERS_SECONDS, Run, shared_of
-from orchestration.worker import INDEX_VARIABLE
-from pipeline.index import Index, IndexUnreachable
+from orchestration.registry import LEASE_SECONDS, Registry
+from orchestration.run import READERS_SECONDS, Run
+from pipeline.index import INDEX_VARIABLE, IndexUnreachable
 
 log = structlog.get_logger()
 
-LEASE_VARIABLE = "ASYNCDOCK_LEASE"  # the token of the lease, from the agent
 EXIT_LOST = 4
 EXIT_ENDED = 143  # as of a process that SIGTERM has ended
 
 
 class LeaseLost(Exception):
     """Somebody else holds the run."""
-
-
-async def conclude(registry: Registry, run: str, token: str, state: str, reason: str) -> bool:
-    """The run has ended: as its own keys say, or else in ``state`` for ``reason``. Its samples go, from the index and from
-    shared memory. False, and nothing is done, when ``token`` does not hold it. Harmless when repeated."""
-    held = await registry.held(run)
-    if held is None or held.token != token:
-        return False
-    index = Index(registry.url, run)
-    try:
-        await index.transition(["", "created", *LIVE, "stopping"], state, reason)
-        state, reason, _ = await index.state()
-        await index.retire()
-    finally:
-        await index.close()
-    if held.record.folder:
-        shutil.rmtree(shared_of(Path(held.record.folder)), ignore_errors=True)
-    return await registry.end(run, token, state, reason)
 
 
 class Runner:
@@ -98,7 +78,9 @@ class Runner:
                 await asyncio.wait([following], timeout=READERS_SECONDS)
             finally:
                 following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+                failed = (await asyncio.gather(following, return_exceptions=True))[0]
+                if isinstance(failed, Exception):
+                    log.error("its events could not be written down", file=METRICS, error=repr(failed))
             state, reason = outcome.state, outcome.reason
         except IndexUnreachable:
             raise  # nothing is wrong with the run; it can be taken over when the index is back

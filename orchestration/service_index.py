@@ -44,7 +44,7 @@ class ServiceIndex:
         return self._process.pid if self._process else None
 
     def start(self) -> str:
-        """See to it that the server is up, and return its URL. Raises RuntimeError or TimeoutError when it does not start."""
+        """See to it that the server is up, and return its URL. Raises RuntimeError or TimeoutError when it does not come."""
         self.data.mkdir(parents=True, exist_ok=True)
         with locked(self.data / "service.lock"):
             known = self._known()

@@ -9,7 +9,8 @@
 The ranks of the train engine are a gang: they live and die as one, since each waits for the others in every call. When one
 dies the others are ended, and all are launched again, which counts as one restart.
 
-The work is done when the update worker and the rollout workers have ended by themselves; the others are then told.
+The work is done when the update worker and the rollout workers have ended by themselves; the others are then told. Where
+another program trains, it is done when that has published the last of ``steps``.
 
 A supervisor may follow on another that was killed, in the same index: what its workers held is given back first.
 """
@@ -61,7 +62,9 @@ class Supervisor:
         max_restarts: int,
         startup_timeout: float,
         stop_timeout: float,
+        steps: int = 0,
     ) -> None:
+        self.steps = steps
         self.index, self.launcher, self.workers, self.server = index, launcher, list(workers), server
         self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
         self.restarts = 0
@@ -94,7 +97,7 @@ class Supervisor:
         await self._forget_former_lives()
         if (await self.index.state())[0] == "stopping":  # asked before anything was launched
             return Outcome("stopped", STOPPED)
-        self._began = await self.index.last_event()
+        _, self._began = await self.index.event_ends()
         keepers = {gang[0]: asyncio.create_task(self._keep(gang)) for gang in self._gangs()}
         stopped: asyncio.Task = asyncio.create_task(stop.wait())
         told = asyncio.create_task(self._stopped_from_outside())
@@ -102,6 +105,9 @@ class Supervisor:
         if self.server is not None:
             watchers.add(asyncio.create_task(self._keep_server(self.server)))
         ending = [task for (kind, _), task in keepers.items() if kind in ENDS_BY_ITSELF]
+        if ("update", 0) not in keepers:
+            ending.append(asyncio.create_task(self._last_published()))
+            watchers.add(ending[-1])
         try:
             pending: set[asyncio.Task] = {*keepers.values(), *watchers}
             while True:
@@ -218,6 +224,11 @@ class Supervisor:
             if state == "stopping":
                 return
             await self.index.wait("state", after, 10.0)
+
+    async def _last_published(self) -> None:
+        """Return when somebody has published the last version."""
+        while (at := await self.index.call("published"))["version"] < self.steps:
+            await self.index.wait("version", at["wait"], 10.0)
 
     async def _keep_server(self, server: EmbeddedIndex) -> None:
         """Start the embedded index again when it dies; its append-only file holds all that was acknowledged."""
