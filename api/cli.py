@@ -4,6 +4,7 @@
                       └─ events ──▶ metrics.jsonl, the terminal ──at the end──▶ summary, plot, samples
     check       ──▶ the recipe's problems, or its derived numbers
     recipes     ──▶ what there is to run
+    agent       ──▶ executes a service's runs on this machine (api.agent_cli)
     dock        ──▶ a look into a run's samples (api.dock)
     plan reshard ─▶ what moves between two layouts of the recipe's model, and what it takes (api.reshard)
 
@@ -30,6 +31,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from api.agent_cli import agent_command
 from api.dock import dock_app
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # its panels cut long messages
 )
 
+app.command("agent")(agent_command)
 app.add_typer(dock_app, name="dock")
 plan_app = typer.Typer(help="Derive what a run would do, without running anything.", no_args_is_help=True)
 app.add_typer(plan_app, name="plan")
