@@ -9,8 +9,8 @@ import asyncio
 import hashlib
 import tempfile
 import time
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 from safetensors.torch import save_file
 
@@ -27,7 +27,7 @@ VERSIONS = 2  # of weights, kept for further readers
 class Weights:
     """One version's weights as a safetensors file, which goes with its last reader; ``digest`` is its sha256."""
 
-    def __init__(self, version: int, file: IO[bytes]) -> None:
+    def __init__(self, version: int, file: BufferedReader) -> None:
         self.version, self.file = version, file
         self.digest = hashlib.file_digest(file, "sha256").hexdigest()
         self.nbytes = file.tell()
@@ -83,6 +83,11 @@ class Outside:
             if time.monotonic() - kept.used > IDLE_SECONDS:
                 del self._runs[run]
                 await kept.external.close()
+
+    async def forget(self, run: str) -> None:
+        """The run is deleted."""
+        if kept := self._runs.pop(run, None):
+            await kept.external.close()
 
     async def close(self) -> None:
         for kept in self._runs.values():

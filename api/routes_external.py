@@ -264,8 +264,7 @@ async def _weights(external: External, published: Published | None, state: str) 
     path = (await external.place()).shared / f"weights-{published.slot}"
     view.version, view.bytes = published.version, published.nbytes
     view.tensors = [TensorView(name=t.name, dtype=t.dtype, shape=t.shape, offset=t.offset) for t in published.tensors]
-    buckets = [list(bucket) for bucket in published.buckets]
-    view.local = LocalWeights(node=platform.node(), path=str(path), buckets=buckets)
+    view.local = LocalWeights(node=platform.node(), path=str(path), buckets=list(published.buckets))
     return view
 
 

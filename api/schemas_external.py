@@ -88,7 +88,7 @@ class ExperienceView(BaseModel):
     over: bool = Field(description="Nothing will come any more.")
     published: int
     trained: int
-    sampling: dict[str, Any] | None = Field(None, description="How a rollout draws tokens.")
+    sampling: dict[str, Any] | None = Field(default=None, description="How a rollout draws tokens.")
     rows: list[ExperienceRow] = []
     columns: dict[str, list[Any]] = {}
     begun: Begun | None = None

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from api import (
     routes_dashboard,
+    routes_external,
     routes_recipes,
     routes_runs,
     routes_service,
@@ -40,6 +41,7 @@ log = structlog.get_logger()
 ROUTES = (
     routes_runs,
     routes_recipes,
+    routes_external,
     routes_service,
     routes_dashboard,
 )
