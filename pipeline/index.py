@@ -658,6 +658,11 @@ class Index:
         oldest, newest = (found[0][0].decode() if found else "0" for found in await self._retry(once))
         return oldest, newest
 
+    async def newest(self, kind: str, within: int = 1000) -> Event | None:
+        """The newest event of this kind among the last ``within`` of all; None when there is none."""
+        found = await self._retry(lambda again: self._redis.xrevrange(f"{self.prefix}events", count=within))
+        return next((_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()), None)
+
     async def last_event(self) -> str:
         """The id of the newest event; "0" before there is one."""
         found = await self._retry(lambda again: self._redis.xrevrange(f"{self.prefix}events", count=1))
