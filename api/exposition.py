@@ -4,8 +4,8 @@
     requests, readers of streams, delays ──▶ counters ───────────────────────────────────────────┼──▶ text, when asked
     the registry ──▶ runs by state ──────────────────────────────────────────────────────────────┘
 
-Nobody follows a run before the first scrape, and nobody goes on when scrapes have stopped. Labels are bounded: runs are those
-that are active, or ended a few minutes ago, stages and workers those of their recipes.
+Nobody follows a run before the first scrape, and nobody goes on when scrapes have stopped. Labels are bounded: runs are
+those that are active, or ended a few minutes ago, stages and workers those of their recipes.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ class ServerMetrics:
         )
         self.readers = Gauge("asyncdock_stream_readers", "Readers of event streams now.", registry=self.registry)
         self.dropped = Counter(
-            "asyncdock_stream_readers_dropped", "Readers that were let go, and why.", ("reason",), registry=self.registry
+            "asyncdock_stream_readers_dropped",
+            "Readers that were let go, and why.",
+            ("reason",),
+            registry=self.registry,
         )
         self.delay = Histogram(
             "asyncdock_event_delay_seconds",
@@ -193,8 +196,8 @@ class Exposition(Collector):
                 await feed.join(sums)
                 self._sums[record.id] = sums
                 caught_up.set()
-                while not self._done(sums):
-                    await asyncio.sleep(10.0)
+                while not self._done(sums):  # noqa: ASYNC110
+                    await asyncio.sleep(10.0)  # what ends it is that time passes
         except (ConnectionError, LookupError) as gone:
             log.warning("a run is not followed for /metrics", run=record.id, reason=str(gone))
         finally:
@@ -295,5 +298,3 @@ def _of_stages(runs: list[RunSums]) -> Iterator[Metric]:
         for stage, waiting in depths.items():
             depth.add_metric([sums.run, stage], waiting)
     yield from (seconds, rows, tokens, held, depth)
-
-

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from api.events import History, id_at
 from api.exposition import Exposition, ServerMetrics
@@ -127,8 +127,6 @@ class HistoryQuery(RangeQuery):
 class MetricsHistory(BaseModel):
     """Columns of numbers by series. A point's time is where its seconds begin."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
     begin: float = Field(alias="from")
     end: float = Field(alias="to")
     every: float
@@ -150,15 +148,17 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
                 if event.kind in kinds:
                     series.add(event)
     except TooMany as many:
-        raise Problem(422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)) from None
-    return MetricsHistory(begin=begin, end=end, every=every, series=series.columns())
+        raise Problem(
+            422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
+        ) from None
+    return MetricsHistory.model_validate({"from": begin, "to": end, "every": every, "series": series.columns()})
 
 
 class TraceDocument(BaseModel):
     """Chrome's trace event format, as ui.perfetto.dev opens it."""
 
-    displayTimeUnit: str  # noqa: N815
-    traceEvents: list[dict[str, Any]]  # noqa: N815
+    displayTimeUnit: str
+    traceEvents: list[dict[str, Any]]
 
 
 @operation(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from pipeline.index import Event
 
@@ -152,4 +151,3 @@ class _Point:
         if name.endswith("_max") or name.startswith("max_"):
             return self._max.__getitem__
         return lambda name: self._sum[name] / self._count[name]
-

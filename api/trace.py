@@ -123,7 +123,9 @@ async def trace_json(pages: AsyncIterator[Sequence[Event]], trace: Trace) -> Asy
     yield b'{"displayTimeUnit":"ms","traceEvents":['
     separator = b""
     async for page in pages:
-        made = [json.dumps(one, separators=(",", ":"), allow_nan=False) for event in page for one in trace.events(event)]
+        made = [
+            json.dumps(one, separators=(",", ":"), allow_nan=False) for event in page for one in trace.events(event)
+        ]
         if made:
             yield separator + ",\n".join(made).encode()
             separator = b",\n"
