@@ -60,6 +60,8 @@ def test_what_is_not_wanted_is_not_told() -> None:
 
 def test_more_points_than_an_answer_holds_are_refused() -> None:
     series = Series(0, most=3)
+    told = [Event(f"{number}-0", float(number), "step", {"loss": 1.0}) for number in range(4)]
+    for event in told[:3]:
+        series.add(event)
     with pytest.raises(TooMany, match=r"more than 3 points.*larger every"):
-        for number in range(4):
-            series.add(Event(f"{number}-0", float(number), "step", {"loss": 1.0}))
+        series.add(told[3])
