@@ -25,10 +25,11 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 import openapi_pydantic as openapi
 import pydantic
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from api.problems import MEDIA_TYPE, Problem, ProblemDetails, Wrong, of_validation, several
+from api.schemas import Strict as Strict  # what handlers' models of requests derive from
 from api.service import SERVICE
 from api.tokens import Scope
 
@@ -55,12 +56,6 @@ REASONS = {
     429: "Too many requests; `Retry-After` says when to go on.",
     503: "The index does not answer, or it took too long; `Retry-After` says when to try again.",
 }
-
-
-class Strict(BaseModel):
-    """A base for what requests carry: keys that are not known are errors."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=False)
 
 
 @dataclass(frozen=True)
