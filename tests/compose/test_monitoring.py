@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+pytest.importorskip("dockerfile_parse", reason="dockerfile-parse is not installed; pip install -e '.[dev]'")
+
 from tests.compose.containers import FOLDER, load
 
 PROMTOOL = shutil.which("promtool")
