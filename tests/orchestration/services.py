@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from orchestration.agent import Agent
 from orchestration.hosted import shared_prefix
 from orchestration.metrics import METRICS, Recorded, read_metrics
 from orchestration.processes import Process
@@ -42,6 +43,17 @@ class Service:
             agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
         self.agents.append(agent)
         return agent
+
+    @asynccontextmanager
+    async def working(self, runs: int = 1) -> AsyncGenerator[Agent, None]:
+        """An agent in this process, which starts sooner."""
+        agent, stop = Agent(self.url, self.data, runs), asyncio.Event()
+        task = asyncio.create_task(agent.run(stop))
+        try:
+            yield agent
+        finally:
+            stop.set()
+            await task
 
     def index_process(self) -> Process:
         """The service's own Valkey."""
