@@ -37,7 +37,7 @@ from pipeline.warehouse import shared_memory_directory
 
 log = structlog.get_logger()
 
-START_SECONDS = 60.0  # from a runner's launch to its first sign of life
+START_SECONDS = 300.0  # from a runner's launch to its first sign of life
 SILENT_SECONDS = 30.0  # past the end of its lease, a runner that is alive is taken for hung and ended by force
 ABANDONED_SECONDS = 60.0  # past the end of its lease, a run of another agent may be taken over
 GRACE_SECONDS = 10.0  # past launch.stop_timeout, a runner that still stops is ended by force
@@ -218,7 +218,9 @@ class Agent:
             await conclude(self._registry, held.record.id, token, "failed", f"its runner cannot be started: {error}")
             return None
         log.info("runner started", run=held.record.id, pid=child.pid)
-        return Process.of(child.pid, child)
+        process = Process.of(child.pid, child)
+        await self._registry.renew(held.record.id, token, str(process), START_SECONDS)  # whoever follows us knows it
+        return process
 
     async def _until_gone(self, run: str, process: Process | None, stop_timeout: float) -> str:
         """Return when nobody executes the run any more, and why. A runner that hangs or does not stop is ended by force."""
