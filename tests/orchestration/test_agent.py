@@ -196,6 +196,7 @@ async def test_runs_live_through_the_death_of_their_agent_and_of_the_index(tmp_p
         assert (await service.registry.get(run)).state == "running", "it is: its runner lives"
 
         told_to_end = service.start_agent()
+        await service.agent_works()
         second = await service.submit(recipe(INLINE))  # waits: the run that is found takes the only place
         index = service.index_process()
         die(index)
@@ -218,7 +219,7 @@ async def test_runs_live_through_the_death_of_their_agent_and_of_the_index(tmp_p
 async def test_a_paused_run_stays_so_when_its_runner_is_killed_and_writes_a_checkpoint_when_asked(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path, checkpoint__every=1000, pipeline__arena="64MiB", **ENDLESS) as (service, run):
+    async with running(tmp_path, checkpoint__every=300, pipeline__arena="64MiB", **ENDLESS) as (service, run):
         assert (await service.registry.ask(run, "pause")).state == "paused"
         _, process = await service.held(run)
         die(process)
@@ -291,7 +292,7 @@ async def test_a_runner_that_hangs_is_ended_by_force(tmp_path: Path, monkeypatch
 
 
 async def test_two_agents_on_one_index_share_its_runs(index_url: str, tmp_path: Path) -> None:
-    mock = recipe(INLINE, name="shared")
+    mock = recipe(INLINE)
     async with serving(tmp_path, index_url) as service:
         runs = [await service.submit(mock) for _ in range(2)]
         with_both = [Agent(index_url, tmp_path / name, 1) for name in ("a", "b")]
