@@ -21,6 +21,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from api.schemas_external import ExperienceRow
+from orchestration.external import Experience
 from pipeline.columns import Column, Packed, Schema
 from stages.external import Misfit
 
@@ -32,6 +34,22 @@ LONGEST_HEADER = 16 * 2**20
 
 class Unreadable(ValueError):
     """A body that is no safetensors file, or not one of ours. The message says why."""
+
+
+def rows_of(experience: Experience) -> list[ExperienceRow]:
+    """What is told of each row of a claim."""
+    return [
+        ExperienceRow(
+            id=row.row,
+            group=row.group,
+            place=row.place,
+            samples=row.samples,
+            oldest_version=row.oldest_version,
+            tokens=row.tokens,
+            seed=seed,
+        )
+        for row, seed in zip(experience.claim.rows, experience.seeds, strict=True)
+    ]
 
 
 def to_body(control: str, columns: Mapping[str, Packed], shapes: Mapping[str, tuple[int, ...]]) -> bytes:

@@ -23,13 +23,12 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from api.experience import BINARY, Unreadable, from_body, from_lists, to_body, to_lists
+from api.experience import BINARY, Unreadable, from_body, from_lists, rows_of, to_body, to_lists
 from api.operations import operation, read_body
 from api.problems import Problem, of_validation
 from api.schemas import RunPath
 from api.schemas_external import (
     Begun,
-    ExperienceRow,
     ExperienceView,
     FedView,
     GetExperience,
@@ -148,18 +147,7 @@ async def _view(external: External, answer: Answer, asked: GetExperience) -> Exp
     view.token = claim.token
     if asked.stage == "rollout":
         view.sampling = (await external.terms()).sampling
-    view.rows = [
-        ExperienceRow(
-            id=row.row,
-            group=row.group,
-            place=row.place,
-            samples=row.samples,
-            oldest_version=row.oldest_version,
-            tokens=row.tokens,
-            seed=seed,
-        )
-        for row, seed in zip(claim.rows, experience.seeds, strict=True)
-    ]
+    view.rows = rows_of(experience)
     if positions := experience.begun[0]:
         view.begun = Begun(rows=[int(claim.row[at]) for at in positions])
     return view
