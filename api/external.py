@@ -221,7 +221,9 @@ class _OverHttp(ExternalStage):
                 async with self._session.request(method, f"{self._at}/{path}", **options) as answer:
                     if answer.status == 204:
                         return None
-                    told: Any = await (answer.read() if answer.content_type == BINARY else answer.json(content_type=None))
+                    told: Any = await (
+                        answer.read() if answer.content_type == BINARY else answer.json(content_type=None)
+                    )
                 if answer.status < 400:
                     return told
                 kind = str(told.get("type", "")).rpartition(":")[2]
