@@ -52,14 +52,16 @@ def rows_of(experience: Experience) -> list[ExperienceRow]:
     ]
 
 
-def to_body(control: str, columns: Mapping[str, Packed], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """One safetensors body; ``shapes`` are [B, *shape] of the columns that have no offsets."""
+def to_body(control: str, columns: Mapping[str, Packed | torch.Tensor]) -> bytes:
+    """One safetensors body of ``control``, which is what is no column, and the columns."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, packed in columns.items():
-        if packed.offsets is None:
-            tensors[name] = packed.values.reshape(shapes[name]).clone()
-        else:
-            tensors[name], tensors[name + OFFSETS] = packed.values.clone(), packed.offsets.clone()
+    for name, value in columns.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value.clone()  # tensors of one memory are refused, and these may be views of an arena
+            continue
+        tensors[name] = value.values.clone()
+        if value.offsets is not None:
+            tensors[name + OFFSETS] = value.offsets.clone()
     return save(tensors, {CONTROL: control})
 
 

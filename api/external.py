@@ -278,9 +278,7 @@ class _OverHttp(ExternalStage):
         self, experience: Experience, columns: Columns, *, rows: Sequence[int] | None = None, park: bool = False
     ) -> int:
         control = {"token": _token(experience), "rows": experience.ids if rows is None else list(rows), "park": park}
-        packed = {n: v if isinstance(v, Packed) else Packed(v, None) for n, v in columns.items()}
-        shapes = {name: tuple(value.shape) for name, value in columns.items() if isinstance(value, torch.Tensor)}
-        body = to_body(json.dumps(control), packed, shapes)
+        body = to_body(json.dumps(control), columns)
         return int((await self._ask("POST", "experience", data=body, headers={"Content-Type": BINARY}))["left"])
 
     async def put_step(self, experience: Experience, metrics: Mapping[str, float]) -> int:

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO, Any
 
+import torch
 from aiohttp import web
 from pydantic import ValidationError
 from safetensors import SafetensorError
@@ -154,14 +155,13 @@ async def _view(external: External, answer: Answer, asked: GetExperience) -> Exp
 
 
 def _body(external: External, view: ExperienceView, experience: Experience | None) -> bytes:
-    columns: dict[str, Packed] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    columns: dict[str, Packed | torch.Tensor] = {}
     if experience is not None:
-        columns |= experience.columns
+        for name, packed in experience.columns.items():
+            shape = (len(experience.claim), *(external.schema[name].shape or ()))
+            columns[name] = packed if packed.offsets is not None else packed.values.reshape(shape)
         columns |= {f"begun.{name}": packed for name, packed in experience.begun[1].items()}
-        for name in experience.columns:
-            shapes[name] = (len(experience.claim), *(external.schema[name].shape or ()))
-    return to_body(view.model_dump_json(exclude={"columns": True, "begun": {"columns"}}), columns, shapes)
+    return to_body(view.model_dump_json(exclude={"columns": True, "begun": {"columns"}}), columns)
 
 
 @operation(
