@@ -31,6 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from api.dock import dock_app
+from api.serve_cli import serve_command
+from api.token_cli import token_app
 
 if TYPE_CHECKING:
     from api.progress import Event
@@ -52,6 +54,8 @@ app = typer.Typer(
 )
 
 app.add_typer(dock_app, name="dock")
+app.add_typer(token_app, name="token")
+app.command("serve")(serve_command)
 plan_app = typer.Typer(help="Derive what a run would do, without running anything.", no_args_is_help=True)
 app.add_typer(plan_app, name="plan")
 
