@@ -34,7 +34,7 @@ from api.operations import build_routes, openapi_document
 from api.problems import problems
 from api.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
 from api.tokens import Tokens
-from orchestration.agent import Agent
+from orchestration.agent import Agent, AgentError
 from orchestration.registry import Registry
 from orchestration.service_index import ServiceIndex
 
@@ -155,10 +155,11 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
         try:
             runner, where = await listen(build_app(settings, url, registry), settings)
             try:
-                if index is not None:
-                    beside.append(asyncio.create_task(index.keep()))
                 if settings.runs:
-                    beside.append(asyncio.create_task(Agent(url, settings.data, settings.runs).run(stop)))
+                    agent = Agent(url, settings.data, settings.runs, index=index)
+                    beside.append(asyncio.create_task(agent.run(stop)))
+                elif index is not None:
+                    beside.append(asyncio.create_task(index.keep()))
                 await _warn(settings, url)
                 ready(where)
                 stopped = asyncio.create_task(stop.wait())
@@ -166,6 +167,8 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
                 stopped.cancel()
                 for task in done & set(beside):
                     task.result()
+            except AgentError as error:
+                raise ServeError(str(error)) from None
             finally:
                 await runner.cleanup()
                 for task in beside:

@@ -1,4 +1,4 @@
-"""``asyncdock token``: make, list and revoke the bearer tokens of a service. Needs its folder or its index, not its server."""
+"""``asyncdock token``: make, list and revoke the bearer tokens of a service, whose server need not be up."""
 
 from __future__ import annotations
 
