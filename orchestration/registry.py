@@ -166,6 +166,10 @@ class Registry:
                 break
         return out, after
 
+    async def counts(self) -> dict[str, int]:
+        """How many runs wait (`created`), and how many have ended in which state, in the whole list."""
+        return {state: int(count) for state, count in (await self._call("counts")).items()}
+
     async def ask(self, run: str, what: Ask) -> RunRecord:
         """Ask a run to do something; asking again for what is already so is harmless. A run that waits is stopped at once,
         an active one as soon as its workers have put down what they hold. A checkpoint is written after the next optimizer
