@@ -26,6 +26,7 @@ from api import (
     routes_metrics,
     routes_recipes,
     routes_runs,
+    routes_samples,
     routes_service,
 )
 from api.limits import admission, secure
@@ -42,6 +43,7 @@ log = structlog.get_logger()
 ROUTES = (
     routes_runs,
     routes_recipes,
+    routes_samples,
     routes_metrics,
     routes_service,
     routes_dashboard,
