@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from api.operations import Strict, operation
 from api.problems import Problem
-from api.schemas import RunPath
+from api.schemas import RunPath, SamplePage, SampleView
 from api.service import Service
 from stages.samplebook import FOLDER, Sample, read
 
@@ -29,31 +29,6 @@ class SamplesQuery(Strict):
             and (self.reward_max is None or sample["reward"] <= self.reward_max)
             and (self.staleness_min is None or sample["staleness"] >= self.staleness_min)
         )
-
-
-class SampleView(BaseModel):
-    """One response as it was trained on."""
-
-    step: int = Field(description="The optimizer step that it made, from 0.")
-    group: int
-    place: int = Field(description="In its group.")
-    prompt: str
-    response: str
-    reward: float = Field(description="The sum of the functions' scores times their weights.")
-    rewards: dict[str, float | None] = Field(description="Each function's score; null where it does not apply.")
-    advantage: float
-    tokens: int = Field(description="Of the response.")
-    versions: list[tuple[int, int]] = Field(description="Policy versions that made it, each with how many tokens.")
-    staleness: int = Field(description="Versions between its oldest token and its training.")
-    truncated: bool = Field(description="Whether it reached rollout.max_tokens.")
-
-
-class SamplePage(BaseModel):
-    """Samples, the newest step first. ``next`` is the cursor of the next page (`after`), empty at the end: a page may hold
-    fewer samples than asked for, or none, and not be the last."""
-
-    samples: list[SampleView]
-    next: str
 
 
 @operation("GET", "/v1/runs/{run}/samples", scope="read", summary="What was trained on", tag="runs", errors=(400, 404))

@@ -23,6 +23,7 @@ from aiohttp import web
 
 from api import (
     routes_dashboard,
+    routes_external,
     routes_metrics,
     routes_recipes,
     routes_runs,
@@ -44,6 +45,7 @@ ROUTES = (
     routes_runs,
     routes_recipes,
     routes_samples,
+    routes_external,
     routes_metrics,
     routes_service,
     routes_dashboard,
