@@ -13,7 +13,7 @@ from api.events import History, id_at
 from api.exposition import Exposition, ServerMetrics
 from api.operations import Strict, operation
 from api.problems import Problem
-from api.schemas import RunPath
+from api.schemas import MetricsHistory, RunPath
 from api.series import Series, TooMany, Wanted, width
 from api.service import SERVICE, Service
 from api.stream import Ending, Feed, Feeds, Reader
@@ -122,15 +122,6 @@ class HistoryQuery(RangeQuery):
         None, ge=0, le=1e7, description="Seconds that a point stands for; 0: each event; none: as suits the range."
     )
     names: Names = Field("", description="Series and numbers, with commas: step, stage/rollout-0, step.reward_mean.")
-
-
-class MetricsHistory(BaseModel):
-    """Columns of numbers by series. A point's time is where its seconds begin."""
-
-    begin: float = Field(alias="from")
-    end: float = Field(alias="to")
-    every: float
-    series: dict[str, dict[str, list[float | None]]]
 
 
 @operation(

@@ -229,10 +229,10 @@ class SamplePage(BaseModel):
     next: str
 
 
-class MetricsView(BaseModel):
-    """Series by name (`step`, `stage/rollout-0`), each as columns: `time` and its numbers. Times in Unix seconds."""
+class MetricsHistory(BaseModel):
+    """Columns of numbers by series (`step`, `stage/rollout-0`). A point's time is where its seconds begin."""
 
-    from_: float = Field(alias="from")
-    to: float
+    begin: float = Field(alias="from")
+    end: float = Field(alias="to")
     every: float = Field(description="Seconds that one point stands for; 0: each event is a point.")
     series: dict[str, dict[str, list[float | None]]]
