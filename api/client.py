@@ -44,7 +44,7 @@ from api.schemas import (
     CheckedRecipe,
     CheckpointsView,
     CheckpointView,
-    MetricsHistory,
+    MetricsView,
     RecipeSummary,
     RecipesView,
     RunPage,
@@ -392,11 +392,11 @@ class Client:
         to: float | None = None,
         every: float | None = None,
         names: Sequence[str] = (),
-    ) -> MetricsHistory:
+    ) -> MetricsView:
         """The history between two times (Unix seconds), one point for ``every`` seconds; ``names`` of series and numbers, as
         ``step.reward_mean``."""
         query = {"from": from_, "to": to, "every": every, "names": ",".join(names)}
-        return await self._get(MetricsHistory, self._run(run, "metrics"), query)
+        return await self._get(MetricsView, self._run(run, "metrics"), query)
 
     async def trace(self, run: str) -> dict[str, Any]:
         """A Chrome trace of every stage's spans, for Perfetto or chrome://tracing."""
@@ -757,7 +757,7 @@ class SyncClient:
         to: float | None = None,
         every: float | None = None,
         names: Sequence[str] = (),
-    ) -> MetricsHistory:
+    ) -> MetricsView:
         return self._call(self._client.metrics(run, from_=from_, to=to, every=every, names=names))
 
     def trace(self, run: str) -> dict[str, Any]:

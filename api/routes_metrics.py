@@ -13,7 +13,7 @@ from api.events import History, id_at
 from api.exposition import Exposition, ServerMetrics
 from api.operations import Strict, operation
 from api.problems import Problem
-from api.schemas import MetricsHistory, RunPath
+from api.schemas import MetricsView, RunPath
 from api.series import Series, TooMany, Wanted, width
 from api.service import SERVICE, Service
 from api.stream import Ending, Feed, Feeds, Reader
@@ -127,7 +127,7 @@ class HistoryQuery(RangeQuery):
 @operation(
     "GET", "/v1/runs/{run}/metrics", scope="read", summary="A run's past in numbers", tag="metrics", errors=(404, 422)
 )
-async def history(service: Service, path: RunPath, query: HistoryQuery, request: web.Request) -> MetricsHistory:
+async def history(service: Service, path: RunPath, query: HistoryQuery, request: web.Request) -> MetricsView:
     record = await service.registry.get(path.run)
     begin, end = _range(record, query)
     every = width(end - begin) if query.every is None else query.every
@@ -142,7 +142,7 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
         raise Problem(
             422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
         ) from None
-    return MetricsHistory.model_validate({"from": begin, "to": end, "every": every, "series": series.columns()})
+    return MetricsView.model_validate({"from": begin, "to": end, "every": every, "series": series.columns()})
 
 
 class TraceDocument(BaseModel):

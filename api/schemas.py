@@ -214,7 +214,7 @@ class SampleView(BaseModel):
     prompt: str
     response: str
     reward: float
-    rewards: dict[str, float] = Field(description="Of each reward function.")
+    rewards: dict[str, float | None] = Field(description="Of each reward function; null where it does not apply.")
     advantage: float | None
     tokens: int = Field(description="Of the response.")
     versions: list[tuple[int, int]] = Field(description="Policy version and tokens, in the response's order.")
@@ -223,16 +223,17 @@ class SampleView(BaseModel):
 
 
 class SamplePage(BaseModel):
-    """Newest first. ``next`` is the cursor of the next page (`after`), empty at the end."""
+    """Newest step first. ``next`` is the cursor of the next page (`after`), empty at the end: a page may hold fewer samples
+    than asked for, or none, and not be the last."""
 
     samples: list[SampleView]
     next: str
 
 
-class MetricsHistory(BaseModel):
-    """Columns of numbers by series (`step`, `stage/rollout-0`). A point's time is where its seconds begin."""
+class MetricsView(BaseModel):
+    """Series by name (`step`, `stage/rollout-0`), each as columns: `time` and its numbers. Times in Unix seconds."""
 
-    begin: float = Field(alias="from")
-    end: float = Field(alias="to")
+    from_: float = Field(alias="from")
+    to: float
     every: float = Field(description="Seconds that one point stands for; 0: each event is a point.")
     series: dict[str, dict[str, list[float | None]]]

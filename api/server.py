@@ -27,6 +27,7 @@ from api import (
     routes_metrics,
     routes_recipes,
     routes_runs,
+    routes_samples,
     routes_service,
 )
 from api.limits import admission, secure
@@ -43,6 +44,7 @@ log = structlog.get_logger()
 ROUTES = (
     routes_runs,
     routes_recipes,
+    routes_samples,
     routes_external,
     routes_metrics,
     routes_service,
