@@ -198,7 +198,13 @@ async def test_ctrl_c_closes_the_server_and_not_its_runs(server: Server) -> None
     async with calling(server) as call:
         run = (await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": LONG}))["id"]
         before = await until(call, run, lambda view: view["steps_done"] >= 1)
-    assert await server.end() == 0
+        stream = asyncio.create_task(call("GET", f"/v1/runs/{run}/metrics/stream"))
+        await until(call, run, lambda view: view["steps_done"] > before["steps_done"])
+        assert not stream.done()
+        assert await server.end() == 0
+        told = (await stream).rstrip().rpartition("\n\n")[2]
+    assert "event: dropped" in told  # the stream's last word, with the reason
+    assert "the server goes down" in told
     assert left_behind(server.data)  # its runner, workers and index
     await server.start()
     async with calling(server) as call:
