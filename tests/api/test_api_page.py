@@ -29,7 +29,7 @@ def test_every_path_that_the_page_names_is_there(tmp_path: Path) -> None:
     from api.operations import operations_of
     from api.server import ROUTES
 
-    known = {re.sub(r"\{[^/]*\}", "{}", o.path) for o in operations_of(ROUTES)}
+    known = {re.sub(r"\{[^}]*\}", "{}", o.path) for o in operations_of(ROUTES)}
     for path in re.findall(r"127\.0\.0\.1:8765(/[^\s\"'`?]*)", PAGE):
         template = re.sub(r"\$RUN|recipes/mock", lambda m: "{}" if m[0] == "$RUN" else "recipes/{}", path)
         assert template in known, path
