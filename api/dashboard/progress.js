@@ -215,7 +215,7 @@ export class Progress {
     const speed = (name) =>
       history.map((step, at) => {
         const before = history[at - 1];
-        return before && step.seconds > 0 ? Math.max(0, step[name] - before[name]) / step.seconds : null;
+        return before && before.step === step.step - 1 && step.seconds > 0 ? Math.max(0, step[name] - before[name]) / step.seconds : null;
       });
     return { step: history.map((step) => step.step + 1), get, speed };
   }
