@@ -158,10 +158,9 @@ export class Picture {
   }
 
   gate(progress) {
-    const ledger = progress.ledger;
-    const inFlight = ledger && (ledger.in_flight ?? ledger.in_flight_samples);
-    say(this.gateText[0], progress.bound === null ? "" : `staleness ≤ ${progress.bound}`);
-    say(this.gateText[1], Number.isFinite(inFlight) ? `${count(inFlight)} in flight` : progress.published ? `opened by v${progress.published.version}` : "");
+    const { gate, bound, published } = progress;
+    say(this.gateText[0], bound === null ? "" : `staleness ≤ ${bound}`);
+    say(this.gateText[1], gate ? `${count(gate.open)} groups in` : published ? `opened by v${published.version}` : "");
   }
 
   sync(progress) {

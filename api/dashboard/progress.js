@@ -27,7 +27,7 @@ const GONE = 6; // seconds without a `stage` event after which a worker is not s
 /** One worker's accounts: totals since its process started, and from them what it did lately. */
 class Worker {
   constructor(name, stage) {
-    Object.assign(this, { name, stage, past: [], change: "", reason: "", pid: 0, time: 0 });
+    Object.assign(this, { name, stage, past: [], process: "", time: 0 });
   }
 
   get latest() {
@@ -69,7 +69,9 @@ export class Progress {
     this.evaluations = new Map(); // by policy version
     this.workers = new Map();
     this.spans = new Map(); // by worker: {stage, spans}, in order of their ends
+    this.processes = new Map(); // by name: {change, pid, reason}; the light stages share one
     this.ledger = null;
+    this.gate = null; // {admitted, allowed, open} in groups
     this.published = null;
     this.swapped = null;
     this.restarts = 0;
@@ -160,8 +162,20 @@ export class Progress {
       this.notes.push({ time: data.time, text: `${data.worker} ${data.change}${data.reason ? `: ${data.reason}` : ""}` });
       this.notes.splice(0, this.notes.length - 5);
     }
-    const worker = this.workers.get(data.worker);
-    if (worker) Object.assign(worker, { change: data.change, reason: data.reason ?? "", pid: data.pid || worker.pid });
+    const pid = data.pid || this.processes.get(data.worker)?.pid || 0;
+    this.processes.set(data.worker, { change: data.change, reason: data.reason ?? "", pid });
+  }
+
+  /** The pipeline as the server sees it now (GET …/stages). */
+  pipeline(told) {
+    if (!this.ledger || !this.ended) this.ledger = told.ledger;
+    this.gate = told.gate;
+    for (const stage of told.stages) {
+      for (const { worker, process, state, pid } of stage.workers) {
+        this.worker(worker, stage.name).process = process;
+        if (state) this.processes.set(process, { change: state, reason: "", pid });
+      }
+    }
   }
 
   /** What a worker has done lately: {worker, stage, spans: [{name, start, seconds, rows, version}]}. */

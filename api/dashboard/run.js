@@ -19,6 +19,7 @@ import { Timeline } from "./timeline.js";
 
 const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span";
 const BEFORE = 130; // seconds of the past that the stream begins with, for the timeline and the shares
+const STAGES_SECONDS = 4; // between two looks at gate and ledger
 const WAITING_SECONDS = 3; // between two looks at a run that no agent has taken yet
 const SMOOTH_FROM = 24; // steps from which a moving average is drawn over the rewards
 
@@ -326,16 +327,16 @@ export class RunPage {
     }
   }
 
+  /** The ledger, the gate and the processes, which no event tells often enough. */
   async stages() {
+    if (this.gone) return;
     try {
-      const told = await this.service.run(this.id, "/stages");
-      this.progress.ledger ??= told.ledger;
-      for (const stage of told.stages ?? []) {
-        for (const { worker, pid } of stage.workers ?? []) this.progress.worker(worker, stage.name).pid = pid ?? 0;
-      }
-    } catch {
-      // Of a run that has ended there is none; its events say what there is to say.
+      this.progress.pipeline(await this.service.run(this.id, "/stages"));
+      this.draw();
+    } catch (problem) {
+      if (problem.status === 404) this.onGone();
     }
+    if (!this.progress.ended) this.timer = setTimeout(() => this.stages(), STAGES_SECONDS * 1000);
   }
 
   /** Read the stream from `since` seconds back on. */
