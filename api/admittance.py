@@ -60,7 +60,7 @@ def accept(settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, 
     ]
     if wild:  # nothing else is asked of such a thing
         raise RecipeError("recipe", wild)
-    changed = copy.deepcopy(dict(data))
+    changed, overrides = copy.deepcopy((dict(data), dict(overrides)))
     problems = [p for key, value in overrides.items() if (p := override(changed, key, value, "overrides"))]
     for problem, instead in _refused(settings, changed):
         problems.append(problem)

@@ -18,6 +18,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
 from orchestration.recipe import RecipeError
+from orchestration.registry import KeyReused, UnknownRun, WrongState
 from pipeline.index import IndexUnreachable
 
 log = structlog.get_logger()
@@ -166,6 +167,14 @@ def problem_of(error: Exception) -> Problem:
                 fix="try again shortly",
                 headers={"Retry-After": str(RETRY_SECONDS)},
             )
+        case UnknownRun():
+            return Problem(404, "There is no such run.", kind="unknown-run", field="path.run", fix="see GET /v1/runs")
+        case WrongState():
+            fix = "wait until it is in a state in which it can, or leave it"
+            return Problem(409, str(error), kind="wrong-state", field="state", value=error.state, fix=fix)
+        case KeyReused():
+            field, fix = "header.Idempotency-Key", "give another key, or what the first request said"
+            return Problem(422, "This key came with another request before.", kind="key-reused", field=field, fix=fix)
         case web.HTTPException():
             return _of_http(error)
     log.error("a request failed", error=type(error).__name__, exc_info=error)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, RootModel, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from api.operations import Strict
+from orchestration.planner import Plan
+from orchestration.recipe import Recipe
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-STATES = ("created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed")
 State = Literal["created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
 Seconds = Annotated[float, Field(description="Unix seconds")]
 
@@ -50,9 +52,9 @@ class RunsQuery(Strict):
     state: Literal["", "created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"] = Field(
         "", description="Only runs in this state."
     )
-    name: str = Field("", max_length=200, description="Only runs of recipes with this name.")
+    name: str = Field("", max_length=200, description="Only runs with this in their name.")
     owner: str = Field("", max_length=200, description="Only runs that this token's name submitted.")
-    after: str = Field("", max_length=200, description="`next` of the page before.")
+    after: str = Field("", pattern=r"^[0-9]*$", max_length=15, description="`next` of the page before.")
     limit: int = Field(50, ge=1, le=200)
 
 
@@ -67,9 +69,132 @@ class SubmitHeaders(Strict):
     )
 
 
-class RecipeSubmission(Strict):
-    """Either a whole ``recipe``, or ``recipe_name`` of a stored one; ``overrides`` change single keys of either."""
+class _RecipeSchema:
+    """Shows a table as what it has to be: the recipe's own checks tell more of what is wrong than a schema does."""
 
-    recipe: dict[str, Any] | None = Field(None, description="A recipe as /v1/recipes/schema says.")
-    recipe_name: str | None = Field(None, description="One of /v1/recipes.")
+    def __get_pydantic_json_schema__(self, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(Recipe.__pydantic_core_schema__)
+
+
+RecipeTable = Annotated[dict[str, Any], _RecipeSchema()]
+
+
+class RecipeSubmission(Strict):
+    """Either a whole ``recipe``, or the ``recipe_name`` of a stored one; ``overrides`` change single keys of either."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["recipe"]}, {"required": ["recipe_name"]}]})
+
+    recipe: RecipeTable | SkipJsonSchema[None] = Field(None, description="As a recipe's TOML file, in JSON.")
+    recipe_name: str | SkipJsonSchema[None] = Field(None, max_length=200, description="One of GET /v1/recipes.")
     overrides: dict[str, Any] = Field({}, description='Dotted keys and their values, as {"train.steps": 5}.')
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> RecipeSubmission:
+        if (self.recipe is None) == (self.recipe_name is None) or {"recipe", "recipe_name"} <= self.model_fields_set:
+            raise ValueError("give either recipe or recipe_name")
+        return self
+
+
+class StageWorker(BaseModel):
+    """A worker's share in a stage since its process began. Seconds; the four shares add up to ``wall``."""
+
+    worker: str
+    process: str = Field(description="The worker process that it runs in.")
+    state: str = Field(description="What was last said of that process: started, ready, died, restarted, stopped.")
+    pid: int
+    busy: float
+    waiting_input: float
+    waiting_room: float
+    other: float
+    wall: float
+    rows: int
+    tokens: int
+    queue_depth: int
+    in_flight: int
+
+
+class Stage(BaseModel):
+    name: str
+    takes: Literal["rows", "groups", "batch"]
+    ready: int = Field(description="Rows, or groups, that wait for it.")
+    leased: int = Field(description="Rows that its workers hold.")
+    workers: list[StageWorker]
+
+
+class Warehouse(BaseModel):
+    name: str
+    node: str
+    used: int = Field(description="Bytes.")
+    capacity: int = Field(description="Bytes.")
+    leaving: bool
+
+
+class Gate(BaseModel):
+    """Groups: admitted so far, how many may be by now, and those of them that are not trained."""
+
+    admitted: int
+    allowed: int
+    open: int
+
+
+class StagesView(BaseModel):
+    """The pipeline at this moment. Empty before the run has begun."""
+
+    stages: list[Stage]
+    ledger: dict[str, int] = Field(
+        description="Samples and tokens: generated = trained + filtered + remade + in flight."
+    )
+    warehouses: list[Warehouse]
+    published: int = Field(description="The newest policy version that rollout may use.")
+    trained: int = Field(description="Optimizer steps done.")
+    gate: Gate
+
+
+class CheckpointView(BaseModel):
+    version: int
+    path: str = Field(description="On the machine that runs it; `model` in it opens with transformers.")
+    time: Seconds
+    bytes: int
+
+
+class CheckpointsView(BaseModel):
+    """Whole checkpoints, oldest first."""
+
+    checkpoints: list[CheckpointView]
+
+
+class LogsQuery(Strict):
+    worker: str = Field("", max_length=100, description="As rollout-0; without one, all workers' lines by time.")
+    lines: int = Field(200, ge=1, le=5000, description="The last so many.")
+
+
+class RecipePath(Strict):
+    name: str = Field(pattern=RUN_ID, max_length=200, description="The recipe's name.")
+
+
+class RecipeSummary(BaseModel):
+    name: str
+    description: str
+
+
+class RecipesView(BaseModel):
+    recipes: list[RecipeSummary]
+
+
+class StoredRecipe(BaseModel):
+    """A stored recipe as it is written: what is left out has a default."""
+
+    name: str
+    description: str
+    recipe: dict[str, Any]
+
+
+class CheckedRecipe(BaseModel):
+    """A sound recipe with every default, and what follows from it. Sizes in bytes."""
+
+    recipe: dict[str, Any]
+    plan: Plan
+
+
+class Schema(RootModel[dict[str, Any]]):
+    """A JSON Schema, draft 2020-12."""

@@ -17,24 +17,32 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 from aiohttp import web
 
-from api import routes_dashboard, routes_service
+from api import (
+    routes_dashboard,
+    routes_recipes,
+    routes_runs,
+    routes_service,
+)
 from api.limits import admission, secure
 from api.operations import build_routes, openapi_document
 from api.problems import problems
-from api.service import DOCUMENT, SERVICE, Service, Settings
+from api.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
 from api.tokens import Tokens
-
-if TYPE_CHECKING:
-    from orchestration.registry import Registry
+from orchestration.registry import Registry
 
 log = structlog.get_logger()
 
-ROUTES = (routes_service, routes_dashboard)  # every module with operations
+# Every module with operations, in the order in which they are told.
+ROUTES = (
+    routes_runs,
+    routes_recipes,
+    routes_service,
+    routes_dashboard,
+)
 CLOSING_SECONDS = 5.0  # for requests that are under way when the server goes down
 LOCK = "server.lock"
 
@@ -122,10 +130,8 @@ def only_server(data: Path) -> Iterator[None]:
 
 async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
     """Serve until ``stop`` is set; ``ready`` is told the URL. Raises ServeError."""
-    from orchestration.registry import Registry
-
     with only_server(settings.data):
-        registry = Registry(settings.index)
+        registry = Registry(settings.index, timeout=INDEX_SECONDS)
         try:
             runner, url = await listen(build_app(settings, settings.index, registry), settings)
             try:

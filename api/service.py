@@ -9,7 +9,6 @@ import asyncio
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 from aiohttp import web
@@ -17,15 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.problems import Problem
 from api.tokens import Scope, Token, Tokens
-from orchestration.run import ENDED
+from api.watching import Watching
+from orchestration.registry import ENDED, Registry, RunRecord, UnknownRun
 from pipeline.index import Index
-
-if TYPE_CHECKING:
-    from orchestration.registry import Registry, RunRecord
 
 log = structlog.get_logger()
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+INDEX_SECONDS = 10.0  # for which a request waits for an index that is being started again
 IDLE_SECONDS = 600.0  # after which the connections to a run that has ended are closed
 PRINCIPAL = web.RequestKey("principal", Token)
 LOCAL = Token("local", "local", "admin", 0.0, None)  # whoever asks on loopback, where no token is needed
@@ -38,7 +36,7 @@ class Settings(BaseModel):
     them. ``roots``: below these must lie every path in a recipe. ``recipes``: folders of stored recipes, before the
     package's. ``allow_*``: ``module:name`` that a recipe may name beside what is installed. ``hosts``: further names that it
     is reached by (behind a proxy); with any, a token is needed. ``rate``, ``burst``: requests a second of one client, and
-    how many at once. ``max_*``: what one recipe may ask for.
+    how many at once. ``max_waiting``: runs in the queue; ``max_workers``, ``max_arena``: what one recipe may ask for.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,6 +61,7 @@ class Settings(BaseModel):
     idle_seconds: float = Field(default=75.0, gt=0)
     rate: float = Field(default=1000.0, gt=0)
     burst: int = Field(default=2000, ge=1)
+    max_waiting: int = Field(default=1000, ge=1)
     max_workers: int = Field(default=64, ge=3)
     max_arena: int = Field(default=16 * 2**30, gt=0)
 
@@ -82,13 +81,14 @@ class Service:
     def __init__(self, settings: Settings, url: str, registry: Registry, tokens: Tokens) -> None:
         self.settings, self.url, self.registry, self.tokens = settings, url, registry, tokens
         self.closing = asyncio.Event()
+        self.watching = Watching()
         self._indexes: dict[str, tuple[Index, float]] = {}
 
     def index(self, run: str) -> Index:
         """The run's part of the index. Ask for it anew at each use: one that nobody asked for in a while is
         closed once the run has ended."""
         found = self._indexes.get(run)
-        index = found[0] if found else Index(self.url, run)
+        index = found[0] if found else Index(self.url, run, timeout=INDEX_SECONDS)
         self._indexes[run] = index, time.monotonic()
         return index
 
@@ -130,13 +130,20 @@ class Service:
                     continue
                 try:
                     over = (await self.registry.get(run)).state in ENDED
-                except LookupError:  # deleted
+                except UnknownRun:
                     over = True
                 except ConnectionError:
                     continue
                 if over:
                     del self._indexes[run]
                     await index.close()
+
+    async def forget(self, run: str) -> None:
+        """Close the connections to a run that is deleted."""
+        self.watching.forget(run)
+        found = self._indexes.pop(run, None)
+        if found:
+            await found[0].close()
 
     async def close(self) -> None:
         self.closing.set()

@@ -236,6 +236,16 @@ class LaunchSection(Section):
     collective_timeout: Seconds = 300.0
 
 
+ExternalStage = Literal["rollout", "reward", "reference", "update"]
+
+
+class ExternalSection(Section):
+    """``stages``: those that other programs do, which join the run through :mod:`orchestration.external`; it starts no
+    workers for them."""
+
+    stages: list[ExternalStage] = []
+
+
 class Recipe(Section):
     """One run's settings. Made by :func:`load_recipe`; frozen; travels as JSON through the index to the workers."""
 
@@ -253,6 +263,11 @@ class Recipe(Section):
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     launch: LaunchSection = LaunchSection()
+    external: ExternalSection = ExternalSection()
+
+    def ours(self, stage: ExternalStage) -> bool:
+        """Whether the run's own workers do a stage, and no other program."""
+        return stage not in self.external.stages
 
     @property
     def staleness_plan(self) -> StalenessPlan:
@@ -647,6 +662,8 @@ def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
         key = f"reward.functions.{at}.name"
         if name in names[:at]:
             yield Problem(key, name, "is listed twice", "add up the weights")
+        if not recipe.ours("reward"):
+            continue  # the names of what another program scores
         try:
             find_reward(name)
         except RewardError as error:
@@ -761,6 +778,28 @@ def _tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("pipeline.tls_certificate", recipe.pipeline.tls_certificate, f"cannot be used ({error})", fix)
 
 
+def _external_fits(recipe: Recipe) -> Iterator[Problem]:
+    stages = recipe.external.stages
+    for at, stage in enumerate(stages):
+        if stage in stages[:at]:
+            yield Problem(f"external.stages.{at}", stage, "is listed twice", "list it once")
+    if "rollout" in stages and recipe.evaluate.every:
+        wrong = "asks for evaluations, which the run's own rollout engine would answer"
+        fix = "set evaluate.every = 0, or take 'rollout' out of external.stages"
+        yield Problem("evaluate.every", recipe.evaluate.every, wrong, fix)
+    if "update" in stages and recipe.train.ranks > 1:
+        key = "train.dp" if recipe.train.dp > 1 else "train.tp"
+        wrong = "lays out a trainer of the run's own, but external.stages holds 'update'"
+        yield Problem(key, getattr(recipe.train, key[6:]), wrong, f"set {key} = 1")
+
+
+def _reference_is_asked(recipe: Recipe) -> Iterator[Problem]:
+    if not recipe.ours("reference") and not recipe.needs_reference:
+        wrong = f"holds 'reference', which algorithm.name = {recipe.algorithm.name!r} with these options never asks"
+        fix = "set algorithm.options.kl_coef > 0, or take 'reference' out"
+        yield Problem("external.stages", recipe.external.stages, wrong, fix)
+
+
 def _schedule_fits(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.warmup_steps > recipe.train.steps:
         wrong = f"is more than train.steps = {recipe.train.steps}"
@@ -852,7 +891,9 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
     ),
     (_model_exists, ("model.source",)),
     (_prompts_exist, ("prompts",)),
-    (_rewards_resolve, ("reward.functions",)),
+    (_rewards_resolve, ("reward.functions", "external")),
+    (_external_fits, ("external", "evaluate.every", "train.dp", "train.tp")),
+    (_reference_is_asked, ("external", "algorithm")),
     (_algorithm_takes_options, ("algorithm",)),
     (_group_fits_engine, ("algorithm.group_size", "rollout.max_rows")),
     (_row_fits_budget, ("prompts.max_prompt_tokens", "rollout.max_tokens", "train.token_budget")),

@@ -28,7 +28,14 @@ from typing import Any
 import structlog
 
 from orchestration import checkpoint
-from orchestration.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.engines import (
+    reference_engine,
+    rollout_engine,
+    sampling_of,
+    terms_of,
+    tokenizer_of,
+    train_engine,
+)
 from orchestration.logs import Current, configure
 from orchestration.planner import slab_bytes
 from orchestration.recipe import Recipe
@@ -36,17 +43,20 @@ from pipeline.columns import ColumnError
 from pipeline.controller import Controller, Stage
 from pipeline.dock import Dock
 from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
+from pipeline.spans import Spans
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
 from stages.device import DeviceMissing
 from stages.engines.plans import Ranks
 from stages.engines.protocols import EngineMissing
 from stages.evaluate import Evaluator, distinct_prompts
+from stages.external import TERMS
+from stages.feed import Feed
 from stages.follower import Follower, SwapPolicy
 from stages.gang import Gang, Mate
 from stages.gate import Gate
-from stages.models import ModelNotFound
-from stages.prompts import PromptError, load_prompts
+from stages.models import ModelNotFound, Tokenizer
+from stages.prompts import PromptError, PromptForm, PromptSource, load_prompts
 from stages.reference import Reference
 from stages.reward import Reward, RewardError, RewardSet
 from stages.rollout import Rollout
@@ -72,6 +82,7 @@ FATAL = (
 EXIT_FATAL = 3
 EXIT_FAILED = 1
 STATE_SECONDS = 10.0
+FED = "prompts.jsonl"  # in the run's folder: the prompts that other programs have put
 
 
 @dataclass(frozen=True)
@@ -102,14 +113,16 @@ def flow_of(recipe: Recipe) -> Flow:
 
 
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
-    """The workers that a recipe asks for, as (kind, number)."""
-    reference = [("reference", 0)] if flow_of(recipe).reference else []
+    """The workers that a recipe asks for, as (kind, number); none for stages that other programs do."""
+    numbers = {
+        "rollout": range(recipe.rollout.workers),
+        "reward": range(1, recipe.reward.workers),
+        "reference": range(int(flow_of(recipe).reference)),
+        "update": range(recipe.train.ranks),
+    }
     return [
         ("flow", 0),
-        *(("rollout", number) for number in range(recipe.rollout.workers)),
-        *(("reward", number) for number in range(1, recipe.reward.workers)),
-        *reference,
-        *(("update", number) for number in range(recipe.train.ranks)),
+        *((kind, n) for kind, some in numbers.items() if kind not in recipe.external.stages for n in some),
     ]
 
 
@@ -214,8 +227,8 @@ class Worker:
 
     # ── the kinds ──
 
-    def _control(self, stage: Stage) -> Controller:
-        controller = Controller(self.dock, stage, number=self.number)
+    def _control(self, stage: Stage, spans: Spans | None = None) -> Controller:
+        controller = Controller(self.dock, stage, number=self.number, spans=spans)
         self._controllers.append(controller)
         return controller
 
@@ -227,16 +240,26 @@ class Worker:
         if recipe.pipeline.serve:
             host, port = await self.dock.serve(recipe.pipeline.serve)
             log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
-        prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed)
+        if recipe.external.stages:
+            await self.index.put(TERMS, terms_of(recipe, tokenizer).to_json())
         self._gate = Gate(
             self.dock,
-            prompts.train,
+            await self._prompts(tokenizer),
             group_size=recipe.algorithm.group_size,
             steps=recipe.train.steps,
             groups_per_step=recipe.train.groups_per_step,
         )
-        self._control(Reward(self._rewards(), tokenizer))
+        if recipe.ours("reward"):
+            self._control(Reward(self._rewards(), tokenizer))
         self._control(Advantage(build_algorithm(recipe.algorithm.name, recipe.algorithm.options)))
+
+    async def _prompts(self, tokenizer: Tokenizer) -> PromptSource:
+        if self.recipe.prompts.source != "external":
+            return load_prompts(self.recipe.prompts, tokenizer, self.recipe.seed).train
+        feed = Feed(self.index, self.place.out / FED, PromptForm(self.recipe.prompts, tokenizer))
+        await feed.begin()
+        self._beside.append(feed.run)
+        return feed
 
     async def _build_reward(self) -> None:
         self._control(Reward(self._rewards(), tokenizer_of(self.recipe)))
@@ -320,16 +343,18 @@ class Worker:
             return
         self._farewell.append(lambda: gang.tell("end"))
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
+        spans = Spans()
 
         async def after_step(done: int) -> None:
             if done % every and done < steps:
                 return
             state = await self.index.call("snapshot")
             state["remake"] = list(state["remake"] or ())
-            partial = checkpoint.begin(self.place.checkpoints, done)
-            await gang.tell("save", folder=str(partial))
-            await asyncio.to_thread(checkpoint.write, partial, engine)
-            await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
+            with spans.during("checkpoint", version=done):
+                partial = checkpoint.begin(self.place.checkpoints, done)
+                await gang.tell("save", folder=str(partial))
+                await asyncio.to_thread(checkpoint.write, partial, engine)
+                await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
             await self.index.call("release", before=done)
 
         stage = Update(
@@ -344,9 +369,11 @@ class Worker:
             after_last=lambda: controller.stop(),
             gang=gang,
             probe=recipe.probe_tolerance > 0,
+            spans=spans,
+            publish_first=not recipe.ours("rollout"),
         )
         self._version = lambda: stage.trained
-        controller = self._control(stage)
+        controller = self._control(stage, spans)
         await stage.catch_up()
 
 

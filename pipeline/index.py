@@ -39,6 +39,8 @@ Takes = Literal["rows", "groups", "batch"]
 
 MAX_STAGES = 16  # the index keeps the stages that are done with a row as bits of a 16-bit word
 UNLIMITED = 2**40
+EVENTS_KEPT = 100_000  # about; older ones are in the run's folder alone
+EVENTS_AT_ONCE = 500
 
 # Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48 - 1 of the arena of
 # warehouse `place` >> 48, as part of `block`. Block 0: nowhere yet.
@@ -549,6 +551,12 @@ class Index:
             )
         return Claim(stage, reply["token"], reply)
 
+    async def lease(self, token: int) -> tuple[Claim, int] | None:
+        """The claim that goes by ``token``, as its holder was told it, and how many of its rows are left; None when it has
+        ended."""
+        reply = await self._call_raw("lease", token=token)
+        return (Claim(reply["stage"].decode(), token, reply), reply["left"]) if reply else None
+
     async def renew(self, stage: str, tokens: Sequence[int], lease: float) -> set[int]:
         kept = await self.call("renew", stage=stage, tokens=list(tokens), lease=int(lease * 1000))
         return {int(token) for token in kept or ()}
@@ -622,22 +630,38 @@ class Index:
     async def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         fields = {"kind": kind, "time": repr(time.time()), "data": msgpack.packb(dict(data))}
         await self._retry(
-            lambda again: self._redis.xadd(f"{self.prefix}events", fields, maxlen=100_000, approximate=True)  # type: ignore[arg-type]
+            lambda again: self._redis.xadd(f"{self.prefix}events", fields, maxlen=EVENTS_KEPT, approximate=True)  # type: ignore[arg-type]
         )
 
     async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
-        """The next events after id ``after``, at most 500; empty when none came within ``timeout`` seconds."""
-        found = await self._read({"events": after}, timeout, 500)
-        return [
-            Event(
-                entry.decode(),
-                float(fields[b"time"]),
-                fields[b"kind"].decode(),
-                msgpack.unpackb(fields[b"data"], strict_map_key=False),
-            )
-            for _, entries in found or ()
-            for entry, fields in entries
-        ]
+        """The next events after id ``after``, waiting for them; empty when none came within ``timeout`` seconds."""
+        found = await self._read({"events": after}, timeout, EVENTS_AT_ONCE)
+        return [_event(entry, fields) for _, entries in found or () for entry, fields in entries]
+
+    async def past_events(self, after: str = "0", count: int = EVENTS_AT_ONCE) -> list[Event]:
+        """The next events after id ``after`` that are there now, at most ``count``; :meth:`events` would wait for some. The
+        stream keeps about :data:`EVENTS_KEPT`: ask :meth:`event_ends` whether ``after`` is still in it."""
+        found = await self._retry(
+            lambda again: self._redis.xrange(f"{self.prefix}events", min=f"({after}", max="+", count=count)
+        )
+        return [_event(entry, fields) for entry, fields in found]
+
+    async def event_ends(self) -> tuple[str, str]:
+        """The ids of the oldest and of the newest event that are there; "0" and "0" when none is."""
+
+        async def once(again: bool) -> list[Any]:
+            both = self._redis.pipeline(transaction=True)
+            both.xrange(f"{self.prefix}events", count=1)
+            both.xrevrange(f"{self.prefix}events", count=1)
+            return await both.execute()
+
+        oldest, newest = (found[0][0].decode() if found else "0" for found in await self._retry(once))
+        return oldest, newest
+
+    async def newest(self, kind: str, within: int = 1000) -> Event | None:
+        """The newest event of this kind among the last ``within`` of all; None when there is none."""
+        found = await self._retry(lambda again: self._redis.xrevrange(f"{self.prefix}events", count=within))
+        return next((_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()), None)
 
     async def last_event(self) -> str:
         """The id of the newest event; "0" before there is one."""
@@ -688,6 +712,11 @@ def ranges(rows: np.ndarray) -> tuple[list[int], np.ndarray]:
     breaks = np.flatnonzero(np.diff(ordered) != 1)
     firsts, lasts = ordered[np.concatenate([[0], breaks + 1])], ordered[np.concatenate([breaks, [len(ordered) - 1]])]
     return np.stack([firsts, lasts], 1).reshape(-1).tolist(), order
+
+
+def _event(entry: bytes, fields: Mapping[bytes, bytes]) -> Event:
+    data = msgpack.unpackb(fields[b"data"], strict_map_key=False)
+    return Event(entry.decode(), float(fields[b"time"]), fields[b"kind"].decode(), data)
 
 
 def _is_loading(refused: ResponseError) -> bool:

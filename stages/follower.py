@@ -104,7 +104,8 @@ class Follower:
             weights = await self._read(published)
             async with self._turn():
                 self.stage.held_back = self._due(published.version) and not self.overlap
-                times, gap = await self._swap(published, weights)
+                with self.controller.spans.during("swap", version=published.version):
+                    times, gap = await self._swap(published, weights)
         except (WeightsDamaged, WeightMismatch, SwapRefused) as refused:
             await self._keep_old(published, refused)
             return False
@@ -211,5 +212,7 @@ class Follower:
         assert self.evaluator is not None
         version = self.stage.engine.version
         if await self.index.get(f"evaluated:{version}") is None:
-            await self.index.emit("evaluation", await self.evaluator.run(version))
+            with self.controller.spans.during("evaluation", version=version):
+                told = await self.evaluator.run(version)
+            await self.index.emit("evaluation", told)
             await self.index.put(f"evaluated:{version}", "1")

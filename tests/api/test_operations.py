@@ -14,9 +14,9 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from api.operations import Reply, Strict, openapi_document, operation, operations_of, read_body
-from api.problems import MEDIA_TYPE, Problem
+from api.problems import Problem
 from api.service import Service
-from tests.api.serving import Client, serving
+from tests.api.serving import Client, problem, serving
 
 
 class ThingPath(Strict):
@@ -99,13 +99,6 @@ async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]
     limits = {"body_limit": 1000, "body_seconds": 0.5, "handler_seconds": 0.5}
     async with serving(index_url, tmp_path, modules=(MODULE,), **limits) as made:
         yield made
-
-
-async def problem(response: Any, status: int) -> dict[str, Any]:
-    assert (response.status, response.content_type) == (status, MEDIA_TYPE), await response.text()
-    told = await response.json(content_type=None)
-    assert told["status"] == status
-    return told
 
 
 # --- what a handler is given --------------------------------------------------------------------------------------------
