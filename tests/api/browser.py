@@ -31,7 +31,7 @@ const text = (node) => (node.getAttribute("aria-label") || node.innerText || "")
 const seen = (node) => node.checkVisibility() && !node.disabled;
 if (role === "field") {
   for (const label of document.querySelectorAll("label")) {
-    if (text(label).startsWith(name) && label.control && seen(label.control)) return label.control;
+    if (label.innerText.split("\\n")[0].trim() === name && label.control && seen(label.control)) return label.control;
   }
   return null;
 }

@@ -191,26 +191,24 @@ def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(browse
     browser.type("Staleness bound", "-1")
     browser.click("Start the run")
     beside = "return document.getElementById(arguments[0].getAttribute('aria-describedby'))?.innerText"
-    for label in ("Optimizer steps", "Staleness bound"):
+    for label, fix in (("Optimizer steps", "use a value >= 1"), ("Staleness bound", "use a value >= 0")):
         field = browser.named(label, "field")
-        told = browser.until(beside, field)
-        assert "0" in told, told
+        assert fix in browser.until(beside, field)
         assert field.get_attribute("aria-invalid") == "true"
     assert browser.text(".problems").startswith("2 things are wrong.")
     assert "Optimizer steps" in browser.focused()["name"]
 
-    browser.click("JSON")
+    browser.named("JSON", "field").click()
     text = browser.named("Recipe as JSON", "field")
     text.clear()
     text.send_keys("{")
     browser.click("Start the run")
-    browser.until("return document.querySelector('.problems').innerText.includes('no JSON')")
+    browser.until("return document.querySelector('#recipe-text-wrong').innerText.includes('write one JSON object')")
     text.clear()
     text.send_keys('{"name": "mine", "train": {"stepz": 3}}')
     browser.click("Check")
-    told = browser.until("return document.querySelector('#recipe-text-wrong').innerText")
-    assert "train.stepz" in told
-    assert "steps" in told
+    browser.until("return document.querySelector('#recipe-text-wrong').innerText.includes('train.stepz')")
+    assert "steps" in browser.text("#recipe-text-wrong .fix")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,11 +249,9 @@ def test_a_script_that_got_into_the_page_would_not_run(browser: Browser) -> None
         "catch (error) { got.push(error.name); } };"
         "attempt(() => { document.body.innerHTML += '<b>x</b>'; });"
         "attempt(() => { document.createElement('script').textContent = 'window.broken=1'; });"
-        "attempt(() => { new Function('window.broken=1')(); });"
-        "const sneaked = document.createElementNS('http://www.w3.org/2000/svg', 'image');"
-        "sneaked.setAttribute('href', 'x'); return got;"
+        "attempt(() => { setTimeout('window.broken=1'); }); return got;"
     )
-    assert tried == ["TypeError", "TypeError", "EvalError"]
+    assert tried == ["TypeError"] * 3
     assert len(browser.complaints()) >= 2  # the browser tells of each breach
     policy = browser.asynchronous("return (await fetch('/')).headers.get('Content-Security-Policy');")
     assert "unsafe" not in policy
