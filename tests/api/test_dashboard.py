@@ -208,7 +208,7 @@ def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(browse
     text.send_keys('{"name": "mine", "train": {"stepz": 3}}')
     browser.click("Check")
     browser.until("return document.querySelector('#recipe-text-wrong').innerText.includes('train.stepz')")
-    assert "steps" in browser.text("#recipe-text-wrong .fix")
+    assert "add a [model] section" in browser.text("#recipe-text-wrong")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
