@@ -229,7 +229,7 @@ export class Progress {
     const speed = (name) =>
       history.map((step, at) => {
         const before = history[at - 1];
-        return before && before.step === step.step - 1 && step.seconds > 0 ? Math.max(0, step[name] - before[name]) / step.seconds : null;
+        return before && step.time > before.time ? Math.max(0, step[name] - before[name]) / (step.time - before.time) : null;
       });
     return { step: history.map((step) => step.step + 1), get, speed };
   }

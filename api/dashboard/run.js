@@ -320,7 +320,13 @@ export class RunPage {
 
   async history() {
     try {
-      const { series } = await this.service.run(this.id, "/metrics");
+      const names = "step,evaluation,sync";
+      const each = this.service.run(this.id, "/metrics", { query: { names, every: 0 } });
+      // Of a very long run not every step is told; it is then drawn by its means over some seconds.
+      const { series } = await each.catch((problem) => {
+        if (problem.status !== 422) throw problem;
+        return this.service.run(this.id, "/metrics", { query: { names } });
+      });
       this.progress.past(series);
     } catch (problem) {
       this.complain(problem);
