@@ -64,7 +64,9 @@ function shares(workers) {
 }
 
 export class Progress {
-  constructor(record) {
+  /** `clock` tells the server's time in Unix seconds. */
+  constructor(record, clock) {
+    this.clock = clock;
     this.steps = new Map(); // by step
     this.evaluations = new Map(); // by policy version
     this.workers = new Map();
@@ -77,7 +79,6 @@ export class Progress {
     this.restarts = 0;
     this.notes = [];
     this.heard = 0; // Unix seconds of the last event
-    this.skew = 0; // the server's clock less this one's
     this.changed = 0;
     this.sorted = [];
     this.tell(record);
@@ -107,7 +108,7 @@ export class Progress {
   }
 
   get now() {
-    return Date.now() / 1000 + this.skew;
+    return this.clock();
   }
 
   /** History: {kind: {time: [...], name: [...]}}. */
@@ -125,7 +126,6 @@ export class Progress {
 
   apply(kind, data) {
     this.heard = data.time;
-    this.skew = data.time - Date.now() / 1000;
     if (kind === "step") this.step(data);
     else if (kind === "evaluation") this.evaluations.set(data.version, data);
     else if (kind === "stage") this.worker(data.worker, data.stage).apply(data.time, data);

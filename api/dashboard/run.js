@@ -26,7 +26,7 @@ const SMOOTH_FROM = 24; // steps from which a moving average is drawn over the r
 export class RunPage {
   constructor(service, record, { onConnection, onGone }) {
     Object.assign(this, { service, id: record.id, onConnection, onGone, timer: 0, gone: false });
-    this.progress = new Progress(record);
+    this.progress = new Progress(record, () => service.now);
     this.header();
     this.picture = new Picture();
     this.charts();
@@ -109,11 +109,11 @@ export class RunPage {
       plot(
         {
           title: "Reward",
-          format: (value) => fixed(value, 2),
+          format: (value) => number(value, 2),
           series: [
             { label: "each step", colour: "series-1", width: 1.5, hushed: true },
             { label: "mean", colour: "series-1", format: (value) => fixed(value, 3) },
-            { label: "held out", colour: "series-2", points: true, format: (value) => fixed(value, 3) },
+            { label: "held out", colour: "series-2", points: true, optional: true, format: (value) => fixed(value, 3) },
           ],
         },
         (columns) => [rewards(columns), softly(columns), this.heldOut(columns)],
