@@ -7,13 +7,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, RootModel, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from api.operations import Strict
 from orchestration.planner import Plan
 from orchestration.recipe import Recipe
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 State = Literal["created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
 Seconds = Annotated[float, Field(description="Unix seconds")]
+
+
+class Strict(BaseModel):
+    """A base for what requests carry: keys that are not known are errors."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=False)
 
 
 class RunPath(Strict):
@@ -198,3 +203,36 @@ class CheckedRecipe(BaseModel):
 
 class Schema(RootModel[dict[str, Any]]):
     """A JSON Schema, draft 2020-12."""
+
+
+class SampleView(BaseModel):
+    """A sample that was trained."""
+
+    group: int
+    place: int = Field(description="In its group.")
+    step: int = Field(description="That trained it.")
+    prompt: str
+    response: str
+    reward: float
+    rewards: dict[str, float] = Field(description="Of each reward function.")
+    advantage: float | None
+    tokens: int = Field(description="Of the response.")
+    versions: list[tuple[int, int]] = Field(description="Policy version and tokens, in the response's order.")
+    staleness: int
+    truncated: bool
+
+
+class SamplePage(BaseModel):
+    """Newest first. ``next`` is the cursor of the next page (`after`), empty at the end."""
+
+    samples: list[SampleView]
+    next: str
+
+
+class MetricsView(BaseModel):
+    """Series by name (`step`, `stage/rollout-0`), each as columns: `time` and its numbers. Times in Unix seconds."""
+
+    from_: float = Field(alias="from")
+    to: float
+    every: float = Field(description="Seconds that one point stands for; 0: each event is a point.")
+    series: dict[str, dict[str, list[float | None]]]

@@ -321,6 +321,13 @@ class RecipeError(ValueError):
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and check the recipe at ``path``. ``overrides`` are ``section.key=value`` with a TOML value;
     what is no TOML value is a string. A recipe without a name is called like its file. Raises :class:`RecipeError`."""
+    data, problems = read_recipe(path, overrides)
+    return parse_recipe(data, where=str(path), problems=problems)
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
+    """The tables at ``path`` with ``overrides``, not checked any further, and what is wrong with the overrides. Raises
+    :class:`RecipeError` when there is no TOML."""
     path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -329,8 +336,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(str(path), [Problem("file", None, f"is not TOML: {error}")]) from error
     data.setdefault("name", path.stem)
-    problems = [problem for text in overrides if (problem := _override(data, text))]
-    return parse_recipe(data, where=str(path), problems=problems)
+    return data, [problem for text in overrides if (problem := _override(data, text))]
 
 
 def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Sequence[Problem] = ()) -> Recipe:
@@ -388,7 +394,7 @@ def _override(data: dict[str, Any], text: str) -> Problem | None:
     key, equals, value = text.partition("=")
     if not equals:
         return Problem("--set", text, "is not key=value", "write for example --set train.steps=10")
-    return override(data, key, _toml_value(value), "--set", text)
+    return override(data, key, toml_value(value), "--set", text)
 
 
 def override(data: dict[str, Any], key: str, value: Any, where: str = "override", text: str = "") -> Problem | None:
@@ -415,7 +421,8 @@ def _table(at: Any, part: str) -> Any:
     return at.setdefault(part, {}) if isinstance(at, dict) else None
 
 
-def _toml_value(text: str) -> Any:
+def toml_value(text: str) -> Any:
+    """The value of ``key=text`` as TOML reads it; what is no TOML value is a string."""
     try:
         parsed = tomllib.loads(f"value = {text.strip()}")
     except tomllib.TOMLDecodeError:

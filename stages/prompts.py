@@ -18,14 +18,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from stages.models import Tokenizer
 from stages.tasks import TASKS
+
+if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch: it takes seconds to import
+    import torch
+
+    from stages.models import Tokenizer
 
 Message = dict[str, str]
 Row = dict[str, Any]
@@ -231,6 +234,8 @@ class PromptForm:
         ids = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
         if not ids:
             raise PromptError(f"prompts: {where} has no tokens: {text!r}")
+        import torch
+
         return Prompt(torch.tensor(ids, dtype=torch.int64), text, given, fields)
 
     def fits(self, row: Row, where: str) -> bool:
