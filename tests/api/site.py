@@ -115,9 +115,9 @@ class Site:
         answer = self.ask_for("POST", f"v1/runs/{run}/{what}")
         assert answer.status == 202, answer
 
-    def submit(self, overrides: Mapping[str, Any]) -> str:
-        """The id of a new run of the recipe ``mock`` with ``overrides``."""
-        answer = self.ask_for("POST", "v1/runs", {"recipe_name": "mock", "overrides": dict(overrides)})
+    def submit(self, overrides: Mapping[str, Any], *, recipe: str = "mock") -> str:
+        """The id of a new run of the stored ``recipe`` with ``overrides``."""
+        answer = self.ask_for("POST", "v1/runs", {"recipe_name": recipe, "overrides": dict(overrides)})
         assert answer.status == 201, answer
         return str(answer.body["id"])
 
