@@ -22,7 +22,7 @@ CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
 WITHOUT = "Chromium is not installed: apt-get install chromium chromium-driver"
 AXE = Path(__file__).parent / "vendor" / "axe.min.js.gz"  # axe-core 4.14.1, MPL-2.0 (axe.LICENSE)
-SECONDS = 60.0  # for which a condition is waited for
+SECONDS = 150.0  # for which a condition is waited for: generous, since a machine may be busy
 
 # What a person would call a control: its label, or its text.
 NAMED = """

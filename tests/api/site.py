@@ -19,7 +19,7 @@ from typing import Any
 
 from orchestration.service_index import ServiceIndex
 
-SECONDS = 90.0  # for which a condition is waited for
+SECONDS = 240.0  # for which a condition is waited for: generous, since a machine may be busy
 LOOK_SECONDS = 0.1  # between two looks at it
 ROOT = Path(__file__).resolve().parents[2]
 ENDED = ("finished", "stopped", "failed")

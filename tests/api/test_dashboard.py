@@ -21,14 +21,13 @@ from selenium.webdriver.common.keys import Keys
 from tests.api.browser import CHROMIUM, DRIVER, WITHOUT, Browser, chromium
 from tests.api.site import Site, site
 
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT)
+pytestmark = [pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT), pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "api" / "dashboard"
 HOSTILE = "<img src=x onerror='window.broken=1'><script>window.broken=1</script>{{7*7}}\u202e"
 # A mock run slow enough to be looked at: about half a second a step.
 SLOW = {"train.steps": 400, "train.mock.step_seconds": 0.4, "checkpoint.every": 1000}
-IN_PAGE = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
 
 
 @pytest.fixture(scope="module")
