@@ -76,7 +76,9 @@ class Browser:
         """Click what is called so. The page may put it anew while it is looked for."""
         for _ in range(5):
             try:
-                return self.named(name).click()
+                control = self.named(name)
+                self.js("arguments[0].scrollIntoView({block: 'center'})", control)  # not beneath the page's own bar
+                return control.click()
             except StaleElementReferenceException:
                 continue
         raise AssertionError(f"{name!r} does not keep still")
