@@ -141,7 +141,7 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     browser.click("Stop the run")
     browser.until("return document.querySelector('.run-head .state').innerText === 'stopped'")
     browser.until("return document.querySelector('#connection').innerText === 'Ended'")
-    assert "stopped" in browser.text("#runs-list [aria-current]")
+    browser.until("return document.querySelector('#runs-list [aria-current]').innerText.includes('stopped')")
     browser.click("Delete")
     browser.click("Delete everything")
     browser.until(f"return !document.querySelector('#runs-list').innerText.includes({json.dumps('watched')})")
@@ -273,7 +273,9 @@ def test_a_server_that_wants_a_token_is_given_one_and_it_is_kept_in_the_tab_alon
         one_browser.type("Token", token)
         one_browser.click("Sign in")
         one_browser.until("return document.querySelector('main').innerText.includes('No run yet')")
-        kept = one_browser.js("return [Object.values(sessionStorage), localStorage.length, document.cookie, location.href]")
+        kept = one_browser.js(
+            "return [Object.values(sessionStorage), localStorage.length, document.cookie, location.href]"
+        )
         assert kept == [[token], 0, "", f"{locked.url}/"]
         # A reader's token may look, and is told when it may not do something.
         one_browser.click("New run")
@@ -365,7 +367,10 @@ def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
     for place, there in (
         ("#/", "document.querySelector('#runs-list li')"),
         ("#/new", "document.querySelector('#recipe-name')?.options.length"),
-        (f"#/runs/{run}", "document.querySelectorAll('.plot canvas').length === 6 && document.querySelector('.samples li')"),
+        (
+            f"#/runs/{run}",
+            "document.querySelectorAll('.plot canvas').length === 6 && document.querySelector('.samples li')",
+        ),
     ):
         browser.open(f"{served.url}{place}")
         browser.until(f"return {there}")
@@ -386,7 +391,9 @@ def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
 def rules(scheme: str) -> dict[str, str]:
     """The colours that the style sheet gives by name."""
     style = (PAGE / "dashboard.css").read_text()
-    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in re.findall(r":root \{(.*?)\n *\}", style, re.S))
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in re.findall(r":root \{(.*?)\n *\}", style, re.S)
+    )
     return light if scheme == "light" else light | dark
 
 
@@ -503,7 +510,9 @@ def test_the_overlap_of_the_timeline_is_that_of_its_instants(
 
 def test_an_installed_package_has_every_file_of_the_page() -> None:
     packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["api"]
-    listed = subprocess.run(["git", "ls-files", "api/dashboard"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files", "api/dashboard"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
     files = [str(path.relative_to(ROOT / "api")) for path in PAGE.rglob("*") if path.is_file()]
     assert not listed or sorted(f"api/{file}" for file in files) == sorted(listed)
     for file in files:
