@@ -1,6 +1,7 @@
 """The pictures of the dashboard in the documentation, taken of a real run: ``python -m tests.api.screenshots [FOLDER]``.
 
-Needs Chromium and its driver. Starts a service of its own, a run of the recipe ``tiny`` in it with another one waiting, and looks.
+Needs Chromium and its driver. Starts a service of its own and a run of the recipe ``tiny`` in it, with another one that
+waits, and looks.
 """
 
 from __future__ import annotations
