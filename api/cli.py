@@ -6,6 +6,7 @@
     recipes     ──▶ what there is to run
     agent       ──▶ executes a service's runs on this machine (api.agent_cli)
     dock        ──▶ a look into a run's samples (api.dock)
+    track       ──▶ a run's events to TensorBoard, MLflow or W&B (api.track_cli)
     plan reshard ─▶ what moves between two layouts of the recipe's model, and what it takes (api.reshard)
     runs, login ──▶ runs of a service, over REST (api.runs_cli)
 
@@ -36,6 +37,7 @@ from api.agent_cli import agent_command
 from api.dock import dock_app
 from api.exits import BAD_INPUT, FINISHED, INTERRUPTED, OF_STATE
 from api.runs_cli import login, logout, recipe_files, runs_app
+from api.track_cli import track_command
 from api.view import viewing
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ app = typer.Typer(
 )
 
 app.command("agent")(agent_command)
+app.command("track")(track_command)
 app.add_typer(dock_app, name="dock")
 app.add_typer(runs_app, name="runs")
 plan_app = typer.Typer(help="Derive what a run would do, without running anything.", no_args_is_help=True)
