@@ -228,16 +228,16 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Told]:
     where = folder / WHERE
     told = json.loads(where.read_text()) if where.exists() else None
     index = Index(told["index"], told["run"]) if told else None
-    history = History((lambda: index) if index else None, folder / METRICS)
+    history, state = History((lambda: index) if index else None, folder / METRICS), ""
     try:
         while True:
             async for page in history.pages(after):
                 for event in page:
+                    state = event.data["state"] if event.kind == "state" else state
                     yield event
                 after = page[-1].id
-                if index is not None and any(e.kind == "state" and e.data["state"] in ENDED for e in page):
-                    if not where.exists() or await history.newest() == after:
-                        return
+            if index is not None and state in ENDED and after == await history.newest():
+                return
             if index is None:
                 return
             await history.wait(after, WAIT_SECONDS)
