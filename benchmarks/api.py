@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -29,7 +30,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,6 +46,7 @@ from pipeline.embedded import EmbeddedIndex  # noqa: E402
 from pipeline.index import Index  # noqa: E402
 
 ANSWER_SECONDS = 240.0  # a busy machine takes its time to start a process
+CONNECTS = 5  # attempts of one reader
 SETTLE_SECONDS = 3.0  # of each turn, left out
 MOST_LOSS, MOST_DELAY, MOST_REST = 0.03, 0.25, 0.05  # a share, and seconds at the 99th percentile
 FLAT = 0.05  # by how much memory may grow from the first minute's median to the last one's
@@ -110,7 +111,7 @@ class Reader(asyncio.Protocol):
 
     def __init__(self, host: str, path: str, delays: list[float]) -> None:
         self.host, self.path, self.delays = host, path, delays
-        self.alive, self._rest = False, b""
+        self.alive, self._rest, self.answered = False, b"", asyncio.Event()
 
     def connection_made(self, transport: Any) -> None:
         self.transport, self.alive = transport, True
@@ -118,12 +119,14 @@ class Reader(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.time()
+        self.answered.set()
         whole, separator, rest = (self._rest + data).rpartition(b"\n")
         self._rest = rest
         self.delays += [now - float(at) for at in _TIME.findall(whole + separator)]
 
     def connection_lost(self, error: Exception | None) -> None:
         self.alive = False
+        self.answered.set()
 
 
 def read(host: str, port: int, path: str, orders: Connection) -> None:
@@ -132,12 +135,21 @@ def read(host: str, port: int, path: str, orders: Connection) -> None:
     async def run() -> None:
         loop, readers = asyncio.get_running_loop(), list[Reader]()
         delays: list[float] = []
+
+        async def connected() -> Reader:
+            for _ in range(CONNECTS):
+                with contextlib.suppress(OSError):  # more came at once than the server's queue holds
+                    made = await loop.create_connection(lambda: Reader(f"{host}:{port}", path, delays), host, port)
+                    return made[1]
+            raise RuntimeError(f"the server took no connection in {CONNECTS} attempts")
+
         while True:
             what, count = await asyncio.to_thread(orders.recv)
             if what == "open":
                 for _ in range(count):
-                    _, made = await loop.create_connection(lambda: Reader(f"{host}:{port}", path, delays), host, port)
-                    readers.append(made)
+                    readers.append(await connected())
+                for reader in readers:
+                    await reader.answered.wait()
             elif what == "close":
                 for reader in readers:
                     reader.transport.abort()
@@ -187,7 +199,7 @@ def ask(base: str, run: str, rate: float, orders: Connection) -> None:
     asyncio.run(run_())
 
 
-@contextmanager
+@contextlib.contextmanager
 def process(target: Any, *arguments: Any) -> Iterator[tuple[multiprocessing.Process, Connection]]:
     """``target`` in a process of its own, with the other end of a pipe as its last argument."""
     context = multiprocessing.get_context("spawn")
@@ -201,7 +213,7 @@ def process(target: Any, *arguments: Any) -> Iterator[tuple[multiprocessing.Proc
         made.join()
 
 
-@contextmanager
+@contextlib.contextmanager
 def agent(url: str, data: Path) -> Iterator[None]:
     """`asyncdock agent`; what it has started is asked to stop by the run's own state before this ends."""
     command = [sys.executable, "-P", "-m", "api.cli", "agent", "--data", str(data)]
@@ -258,7 +270,7 @@ class Run:
 
 
 async def measure(readers: int, seconds: float, turns: int, rate: float, minutes: float) -> Measured:
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncdock-api-")))
         server_of_index = stack.enter_context(EmbeddedIndex(home / "index"))
         url = server_of_index.url
