@@ -6,10 +6,11 @@
 
     created → starting → running ⇄ paused → stopping → finished | stopped | failed
 
-The ranks of the train engine are a gang: they live and die as one, since each waits for the others in every call. When one
-dies the others are ended, and all are launched again, which counts as one restart.
+The ranks of the train engine (in a colocated run each has a rollout engine too) are a gang: they live and die as one, since
+each waits for the others in every call. When one dies the others are ended, and all are launched again, which counts as one
+restart.
 
-The work is done when the update worker and the rollout workers have ended by themselves; the others are then told.
+The work is done when whoever trains and whoever generates has ended by itself; the others are then told.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from pipeline.index import Index, worker_name
 
 log = structlog.get_logger()
 
-ENDS_BY_ITSELF = ("update", "rollout")
+ENDS_BY_ITSELF = ("update", "rollout", "colocated")
 LIVE = ("starting", "running", "paused")
 INDEX_CHECK_SECONDS = 0.5
-TOGETHER = ("update",)  # kinds whose workers are one gang
+TOGETHER = ("update", "colocated")  # kinds whose workers are one gang
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ A worker needs the run's id and the index's URL, and nothing else. Which stages 
     flow      gate, reward, advantage      (light; one)
     rollout   rollout, evaluation          (one engine each)
     update    update                       (one rank of the train engine each: the first has the stage's controller)
+    colocated rollout, update, evaluation  (both of the two before, on one device; then there are none of those)
     reward    reward                       (further ones, when the recipe asks for more than one)
     reference reference                    (when the algorithm needs it)
 """
@@ -22,15 +23,23 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
 from orchestration import checkpoint
-from orchestration.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.engines import (
+    colocated_engine,
+    reference_engine,
+    rollout_engine,
+    sampling_of,
+    tokenizer_of,
+    train_engine,
+)
 from orchestration.logs import Current, configure
-from orchestration.planner import slab_bytes
+from orchestration.planner import reshard_plan, slab_bytes
 from orchestration.recipe import Recipe
 from pipeline.columns import ColumnError
 from pipeline.controller import Controller, Stage
@@ -38,9 +47,10 @@ from pipeline.dock import Dock
 from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
+from stages.colocated import ColocatedMate, ColocatedUpdate, SharedDevice, Turn
 from stages.device import DeviceMissing
 from stages.engines.plans import Ranks
-from stages.engines.protocols import EngineMissing
+from stages.engines.protocols import EngineMissing, RolloutEngine
 from stages.evaluate import Evaluator, distinct_prompts
 from stages.follower import Follower, SwapPolicy
 from stages.gang import Gang, Mate
@@ -48,11 +58,16 @@ from stages.gate import Gate
 from stages.models import ModelNotFound
 from stages.prompts import PromptError, load_prompts
 from stages.reference import Reference
+from stages.resharding.swap import empty
 from stages.reward import Reward, RewardError, RewardSet
 from stages.rollout import Rollout
 from stages.sample import Flow
 from stages.update import Update
 from stages.weight_sync import WeightStore
+
+if TYPE_CHECKING:
+    from stages.engines.torch_rollout import TorchRolloutEngine
+    from stages.engines.torch_train import TorchTrainEngine
 
 log = structlog.get_logger()
 
@@ -104,13 +119,29 @@ def flow_of(recipe: Recipe) -> Flow:
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
     """The workers that a recipe asks for, as (kind, number)."""
     reference = [("reference", 0)] if flow_of(recipe).reference else []
+    rollout, update = ("colocated", "colocated") if recipe.colocated else ("rollout", "update")
+    ranks = [] if recipe.colocated else [(update, number) for number in range(recipe.train.ranks)]
     return [
         ("flow", 0),
-        *(("rollout", number) for number in range(recipe.rollout.workers)),
+        *((rollout, number) for number in range(recipe.replicas)),
         *(("reward", number) for number in range(1, recipe.reward.workers)),
         *reference,
-        *(("update", number) for number in range(recipe.train.ranks)),
+        *ranks,
     ]
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A rank's device in a colocated run, and its claims of rollout work. ``turn`` decides on the first rank."""
+
+    device: SharedDevice
+    turn: Turn
+    rollout: Controller
+
+    async def until(self, work: Coroutine[Any, Any, None]) -> None:
+        """Claim rollout work until ``work`` is done."""
+        await work
+        self.rollout.stop()
 
 
 class Worker:
@@ -258,26 +289,8 @@ class Worker:
         )
         self._close.append(engine.close)
         self._version = lambda: engine.version
-        tokenizer, size = tokenizer_of(recipe), recipe.algorithm.group_size
-        sampling = sampling_of(recipe, tokenizer)
-        # One worker takes a whole step's groups at once, so that the batch it decodes is the same however fast the rest
-        # of the run is; several share them by what each has room for.
-        step_rows = recipe.train.groups_per_step * size if recipe.rollout.workers == 1 else 0
-        stage = Rollout(
-            self.dock,
-            engine,
-            replace(sampling, budget=recipe.rollout.budget),
-            seed=recipe.seed,
-            group_size=size,
-            most_rows=max(recipe.rollout.max_rows, step_rows),
-        )
+        stage, evaluator = self._rollout(engine)
         controller = self._control(stage)
-        evaluator = None
-        if recipe.evaluate.every and self.number == 0:
-            held_out = load_prompts(recipe.prompts, tokenizer, recipe.seed).held_out
-            assert held_out is not None, "checked with the recipe"
-            prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
-            evaluator = Evaluator(engine, sampling, self._rewards(), tokenizer, prompts, recipe.evaluate.samples)
         overlap = recipe.staleness_plan.slack > 0
         follower = Follower(
             self.index,
@@ -292,14 +305,77 @@ class Worker:
             policy=SwapPolicy(
                 tolerance=recipe.probe_tolerance,
                 timeout=recipe.sync.timeout,
-                rolling=recipe.sync.rolling and overlap and recipe.rollout.workers > 1,
+                rolling=recipe.sync.rolling and overlap and recipe.replicas > 1,
             ),
             cut=recipe.rollout.on_update == "cut",
         )
         await follower.begin()
         self._beside.append(follower.run)
 
-    async def _build_update(self) -> None:
+    def _rollout(self, engine: RolloutEngine) -> tuple[Rollout, Evaluator | None]:
+        """The stage around ``engine``, and what evaluates with it if this worker does."""
+        recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
+        sampling, size = sampling_of(recipe, tokenizer), recipe.algorithm.group_size
+        # One worker takes a whole step's groups at once, so that the batch it decodes is the same however fast the rest
+        # of the run is; several share them by what each has room for.
+        step_rows = recipe.train.groups_per_step * size if recipe.replicas == 1 else 0
+        stage = Rollout(
+            self.dock,
+            engine,
+            replace(sampling, budget=recipe.rollout.budget),
+            seed=recipe.seed,
+            group_size=size,
+            most_rows=max(recipe.rollout.max_rows, step_rows),
+        )
+        evaluator = None
+        if recipe.evaluate.every and self.number == 0:
+            held_out = load_prompts(recipe.prompts, tokenizer, recipe.seed).held_out
+            assert held_out is not None, "checked with the recipe"
+            prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
+            evaluator = Evaluator(engine, sampling, self._rewards(), tokenizer, prompts, recipe.evaluate.samples)
+        return stage, evaluator
+
+    async def _build_colocated(self) -> None:
+        ranks = Ranks(self.number, self.recipe.train.dp, self.recipe.train.tp)
+        engine = await asyncio.to_thread(colocated_engine, self.recipe, ranks)
+        self._close.append(engine.close)
+        await engine.sleep()  # training is built in the room that it leaves
+        empty(engine.tensors.values())
+        await self._build_update(beside=engine)
+
+    async def _share(self, rollout: TorchRolloutEngine, trainer: TorchTrainEngine, gang: Gang) -> _Shared:
+        """One device for ``rollout`` and ``trainer``, which has it now."""
+        recipe = self.recipe
+        stage, evaluator = self._rollout(rollout)
+        controller = self._control(stage)
+        plan = await asyncio.to_thread(reshard_plan, recipe, "vllm" if rollout.fused else "hf")
+        device = SharedDevice(
+            plan,
+            self.number,
+            trainer,
+            rollout,
+            stage,
+            self.index,
+            tolerance=recipe.probe_tolerance,
+            deadline=recipe.launch.collective_timeout,
+            nudge=controller.nudge,
+        )
+        turn = Turn(
+            device,
+            gang,
+            self.index,
+            evaluator,
+            steps=recipe.train.steps,
+            groups=recipe.train.steps * recipe.train.groups_per_step,
+            every=recipe.evaluate.every,
+            ahead=recipe.sync.prefetch,
+            overlap=recipe.staleness_plan.slack > 0,
+        )
+        controller.on_nothing = turn.no_rows
+        return _Shared(device, turn, controller)
+
+    async def _build_update(self, beside: TorchRolloutEngine | None = None) -> None:
+        """``beside``: the rollout engine that takes turns with this rank on its device."""
         recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
         ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
         gang, meeting = Gang(self.index, ranks), None
@@ -313,10 +389,12 @@ class Worker:
         if saved is not None:
             await asyncio.to_thread(saved.load_into, engine)
         version = saved.version if saved else 0
+        shared = None if beside is None else await self._share(beside, cast("TorchTrainEngine", engine), gang)
         if ranks.rank:
-            mate = Mate(self.dock, engine, algorithm, gang, version=version, save=checkpoint.write)
+            make = Mate if shared is None else partial(ColocatedMate, shared.device)
+            mate = make(self.dock, engine, algorithm, gang, version=version, save=checkpoint.write)
             self._version = lambda: mate.trained
-            self._work_till_end.append(mate.run)
+            self._work_till_end.append(mate.run if shared is None else lambda: shared.until(mate.run()))
             return
         self._farewell.append(lambda: gang.tell("end"))
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
@@ -326,13 +404,14 @@ class Worker:
                 return
             state = await self.index.call("snapshot")
             state["remake"] = list(state["remake"] or ())
-            partial = checkpoint.begin(self.place.checkpoints, done)
-            await gang.tell("save", folder=str(partial))
-            await asyncio.to_thread(checkpoint.write, partial, engine)
+            folder = checkpoint.begin(self.place.checkpoints, done)
+            await gang.tell("save", folder=str(folder))
+            await asyncio.to_thread(checkpoint.write, folder, engine)
             await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
             await self.index.call("release", before=done)
 
-        stage = Update(
+        make_update = Update if shared is None else partial(ColocatedUpdate, shared.turn)
+        stage: Update = make_update(
             self.dock,
             engine,
             algorithm,
@@ -346,8 +425,11 @@ class Worker:
             probe=recipe.probe_tolerance > 0,
         )
         self._version = lambda: stage.trained
-        controller = self._control(stage)
+        controller: Controller = self._control(stage)
         await stage.catch_up()
+        if shared is not None and isinstance(stage, ColocatedUpdate):
+            controller.on_nothing, controller.on_end = shared.turn.no_batch, shared.turn.over
+            self._work_till_end.append(lambda: shared.until(shared.turn.run(stage)))
 
 
 def _first(error: BaseException) -> BaseException:
