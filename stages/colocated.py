@@ -202,8 +202,9 @@ class Turn:
         self.device, self.gang, self.index, self.evaluator = device, gang, index, evaluator
         self.steps, self.groups, self.every, self.ahead, self.overlap = steps, groups, every, ahead, overlap
         self._changed = asyncio.Event()
-        self._asked = self._no_batch = self._no_rows = False
-        self._granted, self._over = asyncio.Event(), asyncio.Event()
+        self._no_batch = self._no_rows = False
+        self._asked: asyncio.Event | None = None  # a batch was claimed; set when training has the device
+        self._over = asyncio.Event()
 
     # What the controllers of rank 0 say.
 
@@ -225,14 +226,14 @@ class Turn:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """While it lasts, training has the device; a batch has been claimed."""
-        self._asked, self._no_batch = True, False
+        self._asked = granted = asyncio.Event()
+        self._no_batch = False
         self._changed.set()
         try:
-            await self._granted.wait()
+            await granted.wait()
             yield
         finally:
-            self._asked = False
-            self._granted.clear()
+            self._asked = None
             self._changed.set()
 
     # What is decided.
@@ -242,8 +243,8 @@ class Turn:
         being generated can go on to its end."""
         while not self._over.is_set():
             self._changed.clear()
-            if self._asked:
-                await self._train()
+            if self._asked is not None:
+                await self._train(self._asked)
             elif self.device.state is State.GENERATING:
                 await self._generating(update)
             elif not self._no_batch:
@@ -271,13 +272,12 @@ class Turn:
         elif not await self._wait():
             self._no_rows = True  # after so long a wait it is looked at again
 
-    async def _train(self) -> None:
+    async def _train(self, asked: asyncio.Event) -> None:
         if self.device.state is State.GENERATING:
             await self._leave()
         await self.device.ready()
-        if self._asked:
-            self._granted.set()
-        while self._asked:
+        asked.set()
+        while self._asked is asked:  # not given up meanwhile, and not done
             await self._wait()
             self._changed.clear()
 
