@@ -6,8 +6,9 @@
     recipes     ──▶ what there is to run
     dock        ──▶ a look into a run's samples (api.dock)
     plan reshard ─▶ what moves between two layouts of the recipe's model, and what it takes (api.reshard)
+    runs, login ──▶ runs of a service, over REST (api.runs_cli)
 
-Exit codes: 0 the run finished, 1 it failed, 2 the input was wrong, 130 it was stopped before its end.
+Exit codes are in api.exits, and for people in docs/cli.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol
 
@@ -31,32 +32,41 @@ from rich.console import Console
 from rich.table import Table
 
 from api.dock import dock_app
+from api.exits import BAD_INPUT, FINISHED, INTERRUPTED, OF_STATE
+from api.runs_cli import login, logout, recipe_files, runs_app
+from api.view import viewing
 
 if TYPE_CHECKING:
     from api.progress import Event
     from orchestration.recipe import Recipe
     from orchestration.run import RunResult
 
-FINISHED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-EXIT_CODES = {"finished": FINISHED, "failed": FAILED, "stopped": INTERRUPTED}
 READERS_SECONDS = 5.0  # how long the last events may take to arrive once a run is over
-REDRAWS_PER_SECOND = 4
 
 app = typer.Typer(
     help="Asynchronous RL post-training of language models.",
-    epilog="Exit codes: 0 finished, 1 the run failed, 2 wrong input, 130 stopped before the end.",
+    epilog="Exit codes: 0 done or finished, 1 failed, 2 wrong input, 3 no service or not allowed, 130 stopped.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its panels cut long messages
 )
 
 app.add_typer(dock_app, name="dock")
+app.add_typer(runs_app, name="runs")
 plan_app = typer.Typer(help="Derive what a run would do, without running anything.", no_args_is_help=True)
 app.add_typer(plan_app, name="plan")
 
+
+def _complete_recipe(incomplete: str) -> Iterator[tuple[str, str]]:
+    yield from ((name, _description(path)) for name, path in _recipes().items() if name.startswith(incomplete))
+    yield from recipe_files(incomplete)
+
+
 RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A TOML file, or a name from `asyncdock recipes`.")
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A TOML file, or a name from `asyncdock recipes`.", autocompletion=_complete_recipe
+    ),
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as train.steps=10. Repeatable.")
@@ -75,10 +85,6 @@ class RunLike(Protocol):
 
     async def execute(self, stop: asyncio.Event | None = None) -> RunResult: ...
     def events(self, after: str = "0") -> AsyncIterator[Event]: ...
-
-
-class View(Protocol):
-    def event(self, event: Event) -> None: ...
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,6 +182,9 @@ def plan_reshard(
         Console().print(reshard_view(report))
 
 
+app.command()(login)
+app.command()(logout)
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Finding and loading recipes
 
@@ -236,37 +245,24 @@ def _refuse(message: str) -> NoReturn:
 def _show(made: RunLike, *, json: bool, plain: bool) -> int:
     """Execute ``made`` in front of a person, report what came out, and return the exit code."""
     console = Console(stderr=json)
-    outcome = asyncio.run(show(made, console, json=json, plain=plain or not console.is_terminal))
+    outcome = asyncio.run(show(made, console, json=json, plain=plain))
     if outcome is None:
         console.print(f"[bold yellow]Ended at once.[/] Go on with: asyncdock resume {made.out_dir}")
         return INTERRUPTED
     _report(made, outcome, console)
-    return EXIT_CODES[outcome.state]
+    return OF_STATE[outcome.state]
 
 
 async def show(made: RunLike, console: Console, *, json: bool, plain: bool) -> RunResult | None:
     """Execute ``made`` while a view follows its events; they also go to its ``metrics.jsonl``. Returns None when it was
     ended at once."""
     from api.progress import Progress
-    from api.report import METRICS, MetricsFile
-    from api.terminal import LiveView, PlainView
     from orchestration import logs
+    from orchestration.metrics import METRICS, MetricsFile
 
     progress = Progress(made.recipe.name, made.recipe.train.steps, made.recipe.pipeline.staleness)
     with contextlib.ExitStack() as stack:
-        view: View
-        say: Callable[[str], None] = console.print
-        if json:
-            view = JsonView()
-        elif plain:
-            view = PlainView(progress, console)
-        else:
-            from rich.live import Live
-
-            live_view = view = LiveView(progress, console)
-            live = Live(get_renderable=live_view.render, console=console, refresh_per_second=REDRAWS_PER_SECOND)
-            stack.enter_context(live)
-            say = live_view.notify
+        view, say = stack.enter_context(viewing(progress, console, json=json, plain=plain))
         logs.configure()  # now: a live view prints what goes to standard error above itself
         metrics = stack.enter_context(MetricsFile(made.out_dir / METRICS))
 
@@ -328,15 +324,6 @@ def _report(made: RunLike, outcome: RunResult, console: Console) -> None:
         console.print(f"  {line}", style="yellow", highlight=False, markup=False)
     if outcome.state != "finished":
         console.print(f"Go on with: asyncdock resume {made.out_dir}", highlight=False, soft_wrap=True)
-
-
-class JsonView:
-    """Prints each event as a line of JSON, as ``metrics.jsonl`` has it."""
-
-    def event(self, event: Event) -> None:
-        from api.report import event_json
-
-        print(event_json(event), flush=True)
 
 
 def main() -> None:

@@ -18,9 +18,10 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from api.exits import BAD_INPUT
+
 T = TypeVar("T")
 
-BAD_INPUT = 2
 LONGEST = 24  # values of a row that are shown
 
 dock_app = typer.Typer(help="Look into the sample flow of a run that is alive.", no_args_is_help=True)

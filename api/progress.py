@@ -10,26 +10,15 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from orchestration.metrics import Told as Event
 
 RATE_SECONDS = 10.0  # rates and shares shown live are those of this long a past
 STEPS_OF_RATE = 8  # time left and tokens per second follow from this many last steps
 MESSAGES = 5
 ENDED = ("finished", "stopped", "failed")
 SHARES = ("busy", "waiting_input", "waiting_room", "other")
-
-
-class Event(Protocol):
-    """One entry of a run's event stream. ``time`` in Unix seconds."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def time(self) -> float: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def data(self) -> Mapping[str, Any]: ...
 
 
 @dataclass

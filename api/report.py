@@ -8,79 +8,24 @@ The report is made from ``metrics.jsonl``, so a resumed run is reported as one.
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.table import Table
 
-from api.progress import Event, Progress
+from api.progress import Progress
 from api.terminal import duration, number
+from orchestration.metrics import METRICS, finite, read_metrics
 from orchestration.planner import Plan
 from orchestration.recipe import Recipe, format_size
 
-METRICS, SUMMARY, PLOT, SAMPLES = "metrics.jsonl", "summary.json", "reward.png", "samples.md"
+SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
 ENDS = 5  # steps at each end of a run that the summary compares
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """An event read back from ``metrics.jsonl``."""
-
-    id: str
-    time: float
-    kind: str
-    data: Mapping[str, Any]
-
-
-class MetricsFile:
-    """Writes each event as one JSON line, at once. Numbers that are not finite become null. A resumed run appends."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
-
-    def event(self, event: Event) -> None:
-        self._file.write(event_json(event) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def event_json(event: Event) -> str:
-    """One line of JSON, always of finite numbers."""
-    line = {"id": event.id, "time": event.time, "kind": event.kind, "data": _finite(event.data)}
-    return json.dumps(line, ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def read_metrics(path: Path) -> Iterator[Recorded]:
-    """The events of ``path``; a last line that a kill cut short is left out."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield Recorded(**json.loads(line))
 
 
 @dataclass(frozen=True)
@@ -100,7 +45,7 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
         progress.apply(event)
     summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
     files, missing = [out_dir / SUMMARY], []
-    (out_dir / SUMMARY).write_text(json.dumps(_finite(summary), indent=2) + "\n", encoding="utf-8")
+    (out_dir / SUMMARY).write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
     if progress.evaluations:
         (out_dir / SAMPLES).write_text(samples_markdown(progress), encoding="utf-8")
         files.append(out_dir / SAMPLES)

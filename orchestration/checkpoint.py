@@ -92,7 +92,7 @@ def finish(
     (partial / "run.json").write_text(json.dumps({"version": version, **index_state}, indent=1))
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
-    for old in _all(directory)[:-keep]:
+    for old in whole(directory)[:-keep]:
         shutil.rmtree(old)
     return open_checkpoint(final)
 
@@ -118,11 +118,12 @@ def _no_warning() -> Iterator[None]:
 
 def latest(directory: Path) -> Checkpoint | None:
     """The newest checkpoint under ``directory``; None when there is none."""
-    found = _all(directory)
+    found = whole(directory)
     return open_checkpoint(found[-1]) if found else None
 
 
-def _all(directory: Path) -> list[Path]:
+def whole(directory: Path) -> list[Path]:
+    """The checkpoints below ``directory`` that are there as a whole, oldest first."""
     return sorted(path for path in directory.glob("step-*") if (path / "run.json").is_file())
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from pipeline.warehouse import shared_memory_directory
 from stages import device as devices
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
-from stages.models import Tokenizer, load_model, load_tokenizer, model_folder
+from stages.external import Terms
+from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder
 
 if TYPE_CHECKING:
     from stages.engines.torch_rollout import TorchRolloutEngine
@@ -39,7 +41,8 @@ def threads_of(recipe: Recipe, asked: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     training = recipe.train.ranks
     in_turn = recipe.colocated or recipe.staleness_plan.slack == 0
-    together = training if in_turn else training + recipe.rollout.workers
+    rollouts = recipe.rollout.workers if recipe.ours("rollout") else 0
+    together = training if in_turn else training + rollouts
     return asked or max(1, cores // together)
 
 
@@ -53,6 +56,18 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
         stop=tuple(rollout.stop),
         stop_token_ids=() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),),
     )
+
+
+def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
+    """What another program must know to do one of the recipe's stages."""
+    source = recipe.model.source
+    if source == "mock":
+        vocabulary = len(tokenizer)
+    else:
+        config = load_config(source)
+        vocabulary = int(getattr(config, "text_config", config).vocab_size)
+    sampling = replace(sampling_of(recipe, tokenizer), budget=recipe.rollout.budget)
+    return Terms(vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions))
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:

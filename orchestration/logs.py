@@ -7,6 +7,10 @@ import sys
 from collections.abc import Callable
 
 import structlog
+import structlog.tracebacks
+
+# Without the values of variables, which structlog's own choice writes down: a password may be among them.
+_TRACEBACKS = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
 
 
 class Current:
@@ -33,8 +37,10 @@ def configure(*, terminal: bool | None = None) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
-            *([] if shown else [structlog.processors.dict_tracebacks]),
-            structlog.dev.ConsoleRenderer() if shown else structlog.processors.JSONRenderer(),
+            *([] if shown else [structlog.processors.ExceptionRenderer(_TRACEBACKS)]),
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+            if shown
+            else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

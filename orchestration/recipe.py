@@ -60,7 +60,7 @@ def _index_url(value: object) -> object:
     return value
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str), Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -243,6 +243,16 @@ class LaunchSection(Section):
     collective_timeout: Seconds = 300.0
 
 
+ExternalStage = Literal["rollout", "reward", "reference", "update"]
+
+
+class ExternalSection(Section):
+    """``stages``: those that other programs do, which join the run through :mod:`orchestration.external`; it starts no
+    workers for them."""
+
+    stages: list[ExternalStage] = []
+
+
 class Recipe(Section):
     """One run's settings. Made by :func:`load_recipe`; frozen; travels as JSON through the index to the workers."""
 
@@ -260,6 +270,11 @@ class Recipe(Section):
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     launch: LaunchSection = LaunchSection()
+    external: ExternalSection = ExternalSection()
+
+    def ours(self, stage: ExternalStage) -> bool:
+        """Whether the run's own workers do a stage, and no other program."""
+        return stage not in self.external.stages
 
     @property
     def staleness_plan(self) -> StalenessPlan:
@@ -323,6 +338,13 @@ class RecipeError(ValueError):
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and check the recipe at ``path``. ``overrides`` are ``section.key=value`` with a TOML value;
     what is no TOML value is a string. A recipe without a name is called like its file. Raises :class:`RecipeError`."""
+    data, problems = read_recipe(path, overrides)
+    return parse_recipe(data, where=str(path), problems=problems)
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
+    """The tables at ``path`` with ``overrides``, not checked any further, and what is wrong with the overrides. Raises
+    :class:`RecipeError` when there is no TOML."""
     path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -331,13 +353,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(str(path), [Problem("file", None, f"is not TOML: {error}")]) from error
     data.setdefault("name", path.stem)
-    problems = [problem for text in overrides if (problem := _override(data, text))]
-    return parse_recipe(data, where=str(path), problems=problems)
+    return data, [problem for text in overrides if (problem := _override(data, text))]
 
 
 def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Sequence[Problem] = ()) -> Recipe:
     """Check ``data`` (nested tables) and return the recipe, or raise :class:`RecipeError` with all that is wrong, added
-    to ``problems`` found before. Relations between keys are checked as far as the keys themselves are sound."""
+    to ``problems`` found before. Relations between keys are checked as far as the keys themselves are sound: no check looks
+    at one of which there is a problem."""
     found = list(problems)
     try:
         recipe = Recipe.model_validate(data, strict=True)
@@ -345,6 +367,7 @@ def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Seque
     except ValidationError as error:
         recipe, unsound, errors = _sound_part(data, error)
         found += [_field_problem(item, list(_fields(item["loc"][:-1]))) for item in errors]
+    unsound |= {problem.key for problem in problems}
     sound = (check for check, keys in CHECKS if not any(_touches(key, unsound) for key in keys))
     found += [problem for check in sound for problem in check(recipe)]
     if found:
@@ -386,21 +409,28 @@ def changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 def _override(data: dict[str, Any], text: str) -> Problem | None:
     """Set one ``section.key=value`` in ``data``, or say why not."""
     key, equals, value = text.partition("=")
-    parts = [part.strip() for part in key.split(".")]
-    if not equals or not all(parts):
+    if not equals:
         return Problem("--set", text, "is not key=value", "write for example --set train.steps=10")
+    return override(data, key, toml_value(value), "--set", text)
+
+
+def override(data: dict[str, Any], key: str, value: Any, where: str = "override", text: str = "") -> Problem | None:
+    """Set the dotted ``key`` of ``data`` to ``value``, or say why not: of ``where``, showing ``text`` (default: the key)."""
+    parts, text = [part.strip() for part in key.split(".")], text or key
+    if not all(parts):
+        return Problem(where, text, "is not a key", "write for example train.steps")
     at: Any = data
     for part in parts[:-1]:
-        at = at[int(part)] if isinstance(at, list) and part.isdigit() and int(part) < len(at) else _table(at, part)
+        at = at[int(part)] if isinstance(at, list) and part.isdecimal() and int(part) < len(at) else _table(at, part)
         if not isinstance(at, dict | list):
-            return Problem("--set", text, f"{part} is a value, not a section", "name an existing section")
+            return Problem(where, text, f"{part} is a value, not a section", "name an existing section")
     last = parts[-1]
     if isinstance(at, list):
-        if not last.isdigit() or int(last) >= len(at):
-            return Problem("--set", text, f"{parts[-2]} is a list of {len(at)}", f"use an index below {len(at)}")
-        at[int(last)] = _toml_value(value)
+        if not last.isdecimal() or int(last) >= len(at):
+            return Problem(where, text, f"{parts[-2]} is a list of {len(at)}", f"use an index below {len(at)}")
+        at[int(last)] = value
     else:
-        at[last] = _toml_value(value)
+        at[last] = value
     return None
 
 
@@ -408,7 +438,8 @@ def _table(at: Any, part: str) -> Any:
     return at.setdefault(part, {}) if isinstance(at, dict) else None
 
 
-def _toml_value(text: str) -> Any:
+def toml_value(text: str) -> Any:
+    """The value of ``key=text`` as TOML reads it; what is no TOML value is a string."""
     try:
         parsed = tomllib.loads(f"value = {text.strip()}")
     except tomllib.TOMLDecodeError:
@@ -444,11 +475,9 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
         table = isinstance(wanted, type) and issubclass(wanted, BaseModel)
         return Problem(key, None, "is missing", f"add a [{key}] section" if table else f"add {loc[-1]} = ...")
     if kind == "extra_forbidden":
-        return Problem(key, value, "is not a known key", _suggest(str(loc[-1]), allowed))
+        return Problem(key, value, "is not a known key", suggest(str(loc[-1]), allowed))
     if kind == "literal_error":
-        return Problem(
-            key, value, "is not allowed", _suggest(str(value), re.findall(r"'([^']*)'", context["expected"]))
-        )
+        return Problem(key, value, "is not allowed", suggest(str(value), re.findall(r"'([^']*)'", context["expected"])))
     if kind in TYPES:
         return Problem(key, value, f"is a {_toml_type(value)}", f"write {TYPES[kind]}")
     if kind == "value_error":
@@ -477,7 +506,8 @@ def _said_of(name: str, error: Exception) -> tuple[str, str]:
     return _wrong_and_fix(str(error).partition(f"{name!r} ")[2] or str(error))
 
 
-def _suggest(given: str, allowed: Sequence[str]) -> str:
+def suggest(given: str, allowed: Sequence[str]) -> str:
+    """What to write instead of ``given``: the most alike of ``allowed``, or all of them."""
     close = difflib.get_close_matches(given, allowed, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
 
@@ -617,7 +647,7 @@ def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, A
         return
     unknown = [option for option in options if option not in allowed]
     for option in unknown:
-        yield Problem(f"{key}.{option}", options[option], "is not a known key", _suggest(option, allowed))
+        yield Problem(f"{key}.{option}", options[option], "is not a known key", suggest(option, allowed))
     try:
         constructor(**{option: value for option, value in options.items() if option not in unknown})
     except (TypeError, ValueError) as error:
@@ -627,7 +657,7 @@ def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, A
 def _model_exists(recipe: Recipe) -> Iterator[Problem]:
     source = recipe.model.source
     if source not in (known := ("smollm2", "tiny", "mock")) and not Path(source).is_dir():
-        fix = _suggest(source, known) + " or give the directory of a Hugging Face checkpoint"
+        fix = suggest(source, known) + " or give the directory of a Hugging Face checkpoint"
         yield Problem("model.source", source, "is neither a known model nor a directory", fix)
 
 
@@ -642,7 +672,7 @@ def _prompts_exist(recipe: Recipe) -> Iterator[Problem]:
         from reasoning_gym.factory import DATASETS
 
         if prompts.task not in DATASETS:
-            fix = _suggest(prompts.task, list(DATASETS))
+            fix = suggest(prompts.task, list(DATASETS))
             yield Problem("prompts.task", prompts.task, "is not a task of reasoning_gym", fix)
     if prompts.path and ":" not in prompts.path and not Path(prompts.path).expanduser().exists():
         yield Problem("prompts.path", prompts.path, f"does not exist, seen from {Path.cwd()}", "give another path")
@@ -656,6 +686,8 @@ def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
         key = f"reward.functions.{at}.name"
         if name in names[:at]:
             yield Problem(key, name, "is listed twice", "add up the weights")
+        if not recipe.ours("reward"):
+            continue  # the names of what another program scores
         try:
             find_reward(name)
         except RewardError as error:
@@ -770,6 +802,28 @@ def _tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("pipeline.tls_certificate", recipe.pipeline.tls_certificate, f"cannot be used ({error})", fix)
 
 
+def _external_fits(recipe: Recipe) -> Iterator[Problem]:
+    stages = recipe.external.stages
+    for at, stage in enumerate(stages):
+        if stage in stages[:at]:
+            yield Problem(f"external.stages.{at}", stage, "is listed twice", "list it once")
+    if "rollout" in stages and recipe.evaluate.every:
+        wrong = "asks for evaluations, which the run's own rollout engine would answer"
+        fix = "set evaluate.every = 0, or take 'rollout' out of external.stages"
+        yield Problem("evaluate.every", recipe.evaluate.every, wrong, fix)
+    if "update" in stages and recipe.train.ranks > 1:
+        key = "train.dp" if recipe.train.dp > 1 else "train.tp"
+        wrong = "lays out a trainer of the run's own, but external.stages holds 'update'"
+        yield Problem(key, getattr(recipe.train, key[6:]), wrong, f"set {key} = 1")
+
+
+def _reference_is_asked(recipe: Recipe) -> Iterator[Problem]:
+    if not recipe.ours("reference") and not recipe.needs_reference:
+        wrong = f"holds 'reference', which algorithm.name = {recipe.algorithm.name!r} with these options never asks"
+        fix = "set algorithm.options.kl_coef > 0, or take 'reference' out"
+        yield Problem("external.stages", recipe.external.stages, wrong, fix)
+
+
 def _schedule_fits(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.warmup_steps > recipe.train.steps:
         wrong = f"is more than train.steps = {recipe.train.steps}"
@@ -854,6 +908,10 @@ def _turns_can_be_taken(recipe: Recipe) -> Iterator[Problem]:
     if rollout.workers not in (1, train.ranks):
         wrong = f"is not the {train.ranks} ranks that train, each of which has a rollout engine with {together}"
         yield Problem("rollout.workers", rollout.workers, wrong, "leave it out: it follows from train.dp and train.tp")
+    for stage in ("rollout", "update"):
+        if stage in recipe.external.stages:
+            wrong = f"gives {stage!r} to another program, while {together} has both of the run's own on one device"
+            yield Problem("external.stages", recipe.external.stages, wrong, "set launch.placement = 'separate'")
     if rollout.device != train.device:
         wrong = f"is not train.device = {train.device!r}, which it takes turns with by {together}"
         yield Problem("rollout.device", rollout.device, wrong, f"set rollout.device = {train.device!r}")
@@ -878,7 +936,9 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
     ),
     (_model_exists, ("model.source",)),
     (_prompts_exist, ("prompts",)),
-    (_rewards_resolve, ("reward.functions",)),
+    (_rewards_resolve, ("reward.functions", "external")),
+    (_external_fits, ("external", "evaluate.every", "train.dp", "train.tp")),
+    (_reference_is_asked, ("external", "algorithm")),
     (_algorithm_takes_options, ("algorithm",)),
     (_group_fits_engine, ("algorithm.group_size", "rollout.max_rows")),
     (_row_fits_budget, ("prompts.max_prompt_tokens", "rollout.max_tokens", "train.token_budget")),
@@ -924,6 +984,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
         _turns_can_be_taken,
         (
             "launch.placement",
+            "external",
             "rollout.engine",
             "rollout.workers",
             "rollout.device",

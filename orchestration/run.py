@@ -123,6 +123,7 @@ class Run:
                 max_restarts=recipe.launch.max_restarts,
                 startup_timeout=recipe.launch.startup_timeout,
                 stop_timeout=recipe.launch.stop_timeout,
+                steps=recipe.train.steps,
             )
             outcome = await self.supervisor.run(stop or asyncio.Event())
             await self._let_readers_finish()

@@ -10,7 +10,8 @@ The ranks of the train engine (in a colocated run each has a rollout engine too)
 each waits for the others in every call. When one dies the others are ended, and all are launched again, which counts as one
 restart.
 
-The work is done when whoever trains and whoever generates has ended by itself; the others are then told.
+The work is done when whoever trains and whoever generates has ended by itself; the others are then told. Where another
+program trains, it is done when that has published the last of ``steps``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Supervisor:
         max_restarts: int,
         startup_timeout: float,
         stop_timeout: float,
+        steps: int = 0,
     ) -> None:
+        self.steps = steps
         self.index, self.launcher, self.workers, self.server = index, launcher, list(workers), server
         self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
         self.restarts = 0
@@ -97,6 +100,9 @@ class Supervisor:
         if self.server is not None:
             watchers.add(asyncio.create_task(self._keep_server(self.server)))
         ending = [task for (kind, _), task in keepers.items() if kind in ENDS_BY_ITSELF]
+        if ("update", 0) not in keepers:
+            ending.append(asyncio.create_task(self._last_published()))
+            watchers.add(ending[-1])
         try:
             pending: set[asyncio.Task] = {*keepers.values(), *watchers}
             while True:
@@ -212,6 +218,11 @@ class Supervisor:
             if state == "stopping":
                 return
             await self.index.wait("state", after, 10.0)
+
+    async def _last_published(self) -> None:
+        """Return when somebody has published the last version."""
+        while (at := await self.index.call("published"))["version"] < self.steps:
+            await self.index.wait("version", at["wait"], 10.0)
 
     async def _keep_server(self, server: EmbeddedIndex) -> None:
         """Start the embedded index again when it dies; its append-only file holds all that was acknowledged."""

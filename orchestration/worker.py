@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,6 +35,7 @@ from orchestration.engines import (
     reference_engine,
     rollout_engine,
     sampling_of,
+    terms_of,
     tokenizer_of,
     train_engine,
 )
@@ -45,6 +46,7 @@ from pipeline.columns import ColumnError
 from pipeline.controller import Controller, Stage
 from pipeline.dock import Dock
 from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
+from pipeline.spans import Spans
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
 from stages.colocated import ColocatedMate, ColocatedUpdate, SharedDevice, Turn
@@ -52,11 +54,13 @@ from stages.device import DeviceMissing
 from stages.engines.plans import Ranks
 from stages.engines.protocols import EngineMissing, RolloutEngine
 from stages.evaluate import Evaluator, distinct_prompts
+from stages.external import TERMS
+from stages.feed import Feed
 from stages.follower import Follower, SwapPolicy
 from stages.gang import Gang, Mate
 from stages.gate import Gate
-from stages.models import ModelNotFound
-from stages.prompts import PromptError, load_prompts
+from stages.models import ModelNotFound, Tokenizer
+from stages.prompts import PromptError, PromptForm, PromptSource, load_prompts
 from stages.reference import Reference
 from stages.resharding.swap import empty
 from stages.reward import Reward, RewardError, RewardSet
@@ -87,6 +91,7 @@ FATAL = (
 EXIT_FATAL = 3
 EXIT_FAILED = 1
 STATE_SECONDS = 10.0
+FED = "prompts.jsonl"  # in the run's folder: the prompts that other programs have put
 
 
 @dataclass(frozen=True)
@@ -117,16 +122,17 @@ def flow_of(recipe: Recipe) -> Flow:
 
 
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
-    """The workers that a recipe asks for, as (kind, number)."""
-    reference = [("reference", 0)] if flow_of(recipe).reference else []
-    rollout, update = ("colocated", "colocated") if recipe.colocated else ("rollout", "update")
-    ranks = [] if recipe.colocated else [(update, number) for number in range(recipe.train.ranks)]
+    """The workers that a recipe asks for, as (kind, number); none for stages that other programs do."""
+    numbers = {
+        "colocated": range(recipe.train.ranks if recipe.colocated else 0),
+        "rollout": range(0 if recipe.colocated else recipe.rollout.workers),
+        "reward": range(1, recipe.reward.workers),
+        "reference": range(int(flow_of(recipe).reference)),
+        "update": range(0 if recipe.colocated else recipe.train.ranks),
+    }
     return [
         ("flow", 0),
-        *((rollout, number) for number in range(recipe.replicas)),
-        *(("reward", number) for number in range(1, recipe.reward.workers)),
-        *reference,
-        *ranks,
+        *((kind, n) for kind, some in numbers.items() if kind not in recipe.external.stages for n in some),
     ]
 
 
@@ -245,8 +251,8 @@ class Worker:
 
     # ── the kinds ──
 
-    def _control(self, stage: Stage) -> Controller:
-        controller = Controller(self.dock, stage, number=self.number)
+    def _control(self, stage: Stage, spans: Spans | None = None) -> Controller:
+        controller = Controller(self.dock, stage, number=self.number, spans=spans)
         self._controllers.append(controller)
         return controller
 
@@ -258,16 +264,26 @@ class Worker:
         if recipe.pipeline.serve:
             host, port = await self.dock.serve(recipe.pipeline.serve)
             log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
-        prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed)
+        if recipe.external.stages:
+            await self.index.put(TERMS, terms_of(recipe, tokenizer).to_json())
         self._gate = Gate(
             self.dock,
-            prompts.train,
+            await self._prompts(tokenizer),
             group_size=recipe.algorithm.group_size,
             steps=recipe.train.steps,
             groups_per_step=recipe.train.groups_per_step,
         )
-        self._control(Reward(self._rewards(), tokenizer))
+        if recipe.ours("reward"):
+            self._control(Reward(self._rewards(), tokenizer))
         self._control(Advantage(build_algorithm(recipe.algorithm.name, recipe.algorithm.options)))
+
+    async def _prompts(self, tokenizer: Tokenizer) -> PromptSource:
+        if self.recipe.prompts.source != "external":
+            return load_prompts(self.recipe.prompts, tokenizer, self.recipe.seed).train
+        feed = Feed(self.index, self.place.out / FED, PromptForm(self.recipe.prompts, tokenizer))
+        await feed.begin()
+        self._beside.append(feed.run)
+        return feed
 
     async def _build_reward(self) -> None:
         self._control(Reward(self._rewards(), tokenizer_of(self.recipe)))
@@ -355,10 +371,10 @@ class Worker:
             trainer,
             rollout,
             stage,
+            controller,
             self.index,
             tolerance=recipe.probe_tolerance,
             deadline=recipe.launch.collective_timeout,
-            nudge=controller.nudge,
         )
         turn = Turn(
             device,
@@ -391,26 +407,28 @@ class Worker:
         version = saved.version if saved else 0
         shared = None if beside is None else await self._share(beside, cast("TorchTrainEngine", engine), gang)
         if ranks.rank:
-            make = Mate if shared is None else partial(ColocatedMate, shared.device)
+            make = Mate if shared is None else functools.partial(ColocatedMate, shared.device)
             mate = make(self.dock, engine, algorithm, gang, version=version, save=checkpoint.write)
             self._version = lambda: mate.trained
             self._work_till_end.append(mate.run if shared is None else lambda: shared.until(mate.run()))
             return
         self._farewell.append(lambda: gang.tell("end"))
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
+        spans = Spans()
 
         async def after_step(done: int) -> None:
             if done % every and done < steps:
                 return
             state = await self.index.call("snapshot")
             state["remake"] = list(state["remake"] or ())
-            folder = checkpoint.begin(self.place.checkpoints, done)
-            await gang.tell("save", folder=str(folder))
-            await asyncio.to_thread(checkpoint.write, folder, engine)
-            await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
+            with spans.during("checkpoint", version=done):
+                partial = checkpoint.begin(self.place.checkpoints, done)
+                await gang.tell("save", folder=str(partial))
+                await asyncio.to_thread(checkpoint.write, partial, engine)
+                await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
             await self.index.call("release", before=done)
 
-        make_update = Update if shared is None else partial(ColocatedUpdate, shared.turn)
+        make_update = Update if shared is None else functools.partial(ColocatedUpdate, shared.turn)
         stage: Update = make_update(
             self.dock,
             engine,
@@ -423,9 +441,11 @@ class Worker:
             after_last=lambda: controller.stop(),
             gang=gang,
             probe=recipe.probe_tolerance > 0,
+            spans=spans,
+            publish_first=not recipe.ours("rollout"),
         )
         self._version = lambda: stage.trained
-        controller: Controller = self._control(stage)
+        controller: Controller = self._control(stage, spans)
         await stage.catch_up()
         if shared is not None and isinstance(stage, ColocatedUpdate):
             controller.on_nothing, controller.on_end = shared.turn.no_batch, shared.turn.over

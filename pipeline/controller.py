@@ -3,7 +3,8 @@
     claim ──▶ fetch ──▶ process ──▶ write + commit ──▶ (next claim)
       │                   └─ outputs are committed, or parked to be continued, one by one as the stage yields them
       └─ nothing there: sleep on the server until a row becomes ready, a version is published or a lease expires
-    beside it: leases renewed at a third of their length; time accounted; a `stage` event twice a second
+    beside it: leases renewed at a third of their length; time accounted; a `stage` event twice a second, and a `span`
+               event of what was processed since the last one
 
 Where the time of a worker goes is one of four, at every instant, so they add up to wall time:
 ``busy`` (something is being processed), ``waiting_room`` (all that is being done waits for bytes), ``waiting_input``
@@ -25,6 +26,7 @@ from tensordict import TensorDict
 from pipeline.columns import StaleHandle
 from pipeline.dock import Dock, Rows
 from pipeline.index import Claim, LeaseLost
+from pipeline.spans import Spans
 
 log = structlog.get_logger()
 
@@ -120,11 +122,12 @@ class Clock:
 
 
 class Controller:
-    """Runs ``stage`` against ``dock`` until :meth:`stop`. ``number`` tells workers of one stage apart."""
+    """Runs ``stage`` against ``dock`` until :meth:`stop`. ``number`` tells workers of one stage apart. ``spans`` are
+    reported with the controller's own, one for each claim."""
 
-    def __init__(self, dock: Dock, stage: Stage, *, number: int = 0) -> None:
+    def __init__(self, dock: Dock, stage: Stage, *, number: int = 0, spans: Spans | None = None) -> None:
         self.dock, self.stage, self.number = dock, stage, number
-        self.clock = Clock()
+        self.clock, self.spans = Clock(), spans or Spans()
         self.rows = self.tokens = self.parked = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by token
         self._held: dict[int, int] = {}  # rows not yet committed, by token
@@ -199,7 +202,10 @@ class Controller:
 
     async def _handle(self, claim: Claim) -> None:
         try:
-            with self.clock.during("working"):
+            with (
+                self.clock.during("working"),
+                self.spans.during(self.stage.name, rows=len(claim), version=self.stage.version()),
+            ):
                 rows = await self.dock.fetch(claim, self.stage.fetches)
                 outputs = self.stage.process(claim, rows)
                 try:
@@ -254,11 +260,11 @@ class Controller:
 
     async def report(self) -> None:
         depth = await self.dock.index.call("depth", stage=self.stage.name)
+        who = {"stage": self.stage.name, "worker": f"{self.stage.name}-{self.number}"}
         await self.dock.index.emit(
             "stage",
             {
-                "stage": self.stage.name,
-                "worker": f"{self.stage.name}-{self.number}",
+                **who,
                 **self.clock.read(),
                 "rows": self.rows,
                 "tokens": self.tokens,
@@ -267,3 +273,6 @@ class Controller:
                 "in_flight": sum(self._held.values()),
             },
         )
+        spans, left_out = self.spans.take()
+        if spans:
+            await self.dock.index.emit("span", {**who, "spans": spans, "left_out": left_out})

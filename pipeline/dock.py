@@ -253,6 +253,14 @@ class Dock:
         if self._home != home:  # an equal one stays the same object, as slabs compare
             self._home = home
 
+    async def enter(self) -> None:
+        """Learn where the run's samples lie, to read and write them without a warehouse of one's own."""
+        await self._enter()
+
+    def producer(self, column: str) -> int:
+        """Which of a claim's ``refs`` say where ``column`` lies; 0 is the admission. Known after :meth:`enter`."""
+        return self._producer[column]
+
     async def _enter(self) -> _Warehouse:
         """Learn, and return the warehouse to write to."""
         await self._learn()

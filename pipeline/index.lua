@@ -45,7 +45,8 @@
 --   bysize:W, byaddr:W   free extents of warehouse W: offset scored by size and by address (best fit, coalesced)
 --   swapping          workers that swap their weights now, scored by deadline in ms
 --   wake:TOPIC        a stream of one entry, read with BLOCK: a stage's name, alone or with `:HOME`, `room`, `version`,
---                     `state`, `swap`, `warehouses` (one has joined)
+--                     `state`, `swap`, `warehouses` (one has joined), `fed` (prompts came from outside), `feed` (room for more)
+--   weights, records  what is told of the published version, and of the two newest by their number
 --   replies:CLIENT    lane → what its last call answered, for a client that has to ask again after a lost connection
 --
 -- Sets of ranges are sorted sets of 'first-last' scored by first; ranges never touch.
@@ -973,6 +974,16 @@ define('renew', function(run, a)
   return kept
 end)
 
+-- {token} → what its claim told, without what was parked since, and {stage, worker, left = rows neither committed nor parked};
+-- false when it has ended. For who was told a token and nothing else.
+define('lease', function(run, a)
+  local cfg, lease = config(run), lease_of(run, a.token)
+  if not lease then return false end
+  local out = describe(run, cfg, lease[3], stage_of(cfg, lease[1]).reads)
+  out.stage, out.worker, out.left = lease[1], lease[2], lease[4]
+  return out
+end, true)
+
 -- {token}: its worker will not finish these rows; they can be claimed again at once.
 define('hand_back', function(run, a)
   if lease_of(run, a.token) then expire(run, config(run), a.token) end
@@ -1410,6 +1421,10 @@ define('publish', function(run, a)
   if a.version < published then fail('BAD', 'version ' .. a.version .. ' is older than the published ' .. published) end
   call('HSET', run .. 'n', 'published', a.version)
   call('SET', run .. 'weights', cmsgpack.pack(a.record))
+  call('HSET', run .. 'records', a.version, cmsgpack.pack(a.record))
+  for _, version in ipairs(call('HKEYS', run .. 'records')) do
+    if int(version) < a.version - 1 then call('HDEL', run .. 'records', version) end
+  end
   wake(run, 'version')
   for _, stage in ipairs(cfg.stages) do wake_stage(run, stage.name) end
   return true
@@ -1419,6 +1434,19 @@ end)
 define('published', function(run, a)
   local record = call('GET', run .. 'weights')
   return { version = value(run, 'published'), record = record and cmsgpack.unpack(record) or false, wait = woken(run, 'version') }
+end, true)
+
+-- {version} → the record of one of the two newest versions, or false
+define('weights', function(run, a)
+  local record = call('HGET', run .. 'records', a.version)
+  return record and cmsgpack.unpack(record) or false
+end, true)
+
+-- {versions} → {published, trained, gates}: groups below the i-th of `gates` may be touched by the i-th version.
+define('gates', function(run, a)
+  local cfg, gates = config(run), {}
+  for i, version in ipairs(a.versions) do gates[i] = gate(run, cfg, version) end
+  return { published = value(run, 'published'), trained = value(run, 'trained'), gates = gates }
 end, true)
 
 -- {worker, most, lease = ms} → {granted, wait, due = ms until the next one's time is over}: one of the `most` that may swap
@@ -1466,12 +1494,62 @@ define('nudge', function(run, a)
   return true
 end)
 
+-- ── Prompts from outside ──────────────────────────────────────────────────────────────────────────────────────────────
+-- They wait here, in order and bounded, until the run has them in its own file.
+--   feed              position → prompt        n: `fed` the next position, `feed_kept` the first that waits,
+--                     `feed_bytes` how many bytes do, `feed_ended` none will come
+-- {prompts, first or false, last, most = bytes} → {next}, or {next, wait} when there is no room now. The i-th prompt gets
+-- position first + i - 1 (false: the next ones); those that are there already are left as they are.
+define('feed', function(run, a)
+  local next_one, bytes, put = value(run, 'fed'), 0, {}
+  local first = a.first or next_one
+  if first > next_one then fail('BAD', 'position ' .. first .. ' is out of order: the next one is ' .. next_one) end
+  for i, prompt in ipairs(a.prompts) do
+    if first + i - 1 >= next_one then
+      put[#put + 1], put[#put + 2] = first + i - 1, prompt
+      bytes = bytes + #prompt
+    end
+  end
+  if #put > 0 then
+    if value(run, 'feed_ended') == 1 then fail('BAD', 'position ' .. next_one .. ' comes after the last: the feed was ended there') end
+    if bytes > a.most then fail('NOFIT', bytes .. ' bytes of prompts can never wait together: at most ' .. a.most .. '; put fewer at once') end
+    if value(run, 'feed_bytes') + bytes > a.most then return { next = next_one, wait = woken(run, 'feed') } end
+    for i = 1, #put, 2 do call('HSET', run .. 'feed', put[i], put[i + 1]) end
+    count(run, 'feed_bytes', bytes)
+    next_one = count(run, 'fed', #put / 2)
+  end
+  if a.last then call('HSET', run .. 'n', 'feed_ended', 1) end
+  if a.last or #put > 0 then wake(run, 'fed') end
+  return { next = next_one }
+end)
+
+-- {from, most} → {prompts, ended, wait}: those from position `from` on, at most `most`.
+define('fed', function(run, a)
+  local out = { prompts = {}, ended = value(run, 'feed_ended') == 1, wait = woken(run, 'fed') }
+  for position = a.from, min(value(run, 'fed'), a.from + a.most) - 1 do
+    out.prompts[#out.prompts + 1] = call('HGET', run .. 'feed', position)
+  end
+  return out
+end, true)
+
+-- {below}: these positions lie in the run's file. The next one is not below them either: a resumed run has an index of its own.
+define('kept', function(run, a)
+  for position = value(run, 'feed_kept'), min(value(run, 'fed'), a.below) - 1 do
+    count(run, 'feed_bytes', -call('HSTRLEN', run .. 'feed', position))
+    call('HDEL', run .. 'feed', position)
+  end
+  call('HSET', run .. 'n', 'feed_kept', max(value(run, 'feed_kept'), a.below), 'fed', max(value(run, 'fed'), a.below))
+  wake(run, 'feed')
+  return true
+end)
+
 -- {stage} → how many rows or groups wait to be claimed
 define('depth', function(run, a) return value(run, 'ready:' .. a.stage) end, true)
 
--- The ledger. `in_flight` is counted row by row over the open groups, not derived from the other counters.
-define('ledger', function(run, a)
-  local rows_in_flight, tokens_in_flight = 0, 0
+-- Generated samples and tokens that are neither trained nor gone: counted row by row over the open groups, not derived from
+-- the other counters; and those that a run has left when it ended.
+local function in_flight(run)
+  local samples, tokens = value(run, 'left'), value(run, 'left_tokens')
   for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
     local first, last = ends(member)
     local rows = rows_in(run, { first, last })
@@ -1480,11 +1558,16 @@ define('ledger', function(run, a)
       stretches(read(run, 's', 8, rows[i], rows[i + 1]), function(entry, x, y)
         local _, _, state = unpack_at('<I4I2I1', entry)
         if state ~= GENERATED then return end
-        rows_in_flight = rows_in_flight + y - x + 1
-        for j = x, y do tokens_in_flight = tokens_in_flight + unpack_at('<I4', numbers, 8 * j + 5) end
+        samples = samples + y - x + 1
+        for j = x, y do tokens = tokens + unpack_at('<I4', numbers, 8 * j + 5) end
       end)
     end
   end
+  return samples, tokens
+end
+
+define('ledger', function(run, a)
+  local rows_in_flight, tokens_in_flight = in_flight(run)
   return {
     generated = value(run, 'generated'), generated_tokens = value(run, 'generated_tokens'),
     trained = value(run, 'trained_rows'), trained_tokens = value(run, 'trained_rows_tokens'),
@@ -1494,6 +1577,17 @@ define('ledger', function(run, a)
     redelivered = value(run, 'redelivered'),
   }
 end, true)
+
+-- The run has ended, and its samples are about to go: the counters alone tell of them from now on.
+define('retire', function(run, a)
+  local samples, tokens = in_flight(run)
+  call('HSET', run .. 'n', 'left', samples, 'left_tokens', tokens, 'live', 0)
+  call('DEL', run .. 'open')
+  for _, stage in ipairs(config(run).stages) do
+    call('HSET', run .. 'n', 'ready:' .. stage.name, 0, 'parked:' .. stage.name, 0)
+  end
+  return true
+end)
 
 -- → {counters, remake}: what a run that resumes at the trainer's version starts from. Groups admitted and not trained are
 -- made again; their responses leave the ledger, as they will be generated anew.

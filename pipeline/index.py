@@ -39,6 +39,8 @@ Takes = Literal["rows", "groups", "batch"]
 
 MAX_STAGES = 16  # the index keeps the stages that are done with a row as bits of a 16-bit word
 UNLIMITED = 2**40
+EVENTS_KEPT = 100_000  # about; older ones are in the run's folder alone
+EVENTS_AT_ONCE = 500
 
 # Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48 - 1 of the arena of
 # warehouse `place` >> 48, as part of `block`. Block 0: nowhere yet.
@@ -350,7 +352,7 @@ class Index:
 
     def __init__(self, url: str, run: str, *, timeout: float = 30.0) -> None:
         self.url, self.run, self.timeout = url, run, timeout
-        self.prefix = f"asyncdock:{{{run}}}:"
+        self.prefix = _prefix(run)
         # Deadlines are kept here: redis-py's own would make a task of each call.
         self._redis = redis.from_url(url, socket_timeout=None, socket_connect_timeout=min(5.0, timeout / 3))
         # Waiting calls block for as long as they say; their deadline is kept here, not by the socket.
@@ -375,11 +377,11 @@ class Index:
     def closed(self) -> bool:
         return self._closed
 
-    async def load(self) -> None:
-        """Put the function library on the server (replacing another version of it)."""
-        await self._retry(lambda again: self._redis.function_load(_library(), replace=True))
+    async def load(self, library: str | None = None) -> None:
+        """Put the function library, or another one, on the server (replacing another version of it)."""
+        await self._retry(lambda again: self._redis.function_load(library or _library(), replace=True))
 
-    async def call(self, name: str, **arguments: Any) -> Any:
+    async def call(self, name: str, /, **arguments: Any) -> Any:
         """Run ``index.lua``'s function ``name``. A repeat after a lost connection is answered, not done again."""
         return msgpack.unpackb(await self._answer(name, arguments), strict_map_key=False)
 
@@ -468,6 +470,11 @@ class Index:
         """:meth:`wait` on several topics at once, each from a position of its own."""
         return bool(await self._read({f"wake:{topic}": position for topic, position in after.items()}, timeout, 1))
 
+    async def woken(self, topic: str, after: str, timeout: float) -> str:
+        """Like :meth:`wait`; returns where ``topic`` was woken last, or ``after`` ("": from its beginning)."""
+        found = await self._read({f"wake:{topic}": after or "0"}, timeout, 1)
+        return found[0][1][0][0].decode() if found else after
+
     async def _read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
         keys: Any = {self.prefix + name: position for name, position in streams.items()}
         block = max(1, int(timeout * 1000))
@@ -490,6 +497,18 @@ class Index:
     async def state(self) -> tuple[str, str, str]:
         """The run's state, its reason, and the position from which to wait for the next one on the topic `state`."""
         return tuple(await self.call("state"))  # type: ignore[return-value]
+
+    async def states(self, runs: Sequence[str]) -> list[tuple[str, str]]:
+        """State and reason of several runs of this server, in one round trip; empty for one that it does not know."""
+
+        async def once(again: bool) -> Any:
+            asked = self._redis.pipeline(transaction=False)
+            for run in runs:
+                asked.hmget(_prefix(run) + "state", ["state", "reason"])
+            return await asked.execute()
+
+        found = await self._retry(once) if runs else []
+        return [((state or b"").decode(), (reason or b"").decode()) for state, reason in found]
 
     async def put(self, name: str, value: str) -> None:
         """A small document of the run (its recipe)."""
@@ -531,6 +550,12 @@ class Index:
                 reply["wait"].decode(), reply["due"] / 1000 if reply["due"] else None, reply["topic"].decode()
             )
         return Claim(stage, reply["token"], reply)
+
+    async def lease(self, token: int) -> tuple[Claim, int] | None:
+        """The claim that goes by ``token``, as its holder was told it, and how many of its rows are left; None when it has
+        ended."""
+        reply = await self._call_raw("lease", token=token)
+        return (Claim(reply["stage"].decode(), token, reply), reply["left"]) if reply else None
 
     async def renew(self, stage: str, tokens: Sequence[int], lease: float) -> set[int]:
         kept = await self.call("renew", stage=stage, tokens=list(tokens), lease=int(lease * 1000))
@@ -605,22 +630,43 @@ class Index:
     async def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         fields = {"kind": kind, "time": repr(time.time()), "data": msgpack.packb(dict(data))}
         await self._retry(
-            lambda again: self._redis.xadd(f"{self.prefix}events", fields, maxlen=100_000, approximate=True)  # type: ignore[arg-type]
+            lambda again: self._redis.xadd(f"{self.prefix}events", fields, maxlen=EVENTS_KEPT, approximate=True)  # type: ignore[arg-type]
         )
 
     async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
-        """The next events after id ``after``, at most 500; empty when none came within ``timeout`` seconds."""
-        found = await self._read({"events": after}, timeout, 500)
-        return [
-            Event(
-                entry.decode(),
-                float(fields[b"time"]),
-                fields[b"kind"].decode(),
-                msgpack.unpackb(fields[b"data"], strict_map_key=False),
-            )
-            for _, entries in found or ()
-            for entry, fields in entries
-        ]
+        """The next events after id ``after``, waiting for them; empty when none came within ``timeout`` seconds."""
+        found = await self._read({"events": after}, timeout, EVENTS_AT_ONCE)
+        return [_event(entry, fields) for _, entries in found or () for entry, fields in entries]
+
+    async def past_events(self, after: str = "0", count: int = EVENTS_AT_ONCE) -> list[Event]:
+        """The next events after id ``after`` that are there now, at most ``count``; :meth:`events` would wait for some. The
+        stream keeps about :data:`EVENTS_KEPT`: ask :meth:`event_ends` whether ``after`` is still in it."""
+        found = await self._retry(
+            lambda again: self._redis.xrange(f"{self.prefix}events", min=f"({after}", max="+", count=count)
+        )
+        return [_event(entry, fields) for entry, fields in found]
+
+    async def event_ends(self) -> tuple[str, str]:
+        """The ids of the oldest and of the newest event that are there; "0" and "0" when none is."""
+
+        async def once(again: bool) -> list[Any]:
+            both = self._redis.pipeline(transaction=True)
+            both.xrange(f"{self.prefix}events", count=1)
+            both.xrevrange(f"{self.prefix}events", count=1)
+            return await both.execute()
+
+        oldest, newest = (found[0][0].decode() if found else "0" for found in await self._retry(once))
+        return oldest, newest
+
+    async def newest(self, kind: str, within: int = 1000) -> Event | None:
+        """The newest event of this kind among the last ``within`` of all; None when there is none."""
+        found = await self._retry(lambda again: self._redis.xrevrange(f"{self.prefix}events", count=within))
+        return next((_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()), None)
+
+    async def last_event(self) -> str:
+        """The id of the newest event; "0" before there is one."""
+        found = await self._retry(lambda again: self._redis.xrevrange(f"{self.prefix}events", count=1))
+        return found[0][0].decode() if found else "0"
 
     async def follow(self, after: str = "0") -> AsyncIterator[Event]:
         while True:
@@ -628,10 +674,33 @@ class Index:
                 after = event.id
                 yield event
 
-    async def erase(self) -> None:
-        """Remove every key of the run."""
-        async for key in self._redis.scan_iter(match=self.prefix.replace("[", "\\[") + "*", count=1000):
-            await self._redis.unlink(key)
+    async def rewind(self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = ()) -> None:
+        """Begin the sample flow anew where a checkpoint stands: what it was made of is lost. Events and documents stay."""
+        await self.erase(keep=("events", "state", "doc:*"))
+        await self.init(config, counters, remake)
+
+    async def retire(self) -> None:
+        """The run has ended: its samples go, and all that belongs to their flow. Events, state, documents and the ledger
+        stay for readers. Harmless when repeated."""
+        if await self._retry(lambda again: self._redis.exists(f"{self.prefix}config")):
+            await self.call("retire")
+        await self.erase(keep=("events", "state", "doc:*", "config", "n"))
+
+    async def erase(self, keep: Sequence[str] = ()) -> None:
+        """Remove every key of the run, but for those that ``keep`` names (a name that ends in ``*``: all that begin so)."""
+        kept = tuple(name.removesuffix("*") for name in keep if name.endswith("*"))
+
+        async def once(again: bool) -> None:
+            async for key in self._redis.scan_iter(match=self.prefix.replace("[", "\\[") + "*", count=1000):
+                name = key.decode().removeprefix(self.prefix)
+                if name not in keep and not (kept and name.startswith(kept)):
+                    await self._redis.unlink(key)
+
+        await self._retry(once, self.timeout)
+
+
+def _prefix(run: str) -> str:
+    return f"asyncdock:{{{run}}}:"
 
 
 def ranges(rows: np.ndarray) -> tuple[list[int], np.ndarray]:
@@ -643,6 +712,11 @@ def ranges(rows: np.ndarray) -> tuple[list[int], np.ndarray]:
     breaks = np.flatnonzero(np.diff(ordered) != 1)
     firsts, lasts = ordered[np.concatenate([[0], breaks + 1])], ordered[np.concatenate([breaks, [len(ordered) - 1]])]
     return np.stack([firsts, lasts], 1).reshape(-1).tolist(), order
+
+
+def _event(entry: bytes, fields: Mapping[bytes, bytes]) -> Event:
+    data = msgpack.unpackb(fields[b"data"], strict_map_key=False)
+    return Event(entry.decode(), float(fields[b"time"]), fields[b"kind"].decode(), data)
 
 
 def _is_loading(refused: ResponseError) -> bool:

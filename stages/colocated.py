@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output
+from pipeline.controller import Controller, Output
 from pipeline.index import Claim, Index
 from stages import device as devices
 from stages.engines.protocols import ColocatedEngine
@@ -46,9 +46,9 @@ WAIT_SECONDS = 10.0  # what is waited for is looked at again this often, so that
 class SharedDevice:
     """One rank's device, its two engines, and whose turn it is. Training has it at first; ``rollout`` sleeps.
 
-    ``claims`` are this rank's claims of rollout work: they stop while it is not the engine's turn. ``tolerance``: by how
-    much a probed logprob may differ from the trainer's (0: nothing is probed). ``deadline``: seconds that a change may wait
-    for another rank, or for the engine. Raises what :class:`Swap` raises.
+    ``claims`` is this rank's rollout stage, run by ``controller``: it claims nothing while it is not the engine's turn.
+    ``tolerance``: by how much a probed logprob may differ from the trainer's (0: nothing is probed). ``deadline``: seconds
+    that a change may wait for another rank, or for the engine. Raises what :class:`Swap` raises.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class SharedDevice:
         trainer: TorchTrainEngine,
         rollout: ColocatedEngine,
         claims: Rollout,
+        controller: Controller,
         index: Index,
         *,
         tolerance: float,
         deadline: float,
-        nudge: Callable[[], None],
     ) -> None:
-        self.rollout, self.claims, self.index = rollout, claims, index
-        self.worker, self.tolerance, self.deadline, self._nudge = f"rollout-{rank}", tolerance, deadline, nudge
+        self.rollout, self.claims, self.controller, self.index = rollout, claims, controller, index
+        self.worker, self.tolerance, self.deadline = f"rollout-{rank}", tolerance, deadline
         self.swap = Swap(
             plan,
             rank,
@@ -109,7 +109,8 @@ class SharedDevice:
         if self.state is State.TRAINING:
             return
         beside = time.monotonic() - self._left
-        await asyncio.to_thread(self.swap.ready)
+        with self.controller.spans.during("training comes back", version=self.rollout.version):
+            await asyncio.to_thread(self.swap.ready)
         await self._tell_sync(
             "training",
             nbytes=self.swap.training_bytes(),
@@ -124,8 +125,9 @@ class SharedDevice:
         await self.ready()
         began = time.monotonic()
         self._most = {}
-        await asyncio.to_thread(self.swap.to_rollout)
-        gap = await self._wake(version, probe if self.tolerance else None)
+        with self.controller.spans.during("swap", version=version):
+            await asyncio.to_thread(self.swap.to_rollout)
+            gap = await self._wake(version, probe if self.tolerance else None)
         await self._tell_sync(
             "generation",
             nbytes=self._moved,
@@ -141,7 +143,7 @@ class SharedDevice:
     def open(self) -> None:
         """Claim rollout work."""
         self.claims.held_back = False
-        self._nudge()
+        self.controller.nudge()
 
     async def _wake(self, version: int, probe: Probe | None) -> Gap | None:
         """Wake the engine; before it makes a token it must find what the trainer has found."""
@@ -327,10 +329,13 @@ class Turn:
     async def _evaluate(self, version: int) -> None:
         """Evaluate ``version``; it is given up when the run stops."""
         assert self.evaluator is not None
-        evaluating = asyncio.create_task(evaluate_once(self.index, self.evaluator, version))
+        with self.device.controller.spans.during("evaluation", version=version):
+            await self._unless_stopped(evaluate_once(self.index, self.evaluator, version), last=version >= self.steps)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None], last: bool) -> None:
+        evaluating = asyncio.create_task(work)
         over = asyncio.create_task(self._over.wait())
         try:
-            last = version >= self.steps
             waiting = {evaluating} if last else {evaluating, over}
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if evaluating in done:

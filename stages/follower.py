@@ -104,7 +104,8 @@ class Follower:
             weights = await self._read(published)
             async with self._turn():
                 self.stage.held_back = self._due(published.version) and not self.overlap
-                times, gap = await self._swap(published, weights)
+                with self.controller.spans.during("swap", version=published.version):
+                    times, gap = await self._swap(published, weights)
         except (WeightsDamaged, WeightMismatch, SwapRefused) as refused:
             await self._keep_old(published, refused)
             return False
@@ -209,4 +210,5 @@ class Follower:
 
     async def _evaluate(self) -> None:
         assert self.evaluator is not None
-        await evaluate_once(self.index, self.evaluator, self.stage.engine.version)
+        with self.controller.spans.during("evaluation", version=self.stage.engine.version):
+            await evaluate_once(self.index, self.evaluator, self.stage.engine.version)

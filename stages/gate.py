@@ -1,6 +1,7 @@
 """The gate: where prompts enter. It holds the staleness bound by pacing, so that no sample has ever to be dropped.
 
     published version v ──▶ admit every group below (v + S + 1)·P at once ──▶ sleep until a version is published ──▶ …
+                              └ as far as there are prompts, when they come from outside
 
 Which prompt a group gets is a pure function of its number, so a lost group, or a resumed run, asks for the same again.
 """
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 from pipeline.dock import Dock
 from pipeline.index import Index
+from stages.feed import Feed
 from stages.prompts import Prompt, PromptSource
 
 WAIT_SECONDS = 10.0
@@ -33,6 +35,8 @@ class Gate:
             at = await index.call("room_at_gate")
             limit = min(at["gate"], self.groups + at["filtered"])
             numbers = [*sorted(int(n) for n in at["remake"] or ()), *range(at["admitted"], limit)]
+            if isinstance(self.source, Feed) and (available := self.source.available) is not None:
+                numbers = [number for number in numbers if number < available]
             if numbers and not self.paused:
                 await self.admit(numbers)
             elif at["trained"] >= self.steps:

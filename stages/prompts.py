@@ -18,14 +18,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from stages.models import Tokenizer
 from stages.tasks import TASKS
+
+if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch: it takes seconds to import
+    import torch
+
+    from stages.models import Tokenizer
 
 Message = dict[str, str]
 Row = dict[str, Any]
@@ -72,7 +75,8 @@ class PromptOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin"]
+    source: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "external"]
+    """external: other programs put prompts into the run while it goes on (:mod:`stages.feed`)."""
     path: str | None = None
     """jsonl and parquet: the file. datasets: a folder written by ``save_to_disk``, or ``module:function`` that returns
     a dataset (anything with ``len`` and rows as mappings)."""
@@ -97,6 +101,8 @@ class PromptOptions(BaseModel):
 
     @model_validator(mode="after")
     def _fits_source(self) -> PromptOptions:
+        if self.source == "external":
+            return self._fits_feed()
         needs, other = ("task", "path") if self.source in ("reasoning_gym", "builtin") else ("path", "task")
         if not getattr(self, needs):
             raise ValueError(f"prompts.{needs} is missing: source = {self.source!r} needs it")
@@ -108,6 +114,15 @@ class PromptOptions(BaseModel):
             raise ValueError(f"prompts.split = {self.split!r} means nothing for source = {self.source!r}")
         if self.source == "builtin" and self.task not in TASKS:
             raise ValueError(f"prompts.task = {self.task!r} is not known; use one of {sorted(TASKS)}")
+        return self._fits_form()
+
+    def _fits_feed(self) -> PromptOptions:
+        for name in ("path", "task", "config", "split", "held_out"):
+            if value := getattr(self, name):
+                raise ValueError(f"prompts.{name} = {value!r} means nothing for source = 'external'; take it out")
+        return self._fits_form()
+
+    def _fits_form(self) -> PromptOptions:
         if "{prompt}" not in self.template:
             raise ValueError(f"prompts.template = {self.template!r} must contain {{prompt}}")
         if self.chat is False and self.system is not None:
@@ -208,19 +223,7 @@ class PromptForm:
 
     def given(self, row: Row, where: str) -> str | list[Message]:
         """The row's prompt, checked."""
-        if self.options.column not in row:
-            raise PromptError(
-                f"prompts: {where} has no column {self.options.column!r} (it has {sorted(row)}); set prompts.column"
-            )
-        given = row[self.options.column]
-        if isinstance(given, str) and given:
-            return given
-        if isinstance(given, Sequence) and given and all(_is_message(message) for message in given):
-            return [dict(message) for message in given]
-        raise PromptError(
-            f"prompts: {where} has {given!r:.200} in column {self.options.column!r}; a prompt is a string that is not "
-            "empty, or a list of messages {'role': ..., 'content': ...}"
-        )
+        return given_of(row, self.options.column, where)
 
     def prompt(self, row: Row, where: str) -> Prompt:
         given = self.given(row, where)
@@ -231,6 +234,8 @@ class PromptForm:
         ids = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
         if not ids:
             raise PromptError(f"prompts: {where} has no tokens: {text!r}")
+        import torch
+
         return Prompt(torch.tensor(ids, dtype=torch.int64), text, given, fields)
 
     def fits(self, row: Row, where: str) -> bool:
@@ -268,6 +273,21 @@ class PromptForm:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
+def given_of(row: Mapping[str, Any], column: str, where: str) -> str | list[Message]:
+    """What ``row`` has in ``column``, when it is a prompt. Raises :class:`PromptError`."""
+    if column not in row:
+        raise PromptError(f"prompts: {where} has no column {column!r} (it has {sorted(row)}); set prompts.column")
+    given = row[column]
+    if isinstance(given, str) and given:
+        return given
+    if isinstance(given, Sequence) and given and all(_is_message(message) for message in given):
+        return [dict(message) for message in given]
+    raise PromptError(
+        f"prompts: {where} has {given!r:.200} in column {column!r}; a prompt is a string that is not empty, or a list of "
+        "messages {'role': ..., 'content': ...}"
+    )
+
+
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
@@ -277,6 +297,8 @@ def _is_message(value: Any) -> bool:
 
 def _open(options: PromptOptions, seed: int) -> Sequence[Row] | Callable[[int], Row]:
     match options.source:
+        case "external":
+            raise PromptError("prompts.source = 'external' is no table: its prompts are put while the run goes on")
         case "jsonl":
             return _jsonl(Path(str(options.path)))
         case "parquet":

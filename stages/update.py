@@ -22,6 +22,7 @@ from tensordict import TensorDict
 from pipeline.controller import Output
 from pipeline.dock import Dock
 from pipeline.index import BoundBroken, Claim
+from pipeline.spans import Spans
 from stages.algorithms import Algorithm
 from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
@@ -35,7 +36,8 @@ PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of what a swap is probed
 
 class Update:
     """``version`` counts the optimizer steps in the engine's weights. ``after_step`` is told each new version once it is
-    published (checkpoints); ``after_last`` is called when ``steps`` are done."""
+    published (checkpoints); ``after_last`` is called when ``steps`` are done. With ``publish_first`` the weights that the
+    run begins with are published too, for engines that are not built from its model."""
 
     name = "update"
 
@@ -53,13 +55,17 @@ class Update:
         after_last: Callable[[], None],
         gang: Gang | None = None,
         probe: bool = False,
+        spans: Spans | None = None,
+        publish_first: bool = False,
     ) -> None:
         self.gang = gang or Gang(dock.index, Ranks(0))
         self.fetches: tuple[str, ...] = ("reward",)  # what is trained on, each rank fetches itself
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
+        self.spans = spans or Spans()
         self._since = time.monotonic()
+        self._publish_first = publish_first
         self._probes, self._probe = probe, tuple[list[int], ...]()  # prompt and response of a row of the last batch
 
     def room(self, held: int) -> int:
@@ -75,7 +81,7 @@ class Update:
             await self._train(await self.dock.index.replay(self.trained))
             log.info("step replayed", step=self.trained)
             self.trained += 1
-        if at["published"] < self.trained:
+        if at["published"] < self.trained or (self._publish_first and not await self._published()):
             await self.publish()
         if self.trained >= self.steps:
             self._after_last()
@@ -116,14 +122,20 @@ class Update:
         if self._probes:
             limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
             self._probe = tuple(batch[name].unbind()[0][:most].tolist() for name, most in limits)
-        return await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+        with self.spans.during("train", rows=len(claim), version=self.trained):
+            return await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+
+    async def _published(self) -> bool:
+        """Whether the published version's weights are there, and not only its number."""
+        return bool((await self.dock.index.call("published"))["record"])
 
     async def publish(self) -> None:
         """Put the engine's weights into host memory as the current version, and tell the index."""
         began = time.monotonic()
-        await self.gang.tell("publish", probe=self._probe)
-        published = await asyncio.to_thread(self._write)
-        await self.dock.index.call("publish", version=self.trained, record=published.record())
+        with self.spans.during("publish", version=self.trained):
+            await self.gang.tell("publish", probe=self._probe)
+            published = await asyncio.to_thread(self._write)
+            await self.dock.index.call("publish", version=self.trained, record=published.record())
         await self.dock.index.emit(
             "sync",
             {

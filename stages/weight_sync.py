@@ -104,7 +104,9 @@ class Published:
             record["nbytes"],
             tuple(Tensor(**tensor) for tensor in record["tensors"]),
             tuple((offset, nbytes, digest) for offset, nbytes, digest in record["buckets"]),
-            Probe(**{name: tuple(values) for name, values in probe.items()}) if (probe := record["probe"]) else None,
+            Probe(**{name: tuple(values) for name, values in probe.items()})
+            if (probe := record.get("probe"))
+            else None,
         )
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from api.report import Recorded
+from orchestration.metrics import Recorded
 from orchestration.recipe import Recipe, parse_recipe
 from orchestration.run import RunResult
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from api.report import METRICS, MetricsFile, read_metrics, smooth, summary_table, write_report
+from api.report import smooth, summary_table, write_report
+from orchestration.metrics import METRICS, MetricsFile, read_metrics
 from tests.api import scripted
 
 

@@ -4,6 +4,7 @@ are heard at once, and nothing left running."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pipeline.columns import Column, Schema
 from pipeline.controller import Clock, Controller, Output
 from pipeline.dock import Dock
 from pipeline.index import Claim, Index, RunConfig, StageSpec
+from pipeline.spans import Spans
 
 SCHEMA = Schema([Column.scalar("number", torch.int64), Column.scalar("doubled", torch.int64)])
 STAGES = (
@@ -123,6 +125,26 @@ async def test_a_controller_tells_what_it_does(dock: Dock) -> None:
         parts = data["busy"] + data["waiting_input"] + data["waiting_room"] + data["other"]
         assert parts == pytest.approx(data["wall"])
     assert told[-1]["busy"] > 0
+
+
+async def test_a_controller_tells_what_it_did_and_when(dock: Dock) -> None:
+    """Each claim is a span; of more than fit a report, the longest are told, and how many are not."""
+    most = 5
+    controller = Controller(dock, Double(most=1), spans=Spans(most))
+    began = time.time()
+    running = asyncio.create_task(controller.run())
+    await admit(dock, range(9))
+    await until(lambda: controller.rows == 9, "all rows")
+    await finish(controller, running)
+    told = [event.data for event in await dock.index.events() if event.kind == "span"]
+    spans = [span for data in told for span in data["spans"]]
+    assert all((data["stage"], data["worker"]) == ("double", "double-0") for data in told)
+    assert all(len(data["spans"]) <= most for data in told)
+    assert len(spans) + sum(data["left_out"] for data in told) == 9
+    for span in spans:
+        assert (span["name"], span["rows"]) == ("double", 1)
+        assert began <= span["start"] <= span["start"] + span["seconds"] <= time.time() + 0.001
+    assert controller.spans.take() == ([], 0), "what was told is told again"
 
 
 async def test_a_stage_that_raises_is_heard_at_once_and_its_rows_go_to_another(dock: Dock) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from pipeline.dock import Dock
 from pipeline.index import Claim, Index
+from pipeline.spans import Spans
 from pipeline.staleness import StalenessPlan
 from stages.colocated import ColocatedMate, Turn
 from stages.engines.plans import Ranks
@@ -28,7 +30,8 @@ class Noted:
 
     def __init__(self) -> None:
         self.state, self.did, self.probes = State.TRAINING, list[str](), list[Probe | None]()
-        self.claims: Any = type("Claims", (), {"held_back": True})()
+        self.claims: Any = SimpleNamespace(held_back=True)
+        self.controller = SimpleNamespace(spans=Spans())
         self.changed = asyncio.Condition()
 
     async def note(self, what: str, state: State) -> None:

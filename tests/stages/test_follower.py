@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pipeline.index import Index, RunConfig
+from pipeline.spans import Spans
 from stages.engines.mock import MockRolloutEngine, MockRolloutOptions, MockTrainEngine, MockTrainOptions
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams, SwapTimes, WeightMismatch
 from stages.engines.torch_rollout import TorchRolloutEngine
@@ -49,6 +50,9 @@ class Trainer:
 
 
 class Controls:
+    def __init__(self) -> None:
+        self.spans = Spans()
+
     def nudge(self) -> None: ...
 
     def stop(self) -> None: ...

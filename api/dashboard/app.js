@@ -1,0 +1,165 @@
+/* The page: which view is shown, who is signed in, whether the events come.
+ *
+ *    #/ ──▶ the newest run (where there is room; a phone shows the list)    #/new ──▶ the form    #/runs/ID ──▶ that run
+ */
+
+import { announce, element, say } from "./element.js";
+import { RunPage } from "./run.js";
+import { Runs } from "./runs.js";
+import { Service } from "./service.js";
+import { Start } from "./start.js";
+
+const CONNECTION = { connecting: "Connecting…", live: "Live", waiting: "Connecting again…", ended: "Ended", refused: "Not connected" };
+const MANY = "(min-width: 900px)"; // list and run beside each other
+
+class App {
+  constructor() {
+    this.main = document.getElementById("main");
+    this.connection = document.getElementById("connection");
+    this.out = document.getElementById("sign-out");
+    this.service = new Service(() => this.signIn());
+    this.runs = new Runs(this.service, (runs, filtered) => this.listed(runs, filtered));
+    this.page = null;
+    this.turn = 0;
+    this.out.addEventListener("click", () => this.signOut());
+    // "#main" would be a place to go to for the router.
+    document.getElementById("skip").addEventListener("click", (event) => {
+      event.preventDefault();
+      (this.main.querySelector("h1") ?? this.main).focus();
+    });
+    window.addEventListener("hashchange", () => this.go(true));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.page?.restyle?.());
+    matchMedia(MANY).addEventListener("change", () => this.go(false));
+  }
+
+  begin() {
+    this.out.hidden = !this.service.token;
+    this.runs.load();
+    this.go(false);
+  }
+
+  /** Show what the address says; `moved` when a person went there, who then reads on at its heading. */
+  async go(moved) {
+    const turn = (this.turn += 1);
+    const [, what = "", id = ""] = location.hash.split("/");
+    const run = what === "runs" ? decodeURIComponent(id) : "";
+    this.put(null);
+    this.runs.choose(run);
+    document.body.dataset.view = what || "home";
+    document.title = "AsyncDock";
+    try {
+      if (what === "new") {
+        const start = new Start(this.service, (record) => this.started(record));
+        this.put(start);
+        await start.load();
+      } else if (run) {
+        const record = await this.service.run(run);
+        if (turn !== this.turn) return;
+        const page = new RunPage(this.service, record, {
+          onConnection: (state, detail) => this.connected(state, detail),
+          onGone: () => this.left(),
+        });
+        this.put(page);
+        page.load();
+      }
+    } catch (problem) {
+      if (turn === this.turn && problem.status !== 401) this.put({ element: notice("This run cannot be shown", problem.message), title: null });
+    }
+    if (moved && turn === this.turn) {
+      (this.main.querySelector("h1") ?? this.main).focus();
+      window.scrollTo(0, 0);
+    }
+  }
+
+  put(page) {
+    this.page?.destroy?.();
+    this.page = page;
+    this.main.replaceChildren(...(page ? [page.element] : []));
+  }
+
+  listed(runs, filtered) {
+    if (location.hash && location.hash !== "#/") return;
+    if (runs.length && matchMedia(MANY).matches) location.replace(`#/runs/${encodeURIComponent(runs[0].id)}`);
+    else if (!runs.length && !filtered && !this.page) this.put({ element: welcome() });
+    else if (runs.length && this.page) this.put(null);
+  }
+
+  started(record) {
+    announce(`Run ${record.name} was submitted.`);
+    this.runs.load();
+    location.hash = `#/runs/${encodeURIComponent(record.id)}`;
+  }
+
+  left() {
+    this.runs.load();
+    location.hash = "#/";
+  }
+
+  connected(state, detail) {
+    this.connection.className = `connection ${state}`;
+    say(this.connection, CONNECTION[state] ?? "");
+    this.connection.title = detail;
+  }
+
+  // ── the token ──
+
+  signIn() {
+    if (this.main.querySelector("#token")) return;
+    const had = this.service.token;
+    this.service.token = "";
+    this.out.hidden = true;
+    this.runs.stop();
+    this.turn += 1;
+    const input = element("input", { id: "token", type: "password", autocomplete: "off", spellcheck: "false", required: true, "aria-describedby": "token-says" });
+    const form = element(
+      "form",
+      {
+        class: "card sign-in",
+        on: {
+          submit: (event) => {
+            event.preventDefault();
+            this.service.token = input.value.trim();
+            this.put(null);
+            this.begin();
+          },
+        },
+      },
+      element("h1", { tabindex: "-1" }, "Sign in"),
+      had ? element("p", { class: "wrong", role: "alert" }, "The server does not accept this token.") : null,
+      element("p", { id: "token-says", class: "quiet" }, "This server wants a token. An operator makes one with ", element("code", {}, "asyncdock token create"), ". It is kept until this tab is closed."),
+      element("label", { class: "field", for: "token" }, element("span", {}, "Token"), input),
+      element("div", { class: "buttons" }, element("button", { type: "submit", class: "primary" }, "Sign in")),
+    );
+    document.body.dataset.view = "sign-in";
+    this.put({ element: element("div", { class: "page narrow" }, form) });
+    input.focus();
+  }
+
+  signOut() {
+    this.service.token = "";
+    this.runs.show([], "", false);
+    this.begin();
+  }
+}
+
+function notice(title, text) {
+  return element("div", { class: "page narrow" }, element("div", { class: "card" }, element("h1", { tabindex: "-1" }, title), element("p", {}, text), element("p", {}, element("a", { href: "#/" }, "All runs"))));
+}
+
+function welcome() {
+  return element(
+    "div",
+    { class: "page narrow" },
+    element(
+      "div",
+      { class: "card" },
+      element("h1", { tabindex: "-1" }, "No run yet"),
+      element("p", {}, "A run trains a model by a recipe. The one called mock needs no model and shows all of this in seconds."),
+      element("p", {}, element("a", { class: "button primary", href: "#/new" }, "New run")),
+      element("p", { class: "quiet" }, "or from a shell:"),
+      element("pre", {}, `curl -X POST ${location.origin}/v1/runs -H 'Content-Type: application/json' \\\n     -d '{"recipe_name": "mock"}'`),
+    ),
+  );
+}
+
+new App().begin();

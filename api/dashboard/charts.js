@@ -1,0 +1,205 @@
+/* Line charts over the steps of a run, drawn by uPlot. Each is a figure with its newest figures in words, and the same data as a
+ * table for whoever cannot see it. The pointer (or the arrow keys, when a chart has the focus) reads all charts at one step. */
+
+import uPlot from "./vendor/uPlot.js";
+import { announce, element, say } from "./element.js";
+
+const HEIGHT = 148;
+const TABLE_ROWS = 50; // newest steps in the table
+
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+/** A centred moving average over `span` values; missing ones are left out. */
+export function smooth(values, span) {
+  const half = Math.floor(span / 2);
+  return values.map((_, at) => {
+    const near = values.slice(Math.max(0, at - half), at + half + 1).filter((value) => value !== null && Number.isFinite(value));
+    return near.length ? near.reduce((sum, value) => sum + value, 0) / near.length : null;
+  });
+}
+
+export class Chart {
+  /** `series`: [{label, colour, format, dash, width, points, stepped, hushed}]; a hushed one is drawn but not read out.
+   * `floor`: whether the scale begins at zero; `group`: charts of one group share the cursor. */
+  constructor({ title, note = "", series, floor = false, group = "run", format }) {
+    Object.assign(this, { title, series, floor, group, format });
+    this.data = [[], ...series.map(() => [])];
+    this.id = `chart-${title.toLowerCase().replaceAll(/\W+/g, "-")}`;
+    this.readings = series.map((one) => (one.hushed ? null : element("span", { class: "value" }, "–")));
+    const keys = series.map((one, at) =>
+      one.hushed
+        ? null
+        : element("span", { class: `key key-${one.colour}${one.dash ? " dashed" : ""}` }, element("i"), `${one.label} `, this.readings[at]),
+    );
+    this.at = element("span", { class: "at" });
+    this.plot = element("div", {
+      class: "plot",
+      role: "img",
+      tabindex: "0",
+      "aria-labelledby": `${this.id}-title`,
+      "aria-describedby": `${this.id}-says`,
+      on: { keydown: (event) => this.key(event), blur: () => this.readAt(null) },
+    });
+    this.empty = element("p", { class: "plot-empty" }, "no step yet");
+    this.plot.append(this.empty);
+    this.says = element("p", { class: "hidden", id: `${this.id}-says` });
+    this.table = element("div", { class: "table-scroll", tabindex: "0", role: "region", "aria-label": `${title}, as a table` });
+    this.asTable = element(
+      "details",
+      { class: "as-table", on: { toggle: () => this.tabulate() } },
+      element("summary", {}, "Table", element("span", { class: "hidden" }, ` of ${title}`)),
+      this.table,
+    );
+    this.element = element(
+      "figure",
+      { class: "card chart", "aria-labelledby": `${this.id}-title` },
+      element(
+        "figcaption",
+        {},
+        element("div", { class: "chart-head" }, element("h3", { id: `${this.id}-title` }, title), note ? element("span", { class: "note" }, note) : null, this.at),
+        element("div", { class: "keys" }, keys),
+      ),
+      this.plot,
+      this.says,
+      this.asTable,
+    );
+    this.sizes = new ResizeObserver(() => this.fit());
+    this.sizes.observe(this.plot);
+  }
+
+  destroy() {
+    this.sizes.disconnect();
+    this.drawn?.destroy();
+  }
+
+  /** `columns`: one list for each series. */
+  update(steps, columns) {
+    this.data = [steps, ...columns];
+    if (!steps.length) return;
+    this.empty.hidden = true;
+    if (this.drawn) this.drawn.setData(this.data);
+    else this.draw();
+    if (this.drawn && this.drawn.cursor.idx == null) this.read(steps.length - 1, false);
+    say(this.says, this.words());
+    this.tabulate();
+  }
+
+  /** Draw anew: the colours have changed. */
+  restyle() {
+    this.drawn?.destroy();
+    this.drawn = null;
+    if (this.data[0].length) this.draw();
+  }
+
+  fit() {
+    const width = this.plot.clientWidth;
+    if (this.drawn && width && width !== this.drawn.width) this.drawn.setSize({ width, height: HEIGHT });
+    else if (!this.drawn && width && this.data[0].length) this.draw();
+  }
+
+  draw() {
+    const width = this.plot.clientWidth;
+    if (!width) return;
+    const font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    const axis = { stroke: colour("muted"), font, ticks: { show: false }, grid: { stroke: colour("grid"), width: 1 } };
+    const series = this.series.map((one) => {
+      const stroke = colour(one.colour);
+      return {
+        stroke,
+        width: one.points ? 0 : (one.width ?? 2),
+        dash: one.dash,
+        alpha: one.hushed ? 0.35 : 1,
+        spanGaps: true,
+        paths: one.stepped ? uPlot.paths.stepped({ align: 1 }) : one.points ? () => null : undefined,
+        points: one.points ? { show: true, size: 7, fill: colour("surface"), stroke, width: 2 } : { show: (u) => u.data[0].length === 1, size: 5, fill: stroke },
+      };
+    });
+    this.drawn = new uPlot(
+      {
+        width,
+        height: HEIGHT,
+        padding: [8, 6, 0, 0],
+        legend: { show: false },
+        scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (u, low, high) => this.range(low, high) } },
+        axes: [
+          { ...axis, size: 24, gap: 4, space: 48, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000] },
+          { ...axis, size: 46, gap: 4, space: 28, values: (u, values) => values.map((value) => this.format(value)) },
+        ],
+        cursor: { sync: { key: this.group }, y: false, drag: { x: false, y: false }, points: { size: 7 } },
+        hooks: { setCursor: [(u) => this.read(u.cursor.idx ?? this.data[0].length - 1, u.cursor.idx != null)] },
+        series: [{}, ...series],
+      },
+      this.data,
+      this.plot,
+    );
+  }
+
+  range(low, high) {
+    if (low === null || !Number.isFinite(low)) return [0, 1];
+    if (this.floor) low = Math.min(0, low);
+    if (high === low) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
+    const room = 0.08 * (high - low);
+    return [this.floor && low === 0 ? 0 : low - room, high + room];
+  }
+
+  read(at, pointed) {
+    const step = this.data[0][at];
+    say(this.at, pointed && step !== undefined ? `step ${step}` : "");
+    this.readings.forEach((reading, which) => {
+      if (!reading) return;
+      const values = this.data[which + 1];
+      // Of what is not told at every step, the newest until then.
+      let from = at;
+      while (from > 0 && (values[from] === null || values[from] === undefined)) from -= 1;
+      say(reading, (this.series[which].format ?? this.format)(values[from]));
+    });
+  }
+
+  key(event) {
+    const last = this.data[0].length - 1;
+    const now = this.drawn?.cursor.idx ?? last;
+    const to = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last, Escape: null }[event.key];
+    if (to === undefined || last < 0) return;
+    event.preventDefault();
+    this.readAt(to === null ? null : Math.min(last, Math.max(0, to)));
+  }
+
+  readAt(index) {
+    if (!this.drawn) return;
+    const left = index === null ? -10 : this.drawn.valToPos(this.data[0][index], "x");
+    this.drawn.setCursor({ left, top: index === null ? -10 : 10 });
+    if (index !== null) announce(this.words(index));
+  }
+
+  /** The chart in a sentence: at one step, or the newest with its range. */
+  words(index) {
+    const at = index ?? this.data[0].length - 1;
+    const parts = this.series.flatMap((one, which) => {
+      if (one.hushed) return [];
+      const format = one.format ?? this.format;
+      const values = this.data[which + 1].filter((value) => value !== null && Number.isFinite(value));
+      if (!values.length) return [];
+      const range = index === undefined && !one.dash ? ` (from ${format(Math.min(...values))} to ${format(Math.max(...values))} so far)` : "";
+      return [`${one.label} ${format(this.data[which + 1][at])}${range}`];
+    });
+    return `${this.title} at step ${this.data[0][at]}: ${parts.join(", ")}.`;
+  }
+
+  tabulate() {
+    if (!this.asTable.open) return;
+    const shown = this.series.map((one, which) => [one, this.data[which + 1]]).filter(([one]) => !one.hushed);
+    const rows = this.data[0].slice(-TABLE_ROWS).map((step, at, all) => {
+      const index = this.data[0].length - all.length + at;
+      const cells = shown.map(([one, values]) => element("td", {}, (one.format ?? this.format)(values[index])));
+      return element("tr", {}, element("th", { scope: "row" }, String(step)), cells);
+    });
+    this.table.replaceChildren(
+      element(
+        "table",
+        {},
+        element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "step"), shown.map(([one]) => element("th", { scope: "col" }, one.label)))),
+        element("tbody", {}, rows.reverse()),
+      ),
+    );
+  }
+}

@@ -1,0 +1,183 @@
+/* The other views of a run: its workers, checkpoints, logs and recipe. Each has `element`, `show()` when it is looked at, and
+ * `update(progress)` while it is. */
+
+import { element, say } from "./element.js";
+import { ago, count, moment, number, percent, size } from "./format.js";
+import { SHARES, WORDS } from "./progress.js";
+
+const LOG_SECONDS = 3;
+
+function table(label, heads, body) {
+  const head = element("thead", {}, element("tr", {}, heads.map((text) => element("th", { scope: "col" }, text))));
+  return element("div", { class: "table-scroll", tabindex: "0", role: "region", "aria-label": label }, element("table", {}, head, body));
+}
+
+export class Workers {
+  constructor() {
+    this.body = element("tbody");
+    this.rows = new Map();
+    this.ledger = element("dl", { class: "figures" });
+    this.element = element(
+      "div",
+      {},
+      table("Workers", ["worker", "where its time goes", ...SHARES.map((name) => WORDS[name]), "queue", "held", "rows/s", "tokens/s", "process"], this.body),
+      element("h3", {}, "Ledger"),
+      this.ledger,
+    );
+  }
+
+  show(progress) {
+    this.update(progress);
+  }
+
+  update(progress) {
+    for (const worker of progress.workers.values()) if (worker.latest) this.row(worker, progress);
+    const ledger = progress.ledger ?? {};
+    const words = { generated: "generated", trained: "trained", filtered: "filtered", in_flight: "in flight", remade: "made again" };
+    const found = Object.entries(words).flatMap(([name, word]) => {
+      const [rows, tokens] = [ledger[`${name}_samples`] ?? ledger[name], ledger[`${name}_tokens`]];
+      if (rows === undefined) return [];
+      return element("div", {}, element("dt", {}, word), element("dd", {}, `${count(rows)} samples${tokens === undefined ? "" : `, ${count(tokens)} tokens`}`));
+    });
+    this.ledger.replaceChildren(...(found.length ? found : [element("div", {}, element("dt", {}, "nothing told yet"))]));
+  }
+
+  row(worker, progress) {
+    let row = this.rows.get(worker.name);
+    if (!row) {
+      row = {
+        bar: Object.fromEntries(SHARES.map((name) => [name, element("i", { class: `share-${name} fill-${name}` })])),
+        cells: Array.from({ length: SHARES.length + 5 }, () => element("td")),
+      };
+      row.element = element(
+        "tr",
+        {},
+        element("th", { scope: "row" }, worker.name),
+        element("td", {}, element("div", { class: "share-bar", "aria-hidden": "true" }, Object.values(row.bar))),
+        row.cells,
+      );
+      this.rows.set(worker.name, row);
+      this.body.append(row.element);
+    }
+    const { shares, latest } = worker;
+    for (const name of SHARES) row.bar[name].style.width = `${100 * shares[name]}%`;
+    const quiet = progress.heard - worker.time > 6;
+    const told = [worker.pid || "", worker.change && worker.change !== "ready" ? worker.change : quiet && !progress.ended ? "silent" : ""].filter(Boolean).join(" ");
+    const values = [...SHARES.map((name) => percent(shares[name])), count(latest.queue_depth), count(latest.in_flight), number(worker.rate("rows")), number(worker.rate("tokens")), told];
+    values.forEach((value, at) => say(row.cells[at], String(value)));
+  }
+}
+
+export class Checkpoints {
+  constructor(service, run) {
+    Object.assign(this, { service, run, seen: "" });
+    this.note = element("p", { class: "quiet", role: "status" });
+    this.body = element("tbody");
+    this.table = table("Checkpoints", ["version", "written", "size", "path"], this.body);
+    this.element = element("div", {}, this.note, this.table);
+  }
+
+  async show() {
+    try {
+      const { checkpoints } = await this.service.run(this.run, "/checkpoints");
+      say(this.note, checkpoints.length ? "" : "No checkpoint yet. One is written every checkpoint.every steps, at the end, and when you ask for it.");
+      this.table.hidden = !checkpoints.length;
+      const newest = [...checkpoints].sort((a, b) => b.version - a.version);
+      this.body.replaceChildren(
+        ...newest.map((one) =>
+          element("tr", {}, element("th", { scope: "row" }, `v${one.version}`), element("td", {}, `${moment(one.time)} (${ago(one.time)})`), element("td", {}, size(one.bytes)), element("td", {}, element("code", {}, one.path))),
+        ),
+      );
+    } catch (problem) {
+      this.table.hidden = true;
+      say(this.note, problem.message);
+    }
+  }
+
+  update() {}
+}
+
+export class Logs {
+  constructor(service, run) {
+    Object.assign(this, { service, run, timer: 0 });
+    this.worker = element("select", { on: { change: () => this.load() } }, element("option", { value: "" }, "every worker"));
+    this.follow = element("input", { type: "checkbox", checked: true });
+    this.text = element("pre", { class: "log", tabindex: "0", role: "region", "aria-label": "Newest lines of the log" });
+    this.note = element("p", { class: "quiet", role: "status" });
+    this.element = element(
+      "div",
+      {},
+      element("form", { class: "fields", "aria-label": "Which log", on: { submit: (event) => event.preventDefault() } }, element("label", {}, element("span", {}, "worker"), this.worker), element("label", { class: "check" }, this.follow, element("span", {}, "follow"))),
+      this.note,
+      this.text,
+    );
+  }
+
+  show(progress) {
+    this.update(progress);
+    this.load();
+  }
+
+  hide() {
+    clearTimeout(this.timer);
+    this.timer = 0;
+  }
+
+  update(progress) {
+    const known = new Set([...this.worker.options].map((option) => option.value));
+    for (const name of [...progress.workers.keys()].sort()) if (!known.has(name)) this.worker.append(element("option", { value: name }, name));
+    this.over = progress.ended;
+  }
+
+  async load() {
+    this.hide();
+    const at = (this.timer = setTimeout(() => this.load(), LOG_SECONDS * 1000));
+    if (document.hidden || (!this.follow.checked && this.text.textContent)) return;
+    try {
+      const response = await this.service.fetch(`v1/runs/${encodeURIComponent(this.run)}/logs`, { query: { worker: this.worker.value, lines: 300 }, headers: { Accept: "text/plain" } });
+      const lines = (await response.text()).split("\n").filter(Boolean);
+      const bottom = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 30;
+      say(this.text, lines.map(readable).join("\n"));
+      say(this.note, lines.length ? "" : "Nothing has been logged.");
+      if (bottom) this.text.scrollTop = this.text.scrollHeight;
+    } catch (problem) {
+      say(this.note, problem.message);
+    }
+    if (this.over && this.timer === at) this.hide();
+  }
+}
+
+/** A line of JSON as a person reads it; any other line as it is. */
+function readable(line) {
+  let entry;
+  try {
+    entry = JSON.parse(line);
+  } catch {
+    return line;
+  }
+  if (entry === null || typeof entry !== "object" || !entry.event) return line;
+  const { event, level = "", timestamp = "", time = "", worker = "", run, stage, exception, ...more } = entry;
+  const when = String(timestamp || time).replace(/^.*T([\d:.]{8,12}).*$/, "$1");
+  const rest = Object.entries(more).map(([name, value]) => `${name}=${typeof value === "object" ? JSON.stringify(value) : value}`);
+  return [when, String(level).padEnd(7), worker || stage || "", event, ...rest].filter(Boolean).join("  ") + (exception ? `\n${exception}` : "");
+}
+
+export class RecipeView {
+  constructor(recipe) {
+    const rows = [...flat(recipe)].map(([key, value]) => element("tr", {}, element("th", { scope: "row" }, element("code", {}, key)), element("td", {}, element("code", {}, JSON.stringify(value)))));
+    this.element = table("Recipe", ["key", "value"], element("tbody", {}, rows));
+    this.element.classList.add("recipe");
+  }
+
+  show() {}
+
+  update() {}
+}
+
+/** [dotted key, value] of everything in nested tables. */
+export function* flat(tables, prefix = "") {
+  for (const [name, value] of Object.entries(tables)) {
+    if (value !== null && typeof value === "object" && !Array.isArray(value)) yield* flat(value, `${prefix}${name}.`);
+    else yield [prefix + name, value];
+  }
+}

@@ -1,0 +1,74 @@
+/* Numbers and times for a person. What is missing is a dash. */
+
+const NONE = "–";
+const missing = (value) => value === null || value === undefined || !Number.isFinite(value);
+
+export const MINUS = "\u2212";
+
+/** Three significant digits, without an exponent where a person would write none: 0.0312, 12.4, 1,234. */
+export function number(value, digits = 3) {
+  if (missing(value)) return NONE;
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  const text =
+    size < 1e-4 || size >= 1e7
+      ? value.toExponential(Math.max(0, digits - 1)).replace("e+", "e")
+      : size >= 1000
+        ? Math.round(value).toLocaleString("en")
+        : value.toPrecision(digits).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+  return text.replace("-", MINUS);
+}
+
+export function fixed(value, places) {
+  return missing(value) ? NONE : value.toFixed(places).replace("-", MINUS);
+}
+
+export function count(value) {
+  if (missing(value)) return NONE;
+  if (value < 100_000) return Math.round(value).toLocaleString("en");
+  return value < 999_500 ? `${Math.round(value / 1e3)}k` : `${(value / 1e6).toPrecision(3)}M`;
+}
+
+export function percent(share) {
+  return missing(share) ? NONE : `${Math.round(100 * share)} %`;
+}
+
+/** Seconds as 0:07, 1:15, 1:02:05. */
+export function duration(seconds) {
+  if (missing(seconds)) return NONE;
+  const whole = Math.max(0, Math.round(seconds));
+  const two = (value) => String(value).padStart(2, "0");
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+}
+
+export function seconds(value) {
+  if (missing(value)) return NONE;
+  return value < 0.1 ? `${number(value * 1000, 2)} ms` : `${number(value)} s`;
+}
+
+export function size(bytes) {
+  if (missing(bytes)) return NONE;
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const at = bytes > 0 ? Math.min(units.length - 1, Math.floor(Math.log2(bytes) / 10)) : 0;
+  return `${number(bytes / 2 ** (10 * at))} ${units[at]}`;
+}
+
+/** How long ago `time` (Unix seconds) was. */
+export function ago(time, now = Date.now() / 1000) {
+  if (missing(time)) return NONE;
+  const past = Math.max(0, now - time);
+  if (past < 5) return "just now";
+  if (past < 60) return `${Math.floor(past)} s ago`;
+  if (past < 3600) return `${Math.floor(past / 60)} min ago`;
+  if (past < 86_400) return `${Math.floor(past / 3600)} h ago`;
+  return `${Math.floor(past / 86_400)} d ago`;
+}
+
+export function clock(time) {
+  return missing(time) ? NONE : new Date(time * 1000).toLocaleTimeString("en-GB");
+}
+
+export function moment(time) {
+  return missing(time) ? NONE : new Date(time * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" });
+}

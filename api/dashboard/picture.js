@@ -1,0 +1,246 @@
+/* The pipeline as a picture: what flows where, how much waits before each stage, and where each stage's time goes.
+ *
+ *    gate ─(queue)▶ rollout ─(queue)▶ reward ─(queue)▶ advantage ─(queue)▶ update
+ *      ▲               ▲     └─(queue)▶ reference (when the algorithm has one) ┘  │
+ *      └───────────────┴────────── weight sync ◀─────────────────────────────────┘
+ *
+ * Drawn across where there is room, and downwards on a phone.
+ */
+
+import { element, say, svg } from "./element.js";
+import { count, number, percent, seconds } from "./format.js";
+import { SHARES, WORDS } from "./progress.js";
+
+const WIDE = 700; // px from which it is drawn across
+const BAR = 10;
+
+function across(reference) {
+  const gap = 53;
+  const height = 96;
+  const mid = reference ? 76 : 0; // the row of a single node beside two
+  const at = (column, y, tall = height) => ({ x: 116 + gap + (column - 1) * (168 + gap), y, w: 168, h: tall });
+  const nodes = {
+    gate: { x: 1, y: mid / 1.4, w: 115, h: height },
+    rollout: at(1, mid / 1.4),
+    reward: at(2, 0),
+    advantage: at(3, 0),
+    update: { ...at(4, mid / 1.4), w: 167 },
+    ...(reference ? { reference: at(2, 112) } : {}),
+  };
+  const floor = reference ? 236 : 134;
+  nodes.sync = { x: nodes.reward.x, y: floor, w: 168 + gap + 168, h: 52 };
+  const right = (node) => [node.x + node.w, node.y + node.h / 2];
+  const left = (node) => [node.x, node.y + node.h / 2];
+  const edge = (from, to, queue) => {
+    const [[a, b], [c, d]] = [right(nodes[from]), left(nodes[to])];
+    const turn = (a + c) / 2;
+    const path = b === d ? `M${a} ${b}H${c - 5}` : `M${a} ${b}C${turn} ${b} ${turn} ${d} ${c - 5} ${d}`;
+    return { path, queue, head: [c, d, "right"], pill: [turn, (b + d) / 2] };
+  };
+  const edges = [edge("gate", "rollout", "rollout"), edge("rollout", "reward", "reward"), edge("reward", "advantage", "advantage"), edge("advantage", "update", "update")];
+  if (reference) {
+    edges.push(edge("rollout", "reference", "reference"));
+    const [a, b] = right(nodes.reference);
+    const c = nodes.update.x;
+    const d = nodes.update.y + nodes.update.h - 18;
+    edges.push({ path: `M${a} ${b}H${c - 60}C${c - 30} ${b} ${c - 30} ${d} ${c - 5} ${d}`, head: [c, d, "right"] });
+  }
+  const { sync, update, rollout, gate } = nodes;
+  const line = sync.y + sync.h / 2;
+  const down = update.x + update.w / 2;
+  const up = rollout.x + rollout.w / 2;
+  const open = gate.x + gate.w / 2;
+  edges.push({ path: `M${down} ${update.y + update.h}V${line - 10}Q${down} ${line} ${down - 10} ${line}H${sync.x + sync.w + 5}`, head: [sync.x + sync.w, line, "left"], weights: true });
+  edges.push({ path: `M${sync.x} ${line}H${up + 10}Q${up} ${line} ${up} ${line - 10}V${rollout.y + rollout.h + 5}`, head: [up, rollout.y + rollout.h, "up"], weights: true });
+  edges.push({ path: `M${up + 10} ${line}H${open + 10}Q${open} ${line} ${open} ${line - 10}V${gate.y + gate.h + 5}`, head: [open, gate.y + gate.h, "up"], weights: true, words: ["opens the gate", (open + up) / 2, line - 7] });
+  return { width: 1000, height: floor + 53, nodes, edges, small: false };
+}
+
+function downwards(reference) {
+  const names = ["gate", "rollout", "reward", ...(reference ? ["reference"] : []), "advantage", "update", "sync"];
+  const nodes = {};
+  const [tall, gap, inset] = [62, 34, 22];
+  names.forEach((name, at) => {
+    nodes[name] = { x: inset, y: 1 + at * (tall + gap), w: 360 - inset - 1, h: tall };
+  });
+  const edges = names.slice(1).map((name, at) => {
+    const from = nodes[names[at]];
+    const x = inset + 44;
+    return { path: `M${x} ${from.y + tall}V${nodes[name].y - 5}`, head: [x, nodes[name].y, "down"], pill: [x + 34, from.y + tall + gap / 2], queue: name === "sync" ? null : name, weights: name === "sync" };
+  });
+  const [low, high, first] = [nodes.sync, nodes.rollout, nodes.gate].map((node) => node.y + tall / 2);
+  edges.push({ path: `M${inset} ${low}H16Q8 ${low} 8 ${low - 8}V${high + 8}Q8 ${high} 16 ${high}H${inset - 5}`, head: [inset, high, "right"], weights: true });
+  edges.push({ path: `M8 ${high + 8}V${first + 8}Q8 ${first} 16 ${first}H${inset - 5}`, head: [inset, first, "right"], weights: true });
+  return { width: 360, height: names.length * (tall + gap) - gap + 2, nodes, edges, small: true };
+}
+
+const HEADS = {
+  right: (x, y) => `M${x} ${y}l-7 -4v8z`,
+  left: (x, y) => `M${x} ${y}l7 -4v8z`,
+  up: (x, y) => `M${x} ${y}l-4 7h8z`,
+  down: (x, y) => `M${x} ${y}l-4 -7h8z`,
+};
+
+/** Fills that differ by their texture too, so that no colour has to be told from another. */
+function patterns() {
+  const pattern = (name, width, ...marks) =>
+    svg("pattern", { id: `fill-${name}`, width, height: width, patternUnits: "userSpaceOnUse" }, svg("rect", { class: `share-${name}`, width, height: width }), marks);
+  return svg(
+    "defs",
+    {},
+    pattern("waiting_input", 6, svg("path", { class: "mark", d: "M-1 7L7 -1M-1 1L1 -1M5 7L7 5" })),
+    pattern("waiting_room", 5, svg("circle", { class: "spot", cx: 2.5, cy: 2.5, r: 1.1 })),
+  );
+}
+
+const FILLS = { busy: "share-busy", waiting_input: "pattern-waiting_input", waiting_room: "pattern-waiting_room", other: "share-other" };
+
+export class Picture {
+  constructor() {
+    this.described = element("p", { class: "hidden", id: "picture-says" });
+    this.drawing = svg("svg", { class: "picture", role: "img", "aria-labelledby": "picture-title", "aria-describedby": "picture-says" });
+    const legend = SHARES.map((name) => element("span", { class: "key" }, element("i", { class: `swatch share-${name}` }), WORDS[name]));
+    this.element = element(
+      "section",
+      { class: "card pipeline", "aria-labelledby": "picture-title" },
+      element("div", { class: "card-head" }, element("h2", { id: "picture-title" }, "Pipeline"), element("div", { class: "keys" }, legend)),
+      this.drawing,
+      this.described,
+    );
+    this.shape = "";
+    this.sizes = new ResizeObserver(() => this.progress && this.update(this.progress));
+    this.sizes.observe(this.element);
+  }
+
+  destroy() {
+    this.sizes.disconnect();
+  }
+
+  update(progress) {
+    this.progress = progress;
+    const stages = progress.stages;
+    const reference = stages.has("reference");
+    const shape = `${this.element.clientWidth >= WIDE ? "across" : "down"} ${reference}`;
+    if (shape !== this.shape) this.build(shape, shape.startsWith("across") ? across(reference) : downwards(reference));
+    const slowest = progress.state === "running" ? progress.slowest : null;
+    for (const [name, parts] of this.parts) this.stage(name, parts, stages.get(name), slowest?.name === name);
+    for (const [name, pill] of this.pills) {
+      const queue = stages.get(name)?.queue;
+      say(pill.text, queue === undefined ? "–" : count(queue));
+      pill.node.setAttribute("class", queue ? "pill full" : "pill");
+    }
+    const moving = progress.state === "running";
+    for (const [edge, queue] of this.flows) {
+      const goes = moving && (queue ? (stages.get(queue)?.rows ?? 0) > 0 : progress.published);
+      edge.classList.toggle("flowing", Boolean(goes));
+    }
+    this.gate(progress);
+    this.sync(progress);
+    say(this.described, describe(stages, progress));
+  }
+
+  stage(name, parts, stage, slowest) {
+    parts.node.classList.toggle("absent", !stage);
+    parts.node.classList.toggle("slowest", slowest);
+    const shares = stage?.shares;
+    let x = parts.from;
+    for (const what of SHARES) {
+      const wide = (shares?.[what] ?? 0) * parts.wide;
+      parts.bars[what].setAttribute("x", x.toFixed(2));
+      parts.bars[what].setAttribute("width", wide.toFixed(2));
+      x += wide;
+    }
+    say(parts.many, stage && stage.workers.length > 1 ? `× ${stage.workers.length}` : "");
+    say(parts.busy, stage ? `busy ${percent(shares.busy)}` : "not at work");
+    say(parts.waits, stage ? `input ${percent(shares.waiting_input)}, room ${percent(shares.waiting_room)}` : "");
+    say(parts.rate, stage ? `${number(stage.rows, 2)} rows/s` : "");
+  }
+
+  gate(progress) {
+    const ledger = progress.ledger;
+    const inFlight = ledger && (ledger.in_flight ?? ledger.in_flight_samples);
+    say(this.gateText[0], progress.bound === null ? "" : `staleness ≤ ${progress.bound}`);
+    say(this.gateText[1], Number.isFinite(inFlight) ? `${count(inFlight)} in flight` : progress.published ? `opened by v${progress.published.version}` : "");
+  }
+
+  sync(progress) {
+    const { published, swapped } = progress;
+    say(this.syncText[0], published ? `v${published.version} published${swapped ? `, v${swapped.version} in use` : ""}` : "nothing published yet");
+    say(this.syncText[1], swapped ? `${seconds(swapped.exposed_seconds)} exposed, ${seconds(swapped.hidden_seconds)} hidden` : "");
+  }
+
+  build(shape, layout) {
+    this.shape = shape;
+    this.parts = new Map();
+    this.pills = new Map();
+    this.flows = [];
+    this.drawing.setAttribute("viewBox", `0 0 ${layout.width} ${layout.height}`);
+    this.drawing.replaceChildren(patterns());
+    for (const edge of layout.edges) {
+      const line = svg("path", { class: edge.weights ? "edge weights" : "edge", d: edge.path });
+      this.flows.push([line, edge.queue]);
+      this.drawing.append(line, svg("path", { class: edge.weights ? "head weights" : "head", d: HEADS[edge.head[2]](edge.head[0], edge.head[1]) }));
+      if (edge.words) this.drawing.append(svg("text", { class: "small", x: edge.words[1], y: edge.words[2], "text-anchor": "middle" }, edge.words[0]));
+    }
+    for (const edge of layout.edges) if (edge.queue) this.pill(edge, layout.small);
+    for (const [name, box] of Object.entries(layout.nodes)) {
+      const node = svg("g", { class: `node node-${name}` }, svg("rect", { class: "box", x: box.x, y: box.y, width: box.w, height: box.h, rx: 8 }));
+      this.drawing.append(node);
+      const text = (shown, x, y, kind, anchor = "start") => {
+        const made = svg("text", { class: kind, x: box.x + x, y: box.y + y, "text-anchor": anchor }, shown);
+        node.append(made);
+        return made;
+      };
+      if (name === "gate") {
+        text("gate", 12, layout.small ? 26 : 24, "name");
+        this.gateText = layout.small ? [text("", 12, 46, "small"), text("", box.w - 12, 26, "small", "end")] : [text("", 12, 50, "small"), text("", 12, 67, "small")];
+      } else if (name === "sync") {
+        text("weight sync", 12, layout.small ? 26 : 22, "name");
+        this.syncText = [text("", layout.small ? 12 : box.w - 12, layout.small ? 46 : 22, "small", layout.small ? "start" : "end"), text("", layout.small ? box.w - 12 : 12, layout.small ? 26 : 40, "small", layout.small ? "end" : "start")];
+      } else {
+        this.parts.set(name, this.box(name, node, box, layout.small, text));
+      }
+    }
+  }
+
+  box(name, node, box, small, text) {
+    const title = small ? [12, 20] : [12, 24];
+    const from = box.x + 12;
+    const wide = box.w - 24;
+    const top = box.y + (small ? 30 : 36);
+    const bars = Object.fromEntries(SHARES.map((what) => [what, svg("rect", { class: FILLS[what], y: top, height: BAR, width: 0 })]));
+    node.append(svg("rect", { class: "trough", x: from, y: top, width: wide, height: BAR }), ...Object.values(bars));
+    text(name, ...title, "name");
+    return {
+      node,
+      from,
+      wide,
+      bars,
+      many: text("", title[0] + 8 * name.length + 4, title[1], "small"),
+      rate: text("", box.w - 12, title[1], "small", "end"),
+      busy: text("", 12, small ? 54 : 66, "strong"),
+      waits: small ? text("", box.w - 12, 54, "small", "end") : text("", 12, 83, "small"),
+    };
+  }
+
+  pill(edge, small) {
+    const [x, y] = edge.pill;
+    const node = svg("g", { class: "pill" }, svg("title", {}, `rows that wait for ${edge.queue}`), svg("rect", { x: x - 19, y: y - 10, width: 38, height: 20, rx: 10 }));
+    const text = svg("text", { class: "queue", x, y: y + 4, "text-anchor": "middle" });
+    node.append(text);
+    if (small) node.append(svg("text", { class: "small", x: x + 26, y: y + 4 }, "waiting"));
+    this.drawing.append(node);
+    this.pills.set(edge.queue, { node, text });
+  }
+}
+
+function describe(stages, progress) {
+  const parts = [...stages].map(
+    ([name, stage]) =>
+      `${name} ${percent(stage.shares.busy)} busy, ${percent(stage.shares.waiting_input)} waiting for input, ` +
+      `${percent(stage.shares.waiting_room)} waiting for room, ${stage.queue} rows in its queue`,
+  );
+  if (!parts.length) return "No stage has reported yet.";
+  if (progress.published) parts.push(`weights of version ${progress.published.version} are published`);
+  return `${parts.join("; ")}.`;
+}

@@ -1,0 +1,280 @@
+/* What is known of a run from its record and its events so far. Views read it; nothing here draws or calls.
+ *
+ *    history, events ──▶ Progress ──▶ series of the charts, stages with shares and rates, spans, what to notice
+ *
+ * Telling it a step again (history and stream overlap; a trainer replays after a death) changes nothing.
+ */
+
+export const SHARES = ["busy", "waiting_input", "waiting_room", "other"];
+export const WORDS = { busy: "busy", waiting_input: "waiting for input", waiting_room: "waiting for room", other: "other" };
+export const ENDED = ["finished", "stopped", "failed"];
+export const STATES = {
+  created: "waiting",
+  starting: "starting",
+  running: "running",
+  paused: "paused",
+  stopping: "stopping",
+  stopped: "stopped",
+  finished: "finished",
+  failed: "failed",
+};
+
+const RECENT = 10; // seconds that live shares and rates look back, as in the terminal
+const RATE_STEPS = 8; // steps that tokens per second and the time left look back
+const SPAN_SECONDS = 660; // how long spans are kept
+const GONE = 6; // seconds without a `stage` event after which a worker is not shown as at work
+
+/** One worker's accounts: totals since its process started, and from them what it did lately. */
+class Worker {
+  constructor(name, stage) {
+    Object.assign(this, { name, stage, past: [], change: "", reason: "", pid: 0, time: 0 });
+  }
+
+  get latest() {
+    return this.past.at(-1) ?? null;
+  }
+
+  apply(time, data) {
+    if (this.latest && data.wall < this.latest.wall) this.past = []; // its process began anew
+    this.past.push(data);
+    this.time = time;
+    while (this.past.length > 2 && data.wall - this.past[1].wall >= RECENT) this.past.shift();
+  }
+
+  since(name) {
+    if (!this.latest) return 0;
+    return this.latest[name] - (this.past.length > 1 ? this.past[0][name] : 0);
+  }
+
+  get shares() {
+    return shares([this]);
+  }
+
+  rate(name) {
+    const wall = this.since("wall");
+    return wall > 0 ? this.since(name) / wall : 0;
+  }
+}
+
+/** Parts of the wall time of `workers` together; they add up to 1, or are all 0 before any time has passed. */
+function shares(workers) {
+  const wall = workers.reduce((sum, worker) => sum + worker.since("wall"), 0);
+  const part = (name) => workers.reduce((sum, worker) => sum + worker.since(name), 0) / wall;
+  return Object.fromEntries(SHARES.map((name) => [name, wall > 0 ? part(name) : 0]));
+}
+
+export class Progress {
+  constructor(record) {
+    this.steps = new Map(); // by step
+    this.evaluations = new Map(); // by policy version
+    this.workers = new Map();
+    this.spans = new Map(); // by worker: {stage, spans}, in order of their ends
+    this.ledger = null;
+    this.published = null;
+    this.swapped = null;
+    this.restarts = 0;
+    this.notes = [];
+    this.heard = 0; // Unix seconds of the last event
+    this.skew = 0; // the server's clock less this one's
+    this.changed = 0;
+    this.sorted = [];
+    this.tell(record);
+  }
+
+  /** The run's record as the server has it now. */
+  tell(record) {
+    this.record = record;
+    this.state = record.state;
+    this.reason = record.reason ?? "";
+  }
+
+  get recipe() {
+    return this.record.recipe ?? {};
+  }
+
+  get bound() {
+    return this.recipe.pipeline?.staleness ?? null;
+  }
+
+  get total() {
+    return this.record.steps ?? this.recipe.train?.steps ?? null;
+  }
+
+  get ended() {
+    return ENDED.includes(this.state);
+  }
+
+  get now() {
+    return Date.now() / 1000 + this.skew;
+  }
+
+  /** History: {kind: {time: [...], name: [...]}}. */
+  past(series) {
+    for (const [kind, columns] of Object.entries(series)) {
+      const length = columns.time?.length ?? 0;
+      for (let at = 0; at < length; at += 1) {
+        const data = Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[at]]));
+        if (kind === "step") this.step(data);
+        else if (kind === "evaluation") this.evaluations.set(data.version, data);
+        else if (kind === "sync") this.sync(data);
+      }
+    }
+  }
+
+  apply(kind, data) {
+    this.heard = data.time;
+    this.skew = data.time - Date.now() / 1000;
+    if (kind === "step") this.step(data);
+    else if (kind === "evaluation") this.evaluations.set(data.version, data);
+    else if (kind === "stage") this.worker(data.worker, data.stage).apply(data.time, data);
+    else if (kind === "sync") this.sync(data);
+    else if (kind === "ledger") this.ledger = data;
+    else if (kind === "span") this.span(data);
+    else if (kind === "worker") this.change(data);
+    else if (kind === "state") {
+      this.state = data.state;
+      this.reason = data.reason ?? "";
+    }
+  }
+
+  step(data) {
+    if (!this.steps.has(data.step)) this.sorted = null;
+    this.steps.set(data.step, data);
+    this.changed += 1;
+  }
+
+  sync(data) {
+    if (data.publish_seconds) {
+      if (!(data.version < this.published?.version)) this.published = data;
+    } else if (!(data.version < this.swapped?.version)) this.swapped = data;
+  }
+
+  worker(name, stage) {
+    if (!this.workers.has(name)) this.workers.set(name, new Worker(name, stage));
+    return this.workers.get(name);
+  }
+
+  change(data) {
+    if (data.change === "restarted") this.restarts += 1;
+    if (["died", "restarted", "kept its weights"].includes(data.change)) {
+      this.notes.push({ time: data.time, text: `${data.worker} ${data.change}${data.reason ? `: ${data.reason}` : ""}` });
+      this.notes.splice(0, this.notes.length - 5);
+    }
+    const worker = this.workers.get(data.worker);
+    if (worker) Object.assign(worker, { change: data.change, reason: data.reason ?? "", pid: data.pid || worker.pid });
+  }
+
+  /** What a worker has done lately: {worker, stage, spans: [{name, start, seconds, rows, version}]}. */
+  span(data) {
+    const kept = this.spans.get(data.worker) ?? { stage: data.stage, spans: [] };
+    this.spans.set(data.worker, kept);
+    for (const span of data.spans) kept.spans.push({ ...span, end: span.start + span.seconds });
+    kept.spans.sort((a, b) => a.end - b.end);
+    const oldest = kept.spans.at(-1)?.end - SPAN_SECONDS;
+    const first = kept.spans.findIndex((span) => span.end >= oldest);
+    if (first > 0) kept.spans.splice(0, first);
+  }
+
+  get history() {
+    this.sorted ??= [...this.steps.keys()].sort((a, b) => a - b);
+    return this.sorted.map((step) => this.steps.get(step));
+  }
+
+  get last() {
+    return this.history.at(-1) ?? null;
+  }
+
+  get done() {
+    return this.last ? this.last.step + 1 : (this.record.steps_done ?? 0);
+  }
+
+  get elapsed() {
+    if (!this.record.started) return null;
+    return (this.record.ended ?? this.now) - this.record.started;
+  }
+
+  /** Seconds by the median of the last steps; null before there are two, since the first waits for the start. */
+  get left() {
+    const recent = this.history.slice(1).slice(-RATE_STEPS).map((step) => step.seconds).filter(Number.isFinite);
+    if (!recent.length || this.total === null || this.ended) return null;
+    recent.sort((a, b) => a - b);
+    return recent[Math.floor(recent.length / 2)] * (this.total - this.done);
+  }
+
+  /** Tokens per second over the last steps. */
+  rate(name = "tokens_generated") {
+    const recent = this.history.slice(-RATE_STEPS - 1);
+    const spent = recent.slice(1).reduce((sum, step) => sum + step.seconds, 0);
+    return spent > 0 ? Math.max(0, recent.at(-1)[name] - recent[0][name]) / spent : null;
+  }
+
+  /** Every step's columns, with tokens per second of each. */
+  columns() {
+    const history = this.history;
+    const get = (name) => history.map((step) => step[name] ?? null);
+    const speed = (name) =>
+      history.map((step, at) => {
+        const before = history[at - 1];
+        return before && step.seconds > 0 ? Math.max(0, step[name] - before[name]) / step.seconds : null;
+      });
+    return { step: history.map((step) => step.step + 1), get, speed };
+  }
+
+  /** Workers by stage: {workers, shares, rows, tokens, queue, held}. */
+  get stages() {
+    const found = new Map();
+    for (const worker of this.workers.values()) {
+      if (!worker.latest) continue;
+      found.set(worker.stage, [...(found.get(worker.stage) ?? []), worker]);
+    }
+    return new Map(
+      [...found].map(([stage, workers]) => [
+        stage,
+        {
+          workers,
+          shares: shares(workers),
+          rows: workers.reduce((sum, worker) => sum + worker.rate("rows"), 0),
+          tokens: workers.reduce((sum, worker) => sum + worker.rate("tokens"), 0),
+          queue: Math.max(...workers.map((worker) => worker.latest.queue_depth ?? 0)), // one queue, all see it
+          held: workers.reduce((sum, worker) => sum + (worker.latest.in_flight ?? 0), 0),
+          quiet: this.heard - Math.max(...workers.map((worker) => worker.time)) > GONE,
+        },
+      ]),
+    );
+  }
+
+  /** The stage that sets the pace: the one that is busy for the largest part of its time. Null when none is at work. */
+  get slowest() {
+    const busy = [...this.stages].filter(([, stage]) => !stage.quiet).map(([name, stage]) => [stage.shares.busy, name]);
+    const [share, name] = busy.sort((a, b) => b[0] - a[0])[0] ?? [0, null];
+    return share > 0.05 ? { name, share } : null;
+  }
+
+  /** What a person should notice: [{level: bad | watch | fine, text}], the worst first. */
+  get findings() {
+    const found = [];
+    const bad = (text) => found.push({ level: "bad", text });
+    const watch = (text) => found.push({ level: "watch", text });
+    const last = this.last;
+    if (this.state === "failed") bad(this.reason || "The run failed.");
+    if (last) {
+      const worst = Math.max(...this.history.map((step) => step.staleness_max ?? 0));
+      if (this.bound !== null && worst > this.bound) bad(`A sample was ${worst} versions old; the bound is ${this.bound}.`);
+      if (last.loss === null || last.grad_norm === null) bad("The loss is no longer a finite number.");
+      if (last.ess !== undefined && last.ess < 0.5) {
+        watch(`Only ${Math.round(100 * last.ess)} % of the tokens count after the correction for staleness.`);
+      }
+    }
+    if (this.state === "running") {
+      const silent = this.now - this.heard;
+      if (this.heard && silent > 15) watch(`No event for ${Math.round(silent)} s.`);
+      for (const [name, stage] of this.stages) {
+        if (!stage.quiet && stage.shares.waiting_room > 0.3) {
+          watch(`${name} waits for room ${Math.round(100 * stage.shares.waiting_room)} % of its time: pipeline.arena is small for this run.`);
+        }
+      }
+    }
+    if (this.restarts) watch(`${this.restarts} worker restart${this.restarts > 1 ? "s" : ""}.`);
+    return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
+  }
+}

@@ -1,0 +1,400 @@
+/* One run: how it fares, what can be done with it, and everything that is known of it.
+ *
+ *    record ─┐
+ *    history ─┼─▶ Progress ──▶ header and figures · picture · charts · timeline · samples, workers, checkpoints, logs, recipe
+ *    stream ──┘   (steps are told by number, so that it does not matter which of them comes first)
+ */
+
+import { Chart, smooth } from "./charts.js";
+import { Checkpoints, Logs, RecipeView, Workers } from "./details.js";
+import { confirmed } from "./dialog.js";
+import { announce, element, paced, say } from "./element.js";
+import { count, duration, fixed, number, percent } from "./format.js";
+import { Picture } from "./picture.js";
+import { ENDED, Progress, STATES } from "./progress.js";
+import { setState, stateBadge } from "./runs.js";
+import { Samples } from "./samples.js";
+import { Stream } from "./stream.js";
+import { Timeline } from "./timeline.js";
+
+const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span";
+const BEFORE = 130; // seconds of the past that the stream begins with, for the timeline and the shares
+const WAITING_SECONDS = 3; // between two looks at a run that no agent has taken yet
+const SMOOTH_FROM = 24; // steps from which a moving average is drawn over the rewards
+
+export class RunPage {
+  constructor(service, record, { onConnection, onGone }) {
+    Object.assign(this, { service, id: record.id, onConnection, onGone, timer: 0, gone: false });
+    this.progress = new Progress(record);
+    this.header();
+    this.picture = new Picture();
+    this.charts();
+    this.timeline = new Timeline((since) => this.follow(since));
+    this.tabs();
+    this.running = element("div", { class: "stack" }, this.picture.element, this.grid, this.timeline.element);
+    this.element = element("div", { class: "page" }, this.head, this.running, this.browser);
+    this.title = this.name;
+    this.draw = paced(() => this.redraw(), 250);
+    this.drawn = -1;
+    this.clock = setInterval(() => !document.hidden && this.draw(), 1000);
+  }
+
+  destroy() {
+    this.gone = true;
+    clearTimeout(this.timer);
+    clearInterval(this.clock);
+    this.draw.stop();
+    this.stream?.stop();
+    this.picture.destroy();
+    this.timeline.destroy();
+    this.logs.hide();
+    for (const { chart } of this.plots) chart.destroy();
+    this.onConnection("", "");
+  }
+
+  restyle() {
+    for (const { chart } of this.plots) chart.restyle();
+    this.timeline.update(this.progress);
+  }
+
+  // ── what is shown ──
+
+  header() {
+    const { record } = this.progress;
+    this.name = element("h1", { tabindex: "-1" }, record.name);
+    this.state = stateBadge();
+    const button = (label, what, kind = "") => element("button", { type: "button", class: kind, on: { click: () => this.ask(what) } }, label);
+    this.buttons = {
+      pause: button("Pause", "pause"),
+      resume: button("Resume", "resume", "primary"),
+      checkpoint: button("Checkpoint", "checkpoint"),
+      stop: button("Stop", "stop", "danger"),
+      delete: button("Delete", "delete", "danger"),
+    };
+    this.refused = element("p", { class: "refused", role: "alert", hidden: true });
+    this.done = element("i");
+    this.bar = element("div", { class: "track", role: "progressbar", "aria-label": "Steps done", "aria-valuemin": "0" }, this.done);
+    this.where = element("span");
+    this.left = element("span", { class: "end" });
+    const tile = (label) => {
+      const [value, more] = [element("span", { class: "value" }, "–"), element("span", { class: "more" })];
+      return { element: element("div", { class: "tile" }, element("dt", {}, label), element("dd", {}, value, more)), value, more };
+    };
+    this.tiles = { reward: tile("Reward"), speed: tile("Tokens per second"), staleness: tile("Staleness"), kl: tile("KL to behaviour"), pace: tile("Sets the pace") };
+    this.findings = element("ul", { class: "findings", "aria-label": "What to notice" });
+    this.head = element(
+      "header",
+      { class: "card run-head" },
+      element(
+        "div",
+        { class: "run-title" },
+        element("div", {}, element("div", { class: "line" }, this.name, this.state), element("p", { class: "quiet id" }, record.id, record.recipe?.description ? `: ${record.recipe.description}` : "")),
+        element("div", { class: "buttons", role: "group", "aria-label": "This run" }, Object.values(this.buttons)),
+      ),
+      this.refused,
+      this.bar,
+      element("div", { class: "line small" }, this.where, this.left),
+      element("dl", { class: "tiles" }, Object.values(this.tiles).map((each) => each.element)),
+      this.findings,
+    );
+  }
+
+  charts() {
+    const bound = this.progress.bound;
+    const plot = (options, columns) => ({ chart: new Chart(options), columns });
+    const rewards = ({ get }) => get("reward_mean");
+    const softly = (columns) => (columns.step.length < SMOOTH_FROM ? rewards(columns) : smooth(rewards(columns), Math.max(5, Math.floor(columns.step.length / 12))));
+    this.plots = [
+      plot(
+        {
+          title: "Reward",
+          format: (value) => fixed(value, 2),
+          series: [
+            { label: "each step", colour: "series-1", width: 1.5, hushed: true },
+            { label: "mean", colour: "series-1", format: (value) => fixed(value, 3) },
+            { label: "held out", colour: "series-2", points: true, format: (value) => fixed(value, 3) },
+          ],
+        },
+        (columns) => [rewards(columns), softly(columns), this.heldOut(columns)],
+      ),
+      plot({ title: "Loss", format: (value) => number(value, 2), series: [{ label: "loss", colour: "series-1", format: (value) => number(value, 3) }] }, ({ get }) => [get("loss")]),
+      plot(
+        { title: "KL", note: "to the behaviour policy", floor: true, format: (value) => number(value, 2), series: [{ label: "KL", colour: "series-1", format: (value) => number(value, 2) }] },
+        ({ get }) => [get("kl_behaviour")],
+      ),
+      plot(
+        {
+          title: "Staleness",
+          note: "versions",
+          floor: true,
+          format: (value) => number(value, 2),
+          series: [
+            { label: "max", colour: "series-2", width: 1.5, stepped: true },
+            { label: "mean", colour: "series-1" },
+            { label: "bound", colour: "series-bound", width: 1.5, dash: [6, 4] },
+          ],
+        },
+        ({ get, step }) => [get("staleness_max"), get("staleness_mean"), step.map(() => bound)],
+      ),
+      plot(
+        {
+          title: "Tokens per second",
+          floor: true,
+          format: (value) => count(value),
+          series: [
+            { label: "generated", colour: "series-1" },
+            { label: "trained", colour: "series-2", width: 1.5 },
+          ],
+        },
+        ({ speed }) => [speed("tokens_generated"), speed("tokens_trained")],
+      ),
+      plot(
+        {
+          title: "Seconds per step",
+          floor: true,
+          format: (value) => number(value, 2),
+          series: [
+            { label: "step", colour: "series-1" },
+            { label: "of it training", colour: "series-2", width: 1.5 },
+          ],
+        },
+        ({ get }) => [get("seconds"), get("train_seconds")],
+      ),
+    ];
+    this.grid = element("section", { class: "charts", "aria-label": "Charts" }, this.plots.map(({ chart }) => chart.element));
+  }
+
+  heldOut({ step }) {
+    const values = step.map(() => null);
+    for (const [version, { reward_mean: mean }] of this.progress.evaluations) {
+      const at = step.findIndex((each) => each >= version);
+      if (at >= 0) values[at] = mean;
+    }
+    return values;
+  }
+
+  /** Views beneath one row of tabs: arrow keys go from one to the next. */
+  tabs() {
+    this.logs = new Logs(this.service, this.id);
+    this.views = {
+      samples: ["Samples", new Samples(this.service, this.id)],
+      workers: ["Workers", new Workers()],
+      checkpoints: ["Checkpoints", new Checkpoints(this.service, this.id)],
+      logs: ["Logs", this.logs],
+      recipe: ["Recipe", new RecipeView(this.progress.recipe)],
+    };
+    const names = Object.keys(this.views);
+    this.tabButtons = new Map(
+      Object.entries(this.views).map(([name, [label]]) => [
+        name,
+        element("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": `view-${name}`, on: { click: () => this.look(name) } }, label),
+      ]),
+    );
+    const keys = (event) => {
+      const at = names.indexOf(this.view);
+      const to = { ArrowRight: at + 1, ArrowLeft: at - 1 + names.length, Home: 0, End: names.length - 1 }[event.key];
+      if (to === undefined) return;
+      event.preventDefault();
+      this.look(names[to % names.length]);
+      this.tabButtons.get(this.view).focus();
+    };
+    this.panels = new Map(
+      Object.entries(this.views).map(([name, [, view]]) => [name, element("div", { class: "view", role: "tabpanel", id: `view-${name}`, "aria-labelledby": `tab-${name}`, hidden: true }, view.element)]),
+    );
+    this.browser = element(
+      "section",
+      { class: "card browser", "aria-label": "Details" },
+      element("div", { class: "tabs", role: "tablist", "aria-label": "Details", on: { keydown: keys } }, [...this.tabButtons.values()]),
+      [...this.panels.values()],
+    );
+    this.view = "samples";
+  }
+
+  look(name) {
+    this.view = name;
+    for (const [each, button] of this.tabButtons) {
+      button.setAttribute("aria-selected", String(each === name));
+      button.tabIndex = each === name ? 0 : -1;
+      this.panels.get(each).hidden = each !== name;
+    }
+    if (name !== "logs") this.logs.hide();
+    this.views[name][1].show(this.progress);
+  }
+
+  redraw() {
+    if (this.gone) return;
+    const { progress } = this;
+    this.summary(progress);
+    const waits = progress.state === "created";
+    this.running.hidden = waits;
+    if (waits) return;
+    this.picture.update(progress);
+    this.timeline.update(progress);
+    if (this.drawn !== progress.changed) {
+      this.drawn = progress.changed;
+      const columns = progress.columns();
+      for (const { chart, columns: of } of this.plots) chart.update(columns.step, of(columns));
+    }
+    this.views[this.view][1].update?.(progress);
+  }
+
+  summary(progress) {
+    const { state, record, last, total, done } = progress;
+    setState(this.state, state);
+    document.title = `${STATES[state] ?? state}: ${record.name} – AsyncDock`;
+    const over = ENDED.includes(state);
+    const shown = { pause: !over && state !== "paused" && state !== "created", resume: state === "paused", checkpoint: !over && state !== "created", stop: !over, delete: over };
+    const possible = { pause: state === "running", resume: true, checkpoint: state === "running", stop: state !== "stopping", delete: true };
+    for (const [what, button] of Object.entries(this.buttons)) {
+      const focused = document.activeElement === button;
+      button.hidden = !shown[what];
+      button.disabled = !possible[what] || this.asking === what;
+      if (focused && button.hidden) (what === "pause" ? this.buttons.resume : what === "resume" ? this.buttons.pause : this.name).focus();
+    }
+    this.done.style.width = `${total ? (100 * done) / total : 0}%`;
+    this.bar.setAttribute("aria-valuemax", String(total ?? 0));
+    this.bar.setAttribute("aria-valuenow", String(done));
+    const queue = record.position ? `Place ${record.position} in the queue; it begins when a place is free.` : "It waits for an agent to take it.";
+    say(this.where, state === "created" ? queue : state === "starting" ? "Starting the workers; the first start of a model takes a while." : `step ${done} of ${total ?? "?"}`);
+    const parts = [progress.elapsed === null ? "" : `${duration(progress.elapsed)} elapsed`, progress.left === null || state !== "running" ? "" : `${duration(progress.left)} left`];
+    say(this.left, parts.filter(Boolean).join(", "));
+    const { reward, speed, staleness, kl, pace } = this.tiles;
+    say(reward.value, fixed(last?.reward_mean ?? record.reward ?? null, 3));
+    say(reward.more, last ? `± ${fixed(last.reward_std, 2)}` : "");
+    say(speed.value, count(progress.rate()));
+    say(speed.more, last ? `${count(last.tokens_generated)} generated` : "");
+    say(staleness.value, last ? fixed(last.staleness_mean, 2) : "–");
+    say(staleness.more, `${last ? `max ${number(last.staleness_max)}, ` : ""}bound ${progress.bound ?? "–"}`);
+    say(kl.value, number(last?.kl_behaviour, 2));
+    say(kl.more, last ? `${percent(last.ess ?? null)} effective` : "");
+    const slowest = progress.slowest;
+    say(pace.value, slowest && state === "running" ? slowest.name : "–");
+    say(pace.more, slowest && state === "running" ? `busy ${percent(slowest.share)}` : "");
+    this.notice(progress);
+  }
+
+  notice(progress) {
+    const found = progress.findings.map(({ level, text }) => [level, text]);
+    const fine = { running: "Nothing unusual.", finished: "Finished; nothing unusual.", stopped: progress.reason || "Stopped.", paused: "Paused: nothing new is claimed until it goes on." }[progress.state];
+    if (!found.length && fine) found.push([progress.state === "running" || progress.state === "finished" ? "fine" : "info", fine]);
+    const now = JSON.stringify(found);
+    if (now === this.noticed) return;
+    this.noticed = now;
+    const words = { bad: "Wrong: ", watch: "Notice: " };
+    this.findings.replaceChildren(...found.map(([level, text]) => element("li", { class: level }, element("i", { "aria-hidden": "true" }), words[level] ? element("span", { class: "hidden" }, words[level]) : null, text)));
+  }
+
+  // ── what is asked of the service ──
+
+  async load() {
+    this.look(this.view);
+    this.redraw();
+    if (this.progress.state === "created") return this.wait();
+    this.follow();
+    await Promise.all([this.history(), this.stages()]);
+    if (!this.gone) this.draw();
+  }
+
+  async wait() {
+    this.timer = setTimeout(async () => {
+      if (this.gone) return;
+      await this.refresh();
+      if (this.progress.state === "created") this.wait();
+      else this.load();
+    }, WAITING_SECONDS * 1000);
+  }
+
+  async refresh() {
+    try {
+      const record = await this.service.run(this.id);
+      const state = this.progress.state;
+      this.progress.tell(record);
+      // The stream is ahead of the record when it has told of the end already.
+      if (ENDED.includes(state) && !ENDED.includes(record.state)) this.progress.state = state;
+      this.draw();
+    } catch (problem) {
+      if (problem.status === 404) this.onGone();
+    }
+  }
+
+  async history() {
+    try {
+      const { series } = await this.service.run(this.id, "/metrics");
+      this.progress.past(series);
+    } catch (problem) {
+      this.complain(problem);
+    }
+  }
+
+  async stages() {
+    try {
+      const told = await this.service.run(this.id, "/stages");
+      this.progress.ledger ??= told.ledger;
+      for (const stage of told.stages ?? []) {
+        for (const { worker, pid } of stage.workers ?? []) this.progress.worker(worker, stage.name).pid = pid ?? 0;
+      }
+    } catch {
+      // Of a run that has ended there is none; its events say what there is to say.
+    }
+  }
+
+  /** Read the stream from `since` seconds back on. */
+  follow(since = BEFORE) {
+    this.stream?.stop();
+    this.progress.spans.clear();
+    this.progress.workers.clear();
+    const { record } = this.progress;
+    const until = record.ended ?? this.service.now;
+    const from = Math.max(record.created, until - since);
+    const stream = new Stream(this.service, this.id, {
+      kinds: KINDS,
+      after: `${Math.floor(from * 1000)}-0`,
+      onEvent: (kind, data) => this.event(kind, data),
+      onChange: (state, detail) => stream === this.stream && this.onConnection(state, detail),
+    });
+    this.stream = stream;
+    stream.start();
+  }
+
+  event(kind, data) {
+    const before = this.progress.state;
+    this.progress.apply(kind, data);
+    if (kind === "state" && data.state !== before) {
+      announce(`${this.progress.record.name} is ${STATES[data.state] ?? data.state}${data.reason ? `: ${data.reason}` : ""}.`);
+      this.refresh();
+    }
+    if (kind === "checkpoint") {
+      if (data.requested) announce(`Checkpoint of version ${data.version} written.`);
+      if (this.view === "checkpoints") this.views.checkpoints[1].show();
+    }
+    this.draw();
+  }
+
+  async ask(what) {
+    const { record } = this.progress;
+    if (what === "stop" && !(await confirmed({ title: "Stop this run?", text: `${record.name} writes a checkpoint where it can, ends its workers and does not go on by itself.`, yes: "Stop the run" }))) return;
+    if (what === "delete" && !(await confirmed({ title: "Delete this run?", text: `Everything of ${record.id} is removed: its events, samples, logs and checkpoints. This cannot be undone.`, yes: "Delete everything" }))) return;
+    this.refused.hidden = true;
+    this.asking = what;
+    this.draw();
+    try {
+      if (what === "delete") {
+        await this.service.run(this.id, "", { method: "DELETE" });
+        announce(`Run ${record.name} is deleted.`);
+        return this.onGone();
+      }
+      this.progress.tell(await this.service.run(this.id, `/${what}`, { method: "POST" }));
+      if (what === "checkpoint") announce("A checkpoint is written after the next step.");
+    } catch (problem) {
+      this.complain(problem);
+    } finally {
+      this.asking = "";
+      this.draw();
+    }
+  }
+
+  complain(problem) {
+    this.refused.hidden = false;
+    say(this.refused, problem.message + (problem.fix ? ` ${problem.fix}` : ""));
+  }
+}

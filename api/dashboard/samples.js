@@ -1,0 +1,104 @@
+/* The samples browser: prompts and responses with what was computed of them, by reward, step and staleness. */
+
+import { announce, element, say } from "./element.js";
+import { fixed, number } from "./format.js";
+
+const PAGE = 25;
+const FIELDS = [
+  ["step", "step", 0, 1],
+  ["reward_min", "reward from", null, "any"],
+  ["reward_max", "to", null, "any"],
+  ["staleness_min", "staleness from", 0, 1],
+];
+
+/** [[version, tokens], …] in words. */
+function made(versions) {
+  return (versions ?? []).map(([version, tokens]) => `${tokens} by v${version}`).join(", ");
+}
+
+export class Samples {
+  constructor(service, run) {
+    Object.assign(this, { service, run, next: "", shown: 0, asked: 0 });
+    this.form = element(
+      "form",
+      { class: "fields", "aria-label": "Filter the samples", on: { submit: (event) => (event.preventDefault(), this.load()) } },
+      FIELDS.map(([name, label, min, step]) =>
+        element("label", {}, element("span", {}, label), element("input", { name, type: "number", min, step, inputmode: "decimal", placeholder: "any" })),
+      ),
+      element("button", { type: "submit" }, "Show"),
+    );
+    this.note = element("p", { class: "quiet", role: "status" });
+    this.list = element("ol", { class: "samples" });
+    this.more = element("button", { type: "button", hidden: true, on: { click: () => this.load(true) } }, "More samples");
+    this.element = element("div", {}, this.form, this.note, this.list, this.more);
+  }
+
+  show() {
+    if (!this.asked) this.load();
+  }
+
+  async load(more = false) {
+    const asked = (this.asked += 1);
+    const query = { ...Object.fromEntries(new FormData(this.form)), limit: PAGE, after: more ? this.next : "" };
+    say(this.note, "Reading…");
+    try {
+      const page = await this.service.run(this.run, "/samples", { query });
+      if (asked !== this.asked) return;
+      if (!more) {
+        this.list.replaceChildren();
+        this.shown = 0;
+      }
+      const entries = page.samples.map((sample) => this.entry(sample));
+      this.list.append(...entries);
+      this.shown += entries.length;
+      this.next = page.next;
+      this.more.hidden = !page.next;
+      say(this.note, this.shown ? `${this.shown} samples${page.next ? ", and more" : ""}` : "No sample fits.");
+      if (more) {
+        announce(`${entries.length} more samples`);
+        entries[0]?.querySelector("summary").focus();
+      }
+    } catch (problem) {
+      if (asked === this.asked) say(this.note, problem.message);
+    }
+  }
+
+  entry(sample) {
+    const good = sample.reward === null ? "none" : sample.reward >= 0.5 ? "high" : "low";
+    const figure = (label, value) => element("div", {}, element("dt", {}, label), element("dd", {}, value));
+    const text = (label, value) => element("div", { class: "text" }, element("h4", {}, label), element("pre", { tabindex: "0", role: "region", "aria-label": label, dir: "auto" }, value ?? ""));
+    const rewards = Object.entries(sample.rewards ?? {});
+    return element(
+      "li",
+      {},
+      element(
+        "details",
+        {},
+        element(
+          "summary",
+          {},
+          element("span", { class: `reward ${good}` }, fixed(sample.reward, 2)),
+          element("span", { class: "where" }, sample.step === null || sample.step === undefined ? "in flight" : `step ${sample.step}`),
+          element("span", { class: "excerpt", dir: "auto" }, element("b", {}, excerpt(sample.prompt)), " ", excerpt(sample.response)),
+        ),
+        element("div", { class: "texts" }, text("Prompt", sample.prompt), text("Response", sample.response)),
+        element(
+          "dl",
+          { class: "figures" },
+          figure("reward", number(sample.reward)),
+          rewards.length > 1 ? rewards.map(([name, value]) => figure(name, number(value))) : null,
+          figure("advantage", number(sample.advantage)),
+          figure("staleness", number(sample.staleness)),
+          figure("tokens", `${number(sample.tokens)}${sample.truncated ? " (cut at the limit)" : ""}`),
+          figure("made by", made(sample.versions) || "–"),
+          figure("group", `${sample.group}, place ${sample.place}`),
+        ),
+      ),
+    );
+  }
+}
+
+function excerpt(text) {
+  const line = String(text ?? "").replaceAll(/\s+/g, " ").trim();
+  return line.length > 160 ? `${line.slice(0, 159)}…` : line;
+}

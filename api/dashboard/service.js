@@ -1,0 +1,79 @@
+/* The service as this page knows it: calls, problems, the token. */
+
+const KEY = "asyncdock.token";
+
+/** An answer other than success: RFC 9457, with the field, its value and the fix where there is one. */
+export class Problem extends Error {
+  constructor(status, told = {}) {
+    super(told.detail || told.title || (status ? `The server answered ${status}.` : "The server cannot be reached."));
+    this.status = status;
+    this.title = told.title || "";
+    this.errors = (told.errors?.length ? told.errors : told.field ? [told] : []).map((one) => ({
+      field: String(one.field ?? ""),
+      value: one.value,
+      wrong: String(one.wrong ?? one.detail ?? ""),
+      fix: String(one.fix ?? ""),
+    }));
+    this.fix = told.errors?.length ? "" : String(told.fix ?? "");
+  }
+}
+
+export class Service {
+  /** `onUnauthorized` is told when the server wants a (better) token. */
+  constructor(onUnauthorized) {
+    this.onUnauthorized = onUnauthorized;
+    this.skew = 0; // seconds by which the server's clock is ahead of this one's
+  }
+
+  get now() {
+    return Date.now() / 1000 + this.skew;
+  }
+
+  get token() {
+    return sessionStorage.getItem(KEY) ?? "";
+  }
+
+  set token(token) {
+    if (token) sessionStorage.setItem(KEY, token);
+    else sessionStorage.removeItem(KEY);
+  }
+
+  /** The response of a call that succeeded; raises Problem for any other. `path` has no leading slash. */
+  async fetch(path, { method = "GET", query = {}, body, headers = {}, signal } = {}) {
+    const asked = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value != null));
+    const url = `${path}${asked.size ? `?${asked}` : ""}`;
+    const sent = { Accept: "application/json", ...headers };
+    if (this.token) sent.Authorization = `Bearer ${this.token}`;
+    if (body !== undefined) sent["Content-Type"] = "application/json";
+    let response;
+    try {
+      response = await fetch(url, {
+        method,
+        headers: sent,
+        signal,
+        body: body === undefined ? undefined : JSON.stringify(body),
+        cache: "no-store",
+        credentials: "omit",
+        redirect: "error",
+      });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Problem(0);
+    }
+    const date = Date.parse(response.headers.get("Date"));
+    if (Number.isFinite(date)) this.skew = Math.abs(date - Date.now()) < 2000 ? 0 : (date - Date.now()) / 1000;
+    if (response.ok) return response;
+    const told = await response.json().catch(() => ({}));
+    if (response.status === 401) this.onUnauthorized();
+    throw new Problem(response.status, told);
+  }
+
+  async json(path, options) {
+    const response = await this.fetch(path, options);
+    return response.status === 204 ? null : response.json();
+  }
+
+  run(id, path = "", options) {
+    return this.json(`v1/runs/${encodeURIComponent(id)}${path}`, options);
+  }
+}

@@ -1,0 +1,92 @@
+"""The tokens of the servers that this person uses: ``~/.config/asyncdock/tokens.json``, by server, for the owner alone.
+
+asyncdock login ──▶ remember ──▶ tokens.json (mode 600) ──▶ find_token ◀── ASYNCDOCK_TOKEN, which comes first
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+DEFAULT_SERVER = "http://127.0.0.1:8700"  # where `asyncdock serve` listens when it is told nothing else
+SERVER_VARIABLE = "ASYNCDOCK_SERVER"
+TOKEN_VARIABLE = "ASYNCDOCK_TOKEN"
+PORTS = {"http": 80, "https": 443}
+
+
+class KeyringError(RuntimeError):
+    """The file of tokens cannot be used; the message says why and what to do. It never holds a token."""
+
+
+def keyring_file() -> Path:
+    """``$XDG_CONFIG_HOME/asyncdock/tokens.json``, by default below ``~/.config``."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "asyncdock" / "tokens.json"
+
+
+def server_key(server: str) -> str:
+    """What a server is remembered by: different ways to write one address are one key.
+
+    >>> server_key("HTTP://Example.org:80/"), server_key("https://host:8443/dock/")
+    ('http://example.org:80', 'https://host:8443/dock')
+    """
+    parts = urlsplit(server)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{parts.scheme}://{host}:{parts.port or PORTS.get(parts.scheme)}{parts.path.rstrip('/')}"
+
+
+def find_token(server: str, file: Path | None = None) -> str | None:
+    """The token for ``server``: of the environment, else of the keyring file, else None. Raises :class:`KeyringError`."""
+    return os.environ.get(TOKEN_VARIABLE) or _read(file or keyring_file()).get(server_key(server))
+
+
+def remember(server: str, token: str, file: Path | None = None) -> Path:
+    """Keep ``token`` for ``server``, and return the file. Raises :class:`KeyringError`."""
+    file = file or keyring_file()
+    _write(file, _read(file) | {server_key(server): token})
+    return file
+
+
+def forget(server: str, file: Path | None = None) -> bool:
+    """Drop the token of ``server``; False when there was none. Raises :class:`KeyringError`."""
+    file = file or keyring_file()
+    tokens = _read(file)
+    if tokens.pop(server_key(server), None) is None:
+        return False
+    _write(file, tokens)
+    return True
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        with file.open(encoding="utf-8") as opened:
+            mode = os.fstat(opened.fileno())  # of what is open: nobody can put another file in its place in between
+            if stat.S_IMODE(mode.st_mode) & 0o077 or mode.st_uid != os.geteuid():
+                raise KeyringError(
+                    f"{file} has mode {stat.S_IMODE(mode.st_mode):03o} and belongs to user {mode.st_uid}, so others may "
+                    f"read the tokens in it; run `chmod 600 {file}` as its owner, and revoke tokens that others have seen"
+                )
+            tokens = json.load(opened)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        why = type(error).__name__ if isinstance(error, ValueError) else str(error)  # a JSON error may quote the text
+        raise KeyringError(f"{file} cannot be read ({why}); mend it, or remove it and run `asyncdock login`") from None
+    if not isinstance(tokens, dict) or not all(isinstance(token, str) for token in tokens.values()):
+        raise KeyringError(f"{file} is no table of tokens by server; remove it and run `asyncdock login`")
+    return tokens
+
+
+def _write(file: Path, tokens: dict[str, str]) -> None:
+    """All or nothing, and never readable for anybody else, not even for a moment."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".tokens-")  # made with mode 600
+        with os.fdopen(handle, "w", encoding="utf-8") as opened:
+            json.dump(tokens, opened, indent=1)
+        os.replace(name, file)
+    except OSError as error:
+        raise KeyringError(f"{file} cannot be written ({error})") from None

@@ -1,0 +1,373 @@
+"""One decorator makes a handler, its validation, its authorisation, and its entry in the OpenAPI document.
+
+    @operation("GET", "/v1/runs/{run}", scope="read", summary="One run", tag="runs", errors=(404,))
+    async def get_run(service: Service, path: RunPath) -> RunView: ...
+
+    request ──▶ who asks, and may they? ──▶ path, query, headers, body into pydantic models ──▶ handler ──▶ answer
+                    └ 401, 403                     └ 400, 408, 413, 415, 422: all that is wrong at once
+
+A handler takes the service, and by name what it needs of ``path``, ``query``, ``headers``, ``body`` (a pydantic model each)
+and ``request``. It returns a pydantic model, None (204), a :class:`Reply` when status or headers depend on what was done, a
+text, or, with ``produces``, a response of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import types
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import openapi_pydantic as openapi
+import pydantic
+from aiohttp import web
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from api.problems import MEDIA_TYPE, Problem, ProblemDetails, Wrong, of_validation, several
+from api.schemas import Strict as Strict  # what handlers' models of requests derive from
+from api.service import SERVICE
+from api.tokens import Scope
+
+T = TypeVar("T")
+Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
+JSON = "application/json"
+PARTS = ("path", "query", "headers", "body")
+_REFERENCE = "#/components/schemas/{model}"
+_MARK = "__operation__"
+_PATTERN = re.compile(r":[^{}]*(?=})")  # of {name:pattern} in a path
+
+REASONS = {
+    400: "A parameter, or the form of the body, is not valid.",
+    401: "A token is needed, or the one given is not valid.",
+    403: "The token's scope, or where the request comes from, does not allow it.",
+    404: "There is no such thing.",
+    408: "The body took too long to arrive.",
+    409: "It makes no sense in the present state.",
+    410: "It is there no more.",
+    413: "The body is too large.",
+    415: "The body is of another media type.",
+    422: "The body is well-formed, and what it says is refused: `errors` tells all of it.",
+    429: "Too many requests; `Retry-After` says when to go on.",
+    503: "The index does not answer, or it took too long; `Retry-After` says when to try again.",
+}
+
+
+@dataclass(frozen=True)
+class Reply(Generic[T]):
+    """An answer whose status or headers depend on what was done."""
+
+    body: T
+    status: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the decorator was told, and the handler. ``seconds``: how long it may take; None: as the server's settings say;
+    0: a stream, which ends by itself. ``body_limit`` in bytes; None: as the settings say."""
+
+    method: Method
+    path: str
+    handler: Callable[..., Awaitable[Any]]
+    scope: Scope | None
+    summary: str
+    tag: str
+    status: int
+    also: Mapping[int, str]
+    errors: tuple[int, ...]
+    produces: str
+    consumes: str
+    sends: Mapping[str, str]
+    seconds: float | None
+    body_limit: int | None
+    hidden: bool
+
+    @cached_property
+    def hints(self) -> dict[str, Any]:
+        return get_type_hints(self.handler)
+
+    @cached_property
+    def parts(self) -> dict[str, type[BaseModel]]:
+        return {name: self.hints[name] for name in PARTS if name in self.hints}
+
+    @cached_property
+    def answer(self) -> type[BaseModel] | None:
+        """The model of a successful answer; None when there is nothing, or no JSON, in it."""
+        told = self.hints["return"]
+        told = get_args(told)[0] if get_origin(told) is Reply else told
+        return told if isinstance(told, type) and issubclass(told, BaseModel) else None
+
+    @property
+    def takes_body(self) -> bool:
+        return "body" in self.parts or bool(self.consumes)
+
+    @property
+    def statuses(self) -> tuple[int, ...]:
+        """Every status of a problem that it may answer."""
+        found = {403, 429, 503, *self.errors}
+        found |= {400} if self.parts else set()
+        found |= {401} if self.scope else set()
+        found |= {400, 408, 413, 415, 422} if self.takes_body else set()
+        return tuple(sorted(found))
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """The whole of one request."""
+        service = request.app[SERVICE]
+        if self.scope is not None:
+            await service.authorise(request, self.scope)
+        arguments = await self._arguments(request)
+        seconds = service.settings.handler_seconds if self.seconds is None else self.seconds
+        deadline = asyncio.timeout(seconds or None)
+        try:
+            async with deadline:
+                answer = await self.handler(service, **arguments)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            detail = f"This took more than {seconds:.0f} s and was given up."
+            raise Problem(503, detail, kind="timeout", fix="try again", headers={"Retry-After": "5"}) from None
+        return self._response(answer)
+
+    async def _arguments(self, request: web.Request) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        if "request" in self.hints:
+            arguments["request"] = request
+        errors: list[Wrong] = []
+        status = 400
+        for name, model in self.parts.items():
+            try:
+                if name == "body":
+                    # Strict as JSON has it: a text is not a number. What is wrong elsewhere is told first.
+                    if not errors:
+                        body = await read_body(request, limit=self.body_limit)
+                        status = 422
+                        arguments["body"] = model.model_validate_json(body, strict=True)
+                else:
+                    arguments[name] = model.model_validate(_given(name, model, request))
+            except pydantic.ValidationError as error:
+                prefix = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}[name]
+                if any(item["type"] == "json_invalid" for item in error.errors()):
+                    status = 400
+                errors += of_validation(status, error, prefix).details.errors
+        if errors:
+            raise several(status, "request", "The request is not valid", errors)
+        return arguments
+
+    def _response(self, answer: Any) -> web.StreamResponse:
+        status, headers = self.status, {}
+        if isinstance(answer, Reply):
+            answer, status, headers = answer.body, answer.status, dict(answer.headers)
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        if answer is None:
+            return web.Response(status=204 if status == 200 else status, headers=headers)
+        if isinstance(answer, BaseModel):
+            text = answer.model_dump_json(by_alias=True)
+            return web.Response(status=status, text=text, content_type=JSON, headers=headers)
+        return web.Response(status=status, text=answer, content_type=self.produces, charset="utf-8", headers=headers)
+
+
+def operation(
+    method: Method,
+    path: str,
+    *,
+    scope: Scope | None,
+    summary: str,
+    tag: str,
+    status: int = 200,
+    also: Mapping[int, str] | None = None,
+    errors: Sequence[int] = (),
+    produces: str = "",
+    consumes: str = "",
+    sends: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+    body_limit: int | None = None,
+    hidden: bool = False,
+) -> Callable[[T], T]:
+    """Mark a handler.
+
+    ``also``: further statuses of success, and what they mean. ``produces``: the media type of an answer that is no model; an
+    event stream has no deadline unless ``seconds`` gives one. ``consumes``: that of a body which the handler reads itself,
+    with :func:`read_body`. ``sends``: headers of a successful answer, and what they say. A ``hidden`` one is no part of the
+    document (a page for people).
+    """
+
+    def mark(handler: T) -> T:
+        stream = produces == "text/event-stream"
+        made = Operation(
+            method,
+            path,
+            handler,  # type: ignore[arg-type]
+            scope,
+            summary,
+            tag,
+            status,
+            also or {},
+            tuple(errors),
+            produces,
+            consumes,
+            sends or {},
+            0 if stream and seconds is None else seconds,
+            body_limit,
+            hidden,
+        )
+        setattr(handler, _MARK, made)
+        return handler
+
+    return mark
+
+
+def operations_of(modules: Iterable[types.ModuleType]) -> list[Operation]:
+    """The operations that ``modules`` define, in their order."""
+    found = (getattr(value, _MARK, None) for module in modules for value in vars(module).values())
+    return list({(o.method, o.path): o for o in found if o is not None}.values())
+
+
+def build_routes(app: web.Application, modules: Iterable[types.ModuleType]) -> None:
+    for made in operations_of(modules):
+        app.router.add_route(made.method, made.path, made.handle)
+
+
+async def read_body(request: web.Request, *, limit: int | None = None, media_type: str = JSON) -> bytes:
+    """The request's body. Raises a Problem: 413 past ``limit`` bytes (default: the server's ``body_limit``), 408 when it
+    does not arrive in time, 415 when it is no ``media_type``, 400 when it was cut off."""
+    settings = request.app[SERVICE].settings
+    limit = settings.body_limit if limit is None else limit
+    if request.content_type != media_type or request.headers.get("Content-Encoding", "identity") != "identity":
+        sent = request.headers.get("Content-Type", "")
+        fix = f"send the header 'Content-Type: {media_type}', and no Content-Encoding"
+        raise Problem(415, "The body is of another media type.", kind="media-type", field="body", value=sent, fix=fix)
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            async for part in request.content.iter_any():
+                body += part
+                if len(body) > limit:
+                    raise _too_large(limit)
+    except TimeoutError:
+        detail = f"The body did not arrive within {settings.body_seconds:.0f} s."
+        raise Problem(408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}) from None
+    except (web.RequestPayloadError, ConnectionError) as error:
+        detail = f"The body cannot be read ({type(error).__name__})."
+        raise Problem(400, detail, kind="broken-body", fix="send all of it") from None
+    return bytes(body)
+
+
+def _too_large(limit: int) -> Problem:
+    fix = f"send at most {limit} bytes"
+    return Problem(413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix)
+
+
+def _given(name: str, model: type[BaseModel], request: web.Request) -> dict[str, Any]:
+    """One part of a request as its model takes it. A query key that is given twice stays a list, which only a list takes."""
+    match name:
+        case "path":
+            return dict(request.match_info)
+        case "headers":
+            names = [info.alias or key for key, info in model.model_fields.items()]
+            return {name: request.headers[name] for name in names if name in request.headers}
+    lists = {info.alias or key for key, info in model.model_fields.items() if get_origin(info.annotation) is list}
+    found = {key: request.query.getall(key) for key in request.query}
+    return {key: values if key in lists or len(values) > 1 else values[0] for key, values in found.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The OpenAPI document
+
+
+def openapi_document(modules: Iterable[types.ModuleType], *, version: str) -> dict[str, Any]:
+    """OpenAPI 3.1 of the operations in ``modules``, from their signatures and types."""
+    operations = [o for o in operations_of(modules) if not o.hidden]
+    taken = {model: "validation" for o in operations for name, model in o.parts.items() if name == "body"}
+    given = {o.answer: "serialization" for o in operations if o.answer} | {ProblemDetails: "serialization"}
+    wanted: list[Any] = [*taken.items(), *given.items()]
+    references, components = models_json_schema(wanted, ref_template=_REFERENCE)
+    paths: dict[str, openapi.PathItem] = {}
+    for o in operations:
+        item = paths.setdefault(_PATTERN.sub("", o.path), openapi.PathItem())
+        setattr(item, o.method.lower(), _described(o, references))
+    document = openapi.OpenAPI(
+        info=openapi.Info(
+            title="AsyncDock",
+            version=version,
+            summary="Start, stop and watch runs of asynchronous RL post-training.",
+            license=openapi.License(name="Apache-2.0", identifier="Apache-2.0"),
+        ),
+        paths=paths,
+        components=openapi.Components(
+            schemas={name: openapi.Schema.model_validate(schema) for name, schema in components["$defs"].items()},
+            securitySchemes={"token": openapi.SecurityScheme(type="http", scheme="bearer")},
+        ),
+        tags=[openapi.Tag(name=tag) for tag in dict.fromkeys(o.tag for o in operations)],
+    )
+    return document.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _described(o: Operation, references: Mapping[Any, Any]) -> openapi.Operation:
+    def content(model: type[BaseModel], mode: str, media_type: str = JSON) -> dict[str, openapi.MediaType]:
+        return {media_type: openapi.MediaType(schema=openapi.Reference.model_validate(references[model, mode]))}  # type: ignore[call-arg]
+
+    answered: dict[str, openapi.MediaType] | None = None
+    if o.answer is not None:
+        answered = content(o.answer, "serialization", o.produces or JSON)
+    elif o.produces:
+        answered = {o.produces: openapi.MediaType(schema=openapi.Schema(type=openapi.DataType.STRING))}  # type: ignore[call-arg]
+    headers = {name: _header(text, "string") for name, text in o.sends.items()} or None
+    status = 204 if answered is None and o.status == 200 else o.status
+    good = {status: o.summary, **o.also}
+    responses = {
+        str(code): openapi.Response(description=text, content=answered, headers=headers)  # type: ignore[arg-type]
+        for code, text in good.items()
+    }
+    for code in o.statuses:
+        more = {"Retry-After": _header("Seconds to wait.", "integer")} if code in (429, 503) else None
+        more = {"WWW-Authenticate": _header("Bearer.", "string")} if code == 401 else more
+        responses[str(code)] = openapi.Response(
+            description=REASONS[code],
+            content=content(ProblemDetails, "serialization", MEDIA_TYPE),
+            headers=more,  # type: ignore[arg-type]
+        )
+    body = None
+    if "body" in o.parts:
+        body = openapi.RequestBody(content=content(o.parts["body"], "validation"), required=True)
+    elif o.consumes:
+        raw = openapi.Schema.model_validate({"type": "string", "contentMediaType": o.consumes})
+        body = openapi.RequestBody(content={o.consumes: openapi.MediaType(schema=raw)}, required=True)  # type: ignore[call-arg]
+    return openapi.Operation(
+        tags=[o.tag],
+        summary=o.summary,
+        description=inspect.getdoc(o.handler),
+        operationId=getattr(o.handler, "__name__", ""),
+        parameters=[parameter for name in PARTS[:3] if name in o.parts for parameter in _parameters(name, o)] or None,
+        requestBody=body,
+        responses=responses,  # type: ignore[arg-type]
+        security=[{"token": [o.scope]}] if o.scope else [],
+    )
+
+
+def _header(text: str, kind: str) -> openapi.Header:
+    return openapi.Header(description=text, schema=openapi.Schema(type=openapi.DataType(kind)))  # type: ignore[call-arg]
+
+
+def _parameters(part: str, o: Operation) -> list[openapi.Parameter]:
+    schema = o.parts[part].model_json_schema(ref_template=_REFERENCE)
+    required = schema.get("required", ())
+    return [
+        openapi.Parameter.model_validate(
+            {
+                "name": name,
+                "in": {"path": "path", "query": "query", "headers": "header"}[part],
+                "required": name in required,
+                "description": described.get("description"),
+                "schema": {key: value for key, value in described.items() if key not in ("title", "description")},
+            }
+        )
+        for name, described in schema["properties"].items()
+    ]

@@ -1,0 +1,143 @@
+"""``asyncdock serve``: the REST service.
+
+    listen ──▶ problems ──▶ admission (Host, Origin, rate) ──▶ operation: token, validation, handler ──▶ registry, index
+    stop ──▶ new connections are refused ──▶ streams say that it closes, and end ──▶ connections are closed; runs go on
+
+One server for one data directory: a lock on it is held for as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import structlog
+from aiohttp import web
+
+from api import (
+    routes_dashboard,
+    routes_recipes,
+    routes_runs,
+    routes_service,
+)
+from api.limits import admission, secure
+from api.operations import build_routes, openapi_document
+from api.problems import problems
+from api.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
+from api.tokens import Tokens
+from orchestration.registry import Registry
+
+log = structlog.get_logger()
+
+# Every module with operations, in the order in which they are told.
+ROUTES = (
+    routes_runs,
+    routes_recipes,
+    routes_service,
+    routes_dashboard,
+)
+CLOSING_SECONDS = 5.0  # for requests that are under way when the server goes down
+LOCK = "server.lock"
+
+
+class ServeError(RuntimeError):
+    """The server cannot start; the message says why and what to do."""
+
+
+def build_app(settings: Settings, url: str, registry: Registry) -> web.Application:
+    """The application over the index at ``url``. It closes what it opens, and not ``registry``."""
+    app = web.Application(middlewares=[problems, admission(settings)])
+    service = Service(settings, url, registry, Tokens(url))
+    app[SERVICE] = service
+    app[DOCUMENT] = openapi_document(ROUTES, version=importlib.metadata.version("asyncdock"))
+    build_routes(app, ROUTES)
+    app.on_response_prepare.append(secure)
+    app.on_shutdown.append(_closing)
+    app.cleanup_ctx.append(_service)
+    return app
+
+
+async def _closing(app: web.Application) -> None:
+    app[SERVICE].closing.set()
+
+
+async def _service(app: web.Application) -> AsyncIterator[None]:
+    service = app[SERVICE]
+    tidying = asyncio.create_task(service.close_idle())
+    yield
+    tidying.cancel()
+    await asyncio.gather(tidying, return_exceptions=True)
+    await service.close()
+
+
+async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunner, str]:
+    """Open the port. Returns what to clean up at the end, and the URL. Raises ServeError when the port is taken."""
+    runner = web.AppRunner(
+        app, access_log=None, keepalive_timeout=settings.idle_seconds, shutdown_timeout=CLOSING_SECONDS
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, settings.host, settings.port, ssl_context=_tls(settings))
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        where = f"{settings.host}:{settings.port}"
+        if error.errno == errno.EADDRINUSE:
+            raise ServeError(f"listen: {where} is taken by another program; give another one with --listen") from None
+        raise ServeError(f"listen: {where} cannot be used ({error.strerror or error}); give another one") from None
+    host, port = runner.addresses[0][:2]
+    name = f"[{host}]" if ":" in host else host
+    return runner, f"{'https' if settings.tls_certificate else 'http'}://{name}:{port}"
+
+
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    if settings.tls_certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+    except OSError as error:
+        raise ServeError(
+            f"tls: {settings.tls_certificate} cannot be used ({error}); give a PEM file and its key"
+        ) from None
+    return context
+
+
+@contextlib.contextmanager
+def only_server(data: Path) -> Iterator[None]:
+    """Be the only server on ``data``; the lock goes with the process, however that ends. Raises ServeError."""
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(os.open(data / LOCK, os.O_CREAT | os.O_RDWR, 0o600), "r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = lock.read().strip() or "unknown"
+            raise ServeError(
+                f"data: {data} is served by another server (process {pid}); stop it, or give another --data"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
+    """Serve until ``stop`` is set; ``ready`` is told the URL. Raises ServeError."""
+    with only_server(settings.data):
+        registry = Registry(settings.index, timeout=INDEX_SECONDS)
+        try:
+            runner, url = await listen(build_app(settings, settings.index, registry), settings)
+            try:
+                ready(url)
+                await stop.wait()
+            finally:
+                await runner.cleanup()
+        finally:
+            await registry.close()

@@ -1,0 +1,108 @@
+"""Bearer tokens: who may do what. The index keeps a hash of each; the token itself is shown once and kept nowhere.
+
+    create ──▶ adock_ID_SECRET (shown once)        index: ID ──▶ {name, scope, sha256(SECRET), created, expires}
+    find(token) ──▶ by ID, then the hashes compared in constant time ──▶ Token, or None
+
+A secret has 256 random bits, so that a plain hash of it cannot be turned back and needs no slow function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import redis.asyncio as redis
+from redis.exceptions import RedisError
+
+from pipeline.index import IndexUnreachable, redacted
+
+Scope = Literal["read", "run", "admin"]
+SCOPES: tuple[Scope, ...] = ("read", "run", "admin")  # each may do what those before it may
+KEY = "asyncdock:{service}:tokens"
+_FORM = re.compile(r"adock_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
+_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Token:
+    """What is known of a token. ``created`` and ``expires`` in Unix seconds; None: it does not expire."""
+
+    id: str
+    name: str
+    scope: Scope
+    created: float
+    expires: float | None
+
+    def may(self, scope: Scope) -> bool:
+        return SCOPES.index(self.scope) >= SCOPES.index(scope)
+
+
+class Tokens:
+    """The tokens of the service whose index is at ``url``. Raises IndexUnreachable when it does not answer."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._redis = redis.from_url(url, socket_timeout=_SECONDS, socket_connect_timeout=_SECONDS)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def ping(self) -> None:
+        """Whether the index answers."""
+        await self._ask(self._redis.ping())
+
+    async def create(self, name: str, scope: Scope, *, seconds: float | None = None) -> tuple[Token, str]:
+        """A new token called ``name``, valid for ``seconds`` (None: until it is revoked), and the text to present."""
+        if scope not in SCOPES:
+            raise ValueError(f"scope: {scope!r} is not known; use one of {', '.join(SCOPES)}")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.@ -]{0,63}", name):
+            raise ValueError(f"name: {name!r} is refused; use at most 64 letters, digits, spaces and '_.@-'")
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"expires: {seconds} is refused; give more than 0 seconds")
+        now, secret = time.time(), secrets.token_urlsafe(32)
+        token = Token(secrets.token_hex(6), name, scope, now, None if seconds is None else now + seconds)
+        kept = json.dumps({**asdict(token), "sha256": _hash(secret)})
+        await self._ask(self._redis.hset(KEY, token.id, kept))
+        return token, f"adock_{token.id}_{secret}"
+
+    async def find(self, presented: str) -> Token | None:
+        """The token that ``presented`` is, if it is one, and is neither revoked nor expired."""
+        match = _FORM.fullmatch(presented)
+        kept = await self._ask(self._redis.hget(KEY, match[1])) if match else None
+        if match is None or kept is None:
+            return None
+        token, known = _unpacked(kept)
+        valid = hmac.compare_digest(known, _hash(match[2])) and (token.expires is None or time.time() < token.expires)
+        return token if valid else None
+
+    async def list(self) -> list[Token]:
+        """All that were not revoked, expired ones too, oldest first."""
+        kept = await self._ask(self._redis.hgetall(KEY))
+        return sorted((_unpacked(text)[0] for text in kept.values()), key=lambda token: token.created)
+
+    async def revoke(self, token: str) -> bool:
+        """Forget the token with this id, at once; False when there is none."""
+        return bool(await self._ask(self._redis.hdel(KEY, token)))
+
+    async def _ask(self, answer: Any) -> Any:
+        try:
+            return await answer
+        except (RedisError, OSError) as error:
+            kind = type(error).__name__
+            raise IndexUnreachable(f"index {redacted(self._url)}: no answer ({kind}); is the server up?") from None
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _unpacked(kept: bytes) -> tuple[Token, str]:
+    data = json.loads(kept)
+    known = data.pop("sha256")
+    return Token(**data), known

@@ -1,0 +1,93 @@
+"""``metrics.jsonl``: every event of a run, one JSON object a line, written as they come and read back as they were."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+METRICS = "metrics.jsonl"  # in the run's folder
+
+
+class Told(Protocol):
+    """One entry of a run's event stream. ``time`` in Unix seconds."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def time(self) -> float: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def data(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An event read back from ``metrics.jsonl``."""
+
+    id: str
+    time: float
+    kind: str
+    data: Mapping[str, Any]
+
+
+class MetricsFile:
+    """Writes each event as one JSON line, at once. Numbers that are not finite become null. A file that is there is
+    continued, behind its last whole line: ``last`` is the id of the event in it ("0": there is none)."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("ab", buffering=0)
+        self.last = "0"
+        whole = 0
+        with path.open("rb") as lines:
+            for line in lines:
+                if line.endswith(b"\n"):  # a kill may have cut the last one short
+                    whole, last = whole + len(line), line
+        if whole:
+            self.last = json.loads(last)["id"]
+        os.ftruncate(self._file.fileno(), whole)
+
+    def event(self, event: Told) -> None:
+        self._file.write(event_json(event).encode() + b"\n")
+        self.last = event.id
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def event_json(event: Told) -> str:
+    """One line of JSON, always of finite numbers."""
+    line = {"id": event.id, "time": event.time, "kind": event.kind, "data": finite(event.data)}
+    return json.dumps(line, ensure_ascii=False, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """``value`` with null for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def read_metrics(path: Path) -> Iterator[Recorded]:
+    """The events of ``path``; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield Recorded(**json.loads(line))

@@ -1,0 +1,195 @@
+#!lua name=asyncdock_runs
+
+-- The service's list of runs: what waits, what an agent has taken, what has ended. Every function is one atomic step, and
+-- doing one twice is the same as once, since a client asks again after a lost connection.
+--
+--   submit ─▶ waiting ─take▶ active ─end▶ ended ─delete▶ doomed ─bury▶ gone
+--                │             ▲ │ its runner died: retake, under a new token
+--                └──cancel──▶  └─┘
+--
+-- Keys, all behind one hash tag, `asyncdock:{@runs}:`. How a run itself fares is in its own keys (index.lua).
+--   order         runs in the order in which they came, scored by their number; `number` is the last one
+--   waiting       those that wait, scored the same
+--   active        those that an agent has taken, scored by when their lease ends, in ms
+--   run:ID        name, owner, recipe (JSON), key, phase, state and reason (once ended), created, started, ended (ms),
+--                 agent, attempts, folder, token (of the lease), process (that holds it)
+--   key:OWNER:KEY run and fingerprint of a submission, for a day
+--   doomed        deleted runs whose folder is there still: run → folder
+--   wake:runs     a stream of one entry, read with BLOCK: something in the list has changed
+
+local KEY_SECONDS = 86400
+local SCAN = 1000  -- runs looked at in one call
+
+local function call(...) return redis.call(...) end
+local function wake(all) call('XADD', all .. 'wake:runs', 'MAXLEN', 1, '*', 'x', 1) end
+local function field(all, id, name) return call('HGET', all .. 'run:' .. id, name) end
+
+local function now()
+  local t = call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- All that is kept of a run; `position` in the queue while it waits, `left` of its lease in ms while it is active.
+local function describe(all, id)
+  local found = call('HGETALL', all .. 'run:' .. id)
+  if #found == 0 then return false end
+  local out = { id = id }
+  for i = 1, #found, 2 do out[found[i]] = found[i + 1] end
+  local rank, due = call('ZRANK', all .. 'waiting', id), call('ZSCORE', all .. 'active', id)
+  if rank then out.position = rank + 1 end
+  if due then out.left = due - now() end
+  return out
+end
+
+-- Whether `token` is the lease of an active run.
+local function holds(all, id, token)
+  return field(all, id, 'phase') == 'active' and field(all, id, 'token') == token
+end
+
+local function finish(all, id, state, reason)
+  call('ZREM', all .. 'waiting', id)
+  call('ZREM', all .. 'active', id)
+  call('HSET', all .. 'run:' .. id, 'phase', 'ended', 'state', state, 'reason', reason, 'ended', now())
+  wake(all)
+end
+
+-- body(all, arguments, whether this call may be a repeated one) → the reply
+local function define(name, body)
+  redis.register_function('asyncdock_runs_' .. name, function(keys, args)
+    local ok, result = pcall(body, keys[1], cmsgpack.unpack(args[1]), args[3] == '1')
+    if not ok then return redis.error_reply('INTERNAL runs_' .. name .. ': ' .. tostring(type(result) == 'table' and result.err or result)) end
+    return cmsgpack.pack(result)
+  end)
+end
+
+-- {run, name, owner, recipe, key, fingerprint} → {run, made}; {reused} when the key came with another fingerprint.
+define('submit', function(all, a)
+  if call('EXISTS', all .. 'run:' .. a.run) == 1 then return { run = a.run, made = true } end
+  local key = a.key ~= '' and all .. 'key:' .. a.owner .. ':' .. a.key
+  local known = key and call('HMGET', key, 'run', 'fingerprint')
+  if known and known[1] then
+    if known[2] ~= a.fingerprint then return { reused = known[1] } end
+    return { run = known[1], made = false }
+  end
+  local number = call('INCR', all .. 'number')
+  call('HSET', all .. 'run:' .. a.run, 'name', a.name, 'owner', a.owner, 'recipe', a.recipe, 'key', key or '', 'phase', 'waiting',
+    'created', now(), 'attempts', 0, 'agent', '', 'folder', '', 'process', '')
+  call('ZADD', all .. 'order', number, a.run)
+  call('ZADD', all .. 'waiting', number, a.run)
+  if key then
+    call('HSET', key, 'run', a.run, 'fingerprint', a.fingerprint)
+    call('EXPIRE', key, KEY_SECONDS)
+  end
+  wake(all)
+  return { run = a.run, made = true }
+end)
+
+define('get', function(all, a) return describe(all, a.run) end)
+
+-- {phase, state, name, owner, after, limit} → {runs, next}: newest first, those behind number `after`; `state` is asked of
+-- those that have ended. There may be more when `next` is not empty, even if fewer than `limit` were found.
+define('list', function(all, a)
+  local out, last = {}, ''
+  local found = call('ZREVRANGEBYSCORE', all .. 'order', a.after == '' and '+inf' or '(' .. a.after, '-inf', 'WITHSCORES', 'LIMIT', 0, SCAN)
+  for i = 1, #found, 2 do
+    local known = call('HMGET', all .. 'run:' .. found[i], 'phase', 'state', 'name', 'owner')
+    local phase = known[1]
+    last = string.format('%d', found[i + 1])
+    if (a.phase == '' or phase == 'active' or phase == a.phase) and (a.state == '' or phase ~= 'ended' or known[2] == a.state)
+      and (a.name == '' or string.find(string.lower(known[3]), string.lower(a.name), 1, true))
+      and (a.owner == '' or known[4] == a.owner) then
+      out[#out + 1] = describe(all, found[i])
+      if #out == a.limit then break end
+    end
+  end
+  local oldest = call('ZRANGE', all .. 'order', 0, 0, 'WITHSCORES')[2]
+  if not oldest or last == '' or tonumber(last) <= tonumber(oldest) then last = '' end
+  return { runs = out, next = last }
+end)
+
+-- {agent, folders, token, lease} → the run that has waited longest, now this agent's; false when none waits.
+define('take', function(all, a, again)
+  if again then
+    for _, id in ipairs(call('ZRANGE', all .. 'active', 0, -1)) do
+      if field(all, id, 'token') == a.token then return describe(all, id) end
+    end
+  end
+  local id = call('ZRANGE', all .. 'waiting', 0, 0)[1]
+  if not id then return false end
+  call('ZREM', all .. 'waiting', id)
+  call('ZADD', all .. 'active', now() + a.lease, id)
+  call('HSET', all .. 'run:' .. id, 'phase', 'active', 'agent', a.agent, 'token', a.token, 'folder', a.folders .. '/' .. id,
+    'attempts', 1, 'started', now())
+  wake(all)
+  return describe(all, id)
+end)
+
+-- {run, old, token, agent, lease} → whether the run is now this agent's under `token`, which follows on `old`.
+define('retake', function(all, a)
+  if holds(all, a.run, a.token) then return true end
+  if not holds(all, a.run, a.old) then return false end
+  call('HINCRBY', all .. 'run:' .. a.run, 'attempts', 1)
+  call('HSET', all .. 'run:' .. a.run, 'token', a.token, 'agent', a.agent, 'process', '')
+  call('ZADD', all .. 'active', now() + a.lease, a.run)
+  wake(all)
+  return true
+end)
+
+-- {run, token, lease, process} → whether `token` still holds the run; if so, for another lease.
+define('renew', function(all, a)
+  if not holds(all, a.run, a.token) then return false end
+  call('ZADD', all .. 'active', now() + a.lease, a.run)
+  call('HSET', all .. 'run:' .. a.run, 'process', a.process)
+  return true
+end)
+
+-- {run, token, state, reason} → whether the run has ended by this call.
+define('end', function(all, a)
+  if field(all, a.run, 'phase') == 'ended' and field(all, a.run, 'token') == a.token then return true end
+  if not holds(all, a.run, a.token) then return false end
+  finish(all, a.run, a.state, a.reason)
+  return true
+end)
+
+-- {run, reason} → whether the run waited, and never will begin.
+define('cancel', function(all, a, again)
+  if field(all, a.run, 'phase') ~= 'waiting' then return again and field(all, a.run, 'started') == false end
+  finish(all, a.run, 'stopped', a.reason)
+  return true
+end)
+
+-- → all active runs
+define('active', function(all, a)
+  local out = {}
+  for i, id in ipairs(call('ZRANGE', all .. 'active', 0, -1)) do out[i] = describe(all, id) end
+  return out
+end)
+
+-- {run} → 'done', or why not: 'unknown', 'active', 'waiting'. What is left of it is its folder.
+define('delete', function(all, a, again)
+  local known = describe(all, a.run)
+  if not known then return (again or call('HEXISTS', all .. 'doomed', a.run) == 1) and 'done' or 'unknown' end
+  if known.phase ~= 'ended' then return known.phase end
+  if known.folder ~= '' then call('HSET', all .. 'doomed', a.run, known.folder) end
+  if known.key ~= '' then call('DEL', known.key) end
+  call('ZREM', all .. 'order', a.run)
+  call('DEL', all .. 'run:' .. a.run)
+  wake(all)
+  return 'done'
+end)
+
+-- → run → folder
+define('doomed', function(all, a)
+  local out, found = {}, call('HGETALL', all .. 'doomed')
+  for i = 1, #found, 2 do out[found[i]] = found[i + 1] end
+  return out
+end)
+
+-- {run}: its folder is gone.
+define('bury', function(all, a) return call('HDEL', all .. 'doomed', a.run) end)
+
+-- → whatever waits on the list looks again
+define('touch', function(all, a)
+  wake(all)
+  return true
+end)

@@ -1,0 +1,62 @@
+"""Spans: what a worker did from when to when, for whoever draws a timeline of the run.
+
+work ──▶ add (name, start, seconds) ──▶ the longest of a report's time ──twice a second──▶ a `span` event
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+MOST = 32  # of one report: a stage that works row by row has thousands in half a second, and nobody sees them apart
+
+
+class Spans:
+    """The spans of one worker since the last report: the ``most`` longest of them, and how many were left out.
+
+    >>> spans = Spans(most=2)
+    >>> for start, seconds in ((10.0, 0.5), (11.0, 0.1), (12.0, 0.25)):
+    ...     spans.add("train", start, seconds)
+    >>> spans.take()
+    ([{'name': 'train', 'start': 10.0, 'seconds': 0.5}, {'name': 'train', 'start': 12.0, 'seconds': 0.25}], 1)
+    >>> spans.take()
+    ([], 0)
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self.most, self.left_out = most, 0
+        self._number = itertools.count()  # so that equal lengths are never compared further
+        self._longest: list[tuple[float, int, str, float, int, int | None]] = []  # a heap, the shortest first
+
+    def add(self, name: str, start: float, seconds: float, *, rows: int = 0, version: int | None = None) -> None:
+        """``start`` in Unix seconds. ``rows`` and ``version`` say what it was done with, where there is something to say."""
+        span = (seconds, next(self._number), name, start, rows, version)
+        if len(self._longest) < self.most:
+            heapq.heappush(self._longest, span)
+        else:
+            heapq.heappushpop(self._longest, span)
+            self.left_out += 1
+
+    @contextmanager
+    def during(self, name: str, *, rows: int = 0, version: int | None = None) -> Iterator[None]:
+        """A span of what runs inside, however it ends."""
+        start, began = time.time(), time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, start, time.monotonic() - began, rows=rows, version=version)
+
+    def take(self) -> tuple[list[dict[str, Any]], int]:
+        """Hand over what there is, in order of the starts, and how many were left out; begin anew."""
+        spans, left_out = sorted(self._longest, key=lambda span: span[3]), self.left_out
+        self._longest, self.left_out = [], 0
+        return [
+            {"name": name, "start": round(start, 6), "seconds": round(seconds, 6)}
+            | ({"rows": rows} if rows else {})
+            | ({} if version is None else {"version": version})
+            for seconds, _, name, start, rows, version in spans
+        ], left_out

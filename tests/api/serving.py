@@ -1,0 +1,46 @@
+"""A server of the test's own on loopback, over a real index."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import aiohttp
+from aiohttp import ClientResponse, web
+from aiohttp.test_utils import TestClient, TestServer
+
+from api.operations import build_routes
+from api.problems import MEDIA_TYPE
+from api.server import build_app
+from api.service import Settings
+from orchestration.registry import Registry
+
+Client = TestClient[web.Request, web.Application]
+
+
+@asynccontextmanager
+async def serving(
+    url: str, data: Path, *, modules: tuple[ModuleType, ...] = (), **settings: Any
+) -> AsyncGenerator[Client, None]:
+    """A client of a server over the index at ``url``, with the operations of ``modules`` beside its own."""
+    registry = Registry(url, timeout=3.0)
+    app = build_app(Settings(data=data, **settings), url, registry)
+    build_routes(app, modules)
+    async with TestClient(TestServer(app), cookie_jar=aiohttp.DummyCookieJar()) as client:
+        yield client
+    await registry.close()
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def problem(response: ClientResponse, status: int) -> dict[str, Any]:
+    """The problem that ``response`` is, of this status."""
+    assert (response.status, response.content_type) == (status, MEDIA_TYPE), await response.text()
+    told = await response.json(content_type=None)
+    assert told["status"] == status
+    return told
