@@ -4,6 +4,7 @@
                       └─ events ──▶ metrics.jsonl, the terminal ──at the end──▶ summary, plot, samples
     check       ──▶ the recipe's problems, or its derived numbers
     recipes     ──▶ what there is to run
+    agent       ──▶ executes a service's runs on this machine (api.agent_cli)
     dock        ──▶ a look into a run's samples (api.dock)
     plan reshard ─▶ what moves between two layouts of the recipe's model, and what it takes (api.reshard)
     runs, login ──▶ runs of a service, over REST (api.runs_cli)
@@ -31,6 +32,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from api.agent_cli import agent_command
 from api.dock import dock_app
 from api.exits import BAD_INPUT, FINISHED, INTERRUPTED, OF_STATE
 from api.runs_cli import login, logout, recipe_files, runs_app
@@ -51,6 +53,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # its panels cut long messages
 )
 
+app.command("agent")(agent_command)
 app.add_typer(dock_app, name="dock")
 app.add_typer(runs_app, name="runs")
 plan_app = typer.Typer(help="Derive what a run would do, without running anything.", no_args_is_help=True)

@@ -36,6 +36,7 @@ from api.tokens import Scope
 T = TypeVar("T")
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 JSON = "application/json"
+BINARY = "application/octet-stream"
 PARTS = ("path", "query", "headers", "body")
 _REFERENCE = "#/components/schemas/{model}"
 _MARK = "__operation__"
@@ -86,6 +87,7 @@ class Operation:
     seconds: float | None
     body_limit: int | None
     hidden: bool
+    binary: tuple[Literal["body", "answer"], ...]
 
     @cached_property
     def hints(self) -> dict[str, Any]:
@@ -93,13 +95,13 @@ class Operation:
 
     @cached_property
     def parts(self) -> dict[str, type[BaseModel]]:
-        return {name: self.hints[name] for name in PARTS if name in self.hints}
+        return {name: _without_none(self.hints[name]) for name in PARTS if name in self.hints}
 
     @cached_property
     def answer(self) -> type[BaseModel] | None:
         """The model of a successful answer; None when there is nothing, or no JSON, in it."""
         told = self.hints["return"]
-        told = get_args(told)[0] if get_origin(told) is Reply else told
+        told = get_args(told)[0] if get_origin(told) is Reply or "answer" in self.binary else told
         return told if isinstance(told, type) and issubclass(told, BaseModel) else None
 
     @property
@@ -143,7 +145,9 @@ class Operation:
             try:
                 if name == "body":
                     # Strict as JSON has it: a text is not a number. What is wrong elsewhere is told first.
-                    if not errors:
+                    if "body" in self.binary and request.content_type == BINARY:
+                        arguments["body"] = None
+                    elif not errors:
                         body = await read_body(request, limit=self.body_limit)
                         status = 422
                         arguments["body"] = model.model_validate_json(body, strict=True)
@@ -188,13 +192,15 @@ def operation(
     seconds: float | None = None,
     body_limit: int | None = None,
     hidden: bool = False,
+    binary: tuple[Literal["body", "answer"], ...] = (),
 ) -> Callable[[T], T]:
     """Mark a handler.
 
     ``also``: further statuses of success, and what they mean. ``produces``: the media type of an answer that is no model; an
     event stream has no deadline unless ``seconds`` gives one. ``consumes``: that of a body which the handler reads itself,
     with :func:`read_body`. ``sends``: headers of a successful answer, and what they say. A ``hidden`` one is no part of the
-    document (a page for people).
+    document (a page for people). ``binary``: a body, or an answer, that has a second form as ``application/octet-stream``;
+    then ``body`` is None and the handler reads it, or the handler returns a response of its own.
     """
 
     def mark(handler: T) -> T:
@@ -215,6 +221,7 @@ def operation(
             0 if stream and seconds is None else seconds,
             body_limit,
             hidden,
+            binary,
         )
         setattr(handler, _MARK, made)
         return handler
@@ -263,6 +270,11 @@ async def read_body(request: web.Request, *, limit: int | None = None, media_typ
 def _too_large(limit: int) -> Problem:
     fix = f"send at most {limit} bytes"
     return Problem(413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix)
+
+
+def _without_none(told: Any) -> Any:
+    """``X`` of ``X | None``."""
+    return next((part for part in get_args(told) if part is not types.NoneType), told)
 
 
 def _given(name: str, model: type[BaseModel], request: web.Request) -> dict[str, Any]:
@@ -319,6 +331,9 @@ def _described(o: Operation, references: Mapping[Any, Any]) -> openapi.Operation
         answered = content(o.answer, "serialization", o.produces or JSON)
     elif o.produces:
         answered = {o.produces: openapi.MediaType(schema=openapi.Schema(type=openapi.DataType.STRING))}  # type: ignore[call-arg]
+    raw = openapi.MediaType(schema=openapi.Schema.model_validate({"type": "string", "contentMediaType": BINARY}))  # type: ignore[call-arg]
+    if answered is not None and "answer" in o.binary:
+        answered[BINARY] = raw
     headers = {name: _header(text, "string") for name, text in o.sends.items()} or None
     status = 204 if answered is None and o.status == 200 else o.status
     good = {status: o.summary, **o.also}
@@ -336,10 +351,11 @@ def _described(o: Operation, references: Mapping[Any, Any]) -> openapi.Operation
         )
     body = None
     if "body" in o.parts:
-        body = openapi.RequestBody(content=content(o.parts["body"], "validation"), required=True)
+        both = {BINARY: raw} if "body" in o.binary else {}
+        body = openapi.RequestBody(content=content(o.parts["body"], "validation") | both, required=True)
     elif o.consumes:
-        raw = openapi.Schema.model_validate({"type": "string", "contentMediaType": o.consumes})
-        body = openapi.RequestBody(content={o.consumes: openapi.MediaType(schema=raw)}, required=True)  # type: ignore[call-arg]
+        schema = openapi.Schema.model_validate({"type": "string", "contentMediaType": o.consumes})
+        body = openapi.RequestBody(content={o.consumes: openapi.MediaType(schema=schema)}, required=True)  # type: ignore[call-arg]
     return openapi.Operation(
         tags=[o.tag],
         summary=o.summary,

@@ -23,6 +23,8 @@ from aiohttp import web
 
 from api import (
     routes_dashboard,
+    routes_external,
+    routes_metrics,
     routes_recipes,
     routes_runs,
     routes_service,
@@ -30,6 +32,7 @@ from api import (
 from api.limits import admission, secure
 from api.operations import build_routes, openapi_document
 from api.problems import problems
+from api.routes_metrics import watch
 from api.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
 from api.tokens import Tokens
 from orchestration.registry import Registry
@@ -40,6 +43,8 @@ log = structlog.get_logger()
 ROUTES = (
     routes_runs,
     routes_recipes,
+    routes_external,
+    routes_metrics,
     routes_service,
     routes_dashboard,
 )
@@ -56,6 +61,7 @@ def build_app(settings: Settings, url: str, registry: Registry) -> web.Applicati
     app = web.Application(middlewares=[problems, admission(settings)])
     service = Service(settings, url, registry, Tokens(url))
     app[SERVICE] = service
+    watch(app)
     app[DOCUMENT] = openapi_document(ROUTES, version=importlib.metadata.version("asyncdock"))
     build_routes(app, ROUTES)
     app.on_response_prepare.append(secure)

@@ -14,6 +14,7 @@ import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from api.outside import Outside
 from api.problems import Problem
 from api.tokens import Scope, Token, Tokens
 from api.watching import Watching
@@ -82,6 +83,7 @@ class Service:
         self.settings, self.url, self.registry, self.tokens = settings, url, registry, tokens
         self.closing = asyncio.Event()
         self.watching = Watching()
+        self.outside = Outside(url, settings.data, registry)
         self._indexes: dict[str, tuple[Index, float]] = {}
 
     def index(self, run: str) -> Index:
@@ -141,6 +143,7 @@ class Service:
     async def forget(self, run: str) -> None:
         """Close the connections to a run that is deleted."""
         self.watching.forget(run)
+        await self.outside.forget(run)
         found = self._indexes.pop(run, None)
         if found:
             await found[0].close()
@@ -150,6 +153,7 @@ class Service:
         for index, _ in self._indexes.values():
             await index.close()
         self._indexes.clear()
+        await self.outside.close()
         await self.tokens.close()
 
 

@@ -25,7 +25,7 @@ from aiohttp import HttpVersion11, web
 
 from api.events import BEGINNING, History, order
 from orchestration.metrics import finite
-from orchestration.registry import ENDED
+from orchestration.registry import ENDED, RunRecord
 from pipeline.index import EVENTS_AT_ONCE, Event, IndexUnreachable
 
 log = structlog.get_logger()
@@ -236,17 +236,18 @@ def _ending_in(events: Sequence[Event], before: Ending | None = None) -> Ending 
 
 
 class Feeds:
-    """The feeds of a server, one for each run that anybody listens to. ``make`` makes one for a run."""
+    """The feeds of a server, one for each run that anybody listens to. ``make`` makes one for a run's record."""
 
-    def __init__(self, make: Callable[[str], Feed]) -> None:
+    def __init__(self, make: Callable[[RunRecord], Feed]) -> None:
         self._make = make
         self._feeds: dict[str, Feed] = {}
         self._listeners: dict[Listener, Feed] = {}
 
     @asynccontextmanager
-    async def listening(self, run: str, listener: Listener) -> AsyncIterator[Feed]:
+    async def listening(self, record: RunRecord, listener: Listener) -> AsyncIterator[Feed]:
         """The run's feed, which ends with the last of its listeners."""
-        feed = self._feeds.get(run) or self._feeds.setdefault(run, self._make(run))
+        run = record.id
+        feed = self._feeds.get(run) or self._feeds.setdefault(run, self._make(record))
         self._listeners[listener] = feed
         try:
             yield feed
@@ -256,6 +257,10 @@ class Feeds:
             if feed not in self._listeners.values() and self._feeds.get(run) is feed:
                 del self._feeds[run]
                 await feed.close()
+
+    def __len__(self) -> int:
+        """How many listen."""
+        return len(self._listeners)
 
     def close(self) -> None:
         """Tell every listener that the server goes down."""

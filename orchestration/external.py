@@ -22,7 +22,7 @@ import torch
 
 from orchestration.recipe import Recipe
 from orchestration.worker import Place, flow_of
-from pipeline.columns import Packed
+from pipeline.columns import Packed, Schema
 from pipeline.dock import Dock
 from pipeline.index import Claim, Index, LeaseLost, redacted
 from stages.external import TERMS, Columns, Misfit, Terms, check_columns, check_logprobs, check_responses
@@ -105,6 +105,11 @@ class External:
             await index.close()
             raise
         return cls(index, Recipe.from_json(recipe), worker=worker)
+
+    @property
+    def schema(self) -> Schema:
+        """The run's columns."""
+        return flow_of(self.recipe).schema
 
     async def close(self) -> None:
         """Give back what is held open here, and the connections. Leases stay with their holders."""
@@ -292,6 +297,12 @@ class External:
         claim.stage = "update"
         return await self._experience(claim, ())
 
+    async def replayed(self, step: int) -> Answer:
+        """:meth:`replay` as an answer."""
+        experience = await self.replay(step)
+        state, reason, _ = await self.index.state()
+        return await self._answer(experience, state, reason)
+
     async def renew(self, token: int, lease: float | None = None) -> float:
         """Hold a lease for another ``lease`` seconds from now, which are returned. Raises LeaseLost."""
         claim, _ = await self._lease(token)
@@ -358,7 +369,20 @@ class External:
         """An external trainer's weights after its step: ``version`` is what :meth:`train` returned, or the version that the
         run begins with. Its own checkpoint covers the steps below ``covered``; at most checkpoint.every steps are kept for
         :meth:`replay`. Raises NotExternal, Misfit."""
+        await self.may_publish(version)
+        began = time.monotonic()
+        published = await asyncio.to_thread((await self._weight_store()).publish, version, weights)
+        await self.index.call("publish", version=version, record=published.record())
+        told = {"worker": "external-update", "version": version, "bytes": published.nbytes}
+        seconds = {"publish_seconds": time.monotonic() - began, "exposed_seconds": 0.0, "hidden_seconds": 0.0}
+        await self.index.emit("sync", told | seconds)
+        await self.index.call("release", before=max(covered, version - self.recipe.checkpoint.every))
+        return published
+
+    async def may_publish(self, version: int) -> None:
+        """Raises NotExternal, NotBegun, and Misfit unless ``version`` is what has to be published next."""
         self._external("update")
+        await self.place()
         at = await self.index.call("published")
         trained = (await self.index.call("gates", versions=[]))["trained"]
         if version != trained or (at["record"] and version <= at["version"]):
@@ -368,14 +392,6 @@ class External:
                 f"{version} cannot be published: the trainer is at {trained}, and {newest}",
                 f"publish {trained}",
             )
-        began = time.monotonic()
-        published = await asyncio.to_thread((await self._weight_store()).publish, version, weights)
-        await self.index.call("publish", version=version, record=published.record())
-        told = {"worker": "external-update", "version": version, "bytes": published.nbytes}
-        seconds = {"publish_seconds": time.monotonic() - began, "exposed_seconds": 0.0, "hidden_seconds": 0.0}
-        await self.index.emit("sync", told | seconds)
-        await self.index.call("release", before=max(covered, version - self.recipe.checkpoint.every))
-        return published
 
     # ── what is known of the run ──
 
@@ -411,7 +427,7 @@ class External:
             if self._dock is None:
                 dock = Dock(
                     self.index,
-                    flow_of(self.recipe).schema,
+                    self.schema,
                     worker=self.worker,
                     directory=(await self.place()).shared,
                     lease=self.recipe.pipeline.lease_seconds,

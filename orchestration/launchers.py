@@ -14,6 +14,7 @@ from typing import Protocol
 
 from orchestration.worker import EXIT_FAILED, EXIT_FATAL, FATAL, Worker
 from pipeline.embedded import die_with_parent
+from pipeline.index import INDEX_VARIABLE
 
 
 class Life(Protocol):
@@ -75,7 +76,7 @@ class ProcessLauncher:
         self._logs.mkdir(parents=True, exist_ok=True)
         # -P: a folder called `api` or `stages` where the user stands must not be taken for ours.
         command = [sys.executable, "-P", "-m", "orchestration.worker"]
-        options = {"run": run, "index": url, "kind": kind, "number": str(number), "name": name}
+        options = {"run": run, "kind": kind, "number": str(number), "name": name}
         for option, value in options.items():
             command += [f"--{option}", value]
         with (self._logs / f"{kind}-{number}.log").open("ab") as log:
@@ -87,6 +88,6 @@ class ProcessLauncher:
                 start_new_session=True,  # Ctrl-C is for the supervisor alone
                 preexec_fn=die_with_parent,
                 # Threads that wait for each other must not spin: the cores are shared with the other workers.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, INDEX_VARIABLE: url},
             )
         return ProcessLife(name, process)

@@ -14,6 +14,7 @@
 --   run:ID        name, owner, recipe (JSON), key, phase, state and reason (once ended), created, started, ended (ms),
 --                 agent, attempts, folder, token (of the lease), process (that holds it)
 --   key:OWNER:KEY run and fingerprint of a submission, for a day
+--   ended         how many have ended, by state
 --   doomed        deleted runs whose folder is there still: run → folder
 --   wake:runs     a stream of one entry, read with BLOCK: something in the list has changed
 
@@ -50,6 +51,7 @@ local function finish(all, id, state, reason)
   call('ZREM', all .. 'waiting', id)
   call('ZREM', all .. 'active', id)
   call('HSET', all .. 'run:' .. id, 'phase', 'ended', 'state', state, 'reason', reason, 'ended', now())
+  call('HINCRBY', all .. 'ended', state, 1)
   wake(all)
 end
 
@@ -165,6 +167,13 @@ define('active', function(all, a)
   return out
 end)
 
+-- → how many wait, and how many have ended in which state
+define('counts', function(all, a)
+  local out, ended = { created = call('ZCARD', all .. 'waiting') }, call('HGETALL', all .. 'ended')
+  for i = 1, #ended, 2 do out[ended[i]] = tonumber(ended[i + 1]) end
+  return out
+end)
+
 -- {run} → 'done', or why not: 'unknown', 'active', 'waiting'. What is left of it is its folder.
 define('delete', function(all, a, again)
   local known = describe(all, a.run)
@@ -173,6 +182,7 @@ define('delete', function(all, a, again)
   if known.folder ~= '' then call('HSET', all .. 'doomed', a.run, known.folder) end
   if known.key ~= '' then call('DEL', known.key) end
   call('ZREM', all .. 'order', a.run)
+  call('HINCRBY', all .. 'ended', known.state, -1)
   call('DEL', all .. 'run:' .. a.run)
   wake(all)
   return 'done'

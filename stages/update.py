@@ -76,13 +76,15 @@ class Update:
 
     async def catch_up(self) -> None:
         """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
-        at = await self.dock.index.call("room_at_gate")
+        at, began = await self.dock.index.call("room_at_gate"), self.trained
         while self.trained < at["trained"]:
             await self._train(await self.dock.index.replay(self.trained))
             log.info("step replayed", step=self.trained)
             self.trained += 1
         if at["published"] < self.trained or (self._publish_first and not await self._published()):
             await self.publish()
+        if self.trained > began:
+            await self._end_step()  # who made the last of these steps may not have come to it
         if self.trained >= self.steps:
             self._after_last()
 
@@ -109,10 +111,13 @@ class Update:
         yield Output(step=self.trained, event=event, tokens=trained_tokens)
         self.trained += 1
         await self.publish()
-        await self._after_step(self.trained)
-        await self.dock.index.emit("ledger", await self.dock.index.ledger())
+        await self._end_step()
         if self.trained >= self.steps:
             self._after_last()
+
+    async def _end_step(self) -> None:
+        await self._after_step(self.trained)
+        await self.dock.index.emit("ledger", await self.dock.index.ledger())
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
         """One optimizer step on the claim's rows, by all ranks."""

@@ -22,10 +22,11 @@ from api import events, stream
 from api.events import EventsFile, History, id_at, order
 from api.stream import NOW, Batch, Ending, Feed, Feeds, Reader
 from orchestration.metrics import MetricsFile, event_json
+from orchestration.registry import RunRecord
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Event, Index
 
-RUN = "run"
+RUN = RunRecord("run", "run", "running", "", None, "", 0.0, 0.0, None, "", 1, "", {})
 
 
 @pytest.fixture(scope="module")

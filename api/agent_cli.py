@@ -1,0 +1,59 @@
+"""``asyncdock agent``: executes a service's runs on this machine, apart from its REST server.
+
+options ──▶ index (or one of its own below DATA) ──▶ Agent.run until SIGTERM or Ctrl-C; the runs go on without it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def agent_command(
+    data: Annotated[Path, typer.Option("--data", metavar="DIR", help="The runs' folders are made below it.")],
+    index: Annotated[
+        str,
+        typer.Option(
+            "--index",
+            metavar="URL",
+            envvar="ASYNCDOCK_INDEX",
+            help="The service's Redis or Valkey; better by the environment, as anybody can read a command line. Default: "
+            "the service's own below DIR.",
+        ),
+    ] = "",
+    runs: Annotated[int, typer.Option("--runs", metavar="N", min=1, help="Runs at the same time.")] = 1,
+) -> None:
+    """Execute the runs of a service. SIGTERM or Ctrl-C ends the agent and leaves the runs alone: the next one goes on."""
+    from orchestration import logs
+    from orchestration.agent import AgentError
+
+    logs.configure()
+    try:
+        asyncio.run(_work(index, data, runs))
+    except (AgentError, OSError, RuntimeError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, AgentError | ValueError) else 1) from None
+
+
+async def _work(url: str, data: Path, runs: int) -> None:
+    from orchestration.agent import Agent
+    from orchestration.registry import Registry
+    from orchestration.service_index import ServiceIndex
+
+    own = None if url else ServiceIndex(data)
+    if own is not None:
+        url = await asyncio.to_thread(own.start)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await Agent(url, data, runs, index=own).run(stop)
+    if own is not None:
+        registry = Registry(url)
+        active = await registry.active()
+        await registry.close()
+        if not active:  # nobody needs it until the next start, which finds all of it
+            await asyncio.to_thread(own.stop)

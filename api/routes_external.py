@@ -1,0 +1,409 @@
+"""Stages for programs outside of the run, over HTTP: AsyncFlow's service interface. docs/external.md says how it is used.
+
+    POST prompts ──▶ gate ──▶ … ──▶ POST experience/get ──▶ (their engine) ──▶ POST experience ──▶ …
+    GET weights?after=v (waits) ──▶ GET weights/v ──▶ (they load) ──▶ POST weights/notify
+
+Control is JSON; columns are JSON too, or one safetensors body (``application/octet-stream``), as Content-Type and Accept
+say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterator
+from typing import IO, Any
+
+from aiohttp import web
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from api.experience import BINARY, Unreadable, from_body, from_lists, to_body, to_lists
+from api.operations import operation, read_body
+from api.problems import Problem, of_validation
+from api.schemas import RunPath
+from api.schemas_external import (
+    Begun,
+    ExperienceRow,
+    ExperienceView,
+    FedView,
+    GetExperience,
+    LeasePath,
+    LeaseQuery,
+    LeaseView,
+    LocalWeights,
+    Notify,
+    PublishQuery,
+    PutExperience,
+    PutPrompts,
+    PutView,
+    TensorView,
+    WeightsPath,
+    WeightsQuery,
+    WeightsView,
+)
+from api.service import Service
+from orchestration.external import Answer, Experience, External, NotBegun, NotExternal, WeightsGone, WeightsTooOld
+from pipeline.columns import ColumnError, Packed, StaleHandle
+from pipeline.dock import NoRoom
+from pipeline.index import BoundBroken, IndexRefused, LeaseLost
+from pipeline.transfer import WarehouseUnreachable
+from stages.external import Misfit
+from stages.feed import FeedFull
+from stages.prompts import PromptError
+from stages.weight_sync import Published
+
+TAG = "external stages"
+MOST_BYTES = 128 * 2**20  # of one body of columns
+MOST_WEIGHTS = 256 * 2**30
+PROMPTS_BYTES = 16 * 2**20
+WAITING_SECONDS = 90.0  # what a request may take that may wait for 60
+PIECE = 2**20
+SILENT_SECONDS = 30.0  # for which a body of weights may stop
+
+
+@operation(
+    "POST",
+    "/v1/runs/{run}/prompts",
+    scope="run",
+    summary="The prompts wait for the gate",
+    tag=TAG,
+    errors=(404, 409),
+    seconds=WAITING_SECONDS,
+    body_limit=PROMPTS_BYTES,
+)
+async def put_prompts(service: Service, path: RunPath, body: PutPrompts) -> FedView:
+    """Put prompts into a run with `prompts.source = "external"`, in the order in which they will be asked. With `first`, the
+    position of the first of them, a repeat changes nothing. Waits up to `wait` seconds while too many wait already."""
+    external = (await service.outside.run(path.run)).external
+    with refusals():
+        put = await external.put_prompts(body.prompts, first=body.first, last=body.last, timeout=body.wait)
+    return FedView(next=put)
+
+
+@operation(
+    "POST",
+    "/v1/runs/{run}/experience/get",
+    scope="run",
+    summary="Rows under a lease, or none that came in time",
+    tag=TAG,
+    errors=(404, 409),
+    seconds=WAITING_SECONDS,
+    binary=("answer",),
+)
+async def get_experience(
+    service: Service, request: web.Request, path: RunPath, body: GetExperience
+) -> ExperienceView | web.StreamResponse:
+    """Lease what is ready for a stage, waiting up to `wait` seconds for some. The lease is held by renewing it; one that
+    expires is delivered to somebody else. `over` says that nothing will come any more."""
+    external = (await service.outside.run(path.run)).external
+    with refusals():
+        if body.replay is None:
+            answer = await external.get_experience(
+                body.stage,
+                body.worker,
+                body.count,
+                columns=body.columns,
+                version=body.version,
+                wait=body.wait,
+                lease=body.lease,
+            )
+        else:
+            answer = await external.replayed(body.replay)
+        if answer.experience is not None and _gone(request):  # nobody would hear of this lease
+            await external.release(answer.experience.claim.token)
+        view = await _view(external, answer, body)
+        experience = answer.experience
+        if BINARY not in request.headers.get("Accept", ""):
+            if experience is not None:
+                schema = external.schema
+                view.columns = to_lists(schema, experience.columns)
+                if view.begun is not None:
+                    view.begun.columns = to_lists(schema, experience.begun[1])
+            return view
+        return web.Response(body=_body(external, view, experience), content_type=BINARY)
+
+
+async def _view(external: External, answer: Answer, asked: GetExperience) -> ExperienceView:
+    """All of an answer but its columns."""
+    experience = answer.experience
+    view = ExperienceView(
+        token=None,
+        stage=asked.stage,
+        lease=asked.lease or external.recipe.pipeline.lease_seconds,
+        state=answer.state,  # type: ignore[arg-type]
+        reason=answer.reason,
+        over=answer.over,
+        published=answer.published,
+        trained=answer.trained,
+    )
+    if experience is None:
+        return view
+    claim = experience.claim
+    view.token = claim.token
+    if asked.stage == "rollout":
+        view.sampling = (await external.terms()).sampling
+    view.rows = [
+        ExperienceRow(
+            id=row.row,
+            group=row.group,
+            place=row.place,
+            samples=row.samples,
+            oldest_version=row.oldest_version,
+            tokens=row.tokens,
+            seed=seed,
+        )
+        for row, seed in zip(claim.rows, experience.seeds, strict=True)
+    ]
+    if positions := experience.begun[0]:
+        view.begun = Begun(rows=[int(claim.row[at]) for at in positions])
+    return view
+
+
+def _body(external: External, view: ExperienceView, experience: Experience | None) -> bytes:
+    columns: dict[str, Packed] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if experience is not None:
+        columns |= experience.columns
+        columns |= {f"begun.{name}": packed for name, packed in experience.begun[1].items()}
+        for name in experience.columns:
+            shapes[name] = (len(experience.claim), *(external.schema[name].shape or ()))
+    return to_body(view.model_dump_json(exclude={"columns": True, "begun": {"columns"}}), columns, shapes)
+
+
+@operation(
+    "POST",
+    "/v1/runs/{run}/experience",
+    scope="run",
+    summary="What was made of the rows is committed, or parked",
+    tag=TAG,
+    errors=(404, 409, 410),
+    body_limit=MOST_BYTES,
+    binary=("body",),
+)
+async def put_experience(service: Service, request: web.Request, path: RunPath, body: PutExperience | None) -> PutView:
+    """Commit what was made of rows under a lease, all of it in one step or none, or `park` responses to be continued by
+    whoever claims them next. A trainer tells the `step` that it made of its batch, and its `metrics`."""
+    external, columns = (await service.outside.run(path.run)).external, dict[str, Any]()
+    if body is None:
+        raw = await read_body(request, limit=MOST_BYTES, media_type=BINARY)
+        try:
+            control, columns = await asyncio.to_thread(from_body, raw)
+            body = PutExperience.model_validate_json(control, strict=True)
+        except Unreadable as error:
+            fix = "send a safetensors file; docs/external.md says what is in it"
+            raise Problem(400, f"The body cannot be read: {error}.", kind="body", field="body", fix=fix) from None
+        except ValidationError as error:
+            raise of_validation(422, error) from None
+    with refusals():
+        if body.step is not None:
+            version = await external.train(body.token, body.step, body.metrics)
+            return PutView(left=0, version=version)
+        if body.columns:
+            columns |= from_lists(external.schema, body.columns)
+        return PutView(left=await external.put_experience(body.token, body.rows, columns, park=body.park), version=None)
+
+
+@operation(
+    "POST",
+    "/v1/runs/{run}/leases/{token}/renew",
+    scope="run",
+    summary="The lease is held for longer",
+    tag=TAG,
+    errors=(404, 409),
+)
+async def renew_lease(service: Service, path: LeasePath, query: LeaseQuery) -> LeaseView:
+    """Hold a lease for another `lease` seconds from now."""
+    external = (await service.outside.run(path.run)).external
+    with refusals():
+        return LeaseView(token=path.token, lease=await external.renew(path.token, query.lease))
+
+
+@operation(
+    "POST",
+    "/v1/runs/{run}/leases/{token}/release",
+    scope="run",
+    summary="What was left is ready for others",
+    tag=TAG,
+    errors=(404, 409),
+)
+async def release_lease(service: Service, path: LeasePath) -> None:
+    """Give back what is left under a lease. Harmless when it has ended."""
+    external = (await service.outside.run(path.run)).external
+    with refusals():
+        await external.release(path.token)
+
+
+@operation(
+    "GET",
+    "/v1/runs/{run}/weights",
+    scope="run",
+    summary="The published version, or none that is newer",
+    tag=TAG,
+    errors=(404, 409),
+    seconds=WAITING_SECONDS,
+)
+async def get_published(service: Service, path: RunPath, query: WeightsQuery) -> WeightsView:
+    """Which weights are published, when they are newer than `after`; waits up to `wait` seconds for them."""
+    external = (await service.outside.run(path.run)).external
+    with refusals():
+        published = await external.weights(query.after, query.wait)
+        state, _, _ = await external.index.state()
+        return await _weights(external, published, state or "created")
+
+
+async def _weights(external: External, published: Published | None, state: str) -> WeightsView:
+    view = WeightsView(version=None, state=state, bytes=0, tensors=[], local=None)  # type: ignore[arg-type]
+    if published is None:
+        return view
+    path = (await external.place()).shared / f"weights-{published.slot}"
+    view.version, view.bytes = published.version, published.nbytes
+    view.tensors = [TensorView(name=t.name, dtype=t.dtype, shape=t.shape, offset=t.offset) for t in published.tensors]
+    view.local = LocalWeights(node=platform.node(), path=str(path), buckets=list(published.buckets))
+    return view
+
+
+@operation(
+    "GET",
+    "/v1/runs/{run}/weights/{version}",
+    scope="run",
+    summary="One version's weights, as a safetensors file",
+    tag=TAG,
+    errors=(404, 409, 410),
+    produces=BINARY,
+    sends={"ETag": "The sha256 of the file."},
+    seconds=0,
+)
+async def get_weights(service: Service, request: web.Request, path: WeightsPath) -> web.StreamResponse:
+    """All tensors of one of the two newest published versions. They were verified against the trainer's checksums, and stay
+    as they are however often the trainer publishes meanwhile. The ETag is the file's sha256."""
+    outside = await service.outside.run(path.run)
+    with refusals():
+        held = await outside.weights(path.version)
+    response = web.StreamResponse(headers={"ETag": f'"{held.digest}"'})
+    response.content_type, response.content_length = BINARY, held.nbytes
+    await response.prepare(request)
+    for at in range(0, held.nbytes, PIECE):
+        async with asyncio.timeout(SILENT_SECONDS):  # a reader that takes nothing holds no file open for ever
+            await response.write(await asyncio.to_thread(os.pread, held.file.fileno(), PIECE, at))
+    await response.write_eof()
+    return response
+
+
+@operation(
+    "PUT",
+    "/v1/runs/{run}/weights/{version}",
+    scope="run",
+    summary="The version is published",
+    tag=TAG,
+    errors=(404, 409),
+    consumes=BINARY,
+    seconds=0,
+)
+async def publish_weights(
+    service: Service, request: web.Request, path: WeightsPath, query: PublishQuery
+) -> WeightsView:
+    """An external trainer publishes the version that its last step made, or the one that the run begins with (0), as a
+    safetensors file. `covered`: its own checkpoint covers the steps below; they need not be kept for it any more."""
+    external = (await service.outside.run(path.run)).external
+    with refusals():
+        await external.may_publish(path.version)
+        with tempfile.NamedTemporaryFile(dir=service.settings.data, suffix=".safetensors") as file:
+            await _receive(request, file)
+            try:
+                tensors = await asyncio.to_thread(load_file, file.name)
+            except (SafetensorError, OSError, ValueError, KeyError) as error:
+                fix, detail = "send a safetensors file", f"The body cannot be read ({type(error).__name__})."
+                raise Problem(400, detail, kind="body", field="body", fix=fix) from None
+            published = await external.publish(path.version, tensors.items(), covered=query.covered)
+        state, _, _ = await external.index.state()
+        return await _weights(external, published, state)
+
+
+async def _receive(request: web.Request, file: IO[bytes]) -> None:
+    """Write the body to ``file``."""
+    if request.content_type != BINARY:
+        fix = f"send the header 'Content-Type: {BINARY}'"
+        raise Problem(415, "The body is of another media type.", kind="media-type", field="body", fix=fix)
+    received, parts = 0, request.content.iter_chunked(PIECE)
+    try:
+        while True:
+            async with asyncio.timeout(SILENT_SECONDS):
+                part = await anext(parts, b"")
+            if not part:
+                break
+            received += len(part)
+            if received > MOST_WEIGHTS:
+                raise Problem(413, f"The body is larger than {MOST_WEIGHTS} bytes.", kind="too-large", field="body")
+            await asyncio.to_thread(file.write, part)
+    except TimeoutError:
+        detail = f"Nothing of the body came for {SILENT_SECONDS:.0f} s."
+        raise Problem(408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}) from None
+    except (web.RequestPayloadError, ConnectionError):
+        raise Problem(400, "The body was cut off.", kind="broken-body", field="body", fix="send all of it") from None
+    file.flush()
+
+
+@operation(
+    "POST",
+    "/v1/runs/{run}/weights/notify",
+    scope="run",
+    summary="The worker's claims are made with this version",
+    tag=TAG,
+    errors=(404, 409),
+)
+async def weight_sync_notify(service: Service, path: RunPath, body: Notify) -> None:
+    """A rollout says which version it has loaded, and the seconds that it took: `exposed` while it could make no token,
+    `hidden` beside generation."""
+    external = (await service.outside.run(path.run)).external
+    with refusals():
+        await external.notify(body.worker, body.version, exposed=body.exposed, hidden=body.hidden)
+
+
+def _gone(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What the interface refuses, as problems."""
+    try:
+        yield
+    except Misfit as error:
+        field = (
+            error.column
+            if error.column in ("version", "rows", "park", "step", "columns")
+            else f"columns.{error.column}"
+        )
+        raise Problem(422, str(error), kind="misfit", field=field, fix=error.fix) from None
+    except ColumnError as error:
+        named = re.match(r"column '(\w+)'", str(error))
+        fix = str(error).rpartition("; ")[2]
+        field = f"columns.{named[1]}" if named else "columns"
+        raise Problem(422, str(error), kind="misfit", field=field, fix=fix) from None
+    except PromptError as error:
+        raise Problem(422, str(error), kind="prompt", field="prompts", fix=str(error).rpartition("; ")[2]) from None
+    except (WeightsTooOld, BoundBroken) as error:
+        fix = "load the newest version: GET …/weights"
+        raise Problem(409, str(error), kind="weights-too-old", field="version", fix=fix) from None
+    except WeightsGone as error:
+        fix = "ask GET …/weights which is the newest"
+        raise Problem(410, str(error), kind="weights-gone", field="path.version", fix=fix) from None
+    except LeaseLost as error:
+        fix = "drop what was made of these rows, and claim again"
+        raise Problem(409, str(error), kind="lease-lost", field="token", fix=fix) from None
+    except NotExternal as error:
+        raise Problem(409, str(error), kind="not-external", field="stage", fix=str(error).rpartition("; ")[2]) from None
+    except NotBegun as error:
+        raise Problem(409, str(error), kind="not-begun", field="path.run", fix="wait until it is running") from None
+    except StaleHandle as error:
+        raise Problem(410, str(error), kind="released", field="rows", fix="claim again") from None
+    except (FeedFull, NoRoom, WarehouseUnreachable) as error:
+        raise Problem(503, str(error), kind="no-room", fix="try again", headers={"Retry-After": "5"}) from None
+    except IndexRefused as error:
+        raise Problem(409, str(error), kind="refused", fix="do what the detail says") from None

@@ -1,0 +1,212 @@
+"""What a run does, as it happens and as it was: its event stream, its history, its trace, and what Prometheus reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import BaseModel, Field
+
+from api.events import History, id_at
+from api.exposition import Exposition, ServerMetrics
+from api.operations import Strict, operation
+from api.problems import Problem
+from api.schemas import RunPath
+from api.series import Series, TooMany, Wanted, width
+from api.service import SERVICE, Service
+from api.stream import Ending, Feed, Feeds, Reader
+from api.trace import REPORT_SECONDS, Trace, trace_json
+from orchestration.metrics import METRICS
+from orchestration.registry import ENDED, RunRecord
+
+KIND = r"^[a-z]+(,[a-z]+)*$"
+EVENT_ID = r"^(\d{1,18}(-\d{1,18})?|\$)$"
+MOST_READERS = 2000  # of all streams of one server
+Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./,-]*$", max_length=1000)]
+Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
+
+
+class Watching:
+    """What the operations here share: the feeds of the runs that are watched, and the metrics."""
+
+    def __init__(self, service: Service) -> None:
+        self.server = ServerMetrics()
+        self._service = service
+        self.feeds = Feeds(self._feed)
+        self.exposition = Exposition(service.registry, self.feeds, self.server)
+
+    def history(self, record: RunRecord) -> History:
+        return History(lambda: self._service.index(record.id), self._service.folder(record) / METRICS)
+
+    def _feed(self, record: RunRecord) -> Feed:
+        async def over() -> Ending | None:
+            now = await self._service.registry.get(record.id)
+            return Ending(now.state, now.reason, now.ended or 0.0) if now.state in ENDED else None
+
+        return Feed(self.history(record), over, delayed=self.server.delay.observe)
+
+
+WATCHING = web.AppKey("watching", Watching)
+
+
+def watch(app: web.Application) -> None:
+    """Prepare ``app``, which has its service, for the operations here."""
+    app[WATCHING] = watching = Watching(app[SERVICE])
+    app.middlewares.insert(0, watching.server.count)
+
+    async def closing(app: web.Application) -> None:
+        watching.feeds.close()
+        await watching.exposition.close()
+
+    app.on_shutdown.append(closing)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stream
+
+
+class StreamQuery(Strict):
+    kinds: str = Field("", pattern=f"^$|{KIND}", max_length=200, description="Of the events to be told, with commas.")
+    last_event_id: str = Field(
+        "", pattern=f"^$|{EVENT_ID}", description="As the header Last-Event-ID, for who cannot set it; $: from now on."
+    )
+
+
+class StreamHeaders(Strict):
+    last_event_id: str = Field(
+        "", alias="Last-Event-ID", pattern=f"^$|{EVENT_ID}", description="Go on after this event; none: from the first."
+    )
+
+
+@operation(
+    "GET",
+    "/v1/runs/{run}/metrics/stream",
+    scope="read",
+    summary="A run's events as they happen",
+    tag="metrics",
+    errors=(404,),
+    produces="text/event-stream",
+)
+async def stream(
+    service: Service, path: RunPath, query: StreamQuery, headers: StreamHeaders, request: web.Request
+) -> web.StreamResponse:
+    record = await service.registry.get(path.run)
+    watching = request.app[WATCHING]
+    if len(watching.feeds) >= MOST_READERS:
+        raise Problem(503, "Too many readers.", kind="readers", fix="try again later", headers={"Retry-After": "30"})
+    reader = Reader(request, frozenset(query.kinds.split(",")) if query.kinds else None)
+    with watching.server.reading() as dropped:
+        response = await reader.open()
+        try:
+            async with watching.feeds.listening(record, reader) as feed:
+                await feed.join(reader, headers.last_event_id or query.last_event_id or "0")
+                dropped(await reader.done)
+        except (ConnectionError, LookupError):
+            reader.drop("", "the index does not answer; connect again")
+    return response
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# History and trace
+
+
+class RangeQuery(Strict):
+    begin: Time | None = Field(None, alias="from", description="Unix seconds; none: the run's beginning.")
+    end: Time | None = Field(None, alias="to", description="Unix seconds; none: now, or the run's end.")
+
+
+class HistoryQuery(RangeQuery):
+    every: float | None = Field(
+        None, ge=0, le=1e7, description="Seconds that a point stands for; 0: each event; none: as suits the range."
+    )
+    names: Names = Field("", description="Series and numbers, with commas: step, stage/rollout-0, step.reward_mean.")
+
+
+class MetricsHistory(BaseModel):
+    """Columns of numbers by series. A point's time is where its seconds begin."""
+
+    begin: float = Field(alias="from")
+    end: float = Field(alias="to")
+    every: float
+    series: dict[str, dict[str, list[float | None]]]
+
+
+@operation(
+    "GET", "/v1/runs/{run}/metrics", scope="read", summary="A run's past in numbers", tag="metrics", errors=(404, 422)
+)
+async def history(service: Service, path: RunPath, query: HistoryQuery, request: web.Request) -> MetricsHistory:
+    record = await service.registry.get(path.run)
+    begin, end = _range(record, query)
+    every = width(end - begin) if query.every is None else query.every
+    series = Series(every, Wanted(name for name in query.names.split(",") if name))
+    kinds = series.wanted.kinds
+    try:
+        async for page in _pages(request, record, begin, end):
+            for event in page:
+                if event.kind in kinds:
+                    series.add(event)
+    except TooMany as many:
+        raise Problem(
+            422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
+        ) from None
+    return MetricsHistory.model_validate({"from": begin, "to": end, "every": every, "series": series.columns()})
+
+
+class TraceDocument(BaseModel):
+    """Chrome's trace event format, as ui.perfetto.dev opens it."""
+
+    displayTimeUnit: str
+    traceEvents: list[dict[str, Any]]
+
+
+@operation(
+    "GET",
+    "/v1/runs/{run}/trace",
+    scope="read",
+    summary="What every worker did and when, for Perfetto",
+    tag="metrics",
+    errors=(404, 422),
+    seconds=300,
+)
+async def trace(service: Service, path: RunPath, query: RangeQuery, request: web.Request) -> TraceDocument:
+    record = await service.registry.get(path.run)
+    begin, end = _range(record, query)
+    pages = _pages(request, record, begin, end + REPORT_SECONDS)
+    response: Any = web.StreamResponse(
+        headers={
+            "Content-Type": "application/json",
+            "Content-Disposition": f'attachment; filename="{record.id}.trace.json"',
+        }
+    )
+    await response.prepare(request)
+    async for piece in trace_json(pages, Trace(begin, end)):  # as it is made: a long run's trace is large
+        await response.write(piece)
+    await response.write_eof()
+    return response
+
+
+def _range(record: RunRecord, query: RangeQuery) -> tuple[float, float]:
+    begin = record.created if query.begin is None else query.begin
+    end = (record.ended + REPORT_SECONDS if record.ended else time.time()) if query.end is None else query.end
+    if query.begin is not None and query.end is not None and end < begin:
+        fix = "give a `to` that is not before `from`"
+        raise Problem(422, "The range ends before it begins.", kind="range", field="query.to", value=end, fix=fix)
+    return begin, max(begin, end)
+
+
+def _pages(request: web.Request, record: RunRecord, begin: float, end: float) -> AsyncIterator[Any]:
+    return request.app[WATCHING].history(record).pages(id_at(begin), end)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prometheus
+
+
+@operation(
+    "GET", "/metrics", scope="read", summary="For Prometheus", tag="metrics", produces="text/plain", errors=(503,)
+)
+async def metrics(service: Service, request: web.Request) -> web.Response:
+    text = await request.app[WATCHING].exposition.text()
+    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

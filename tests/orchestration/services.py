@@ -1,0 +1,160 @@
+"""A service without its REST server, for tests: an index, agents as processes, and what became of its runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from orchestration.hosted import shared_prefix
+from orchestration.metrics import METRICS, Recorded, read_metrics
+from orchestration.processes import Process
+from orchestration.recipe import Recipe
+from orchestration.registry import ENDED, Held, Registry, RunRecord
+from pipeline.index import INDEX_VARIABLE, Event, Index
+from pipeline.warehouse import shared_memory_directory
+
+SECONDS = 120.0
+
+
+class Service:
+    """What runs in ``data``, by an index of its own there or at ``url``."""
+
+    def __init__(self, data: Path, url: str = "") -> None:
+        self.data, self.url = data, url
+        self.agents: list[subprocess.Popen[bytes]] = []
+        self.registry: Registry
+
+    def start_agent(self, runs: int = 1, data: Path | None = None) -> subprocess.Popen[bytes]:
+        """``asyncdock agent``, as a person starts it."""
+        data = data or self.data
+        data.mkdir(exist_ok=True)
+        command = [sys.executable, "-P", "-m", "api.cli", "agent", "--data", str(data), "--runs", str(runs)]
+        env = {**os.environ, **({INDEX_VARIABLE: self.url} if self.url else {})}
+        with (data / "agent.log").open("ab") as log:
+            agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
+        self.agents.append(agent)
+        return agent
+
+    def index_process(self) -> Process:
+        """The service's own Valkey."""
+        process = Process.parse(json.loads((self.data / "service.json").read_text())["process"])
+        assert process is not None
+        return process
+
+    async def submit(self, recipe: Recipe) -> str:
+        return (await self.registry.submit(recipe))[0].id
+
+    async def until(
+        self, run: str, condition: Callable[[RunRecord], bool], timeout: float = SECONDS, never: Collection[str] = ()
+    ) -> RunRecord:
+        """Wait until ``condition`` holds for the run. Its state must not be one of ``never`` meanwhile."""
+        marker = ""
+        async with asyncio.timeout(timeout):
+            while not condition(record := await self.registry.get(run)):
+                assert record.state not in never, record
+                marker = await self.registry.wait(marker, 1.0)
+        return record
+
+    async def ended(self, run: str) -> RunRecord:
+        return await self.until(run, lambda record: record.state in ENDED and record.ended is not None)
+
+    async def steps(self, run: str, count: int) -> None:
+        """Wait until so many steps of the run are told."""
+        await self.told(run, "step", lambda data: data["step"] >= count - 1)
+
+    async def told(self, run: str, kind: str, condition: Callable[[dict[str, Any]], bool]) -> Event:
+        index = Index(self.url, run)
+        try:
+            async with asyncio.timeout(SECONDS):
+                async for event in index.follow():
+                    if event.kind == kind and condition(event.data):
+                        return event
+        finally:
+            await index.close()
+        raise AssertionError("a stream of events does not end")
+
+    async def held(self, run: str) -> tuple[Held, Process]:
+        """The run's lease, and its runner once there is one."""
+        marker = ""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                held = await self.registry.held(run)
+                assert held is not None
+                if process := Process.parse(held.process):
+                    return held, process
+                marker = await self.registry.wait(marker, 0.2)
+
+    async def events(self, run: str) -> list[Event]:
+        index = Index(self.url, run)
+        try:
+            return await index.past_events(count=100_000)
+        finally:
+            await index.close()
+
+    def metrics(self, record: RunRecord) -> list[Recorded]:
+        return list(read_metrics(Path(record.folder) / METRICS))
+
+
+@asynccontextmanager
+async def serving(data: Path, url: str = "") -> AsyncGenerator[Service, None]:
+    """A service; at the end all of its runs and processes are ended, and none may have been left by them."""
+    from orchestration.service_index import ServiceIndex
+
+    own = None if url else ServiceIndex(data)
+    service = Service(data, url)
+    if own is not None:
+        service.url = await asyncio.to_thread(own.start)
+    service.registry = Registry(service.url)
+    try:
+        yield service
+    finally:
+        for agent in service.agents:
+            if agent.poll() is None:
+                agent.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(agent.wait, 30)
+        if own is not None:
+            await asyncio.to_thread(own.start)
+        runs: Sequence[RunRecord] = (await service.registry.list(limit=1000))[0]
+        for record in runs:
+            held = await service.registry.held(record.id)
+            if held is not None:
+                if process := Process.parse(held.process):
+                    process.end()
+                    await process.wait()
+                await service.registry.end(record.id, held.token, "stopped", "the test is over")
+            elif record.state == "created":
+                await service.registry.ask(record.id, "stop")
+            await service.registry.delete(record.id)
+            await service.registry.bury(record.id)
+        await service.registry.close()
+        if own is not None:
+            await asyncio.to_thread(own.stop)
+    async with asyncio.timeout(30):
+        for record in runs:
+            for pid in processes_of(record.id):  # a runner that has said so is about to end
+                await Process.of(pid).wait()
+
+
+def processes_of(run: str) -> list[int]:
+    """Processes whose command line names the run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if run.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def shared_memory(data: Path) -> list[Path]:
+    """What the runs below ``data`` have in shared memory."""
+    return list(shared_memory_directory().glob(f"{shared_prefix(data.resolve() / 'runs')}*"))
