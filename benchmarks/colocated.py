@@ -67,8 +67,11 @@ def judged(completions: list[str], **columns: Any) -> list[float]:
     return [sum("a" <= c < "n" for c in text) / max(1, len(text)) for text in completions]
 
 
-def recipe_of(arm: str, model: str, steps: int, launcher: str = "process", **changes: dict[str, Any]) -> Recipe:
-    """``changes`` are keys of sections."""
+Changes = dict[str, dict[str, Any]]  # keys of a recipe's sections
+
+
+def recipe_of(arm: str, model: str, steps: int, launcher: str, changes: Changes) -> Recipe:
+    """The same work in each arm."""
     sections: dict[str, Any] = {
         "model": {"source": model},
         "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 64},
@@ -156,8 +159,8 @@ def _size(nbytes: int) -> str:
     return format_size(nbytes) if nbytes else "-"
 
 
-async def compare(model: str, steps: int, launcher: str, **changes: dict[str, Any]) -> list[Arm]:
-    return [await measure(arm, recipe_of(arm, model, steps, launcher, **changes)) for arm in ARMS]
+async def compare(model: str, steps: int, launcher: str, changes: Changes) -> list[Arm]:
+    return [await measure(arm, recipe_of(arm, model, steps, launcher, changes)) for arm in ARMS]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,10 +176,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure(terminal=False)
     os.environ[SECONDS] = "0.05" if args.smoke else str(args.reward_seconds)
     steps, launcher = (3, "inline") if args.smoke else (args.steps, "process")
-    changes: dict[str, dict[str, Any]] = {"train": {"dp": args.dp, "tp": args.tp}}
+    changes: Changes = {"train": {"dp": args.dp, "tp": args.tp}}
     if args.smoke:
         changes = {"train": {"groups_per_step": 2, "threads": 1}, "rollout": {"max_tokens": 4, "threads": 1}}
-    arms = asyncio.run(compare(args.model, steps, launcher, **changes))
+    arms = asyncio.run(compare(args.model, steps, launcher, changes))
     print(table(arms))
     if args.json:
         args.json.write_text(json.dumps([asdict(arm) for arm in arms], indent=2) + "\n")

@@ -43,11 +43,13 @@ def assert_within_the_plan(of: Recipe, watched: Watched) -> None:
     weights = [plan.source.nbytes(rank) for rank in range(plan.world)]
     figures = {one.phase: one for one in memory(plan, [2 * nbytes for nbytes in weights])}
     for rank in range(plan.world):
+        # AdamW's step counters, a number each; and FSDP pads what its ranks cannot share evenly.
+        slack = 4 * 64 + (0 if plan.world == 1 else weights[rank] // 50)
         swaps = [sync for sync in watched.of("sync") if sync["worker"] == f"rollout-{rank}"]
         for sync in swaps:
             if sync["to"] == "generation" and sync["version"] > 0:  # AdamW has its moments
-                counted, slack = sync["device_bytes"], 4 * 64  # of AdamW's step counters, a number each
-                assert counted["gather"] == figures[Phase.GATHER].live[rank]
+                counted = sync["device_bytes"]
+                assert 0 <= counted["gather"] - figures[Phase.GATHER].live[rank] <= slack
                 assert counted["offload weights"] == figures[Phase.GENERATE].live[rank]
                 assert 0 <= sync["released_bytes"] - figures[Phase.PREFETCH].host[rank] <= slack
                 assert sync["bytes"] == plan.received[rank] + plan.kept[rank]
@@ -55,11 +57,13 @@ def assert_within_the_plan(of: Recipe, watched: Watched) -> None:
         left = [turn for turn in told if turn["phase"] == "returning"]
         assert left
         for turn in left:
-            assert 0 < turn["cache_bytes"] <= most.caches
+            assert turn["cache_bytes"] <= most.caches
             assert turn["generating_bytes"] == figures[Phase.GENERATE].live[rank] + turn["cache_bytes"]
             assert turn["device_bytes"] <= figures[Phase.PREFETCH].live[rank] + slack
         order = [turn["phase"] for turn in told]
-        assert order == [("generating", "returning", "training")[at % 3] for at in range(len(order))]
+        if not deaths(watched):
+            assert order == [("generating", "returning", "training")[at % 3] for at in range(len(order))]
+    assert any(turn.get("cache_bytes", 0) > 0 for turn in watched.of("turn"))
 
 
 async def test_on_one_rank_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(tmp_path: Path) -> None:
