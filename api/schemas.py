@@ -82,6 +82,7 @@ class _RecipeSchema:
 
 
 RecipeTable = Annotated[dict[str, Any], _RecipeSchema()]
+RecipeName = Annotated[str, Field(max_length=200)]
 
 
 class RecipeSubmission(Strict):
@@ -90,7 +91,7 @@ class RecipeSubmission(Strict):
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["recipe"]}, {"required": ["recipe_name"]}]})
 
     recipe: RecipeTable | SkipJsonSchema[None] = Field(None, description="As a recipe's TOML file, in JSON.")
-    recipe_name: str | SkipJsonSchema[None] = Field(None, max_length=200, description="One of GET /v1/recipes.")
+    recipe_name: RecipeName | SkipJsonSchema[None] = Field(None, description="One of GET /v1/recipes.")
     overrides: dict[str, Any] = Field({}, description='Dotted keys and their values, as {"train.steps": 5}.')
 
     @model_validator(mode="after")
@@ -214,7 +215,7 @@ class SampleView(BaseModel):
     prompt: str
     response: str
     reward: float
-    rewards: dict[str, float] = Field(description="Of each reward function.")
+    rewards: dict[str, float | None] = Field(description="Of each reward function; null where it does not apply.")
     advantage: float | None
     tokens: int = Field(description="Of the response.")
     versions: list[tuple[int, int]] = Field(description="Policy version and tokens, in the response's order.")
@@ -223,7 +224,8 @@ class SampleView(BaseModel):
 
 
 class SamplePage(BaseModel):
-    """Newest first. ``next`` is the cursor of the next page (`after`), empty at the end."""
+    """Newest step first. ``next`` is the cursor of the next page (`after`), empty at the end: a page may hold fewer samples
+    than asked for, or none, and not be the last."""
 
     samples: list[SampleView]
     next: str

@@ -67,6 +67,7 @@ from stages.resharding.swap import empty
 from stages.reward import Reward, RewardError, RewardSet
 from stages.rollout import Rollout
 from stages.sample import Flow
+from stages.samplebook import FOLDER, Recorder, SampleBook
 from stages.update import Update
 from stages.weight_sync import WeightStore
 
@@ -393,6 +394,10 @@ class Worker:
         controller.on_nothing = turn.no_rows
         return _Shared(device, turn, controller)
 
+    def _recorder(self, tokenizer: Tokenizer) -> Recorder | None:
+        most, names = self.recipe.pipeline.keep_samples, [function.name for function in self.recipe.reward.functions]
+        return Recorder(self.dock, tokenizer, names, SampleBook(self.place.out / FOLDER, most)) if most else None
+
     async def _build_update(self, beside: TorchRolloutEngine | None = None) -> None:
         """``beside``: the rollout engine that takes turns with this rank on its device."""
         recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
@@ -462,6 +467,7 @@ class Worker:
             gang=gang,
             probe=recipe.probe_tolerance > 0,
             spans=spans,
+            recorder=self._recorder(tokenizer),
             publish_first=not recipe.ours("rollout"),
         )
         self._version = lambda: stage.trained
