@@ -120,7 +120,7 @@ export class Progress {
         const data = Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[at]]));
         if (kind === "step") this.step(data);
         else if (kind === "evaluation") this.evaluations.set(data.version, data);
-        else if (kind === "sync") this.sync(data);
+        else if (kind.startsWith("sync")) this.sync(data);
       }
     }
   }
