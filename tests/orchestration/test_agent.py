@@ -300,6 +300,8 @@ async def test_two_agents_on_one_index_share_its_runs(index_url: str, tmp_path: 
         with_both = [Agent(index_url, tmp_path / name, 1) for name in ("a", "b")]
         stop = asyncio.Event()
         tasks = [asyncio.create_task(agent.run(stop)) for agent in with_both]
+        for run in runs:
+            await service.until(run, lambda record: record.position is None)
         with pytest.raises(AgentError, match="another agent works in"):
             await Agent(index_url, tmp_path / "a", 1).run(stop)
         records = [await assert_finished(service, run, mock) for run in runs]
