@@ -36,6 +36,8 @@ from api.agent_cli import agent_command
 from api.dock import dock_app
 from api.exits import BAD_INPUT, FINISHED, INTERRUPTED, OF_STATE
 from api.runs_cli import login, logout, recipe_files, runs_app
+from api.serve_cli import serve_command
+from api.token_cli import token_app
 from api.view import viewing
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ app = typer.Typer(
 app.command("agent")(agent_command)
 app.add_typer(dock_app, name="dock")
 app.add_typer(runs_app, name="runs")
+app.add_typer(token_app, name="token")
+app.command("serve")(serve_command)
 plan_app = typer.Typer(help="Derive what a run would do, without running anything.", no_args_is_help=True)
 app.add_typer(plan_app, name="plan")
 

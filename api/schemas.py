@@ -82,6 +82,7 @@ class _RecipeSchema:
 
 
 RecipeTable = Annotated[dict[str, Any], _RecipeSchema()]
+RecipeName = Annotated[str, Field(max_length=200)]
 
 
 class RecipeSubmission(Strict):
@@ -90,7 +91,7 @@ class RecipeSubmission(Strict):
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["recipe"]}, {"required": ["recipe_name"]}]})
 
     recipe: RecipeTable | SkipJsonSchema[None] = Field(None, description="As a recipe's TOML file, in JSON.")
-    recipe_name: str | SkipJsonSchema[None] = Field(None, max_length=200, description="One of GET /v1/recipes.")
+    recipe_name: RecipeName | SkipJsonSchema[None] = Field(None, description="One of GET /v1/recipes.")
     overrides: dict[str, Any] = Field({}, description='Dotted keys and their values, as {"train.steps": 5}.')
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import importlib.metadata
+import logging
 import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from api import (
     routes_dashboard,
@@ -35,7 +37,9 @@ from api.problems import problems
 from api.routes_metrics import watch
 from api.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
 from api.tokens import Tokens
+from orchestration.agent import Agent, AgentError
 from orchestration.registry import Registry
+from orchestration.service_index import ServiceIndex
 
 log = structlog.get_logger()
 
@@ -86,7 +90,11 @@ async def _service(app: web.Application) -> AsyncIterator[None]:
 async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunner, str]:
     """Open the port. Returns what to clean up at the end, and the URL. Raises ServeError when the port is taken."""
     runner = web.AppRunner(
-        app, access_log=None, keepalive_timeout=settings.idle_seconds, shutdown_timeout=CLOSING_SECONDS
+        app,
+        access_log=None,
+        logger=_http_log(),
+        keepalive_timeout=settings.idle_seconds,
+        shutdown_timeout=CLOSING_SECONDS,
     )
     await runner.setup()
     try:
@@ -101,6 +109,14 @@ async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunne
     host, port = runner.addresses[0][:2]
     name = f"[{host}]" if ":" in host else host
     return runner, f"{'https' if settings.tls_certificate else 'http'}://{name}:{port}"
+
+
+def _http_log() -> logging.Logger:
+    """aiohttp's own log, without requests that are no HTTP: it would show the header that it stumbled over, whose value may
+    be a token."""
+    found = logging.getLogger("asyncdock.http")
+    found.filters[:] = [lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))]
+    return found
 
 
 def _tls(settings: Settings) -> ssl.SSLContext | None:
@@ -135,15 +151,63 @@ def only_server(data: Path) -> Iterator[None]:
 
 
 async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
-    """Serve until ``stop`` is set; ``ready`` is told the URL. Raises ServeError."""
+    """Serve until ``stop`` is set, with an agent for ``settings.runs`` runs at once; ``ready`` is told the URL. Raises
+    ServeError."""
     with only_server(settings.data):
-        registry = Registry(settings.index, timeout=INDEX_SECONDS)
+        index = None if settings.index else ServiceIndex(settings.data)
+        url = await _reach(settings, index)
+        registry = Registry(url, timeout=INDEX_SECONDS)
+        beside: list[asyncio.Task[None]] = []
         try:
-            runner, url = await listen(build_app(settings, settings.index, registry), settings)
+            runner, where = await listen(build_app(settings, url, registry), settings)
             try:
-                ready(url)
-                await stop.wait()
+                if settings.runs:
+                    agent = Agent(url, settings.data, settings.runs, index=index)
+                    beside.append(asyncio.create_task(agent.run(stop)))
+                elif index is not None:
+                    beside.append(asyncio.create_task(index.keep()))
+                await _warn(settings, url)
+                ready(where)
+                stopped = asyncio.create_task(stop.wait())
+                done, _ = await asyncio.wait([stopped, *beside], return_when=asyncio.FIRST_COMPLETED)
+                stopped.cancel()
+                for task in done & set(beside):
+                    task.result()
+            except AgentError as error:
+                raise ServeError(str(error)) from None
             finally:
                 await runner.cleanup()
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
+            if index is not None and not await registry.active():
+                await asyncio.to_thread(index.stop)  # nobody needs it until the next start, which finds all of it
         finally:
             await registry.close()
+
+
+async def _reach(settings: Settings, index: ServiceIndex | None) -> str:
+    """The URL of an index that answers."""
+    try:
+        url = settings.index or await asyncio.to_thread(index.start)  # type: ignore[union-attr]
+        tokens = Tokens(url)
+        try:
+            await tokens.ping()
+        finally:
+            await tokens.close()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ServeError(f"index: {error}") from None
+    return url
+
+
+async def _warn(settings: Settings, url: str) -> None:
+    """Say what an operator would want to know before others find it out."""
+    if not settings.loopback and settings.tls_certificate is None:
+        log.warning(
+            "tokens travel in the clear; give --tls-certificate and --tls-key, or put a TLS proxy in front of it"
+        )
+    if settings.tokens_needed:
+        tokens = Tokens(url)
+        if not await tokens.list():
+            log.warning("nobody can use it yet; make a token with `asyncdock token create NAME --scope admin`")
+        await tokens.close()

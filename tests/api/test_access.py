@@ -6,7 +6,7 @@ import asyncio
 import json
 import types
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import redis.asyncio as redis
@@ -20,6 +20,7 @@ from api.operations import operation
 from api.server import build_app, listen
 from api.service import Service, Settings
 from api.tokens import KEY, SCOPES, Scope, Tokens
+from orchestration.registry import Registry
 from pipeline.index import IndexUnreachable
 from tests.api.serving import bearer, serving
 
@@ -206,13 +207,36 @@ async def test_too_many_requests_are_put_off(index_url: str, tmp_path: Path) -> 
 
 async def test_a_client_that_never_ends_its_headers_is_cut_off(index_url: str, tmp_path: Path) -> None:
     settings = Settings(data=tmp_path, port=0, idle_seconds=0.3)
-    runner, url = await listen(build_app(settings, index_url, cast(Any, None)), settings)
+    registry = Registry(index_url)
+    runner, url = await listen(build_app(settings, index_url, registry), settings)
     reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
     writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
     async with asyncio.timeout(10):
         assert await reader.read() == b""
     writer.close()
     await runner.cleanup()
+    await registry.close()
+
+
+async def test_a_request_that_is_no_http_is_not_logged_with_its_token(
+    index_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(data=tmp_path, port=0)
+    registry = Registry(index_url)
+    runner, url = await listen(build_app(settings, index_url, registry), settings)
+    for header in (
+        b"Authorization: Bearer hunter2\x00",
+        b"Authorization Bearer hunter2",
+        b"X: hunter2" + b"a" * 10_000,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + header + b"\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+    await runner.cleanup()
+    await registry.close()
+    assert "hunter2" not in caplog.text
+    assert "hunter2" not in "".join(capfd.readouterr())
 
 
 @given(
