@@ -393,7 +393,8 @@ class Client:
         every: float | None = None,
         names: Sequence[str] = (),
     ) -> MetricsView:
-        """The history between two times (Unix seconds), one point for ``every`` seconds; ``names`` as ``reward_mean``."""
+        """The history between two times (Unix seconds), one point for ``every`` seconds; ``names`` of series and numbers, as
+        ``step.reward_mean``."""
         query = {"from": from_, "to": to, "every": every, "names": ",".join(names)}
         return await self._get(MetricsView, self._run(run, "metrics"), query)
 

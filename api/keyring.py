@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-DEFAULT_SERVER = "http://127.0.0.1:8700"  # where `asyncdock serve` listens when it is told nothing else
+DEFAULT_SERVER = "http://127.0.0.1:8765"  # where `asyncdock serve` listens when it is told nothing else
 SERVER_VARIABLE = "ASYNCDOCK_SERVER"
 TOKEN_VARIABLE = "ASYNCDOCK_TOKEN"
 PORTS = {"http": 80, "https": 443}

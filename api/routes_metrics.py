@@ -13,7 +13,7 @@ from api.events import History, id_at
 from api.exposition import Exposition, ServerMetrics
 from api.operations import Strict, operation
 from api.problems import Problem
-from api.schemas import RunPath
+from api.schemas import MetricsView, RunPath
 from api.series import Series, TooMany, Wanted, width
 from api.service import SERVICE, Service
 from api.stream import Ending, Feed, Feeds, Reader
@@ -124,19 +124,10 @@ class HistoryQuery(RangeQuery):
     names: Names = Field("", description="Series and numbers, with commas: step, stage/rollout-0, step.reward_mean.")
 
 
-class MetricsHistory(BaseModel):
-    """Columns of numbers by series. A point's time is where its seconds begin."""
-
-    begin: float = Field(alias="from")
-    end: float = Field(alias="to")
-    every: float
-    series: dict[str, dict[str, list[float | None]]]
-
-
 @operation(
     "GET", "/v1/runs/{run}/metrics", scope="read", summary="A run's past in numbers", tag="metrics", errors=(404, 422)
 )
-async def history(service: Service, path: RunPath, query: HistoryQuery, request: web.Request) -> MetricsHistory:
+async def history(service: Service, path: RunPath, query: HistoryQuery, request: web.Request) -> MetricsView:
     record = await service.registry.get(path.run)
     begin, end = _range(record, query)
     every = width(end - begin) if query.every is None else query.every
@@ -151,7 +142,7 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
         raise Problem(
             422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
         ) from None
-    return MetricsHistory.model_validate({"from": begin, "to": end, "every": every, "series": series.columns()})
+    return MetricsView.model_validate({"from": begin, "to": end, "every": every, "series": series.columns()})
 
 
 class TraceDocument(BaseModel):

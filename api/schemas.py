@@ -215,7 +215,7 @@ class SampleView(BaseModel):
     prompt: str
     response: str
     reward: float
-    rewards: dict[str, float] = Field(description="Of each reward function.")
+    rewards: dict[str, float | None] = Field(description="Of each reward function; null where it does not apply.")
     advantage: float | None
     tokens: int = Field(description="Of the response.")
     versions: list[tuple[int, int]] = Field(description="Policy version and tokens, in the response's order.")
@@ -224,7 +224,8 @@ class SampleView(BaseModel):
 
 
 class SamplePage(BaseModel):
-    """Newest first. ``next`` is the cursor of the next page (`after`), empty at the end."""
+    """Newest step first. ``next`` is the cursor of the next page (`after`), empty at the end: a page may hold fewer samples
+    than asked for, or none, and not be the last."""
 
     samples: list[SampleView]
     next: str

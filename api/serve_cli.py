@@ -14,10 +14,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from api.exits import BAD_INPUT, FAILED
 from api.service import Settings
 from orchestration.recipe import parse_size
 
-FAILED, BAD_INPUT = 1, 2
 LISTEN = "127.0.0.1:8765"
 
 DataOption = Annotated[

@@ -29,6 +29,7 @@ from api import (
     routes_metrics,
     routes_recipes,
     routes_runs,
+    routes_samples,
     routes_service,
 )
 from api.limits import admission, secure
@@ -47,6 +48,7 @@ log = structlog.get_logger()
 ROUTES = (
     routes_runs,
     routes_recipes,
+    routes_samples,
     routes_external,
     routes_metrics,
     routes_service,

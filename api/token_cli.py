@@ -16,11 +16,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from api.exits import BAD_INPUT
 from api.tokens import Scope, Token, Tokens
 from pipeline.index import IndexUnreachable
 
 T = TypeVar("T")
-BAD_INPUT = 2
 DAY = 86400.0
 
 token_app = typer.Typer(help="Bearer tokens: who may use a service, and for what.", no_args_is_help=True)

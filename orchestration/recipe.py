@@ -61,6 +61,7 @@ def _index_url(value: object) -> object:
 
 
 Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str), Field(gt=0)]
+SizeOrNone = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str), Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -178,12 +179,14 @@ TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")
 class PipelineSection(Section):
     """``staleness``: the bound η in versions. ``window``: W in groups; 1 trains strictly in admission order. ``serve``: the
     address on which other nodes reach the warehouse ("": none does), inside TLS when the three ``tls_`` files are given
-    (PEM; ``tls_authority`` is what the others' certificates are checked against)."""
+    (PEM; ``tls_authority`` is what the others' certificates are checked against). ``keep_samples``: room on disk for the
+    texts of the newest samples (0: none are kept)."""
 
     staleness: CountOrNone = 1
     window: Count = 1
     arena: Size = 64 * 2**20
     lease_seconds: Seconds = 60.0
+    keep_samples: SizeOrNone = 64 * 2**20
     index: Annotated[str, BeforeValidator(_index_url)] = "embedded"
     serve: str = ""
     tls_certificate: str = ""
@@ -369,6 +372,7 @@ HOW = (
     "rollout.device",
     "rollout.threads",
     "rollout.workers",
+    "pipeline.keep_samples",
     "launch",
 )
 

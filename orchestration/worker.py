@@ -62,6 +62,7 @@ from stages.reference import Reference
 from stages.reward import Reward, RewardError, RewardSet
 from stages.rollout import Rollout
 from stages.sample import Flow
+from stages.samplebook import FOLDER, Recorder, SampleBook
 from stages.update import Update
 from stages.weight_sync import WeightStore
 
@@ -325,6 +326,10 @@ class Worker:
         await follower.begin()
         self._beside.append(follower.run)
 
+    def _recorder(self, tokenizer: Tokenizer) -> Recorder | None:
+        most, names = self.recipe.pipeline.keep_samples, [function.name for function in self.recipe.reward.functions]
+        return Recorder(self.dock, tokenizer, names, SampleBook(self.place.out / FOLDER, most)) if most else None
+
     async def _build_update(self) -> None:
         recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
         ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
@@ -390,6 +395,7 @@ class Worker:
             gang=gang,
             probe=recipe.probe_tolerance > 0,
             spans=spans,
+            recorder=self._recorder(tokenizer),
             publish_first=not recipe.ours("rollout"),
         )
         self._version = lambda: stage.trained

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -27,6 +27,7 @@ from stages.algorithms import Algorithm
 from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
 from stages.gang import Gang, trained_columns
+from stages.samplebook import Recorder, Sample
 from stages.weight_sync import Published, WeightStore, probed
 
 log = structlog.get_logger()
@@ -56,6 +57,7 @@ class Update:
         gang: Gang | None = None,
         probe: bool = False,
         spans: Spans | None = None,
+        recorder: Recorder | None = None,
         publish_first: bool = False,
     ) -> None:
         self.gang = gang or Gang(dock.index, Ranks(0))
@@ -63,7 +65,7 @@ class Update:
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
-        self.spans = spans or Spans()
+        self.spans, self.recorder = spans or Spans(), recorder
         self._since = time.monotonic()
         self._publish_first = publish_first
         self._probes, self._probe = probe, tuple[list[int], ...]()  # prompt and response of a row of the last batch
@@ -94,9 +96,7 @@ class Update:
             raise BoundBroken(
                 f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
             )
-        began = time.monotonic()
-        metrics = await self._train(claim)
-        seconds = time.monotonic() - began
+        metrics, seconds, samples = await self._train_and_read(claim, stale)
         ledger = await self.dock.index.ledger()
         trained_tokens = int(claim.tokens.sum())
         event = {
@@ -111,6 +111,8 @@ class Update:
         yield Output(step=self.trained, event=event, tokens=trained_tokens)
         self.trained += 1
         await self.publish()
+        if self.recorder is not None:
+            await self.recorder.write(samples)
         await self._end_step()
         if self.trained >= self.steps:
             self._after_last()
@@ -118,6 +120,23 @@ class Update:
     async def _end_step(self) -> None:
         await self._after_step(self.trained)
         await self.dock.index.emit("ledger", await self.dock.index.ledger())
+
+    async def _train_and_read(
+        self, claim: Claim, stale: list[int]
+    ) -> tuple[Mapping[str, float], float, Sequence[Sample]]:
+        """Train, and read beside it what is recorded: its rows are gone with the next checkpoint. Also the seconds of
+        training."""
+        began, reading = time.monotonic(), None
+        if self.recorder is not None:
+            reading = asyncio.create_task(self.recorder.read(self.trained, claim, stale))
+        try:
+            metrics = await self._train(claim)
+            seconds = time.monotonic() - began
+            return metrics, seconds, await reading if reading is not None else []
+        finally:
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
         """One optimizer step on the claim's rows, by all ranks."""

@@ -235,7 +235,7 @@ async def test_a_token_goes_to_the_service_and_nowhere_else(service: Service) ->
 
 
 @pytest.mark.parametrize(
-    "server", ["", "localhost", "127.0.0.1:8700", "ftp://x", "http://", "http://x:port", "http://a:b@x", "http://x/?q"]
+    "server", ["", "localhost", "127.0.0.1:8765", "ftp://x", "http://", "http://x:port", "http://a:b@x", "http://x/?q"]
 )
 def test_what_is_no_address_is_refused(server: str) -> None:
     with pytest.raises(ValueError, match=r"^server"):

@@ -19,6 +19,7 @@ from orchestration.metrics import METRICS, MetricsFile
 from orchestration.recipe import parse_recipe
 from orchestration.registry import Registry, RunRecord
 from pipeline.index import Event, Index
+from stages.samplebook import FOLDER, SampleBook
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.runs import MOCK
 
@@ -63,11 +64,9 @@ class Told:
         assert held.record.id == self.record.id
         await self.registry.renew(self.record.id, "token", "process", 60.0)
         await self.index.transition(["", "created"], "running")
-        await self.tell("state", {"state": "running", "reason": ""})
 
     async def finish(self) -> None:
         await self.index.transition(["running"], "finished")
-        await self.tell("state", {"state": "finished", "reason": ""})
         await self.registry.end(self.record.id, "token", "finished", "")
 
 
@@ -117,14 +116,16 @@ async def test_a_run_is_streamed_to_its_end_and_from_any_event_on(client: Client
         await run.tell("step", step(number))
     await run.finish()
     told = await asyncio.wait_for(reading, 20)
-    assert [kind for _, kind, _ in told] == ["state", "state", *["step"] * 5, "state", "end"]
+    assert [kind for _, kind, _ in told if kind != "state"] == [*["step"] * 5, "end"]
+    assert [data["state"] for _, kind, data in told if kind == "state"][-2:] == ["running", "finished"]
     assert told[-1][2] == {"state": "finished", "reason": ""}
     assert [data["step"] for _, kind, data in told if kind == "step"] == list(range(5))
-    async with client.get(f"{run.path}/metrics/stream", headers={"Last-Event-ID": told[3][0]}) as response:
-        assert await events(response) == told[4:]
-    query = {"last_event_id": told[3][0], "kinds": "step"}
+    at = next(i for i, (_, kind, data) in enumerate(told) if kind == "step" and data["step"] == 1)
+    async with client.get(f"{run.path}/metrics/stream", headers={"Last-Event-ID": told[at][0]}) as response:
+        assert await events(response) == told[at + 1 :]
+    query = {"last_event_id": told[at][0], "kinds": "step"}
     async with client.get(f"{run.path}/metrics/stream", params=query) as response:
-        assert await events(response) == [*told[4:7], told[-1]]
+        assert await events(response) == [*told[at + 1 : at + 4], told[-1]]
 
 
 async def test_a_stream_is_refused_before_it_begins(client: Client, run: Told) -> None:
@@ -191,6 +192,38 @@ async def test_what_cannot_be_answered_says_what_to_ask_instead(client: Client, 
     assert (await problem(await client.get(f"{run.path}/metrics", params={"every": -1}), 400))["field"] == "query.every"
     await problem(await client.get(f"{run.path}/metrics", params={"from": "yesterday"}), 400)
     await problem(await client.get("/v1/runs/nobody/metrics"), 404)
+
+
+# ── samples ──
+
+
+async def test_samples_are_found_by_step_reward_and_staleness(client: Client, run: Told, tmp_path: Path) -> None:
+    key = f"{run.registry._index.prefix}run:{run.record.id}"
+    await run.registry._index._redis.hset(key, "folder", str(tmp_path))
+    book = SampleBook(tmp_path / FOLDER, 1 << 20)
+    for number in range(3):
+        texts = {"prompt": "2 + 2?", "response": "4", "rewards": {"arithmetic": 1.0, "brevity": None}, "tokens": 2}
+        rest = {"advantage": -0.5, "versions": [[number, 2]], "staleness": number, "truncated": False}
+        places = [{"step": number, "group": number, "place": place, "reward": place / 4} for place in range(4)]
+        book.add([place | texts | rest for place in places])
+
+    async def found(**query: Any) -> list[tuple[int, int]]:
+        answer = await (await client.get(f"{run.path}/samples", params=query)).json()
+        assert answer["next"] == ""
+        return [(sample["step"], sample["place"]) for sample in answer["samples"]]
+
+    assert await found() == [(number, place) for number in (2, 1, 0) for place in range(4)]
+    assert await found(step=1) == [(1, place) for place in range(4)]
+    assert await found(reward_min=0.6, staleness_min=1) == [(2, 3), (1, 3)]
+    assert await found(reward_max=0.1, step=0) == [(0, 0)]
+    first = await (await client.get(f"{run.path}/samples", params={"limit": 5})).json()
+    assert first["samples"][0] == {
+        **{"step": 2, "group": 2, "place": 0, "prompt": "2 + 2?", "response": "4", "reward": 0.0, "advantage": -0.5},
+        **{"rewards": {"arithmetic": 1.0, "brevity": None}, "tokens": 2, "versions": [[2, 2]], "staleness": 2},
+        "truncated": False,
+    }
+    assert await found(after=first["next"]) == [(1, 1), (1, 2), (1, 3), *((0, place) for place in range(4))]
+    assert (await problem(await client.get(f"{run.path}/samples", params={"after": "x:y"}), 400))["fix"]
 
 
 # ── trace ──

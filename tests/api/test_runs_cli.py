@@ -267,9 +267,9 @@ def test_a_name_that_does_not_resolve_is_told() -> None:
 
 
 def test_an_address_that_is_none_is_told() -> None:
-    code, _, err = asyncdock("runs", "list", "--server", "localhost:8700")
+    code, _, err = asyncdock("runs", "list", "--server", "localhost:8765")
     assert code == BAD_INPUT
-    assert "server = 'localhost:8700': is not the address of a service; write it as http://HOST:PORT" in err
+    assert "server = 'localhost:8765': is not the address of a service; write it as http://HOST:PORT" in err
 
 
 @pytest.mark.parametrize("name", ["show", "stop", "watch", "logs", "delete"])

@@ -98,6 +98,11 @@ def left_behind(data: Path) -> list[str]:
     return found
 
 
+def names(folder: Path) -> set[str]:
+    """What lies in ``folder``; nothing once it is gone."""
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
 Call = Callable[..., Any]
 
 
@@ -162,12 +167,11 @@ async def test_a_run_is_driven_from_its_submission_to_its_deletion(server: Serve
         finished = await until(call, second["id"], lambda view: view["ended"])
         assert (finished["state"], finished["steps_done"], finished["reason"]) == ("finished", 2, "")
         folder = Path(finished["folder"])
-        kept = {path.name for path in await asyncio.to_thread(lambda: list(folder.iterdir()))}
-        assert kept >= {"recipe.json", "metrics.jsonl", "checkpoints", "logs"}
+        assert names(folder) >= {"recipe.json", "metrics.jsonl", "checkpoints", "logs"}
         await call("DELETE", f"/v1/runs/{second['id']}", 204)
         await call("GET", f"/v1/runs/{second['id']}", 404)
         deadline = time.monotonic() + SECONDS
-        while folder.exists():
+        while names(folder):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
 
