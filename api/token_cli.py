@@ -10,15 +10,16 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from api.exits import BAD_INPUT
-from api.tokens import Scope, Token, Tokens
-from pipeline.index import IndexUnreachable
+
+if TYPE_CHECKING:
+    from api.tokens import Scope, Token, Tokens
 
 T = TypeVar("T")
 DAY = 86400.0
@@ -98,6 +99,9 @@ def revoke(
 
 
 def _with_tokens(data: Path | None, index: str, do: Callable[[Tokens], Awaitable[T]]) -> T:
+    from api.tokens import Tokens  # here: it brings torch, for which no other command has to wait
+    from pipeline.index import IndexUnreachable
+
     async def doing(url: str) -> T:
         tokens = Tokens(url)
         try:

@@ -65,11 +65,11 @@ class Tokens:
         return token, f"adock_{identity}_{secret}"
 
     async def adopt(self, text: str, name: str, scope: Scope) -> Token:
-        """Let ``text``, a token that was made elsewhere, open what ``scope`` says: one that lies in a file before the service
-        begins. Harmless when repeated."""
+        """Let ``text``, a token that was made elsewhere, open what ``scope`` says: one that a deployment has in a file before
+        the service begins. Harmless when repeated."""
         match = _FORM.fullmatch(text)
         if match is None:
-            raise ValueError("token: what was given is not one; it is adock_, 12 hexadecimal digits, _ and 43 of A-Za-z0-9_-")
+            raise ValueError("token: what was given is not one; it is adock_, 12 of 0-9a-f, _ and 43 of A-Za-z0-9_-")
         token = _token(match[1], name, scope, time.time(), None)
         await self._keep(token, match[2])
         return token

@@ -1,6 +1,6 @@
-"""The stack's services run as compose.yaml says, in bubblewrap instead of an engine: their own commands, users, mounts, secrets
-and health checks, with Debian's redis-server and Prometheus. A mock run is driven over REST with the very commands that
-compose/README.md shows."""
+"""The stack's services run as compose.yaml says, in bubblewrap instead of an engine: their own commands, users, mounts,
+secrets and health checks, with Debian's redis-server and Prometheus. A mock run is driven over REST with the very commands
+that compose/README.md shows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.servers import REDIS, WITHOUT_REDIS
 
 MISSING = missing("prometheus", "promtool", "curl") or (WITHOUT_REDIS if REDIS is None else "")
 
-pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(600)]
 
 ENDED = ("finished", "stopped", "failed")
 
@@ -192,7 +192,7 @@ def test_no_secret_is_on_a_command_line_or_in_a_log(stack: Stack) -> None:
 
 
 def test_a_run_survives_the_death_of_api_and_agent(stack: Stack) -> None:
-    """The agent's processes, the run's among them, and its shared memory are gone with its container; the next one goes on."""
+    """The agent's processes, the run's among them, and its shared memory go with its container; the next one goes on."""
     _, page = ask(stack, f"{API}/v1/runs?name=demo")
     run = page["runs"][0]["id"]
     before = run_of(stack, run)
