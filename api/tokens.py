@@ -65,7 +65,7 @@ class Tokens:
         return token, f"adock_{identity}_{secret}"
 
     async def adopt(self, text: str, name: str, scope: Scope) -> Token:
-        """Let ``text``, a token that was made elsewhere, open what ``scope`` says: one that a deployment has in a file before
+        """Let ``text``, a token that was made elsewhere, open what ``scope`` says: a deployment has it in a file before
         the service begins. Harmless when repeated."""
         match = _FORM.fullmatch(text)
         if match is None:
