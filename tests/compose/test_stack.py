@@ -23,7 +23,7 @@ from tests.compose.containers import FOLDER, Stack
 from tests.compose.sandbox import missing
 from tests.servers import REDIS, WITHOUT_REDIS
 
-MISSING = missing("prometheus", "promtool", "curl") or (WITHOUT_REDIS if REDIS is None else "")
+MISSING = missing("prometheus", "curl", "wget") or (WITHOUT_REDIS if REDIS is None else "")
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(600)]
 
@@ -89,7 +89,7 @@ def commands(title: str) -> str:
 def test_every_service_is_healthy_as_a_user_without_privileges(stack: Stack) -> None:
     for name in ("redis", "api", "agent", "prometheus"):
         container = stack.containers[name]
-        assert container.healthy(), container.logs()
+        stack.wait(container.healthy, 60, container)
         user = int(container.spec["user"].split(":")[0])
         assert container.processes()
         for process in container.processes():
