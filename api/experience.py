@@ -21,6 +21,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from api.schemas_external import ExperienceRow
+from orchestration.external import Experience
 from pipeline.columns import Column, Packed, Schema
 from stages.external import Misfit
 
@@ -34,14 +36,32 @@ class Unreadable(ValueError):
     """A body that is no safetensors file, or not one of ours. The message says why."""
 
 
-def to_body(control: str, columns: Mapping[str, Packed], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """One safetensors body; ``shapes`` are [B, *shape] of the columns that have no offsets."""
+def rows_of(experience: Experience) -> list[ExperienceRow]:
+    """What is told of each row of a claim."""
+    return [
+        ExperienceRow(
+            id=row.row,
+            group=row.group,
+            place=row.place,
+            samples=row.samples,
+            oldest_version=row.oldest_version,
+            tokens=row.tokens,
+            seed=seed,
+        )
+        for row, seed in zip(experience.claim.rows, experience.seeds, strict=True)
+    ]
+
+
+def to_body(control: str, columns: Mapping[str, Packed | torch.Tensor]) -> bytes:
+    """One safetensors body of ``control``, which is what is no column, and the columns."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, packed in columns.items():
-        if packed.offsets is None:
-            tensors[name] = packed.values.reshape(shapes[name]).clone()
-        else:
-            tensors[name], tensors[name + OFFSETS] = packed.values.clone(), packed.offsets.clone()
+    for name, value in columns.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value.clone()  # tensors of one memory are refused, and these may be views of an arena
+            continue
+        tensors[name] = value.values.clone()
+        if value.offsets is not None:
+            tensors[name + OFFSETS] = value.offsets.clone()
     return save(tensors, {CONTROL: control})
 
 

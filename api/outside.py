@@ -74,7 +74,7 @@ class Outside:
         if run not in self._runs:
             index = Index(self._url, run, timeout=INDEX_SECONDS)
             recipe = Recipe.model_validate(record.recipe)
-            self._runs[run] = OutsideRun(External(index, recipe, worker="external-server"), self._data)
+            self._runs[run] = OutsideRun(External(index, recipe, worker="service"), self._data)
         self._runs[run].used = time.monotonic()
         return self._runs[run]
 

@@ -18,18 +18,18 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO, Any
 
+import torch
 from aiohttp import web
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from api.experience import BINARY, Unreadable, from_body, from_lists, to_body, to_lists
+from api.experience import BINARY, Unreadable, from_body, from_lists, rows_of, to_body, to_lists
 from api.operations import operation, read_body
 from api.problems import Problem, of_validation
 from api.schemas import RunPath
 from api.schemas_external import (
     Begun,
-    ExperienceRow,
     ExperienceView,
     FedView,
     GetExperience,
@@ -148,32 +148,20 @@ async def _view(external: External, answer: Answer, asked: GetExperience) -> Exp
     view.token = claim.token
     if asked.stage == "rollout":
         view.sampling = (await external.terms()).sampling
-    view.rows = [
-        ExperienceRow(
-            id=row.row,
-            group=row.group,
-            place=row.place,
-            samples=row.samples,
-            oldest_version=row.oldest_version,
-            tokens=row.tokens,
-            seed=seed,
-        )
-        for row, seed in zip(claim.rows, experience.seeds, strict=True)
-    ]
+    view.rows = rows_of(experience)
     if positions := experience.begun[0]:
         view.begun = Begun(rows=[int(claim.row[at]) for at in positions])
     return view
 
 
 def _body(external: External, view: ExperienceView, experience: Experience | None) -> bytes:
-    columns: dict[str, Packed] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    columns: dict[str, Packed | torch.Tensor] = {}
     if experience is not None:
-        columns |= experience.columns
+        for name, packed in experience.columns.items():
+            shape = (len(experience.claim), *(external.schema[name].shape or ()))
+            columns[name] = packed if packed.offsets is not None else packed.values.reshape(shape)
         columns |= {f"begun.{name}": packed for name, packed in experience.begun[1].items()}
-        for name in experience.columns:
-            shapes[name] = (len(experience.claim), *(external.schema[name].shape or ()))
-    return to_body(view.model_dump_json(exclude={"columns": True, "begun": {"columns"}}), columns, shapes)
+    return to_body(view.model_dump_json(exclude={"columns": True, "begun": {"columns"}}), columns)
 
 
 @operation(

@@ -37,10 +37,11 @@ from pipeline.warehouse import shared_memory_directory
 
 log = structlog.get_logger()
 
-START_SECONDS = 60.0  # from a runner's launch to its first sign of life
+START_SECONDS = 300.0  # from a runner's launch to its first sign of life
 SILENT_SECONDS = 30.0  # past the end of its lease, a runner that is alive is taken for hung and ended by force
 ABANDONED_SECONDS = 60.0  # past the end of its lease, a run of another agent may be taken over
 GRACE_SECONDS = 10.0  # past launch.stop_timeout, a runner that still stops is ended by force
+LONGEST_PAUSE = 30.0  # seconds before another runner follows on one that never came to work
 LOOK_SECONDS = 5.0  # the list is looked at this often even when nothing in it changes: leases end
 
 
@@ -181,6 +182,8 @@ class Agent:
                 await conclude(self._registry, run, token, "failed", used_up)
                 return
             log.warning("another runner takes the run over", run=run, reason=reason)
+            if found.record.state == "starting":  # it never came to work: what was wrong with it may pass
+                await asyncio.sleep(min(2.0 ** (found.record.attempts - 2), LONGEST_PAUSE))
             await self._tell(run, reason)
             followed, token = token, uuid.uuid4().hex
             if not await self._registry.retake(run, followed, token, self.name, START_SECONDS):
@@ -215,7 +218,9 @@ class Agent:
             await conclude(self._registry, held.record.id, token, "failed", f"its runner cannot be started: {error}")
             return None
         log.info("runner started", run=held.record.id, pid=child.pid)
-        return Process.of(child.pid, child)
+        process = Process.of(child.pid, child)
+        await self._registry.renew(held.record.id, token, str(process), START_SECONDS)  # whoever follows us knows it
+        return process
 
     async def _until_gone(self, run: str, process: Process | None, stop_timeout: float) -> str:
         """Return when nobody executes the run any more, and why. A runner that hangs or does not stop is ended by force."""
@@ -280,4 +285,6 @@ class Agent:
 def _said(code: int | None) -> str:
     if code is None:
         return "its runner was gone"
-    return f"its runner was ended by signal {-code}" if code < 0 else f"its runner ended with exit code {code}"
+    if code < 0:
+        return f"its runner was ended by signal {-code}"
+    return f"its runner ended with exit code {code}; see logs/runner.log in its folder"

@@ -64,7 +64,6 @@ class Experience:
     columns: dict[str, Packed]
     begun: tuple[list[int], dict[str, Packed]]
     seeds: list[int]  # of each row's group, for who draws tokens
-    samples: list[int]  # in each row's group
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ class External:
             await asyncio.shield(self.index.call("hand_back", token=claim.token))
             raise
         seeds = [group_seed(self.recipe.seed, group) for group in claim.group.tolist()]
-        return Experience(claim, found, (positions, progress), seeds, [row.samples for row in claim.rows])
+        return Experience(claim, found, (positions, progress), seeds)
 
     async def _needed(self, stage: str) -> list[str]:
         dock, config = await self._warehouses(), await self.index.config()

@@ -1499,12 +1499,14 @@ end)
 
 -- ── Prompts from outside ──────────────────────────────────────────────────────────────────────────────────────────────
 -- They wait here, in order and bounded, until the run has them in its own file.
---   feed              position → prompt        n: `fed` the next position, `feed_kept` the first that waits,
---                     `feed_bytes` how many bytes do, `feed_ended` none will come
+--   feed              position → prompt
+--   feed:n            `next` position, `kept` the first that waits, `bytes` that wait, `ended`: no more will come
+local function fed(run, field) return int(call('HGET', run .. 'feed:n', field)) end
+
 -- {prompts, first or false, last, most = bytes} → {next}, or {next, wait} when there is no room now. The i-th prompt gets
 -- position first + i - 1 (false: the next ones); those that are there already are left as they are.
 define('feed', function(run, a)
-  local next_one, bytes, put = value(run, 'fed'), 0, {}
+  local next_one, bytes, put = fed(run, 'next'), 0, {}
   local first = a.first or next_one
   if first > next_one then fail('BAD', 'position ' .. first .. ' is out of order: the next one is ' .. next_one) end
   for i, prompt in ipairs(a.prompts) do
@@ -1514,22 +1516,22 @@ define('feed', function(run, a)
     end
   end
   if #put > 0 then
-    if value(run, 'feed_ended') == 1 then fail('BAD', 'position ' .. next_one .. ' comes after the last: the feed was ended there') end
+    if fed(run, 'ended') == 1 then fail('BAD', 'position ' .. next_one .. ' comes after the last: the feed was ended there') end
     if bytes > a.most then fail('NOFIT', bytes .. ' bytes of prompts can never wait together: at most ' .. a.most .. '; put fewer at once') end
-    if value(run, 'feed_bytes') + bytes > a.most then return { next = next_one, wait = woken(run, 'feed') } end
+    if fed(run, 'bytes') + bytes > a.most then return { next = next_one, wait = woken(run, 'feed') } end
     for i = 1, #put, 2 do call('HSET', run .. 'feed', put[i], put[i + 1]) end
-    count(run, 'feed_bytes', bytes)
-    next_one = count(run, 'fed', #put / 2)
+    call('HINCRBY', run .. 'feed:n', 'bytes', bytes)
+    next_one = call('HINCRBY', run .. 'feed:n', 'next', #put / 2)
   end
-  if a.last then call('HSET', run .. 'n', 'feed_ended', 1) end
+  if a.last then call('HSET', run .. 'feed:n', 'ended', 1) end
   if a.last or #put > 0 then wake(run, 'fed') end
   return { next = next_one }
 end)
 
 -- {from, most} → {prompts, ended, wait}: those from position `from` on, at most `most`.
 define('fed', function(run, a)
-  local out = { prompts = {}, ended = value(run, 'feed_ended') == 1, wait = woken(run, 'fed') }
-  for position = a.from, min(value(run, 'fed'), a.from + a.most) - 1 do
+  local out = { prompts = {}, ended = fed(run, 'ended') == 1, wait = woken(run, 'fed') }
+  for position = a.from, min(fed(run, 'next'), a.from + a.most) - 1 do
     out.prompts[#out.prompts + 1] = call('HGET', run .. 'feed', position)
   end
   return out
@@ -1537,11 +1539,11 @@ end, true)
 
 -- {below}: these positions lie in the run's file. The next one is not below them either: a resumed run has an index of its own.
 define('kept', function(run, a)
-  for position = value(run, 'feed_kept'), min(value(run, 'fed'), a.below) - 1 do
-    count(run, 'feed_bytes', -call('HSTRLEN', run .. 'feed', position))
+  for position = fed(run, 'kept'), min(fed(run, 'next'), a.below) - 1 do
+    call('HINCRBY', run .. 'feed:n', 'bytes', -call('HSTRLEN', run .. 'feed', position))
     call('HDEL', run .. 'feed', position)
   end
-  call('HSET', run .. 'n', 'feed_kept', max(value(run, 'feed_kept'), a.below), 'fed', max(value(run, 'fed'), a.below))
+  call('HSET', run .. 'feed:n', 'kept', max(fed(run, 'kept'), a.below), 'next', max(fed(run, 'next'), a.below))
   wake(run, 'feed')
   return true
 end)

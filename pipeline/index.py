@@ -676,8 +676,9 @@ class Index:
                 yield event
 
     async def rewind(self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = ()) -> None:
-        """Begin the sample flow anew where a checkpoint stands: what it was made of is lost. Events and documents stay."""
-        await self.erase(keep=("events", "state", "doc:*"))
+        """Begin the sample flow anew where a checkpoint stands: what it was made of is lost. Events and documents stay, and
+        prompts from outside that wait."""
+        await self.erase(keep=("events", "state", "doc:*", "feed", "feed:n"))
         await self.init(config, counters, remake)
 
     async def retire(self) -> None:

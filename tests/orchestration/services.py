@@ -13,11 +13,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from orchestration.agent import Agent
 from orchestration.hosted import shared_prefix
 from orchestration.metrics import METRICS, Recorded, read_metrics
 from orchestration.processes import Process
 from orchestration.recipe import Recipe
 from orchestration.registry import ENDED, Held, Registry, RunRecord
+from orchestration.service_index import ServiceIndex, locked
 from pipeline.index import INDEX_VARIABLE, Event, Index
 from pipeline.warehouse import shared_memory_directory
 
@@ -42,6 +44,28 @@ class Service:
             agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
         self.agents.append(agent)
         return agent
+
+    @asynccontextmanager
+    async def working(self, runs: int = 1) -> AsyncGenerator[Agent, None]:
+        """An agent in this process, which starts sooner."""
+        agent, stop = Agent(self.url, self.data, runs), asyncio.Event()
+        task = asyncio.create_task(agent.run(stop))
+        try:
+            yield agent
+        finally:
+            stop.set()
+            await task
+
+    async def agent_works(self) -> None:
+        """Wait until some agent has the service's folder."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                try:
+                    with locked(self.data / "agent.lock", wait=False):
+                        pass
+                except BlockingIOError:
+                    return
+                await self.registry.wait("", 0.2)  # nothing tells of it
 
     def index_process(self) -> Process:
         """The service's own Valkey."""
@@ -106,8 +130,6 @@ class Service:
 @asynccontextmanager
 async def serving(data: Path, url: str = "") -> AsyncGenerator[Service, None]:
     """A service; at the end all of its runs and processes are ended, and none may have been left by them."""
-    from orchestration.service_index import ServiceIndex
-
     own = None if url else ServiceIndex(data)
     service = Service(data, url)
     if own is not None:

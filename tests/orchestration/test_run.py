@@ -46,8 +46,12 @@ def trained(of: Recipe, result: RunResult) -> Weights:
     """The weights that the run's last checkpoint holds."""
     assert result.checkpoint is not None
     assert result.checkpoint.version == of.train.steps
+    return weights_of(of, result.checkpoint)
+
+
+def weights_of(of: Recipe, saved: checkpoint.Checkpoint) -> Weights:
     engine = train_engine(of)
-    result.checkpoint.load_into(engine)
+    saved.load_into(engine)
     return {name: value.clone() for name, value in engine.weights()}
 
 
