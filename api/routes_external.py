@@ -258,7 +258,7 @@ async def _weights(external: External, published: Published | None, state: str) 
 
 @operation(
     "GET",
-    "/v1/runs/{run}/weights/{version}",
+    "/v1/runs/{run}/weights/{version:[0-9]+}",
     scope="run",
     summary="One version's weights, as a safetensors file",
     tag=TAG,
@@ -285,7 +285,7 @@ async def get_weights(service: Service, request: web.Request, path: WeightsPath)
 
 @operation(
     "PUT",
-    "/v1/runs/{run}/weights/{version}",
+    "/v1/runs/{run}/weights/{version:[0-9]+}",
     scope="run",
     summary="The version is published",
     tag=TAG,

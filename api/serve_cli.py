@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from api.exits import BAD_INPUT, FAILED
-from orchestration.recipe import parse_size
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what is served is imported when it is: `asyncdock runs list` reads this module too
     from api.service import Settings
 
 LISTEN = "127.0.0.1:8765"
@@ -69,7 +68,8 @@ def serve_command(
     max_arena: Annotated[str, typer.Option("--max-arena", metavar="SIZE", help="pipeline.arena of one run.")] = "16GiB",
 ) -> None:
     """Serve the REST API, the dashboard and the runs in DIR until Ctrl-C. Runs go on without it, and are there again."""
-    from api.service import Settings  # here: it brings torch, for which no other command has to wait
+    from api.service import Settings
+    from orchestration.recipe import parse_size
 
     host, _, port = listen.rpartition(":")
     try:

@@ -99,7 +99,7 @@ def revoke(
 
 
 def _with_tokens(data: Path | None, index: str, do: Callable[[Tokens], Awaitable[T]]) -> T:
-    from api.tokens import Tokens  # here: it brings torch, for which no other command has to wait
+    from api.tokens import Tokens
     from pipeline.index import IndexUnreachable
 
     async def doing(url: str) -> T:

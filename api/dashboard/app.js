@@ -74,7 +74,7 @@ class App {
   put(page) {
     this.page?.destroy?.();
     this.page = page;
-    this.main.replaceChildren(...(page ? [page.element] : []));
+    this.main.replaceChildren(page ? page.element : element("h1", { class: "hidden", tabindex: "-1" }, "Runs of this service"));
   }
 
   listed(runs, filtered) {

@@ -19,14 +19,15 @@ export function smooth(values, span) {
 }
 
 export class Chart {
-  /** `series`: [{label, colour, format, dash, width, points, stepped, hushed}]; a hushed one is drawn but not read out.
+  /** `series`: [{label, colour, format, dash, width, points, stepped, hushed, optional}]; a hushed one is drawn but not read out, an
+   * optional one is not spoken of while it has no value.
    * `floor`: whether the scale begins at zero; `group`: charts of one group share the cursor. */
   constructor({ title, note = "", series, floor = false, group = "run", format }) {
     Object.assign(this, { title, series, floor, group, format });
     this.data = [[], ...series.map(() => [])];
     this.id = `chart-${title.toLowerCase().replaceAll(/\W+/g, "-")}`;
     this.readings = series.map((one) => (one.hushed ? null : element("span", { class: "value" }, "–")));
-    const keys = series.map((one, at) =>
+    this.keys = series.map((one, at) =>
       one.hushed
         ? null
         : element("span", { class: `key key-${one.colour}${one.dash ? " dashed" : ""}` }, element("i"), `${one.label} `, this.readings[at]),
@@ -57,7 +58,7 @@ export class Chart {
         "figcaption",
         {},
         element("div", { class: "chart-head" }, element("h3", { id: `${this.id}-title` }, title), note ? element("span", { class: "note" }, note) : null, this.at),
-        element("div", { class: "keys" }, keys),
+        element("div", { class: "keys" }, this.keys),
       ),
       this.plot,
       this.says,
@@ -77,6 +78,9 @@ export class Chart {
     this.data = [steps, ...columns];
     if (!steps.length) return;
     this.empty.hidden = true;
+    this.series.forEach((one, at) => {
+      if (one.optional) this.keys[at].hidden = columns[at].every((value) => value === null);
+    });
     if (this.drawn) this.drawn.setData(this.data);
     else this.draw();
     if (this.drawn && this.drawn.cursor.idx == null) this.read(steps.length - 1, false);
@@ -187,7 +191,7 @@ export class Chart {
 
   tabulate() {
     if (!this.asTable.open) return;
-    const shown = this.series.map((one, which) => [one, this.data[which + 1]]).filter(([one]) => !one.hushed);
+    const shown = this.series.map((one, which) => [one, this.data[which + 1]]).filter(([one], which) => !one.hushed && !this.keys[which].hidden);
     const rows = this.data[0].slice(-TABLE_ROWS).map((step, at, all) => {
       const index = this.data[0].length - all.length + at;
       const cells = shown.map(([one, values]) => element("td", {}, (one.format ?? this.format)(values[index])));

@@ -33,7 +33,7 @@ export class Workers {
   update(progress) {
     for (const worker of progress.workers.values()) if (worker.latest) this.row(worker, progress);
     const ledger = progress.ledger ?? {};
-    const words = { generated: "generated", trained: "trained", filtered: "filtered", in_flight: "in flight", remade: "made again" };
+    const words = { generated: "generated", trained: "trained", filtered: "filtered", remade: "made again", in_flight: "in flight" };
     const found = Object.entries(words).flatMap(([name, word]) => {
       const [rows, tokens] = [ledger[`${name}_samples`] ?? ledger[name], ledger[`${name}_tokens`]];
       if (rows === undefined) return [];
@@ -62,7 +62,9 @@ export class Workers {
     const { shares, latest } = worker;
     for (const name of SHARES) row.bar[name].style.width = `${100 * shares[name]}%`;
     const quiet = progress.heard - worker.time > 6;
-    const told = [worker.pid || "", worker.change && worker.change !== "ready" ? worker.change : quiet && !progress.ended ? "silent" : ""].filter(Boolean).join(" ");
+    const process = progress.processes.get(worker.process || worker.name);
+    const state = process && process.change !== "ready" ? process.change : quiet && !progress.ended ? "silent" : "";
+    const told = [worker.process || (process ? worker.name : ""), process?.pid, state].filter(Boolean).join(" ");
     const values = [...SHARES.map((name) => percent(shares[name])), count(latest.queue_depth), count(latest.in_flight), number(worker.rate("rows")), number(worker.rate("tokens")), told];
     values.forEach((value, at) => say(row.cells[at], String(value)));
   }
@@ -125,7 +127,7 @@ export class Logs {
 
   update(progress) {
     const known = new Set([...this.worker.options].map((option) => option.value));
-    for (const name of [...progress.workers.keys()].sort()) if (!known.has(name)) this.worker.append(element("option", { value: name }, name));
+    for (const name of [...progress.processes.keys()].sort()) if (!known.has(name)) this.worker.append(element("option", { value: name }, name));
     this.over = progress.ended;
   }
 

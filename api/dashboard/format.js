@@ -44,6 +44,7 @@ export function duration(seconds) {
 
 export function seconds(value) {
   if (missing(value)) return NONE;
+  if (value < 5e-5) return "0 ms";
   return value < 0.1 ? `${number(value * 1000, 2)} ms` : `${number(value)} s`;
 }
 

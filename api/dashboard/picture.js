@@ -57,21 +57,22 @@ function across(reference) {
 }
 
 function downwards(reference) {
-  const names = ["gate", "rollout", "reward", ...(reference ? ["reference"] : []), "advantage", "update", "sync"];
-  const nodes = {};
-  const [tall, gap, inset] = [62, 34, 22];
-  names.forEach((name, at) => {
-    nodes[name] = { x: inset, y: 1 + at * (tall + gap), w: 360 - inset - 1, h: tall };
-  });
-  const edges = names.slice(1).map((name, at) => {
-    const from = nodes[names[at]];
-    const x = inset + 44;
-    return { path: `M${x} ${from.y + tall}V${nodes[name].y - 5}`, head: [x, nodes[name].y, "down"], pill: [x + 34, from.y + tall + gap / 2], queue: name === "sync" ? null : name, weights: name === "sync" };
-  });
+  const [tall, gap, inset, right] = [62, 34, 22, 337];
+  const half = (right - 11) / 2;
+  const row = (at, x = inset, w = right) => ({ x, y: 1 + at * (tall + gap), w, h: tall });
+  const narrow = reference ? half : right;
+  const nodes = { gate: row(0), rollout: row(1), reward: row(2, inset, narrow), advantage: row(3, inset, narrow), update: row(4), sync: row(5) };
+  if (reference) nodes.reference = row(2, inset + half + 11, half);
+  const edge = (from, to, column = nodes[to], queue = to) => {
+    const [x, y, end] = [column.x + 44, nodes[from].y + tall, nodes[to].y];
+    return { path: `M${x} ${y}V${end - 5}`, head: [x, end, "down"], pill: [x + 34, end - gap / 2], queue, weights: to === "sync" };
+  };
+  const edges = [edge("gate", "rollout"), edge("rollout", "reward"), edge("reward", "advantage"), edge("advantage", "update"), edge("update", "sync", nodes.sync, null)];
+  if (reference) edges.push(edge("rollout", "reference"), edge("reference", "update", nodes.reference, null));
   const [low, high, first] = [nodes.sync, nodes.rollout, nodes.gate].map((node) => node.y + tall / 2);
   edges.push({ path: `M${inset} ${low}H16Q8 ${low} 8 ${low - 8}V${high + 8}Q8 ${high} 16 ${high}H${inset - 5}`, head: [inset, high, "right"], weights: true });
   edges.push({ path: `M8 ${high + 8}V${first + 8}Q8 ${first} 16 ${first}H${inset - 5}`, head: [inset, first, "right"], weights: true });
-  return { width: 360, height: names.length * (tall + gap) - gap + 2, nodes, edges, small: true };
+  return { width: 360, height: nodes.sync.y + tall + 1, nodes, edges, small: true };
 }
 
 const HEADS = {
@@ -152,15 +153,14 @@ export class Picture {
     }
     say(parts.many, stage && stage.workers.length > 1 ? `× ${stage.workers.length}` : "");
     say(parts.busy, stage ? `busy ${percent(shares.busy)}` : "not at work");
-    say(parts.waits, stage ? `input ${percent(shares.waiting_input)}, room ${percent(shares.waiting_room)}` : "");
+    if (parts.waits) say(parts.waits, stage ? `input ${percent(shares.waiting_input)}, room ${percent(shares.waiting_room)}` : "");
     say(parts.rate, stage ? `${number(stage.rows, 2)} rows/s` : "");
   }
 
   gate(progress) {
-    const ledger = progress.ledger;
-    const inFlight = ledger && (ledger.in_flight ?? ledger.in_flight_samples);
-    say(this.gateText[0], progress.bound === null ? "" : `staleness ≤ ${progress.bound}`);
-    say(this.gateText[1], Number.isFinite(inFlight) ? `${count(inFlight)} in flight` : progress.published ? `opened by v${progress.published.version}` : "");
+    const { gate, bound, published } = progress;
+    say(this.gateText[0], bound === null ? "" : `staleness ≤ ${bound}`);
+    say(this.gateText[1], gate ? `${count(gate.open)} groups in` : published ? `opened by v${published.version}` : "");
   }
 
   sync(progress) {
@@ -219,7 +219,7 @@ export class Picture {
       many: text("", title[0] + 8 * name.length + 4, title[1], "small"),
       rate: text("", box.w - 12, title[1], "small", "end"),
       busy: text("", 12, small ? 54 : 66, "strong"),
-      waits: small ? text("", box.w - 12, 54, "small", "end") : text("", 12, 83, "small"),
+      waits: !small ? text("", 12, 83, "small") : box.w > 200 ? text("", box.w - 12, 54, "small", "end") : null,
     };
   }
 

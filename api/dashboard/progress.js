@@ -27,7 +27,7 @@ const GONE = 6; // seconds without a `stage` event after which a worker is not s
 /** One worker's accounts: totals since its process started, and from them what it did lately. */
 class Worker {
   constructor(name, stage) {
-    Object.assign(this, { name, stage, past: [], change: "", reason: "", pid: 0, time: 0 });
+    Object.assign(this, { name, stage, past: [], process: "", time: 0 });
   }
 
   get latest() {
@@ -64,18 +64,21 @@ function shares(workers) {
 }
 
 export class Progress {
-  constructor(record) {
+  /** `clock` tells the server's time in Unix seconds. */
+  constructor(record, clock) {
+    this.clock = clock;
     this.steps = new Map(); // by step
     this.evaluations = new Map(); // by policy version
     this.workers = new Map();
     this.spans = new Map(); // by worker: {stage, spans}, in order of their ends
+    this.processes = new Map(); // by name: {change, pid, reason}; the light stages share one
     this.ledger = null;
+    this.gate = null; // {admitted, allowed, open} in groups
     this.published = null;
     this.swapped = null;
     this.restarts = 0;
     this.notes = [];
     this.heard = 0; // Unix seconds of the last event
-    this.skew = 0; // the server's clock less this one's
     this.changed = 0;
     this.sorted = [];
     this.tell(record);
@@ -105,7 +108,7 @@ export class Progress {
   }
 
   get now() {
-    return Date.now() / 1000 + this.skew;
+    return this.clock();
   }
 
   /** History: {kind: {time: [...], name: [...]}}. */
@@ -123,7 +126,6 @@ export class Progress {
 
   apply(kind, data) {
     this.heard = data.time;
-    this.skew = data.time - Date.now() / 1000;
     if (kind === "step") this.step(data);
     else if (kind === "evaluation") this.evaluations.set(data.version, data);
     else if (kind === "stage") this.worker(data.worker, data.stage).apply(data.time, data);
@@ -160,8 +162,20 @@ export class Progress {
       this.notes.push({ time: data.time, text: `${data.worker} ${data.change}${data.reason ? `: ${data.reason}` : ""}` });
       this.notes.splice(0, this.notes.length - 5);
     }
-    const worker = this.workers.get(data.worker);
-    if (worker) Object.assign(worker, { change: data.change, reason: data.reason ?? "", pid: data.pid || worker.pid });
+    const pid = data.pid || this.processes.get(data.worker)?.pid || 0;
+    this.processes.set(data.worker, { change: data.change, reason: data.reason ?? "", pid });
+  }
+
+  /** The pipeline as the server sees it now (GET …/stages). */
+  pipeline(told) {
+    if (!this.ledger || !this.ended) this.ledger = told.ledger;
+    this.gate = told.gate;
+    for (const stage of told.stages) {
+      for (const { worker, process, state, pid } of stage.workers) {
+        this.worker(worker, stage.name).process = process;
+        if (state) this.processes.set(process, { change: state, reason: "", pid });
+      }
+    }
   }
 
   /** What a worker has done lately: {worker, stage, spans: [{name, start, seconds, rows, version}]}. */
@@ -215,7 +229,7 @@ export class Progress {
     const speed = (name) =>
       history.map((step, at) => {
         const before = history[at - 1];
-        return before && step.seconds > 0 ? Math.max(0, step[name] - before[name]) / step.seconds : null;
+        return before && step.time > before.time ? Math.max(0, step[name] - before[name]) / (step.time - before.time) : null;
       });
     return { step: history.map((step) => step.step + 1), get, speed };
   }

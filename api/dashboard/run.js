@@ -19,13 +19,14 @@ import { Timeline } from "./timeline.js";
 
 const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span";
 const BEFORE = 130; // seconds of the past that the stream begins with, for the timeline and the shares
+const STAGES_SECONDS = 4; // between two looks at gate and ledger
 const WAITING_SECONDS = 3; // between two looks at a run that no agent has taken yet
 const SMOOTH_FROM = 24; // steps from which a moving average is drawn over the rewards
 
 export class RunPage {
   constructor(service, record, { onConnection, onGone }) {
     Object.assign(this, { service, id: record.id, onConnection, onGone, timer: 0, gone: false });
-    this.progress = new Progress(record);
+    this.progress = new Progress(record, () => service.now);
     this.header();
     this.picture = new Picture();
     this.charts();
@@ -108,11 +109,11 @@ export class RunPage {
       plot(
         {
           title: "Reward",
-          format: (value) => fixed(value, 2),
+          format: (value) => number(value, 2),
           series: [
             { label: "each step", colour: "series-1", width: 1.5, hushed: true },
             { label: "mean", colour: "series-1", format: (value) => fixed(value, 3) },
-            { label: "held out", colour: "series-2", points: true, format: (value) => fixed(value, 3) },
+            { label: "held out", colour: "series-2", points: true, optional: true, format: (value) => fixed(value, 3) },
           ],
         },
         (columns) => [rewards(columns), softly(columns), this.heldOut(columns)],
@@ -319,23 +320,29 @@ export class RunPage {
 
   async history() {
     try {
-      const { series } = await this.service.run(this.id, "/metrics");
+      const names = "step,evaluation,sync";
+      const each = this.service.run(this.id, "/metrics", { query: { names, every: 0 } });
+      // Of a very long run not every step is told; it is then drawn by its means over some seconds.
+      const { series } = await each.catch((problem) => {
+        if (problem.status !== 422) throw problem;
+        return this.service.run(this.id, "/metrics", { query: { names } });
+      });
       this.progress.past(series);
     } catch (problem) {
       this.complain(problem);
     }
   }
 
+  /** The ledger, the gate and the processes, which no event tells often enough. */
   async stages() {
+    if (this.gone) return;
     try {
-      const told = await this.service.run(this.id, "/stages");
-      this.progress.ledger ??= told.ledger;
-      for (const stage of told.stages ?? []) {
-        for (const { worker, pid } of stage.workers ?? []) this.progress.worker(worker, stage.name).pid = pid ?? 0;
-      }
-    } catch {
-      // Of a run that has ended there is none; its events say what there is to say.
+      this.progress.pipeline(await this.service.run(this.id, "/stages"));
+      this.draw();
+    } catch (problem) {
+      if (problem.status === 404) this.onGone();
     }
+    if (!this.progress.ended) this.timer = setTimeout(() => this.stages(), STAGES_SECONDS * 1000);
   }
 
   /** Read the stream from `since` seconds back on. */

@@ -64,7 +64,8 @@ export class Samples {
   }
 
   entry(sample) {
-    const good = sample.reward === null ? "none" : sample.reward >= 0.5 ? "high" : "low";
+    const better = Math.sign(sample.advantage ?? 0); // than the others of its group
+    const [kind, glyph, words] = better > 0 ? ["high", "▲", "better than its group"] : better < 0 ? ["low", "▼", "worse than its group"] : ["", "", ""];
     const figure = (label, value) => element("div", {}, element("dt", {}, label), element("dd", {}, value));
     const text = (label, value) => element("div", { class: "text" }, element("h4", {}, label), element("pre", { tabindex: "0", role: "region", "aria-label": label, dir: "auto" }, value ?? ""));
     const rewards = Object.entries(sample.rewards ?? {});
@@ -77,7 +78,7 @@ export class Samples {
         element(
           "summary",
           {},
-          element("span", { class: `reward ${good}` }, fixed(sample.reward, 2)),
+          element("span", { class: `reward ${kind}`, title: words }, fixed(sample.reward, 2), element("i", { "aria-hidden": "true" }, glyph), element("span", { class: "hidden" }, words)),
           element("span", { class: "where" }, sample.step === null || sample.step === undefined ? "in flight" : `step ${sample.step}`),
           element("span", { class: "excerpt", dir: "auto" }, element("b", {}, excerpt(sample.prompt)), " ", excerpt(sample.response)),
         ),

@@ -1,7 +1,8 @@
 /* The form that starts a run: a stored recipe with some keys changed, or a recipe as JSON. What is wrong stands beside its field. */
 
 import { flat } from "./details.js";
-import { announce, element, say } from "./element.js";
+import { element, say } from "./element.js";
+import { count, size } from "./format.js";
 
 // What one changes most; every other key can be added.
 const USUAL = ["name", "train.steps", "train.groups_per_step", "algorithm.group_size", "pipeline.staleness", "rollout.max_tokens", "train.learning_rate", "seed"];
@@ -29,6 +30,13 @@ function key() {
   return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
+/** What follows from a recipe, in a sentence. */
+function follows(plan) {
+  const held = plan.train_bytes + plan.rollout_bytes + plan.reference_bytes + plan.slot_bytes;
+  const memory = `${size(plan.arena_bytes)} for samples${held ? ` and ${size(held)} for weights` : ""}`;
+  return `A step trains ${count(plan.rows_per_step)} samples, at most ${count(plan.rows_in_flight)} are in flight, and it takes ${memory}.`;
+}
+
 let fields = 0;
 
 export class Start {
@@ -37,7 +45,7 @@ export class Start {
     Object.assign(this, { service, onStarted, recipes: [], recipe: {}, key: key(), usual: new Map(), more: [] });
     this.title = element("h1", { tabindex: "-1" }, "New run");
     this.wrong = element("div", { class: "problems", tabindex: "-1", hidden: true });
-    this.select = element("select", { id: "recipe-name", on: { change: () => this.choose() } });
+    this.select = element("select", { id: "recipe-name", on: { change: () => this.choose().catch((problem) => this.problems(problem)) } });
     this.described = element("p", { class: "quiet", id: "recipe-says" });
     this.select.setAttribute("aria-describedby", "recipe-says");
     this.grid = element("div", { class: "grid" });
@@ -99,7 +107,7 @@ export class Start {
     const name = this.select.value;
     say(this.described, this.recipes.find((recipe) => recipe.name === name)?.description ?? "");
     this.clear();
-    const found = await this.service.json(`v1/recipes/${encodeURIComponent(name)}`);
+    const found = await this.complete(name);
     if (name !== this.select.value) return;
     this.recipe = found.recipe;
     const all = new Map(flat(found.recipe));
@@ -108,6 +116,16 @@ export class Start {
       const field = this.usual.get(each) ?? this.field(each, WORDS[each], this.grid);
       this.usual.set(each, field);
       field.input.placeholder = all.has(each) ? String(all.get(each)) : "";
+    }
+  }
+
+  /** A stored recipe with every default; as it is written when something of it is wrong here. */
+  async complete(name) {
+    try {
+      return await this.service.json("v1/recipes/check", { method: "POST", body: { recipe_name: name } });
+    } catch (problem) {
+      if (problem.status !== 422) throw problem;
+      return this.service.json(`v1/recipes/${encodeURIComponent(name)}`);
     }
   }
 
@@ -169,11 +187,10 @@ export class Start {
     this.busy(true);
     try {
       if (only) {
-        await this.service.json("v1/recipes/check", { method: "POST", body });
+        const { plan } = await this.service.json("v1/recipes/check", { method: "POST", body });
         this.wrong.hidden = false;
         this.wrong.className = "problems sound";
-        this.wrong.replaceChildren(element("p", {}, "The recipe is sound."));
-        announce("The recipe is sound.");
+        this.wrong.replaceChildren(element("p", { role: "status" }, `The recipe is sound. ${follows(plan)}`));
       } else {
         const run = await this.service.json("v1/runs", { method: "POST", body, headers: { "Idempotency-Key": this.key } });
         this.key = key();

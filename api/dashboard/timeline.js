@@ -6,8 +6,8 @@
  *    update         ████  ██
  *
  * A claim's span is light, and darker where several of one worker overlap; inside it, what took the time (a training step, a swap of
- * weights) is solid. What is under way has not ended and so is no span yet: there the worker's own accounts, told twice a second, are
- * drawn as a thin line.
+ * weights) is solid. What is under way has not ended and so is no span yet: after the last one the worker's own accounts, told twice a
+ * second, are drawn as a narrow band.
  */
 
 import { colour } from "./charts.js";
@@ -261,15 +261,16 @@ export class Timeline {
     if (!worker || worker.past.length < 2) return;
     pen.fillStyle = fill;
     const begun = worker.time - worker.latest.wall;
+    const told = lane.spans.reduce((last, span) => Math.max(last, span.end), from);
     for (let at = 1; at < worker.past.length; at += 1) {
       const [before, after] = [worker.past[at - 1], worker.past[at]];
       const share = (after.busy - before.busy) / (after.wall - before.wall);
       if (!(share > 0.02)) continue;
-      const begin = Math.max(left, x(begun + before.wall));
+      const begin = Math.max(left, x(Math.max(told, begun + before.wall)));
       const wide = x(Math.min(until, begun + after.wall)) - begin;
       if (wide <= 0) continue;
-      pen.globalAlpha = Math.min(1, 0.25 + 0.75 * share);
-      pen.fillRect(begin, top + LANE - 2.5, wide, 2.5);
+      pen.globalAlpha = 0.2 + 0.4 * share;
+      pen.fillRect(begin, top + LANE / 2 - 3, wide, 6);
     }
     pen.globalAlpha = 1;
   }
@@ -295,10 +296,9 @@ export class Timeline {
     const rollout = total(both(update, work.get("rollout") ?? []));
     let text = "Nothing was done in this time.";
     if (trained > 0) {
-      text =
-        `${percent(shared / trained)} of the update's ${seconds(trained)} went by while other stages worked` +
-        (work.has("rollout") ? ` (${percent(rollout / trained)} beside rollout): time that a run in turns would have added.` : ".");
-    } else if (work.size && total(others) > 0) text = "No update in this time yet.";
+      const beside = work.has("rollout") ? `, rollout for ${percent(rollout / trained)}` : "";
+      text = `The update worked for ${seconds(trained)} of the ${seconds(window)} shown. Other stages worked beside it for ${percent(shared / trained)} of that${beside}.`;
+    } else if (total(others) > 0) text = "No update in this time yet.";
     say(this.says, text);
     const rows = ORDER.filter((stage) => work.has(stage)).map((stage) => {
       const spent = total(work.get(stage));

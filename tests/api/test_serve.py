@@ -72,19 +72,25 @@ class Server:
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncGenerator[Server, None]:
     made = Server(tmp_path / "service")
-    await made.start()
-    yield made
-    with contextlib.suppress(aiohttp.ClientError):  # a test may have ended it
-        async with calling(made) as call:
-            for run in (await call("GET", "/v1/runs"))["runs"]:
-                if run["ended"] is None:
-                    await call("POST", f"/v1/runs/{run['id']}/stop", 202)
-                    await until(call, run["id"], lambda run: run["ended"])
-    if made.process is not None and made.process.returncode is None:
-        await made.end()
-    if (made.data / FILE).exists():
-        await asyncio.to_thread(ServiceIndex(made.data).stop)
+    try:
+        await made.start()
+        yield made
+    finally:
+        with contextlib.suppress(aiohttp.ClientError, ValueError):  # a test may have ended it; it may not have started
+            await stop_runs(made)
+        if made.process is not None and made.process.returncode is None:
+            await made.end()
+        if (made.data / FILE).exists():
+            await asyncio.to_thread(ServiceIndex(made.data).stop)
     assert left_behind(made.data) == []
+
+
+async def stop_runs(server: Server) -> None:
+    async with calling(server) as call:
+        for run in (await call("GET", "/v1/runs"))["runs"]:
+            if run["ended"] is None:
+                await call("POST", f"/v1/runs/{run['id']}/stop", 202)
+                await until(call, run["id"], lambda run: run["ended"])
 
 
 def left_behind(data: Path) -> list[str]:
@@ -198,7 +204,13 @@ async def test_ctrl_c_closes_the_server_and_not_its_runs(server: Server) -> None
     async with calling(server) as call:
         run = (await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": LONG}))["id"]
         before = await until(call, run, lambda view: view["steps_done"] >= 1)
-    assert await server.end() == 0
+        stream = asyncio.create_task(call("GET", f"/v1/runs/{run}/metrics/stream"))
+        await until(call, run, lambda view: view["steps_done"] > before["steps_done"])
+        assert not stream.done()
+        assert await server.end() == 0
+        told = (await stream).rstrip().rpartition("\n\n")[2]
+    assert "event: dropped" in told  # the stream's last word, with the reason
+    assert "the server goes down" in told
     assert left_behind(server.data)  # its runner, workers and index
     await server.start()
     async with calling(server) as call:

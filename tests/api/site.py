@@ -1,0 +1,161 @@
+"""A whole service of the test's own: ``asyncdock serve`` as a process, with its index, its agent and its runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestration.service_index import ServiceIndex
+
+SECONDS = 240.0  # for which a condition is waited for: generous, since a machine may be busy
+LOOK_SECONDS = 0.1  # between two looks at it
+ROOT = Path(__file__).resolve().parents[2]
+ENDED = ("finished", "stopped", "failed")
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: Any
+
+
+class Site:
+    """``url`` stays the same when the server is killed and started again."""
+
+    def __init__(self, data: Path, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.data, self.options = data, options
+        self.url = f"http://127.0.0.1:{self.port}/"
+        self._log = data / "server.out"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finished: dict[str, str] = {}  # runs by their overrides
+
+    # ── the server ──
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            command = ["serve", "--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", "--runs", "1"]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "api.cli", *command, *self.options],
+                stdout=log,
+                stderr=log,
+                cwd=self.data,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+            )
+        self._until(lambda: self.get("readyz").status == 200, "the server is ready")
+
+    def kill(self) -> None:
+        """End the server with no chance to do anything about it."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End every run, the server and its index."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            for run in self.runs():
+                if run["state"] not in ENDED:
+                    self.ask(run["id"], "stop")
+            self._until(lambda: all(run["state"] in ENDED for run in self.runs()), "every run has ended")
+            self._process.send_signal(signal.SIGTERM)
+            self._process.wait(timeout=SECONDS)
+        ServiceIndex(self.data).stop()
+
+    def _until(self, holds: Any, what: str) -> None:
+        end = time.monotonic() + SECONDS
+        while not holds():
+            assert self._process is not None
+            assert self._process.poll() is None, f"the server has ended: {self._log.read_text()[-3000:]}"
+            assert time.monotonic() < end, f"not within {SECONDS:g} s: {what}; {self._log.read_text()[-3000:]}"
+            time.sleep(LOOK_SECONDS)
+
+    # ── its API ──
+
+    def ask_for(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        """Status 0: nobody answers."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if data is not None else {}
+        request = urllib.request.Request(f"{self.url}{path}", data=data, method=method, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                read = answer.read()
+                return Answer(answer.status, json.loads(read) if read else None)
+        except urllib.error.HTTPError as refused:
+            return Answer(refused.code, json.loads(refused.read()))
+        except OSError:
+            return Answer(0, None)
+
+    def get(self, path: str) -> Answer:
+        return self.ask_for("GET", path)
+
+    def runs(self) -> list[dict[str, Any]]:
+        return list(self.get("v1/runs?limit=200").body["runs"]) if not self.options else []
+
+    def run(self, run: str) -> dict[str, Any]:
+        answer = self.get(f"v1/runs/{run}")
+        assert answer.status == 200, answer
+        return dict(answer.body)
+
+    def ask(self, run: str, what: str) -> None:
+        answer = self.ask_for("POST", f"v1/runs/{run}/{what}")
+        assert answer.status == 202, answer
+
+    def submit(self, overrides: Mapping[str, Any], *, recipe: str = "mock") -> str:
+        """The id of a new run of the stored ``recipe`` with ``overrides``."""
+        answer = self.ask_for("POST", "v1/runs", {"recipe_name": recipe, "overrides": dict(overrides)})
+        assert answer.status == 201, answer
+        return str(answer.body["id"])
+
+    def finished(self, overrides: Mapping[str, Any]) -> str:
+        """A finished run with ``overrides``: made the first time, and the same one from then on."""
+        wanted = json.dumps(dict(overrides), sort_keys=True)
+        run = self._finished[wanted] = self._finished.get(wanted) or self.submit(overrides)
+        self._until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
+        assert self.run(run)["state"] == "finished", self.run(run)["reason"]
+        return run
+
+    @contextmanager
+    def running(self, overrides: Mapping[str, Any]) -> Iterator[str]:
+        """A run that goes on meanwhile."""
+        run = self.submit(overrides)
+        self._until(lambda: self.run(run)["state"] == "running", f"{run} is running")
+        yield run
+        self.ask(run, "stop")
+        self._until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
+
+    def token(self, scope: str) -> str:
+        """A new token, made as an operator makes one."""
+        command = ["token", "create", "tests", "--scope", scope, "--data", str(self.data)]
+        made = subprocess.run(
+            [sys.executable, "-P", "-m", "api.cli", *command],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        return made.stdout.split()[-1]
+
+
+@contextmanager
+def site(data: Path, *options: str) -> Iterator[Site]:
+    made = Site(data, *options)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.close()
