@@ -9,14 +9,15 @@ export const MINUS = "\u2212";
 export function number(value, digits = 3) {
   if (missing(value)) return NONE;
   if (value === 0) return "0";
-  const size = Math.abs(value);
+  const rounded = Number(value.toPrecision(digits));
+  const size = Math.abs(rounded);
   const text =
     size < 1e-4 || size >= 1e7
-      ? value.toExponential(Math.max(0, digits - 1)).replace("e+", "e")
+      ? rounded.toExponential().replace("e+", "e")
       : size >= 1000
         ? Math.round(value).toLocaleString("en")
-        : value.toPrecision(digits).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
-  return text.replace("-", MINUS);
+        : String(size >= 10 ** digits ? Math.round(value) : rounded);
+  return text.replaceAll("-", MINUS);
 }
 
 export function fixed(value, places) {

@@ -79,6 +79,7 @@ export class Progress {
     this.restarts = 0;
     this.notes = [];
     this.heard = 0; // Unix seconds of the last event
+    this.received = 0; // and of its arrival: the stream begins in the past
     this.changed = 0;
     this.sorted = [];
     this.tell(record);
@@ -119,13 +120,14 @@ export class Progress {
         const data = Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[at]]));
         if (kind === "step") this.step(data);
         else if (kind === "evaluation") this.evaluations.set(data.version, data);
-        else if (kind === "sync") this.sync(data);
+        else if (kind.startsWith("sync")) this.sync(data);
       }
     }
   }
 
   apply(kind, data) {
     this.heard = data.time;
+    this.received = this.now;
     if (kind === "step") this.step(data);
     else if (kind === "evaluation") this.evaluations.set(data.version, data);
     else if (kind === "stage") this.worker(data.worker, data.stage).apply(data.time, data);
@@ -280,8 +282,8 @@ export class Progress {
       }
     }
     if (this.state === "running") {
-      const silent = this.now - this.heard;
-      if (this.heard && silent > 15) watch(`No event for ${Math.round(silent)} s.`);
+      const silent = this.now - this.received;
+      if (this.received && silent > 15) watch(`No event for ${Math.round(silent)} s.`);
       for (const [name, stage] of this.stages) {
         if (!stage.quiet && stage.shares.waiting_room > 0.3) {
           watch(`${name} waits for room ${Math.round(100 * stage.shares.waiting_room)} % of its time: pipeline.arena is small for this run.`);

@@ -93,7 +93,7 @@ export class Runs {
     const item = this.items.get(run.id) ?? this.make(run);
     setState(item.state, run.state);
     say(item.name, run.name);
-    const where = run.state === "created" ? (run.position ? `place ${run.position} in the queue` : "waits") : `${run.steps_done}/${run.steps} steps`;
+    const where = run.state === "created" ? (run.position ? `place ${run.position} in the queue` : "waits") : `step ${run.steps_done}/${run.steps}`;
     say(item.steps, where);
     say(item.reward, run.reward === null || run.reward === undefined ? "" : `reward ${fixed(run.reward, 2)}`);
     say(item.when, ago(run.ended ?? run.started ?? run.created, this.service.now));

@@ -41,6 +41,7 @@ def take(browser: Browser, url: str, folder: Path) -> None:
         browser.until("return document.querySelectorAll('.plot canvas').length === 6")
         browser.until(f"return Number(document.querySelector('.track[role]').ariaValueNow) >= {STEPS}", seconds=400)
         browser.until("return /Other stages worked/.test(document.querySelector('#timeline-says').innerText)")
+        browser.until("return performance.getEntriesByType('resource').some((one) => /metrics[?]/.test(one.name))")
         path = folder / f"{name}.png"
         # 256 colours are enough for a page of flat ones, and a third of the bytes.
         picture = Image.open(io.BytesIO(browser.picture())).convert("RGB")

@@ -526,6 +526,27 @@ def test_the_overlap_of_the_timeline_is_that_of_its_instants(
     assert found == [len(in_one), len(in_other), len(shared), 2 if shared else int(bool(in_one | in_other))]
 
 
+def test_numbers_are_written_as_a_person_reads_them(browser: Browser) -> None:
+    wanted = {
+        0: "0",
+        99.9: "100",
+        150: "150",
+        15.26: "15",
+        1234.5: "1,235",
+        0.00123: "0.0012",
+        -0.0069: "−0.0069",
+        1e-5: "1e−5",
+    }
+    found = browser.asynchronous(
+        module("format") + "return arguments_[0].map((value) => it.number(value, 2));", list(wanted)
+    )
+    assert found == list(wanted.values())
+    missing = browser.asynchronous(
+        module("format") + "return [it.number(null), it.number(NaN), it.percent(undefined)];"
+    )
+    assert missing == ["–"] * 3
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Its files
 
