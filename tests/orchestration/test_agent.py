@@ -17,6 +17,7 @@ import pytest
 from orchestration import agent as agents
 from orchestration import checkpoint
 from orchestration.agent import Agent, AgentError
+from orchestration.hosted import WHERE
 from orchestration.processes import Process
 from orchestration.recipe import Recipe
 from orchestration.registry import RunRecord
@@ -155,6 +156,7 @@ async def test_a_run_whose_runners_die_too_often_fails_with_the_reason(tmp_path:
             "its runner died and launch.max_restarts = 0 is used up: its runner was ended by signal 9"
         )
         assert of(await service.events(run), "state")[-1] == {"state": "failed", "reason": record.reason}
+        assert WHERE not in os.listdir(record.folder), "it held the index's URL"
         assert shared_memory(tmp_path) == []
 
 
