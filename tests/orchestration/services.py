@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,8 @@ async def serving(data: Path, url: str = "") -> AsyncGenerator[Service, None]:
         for record in runs:
             for pid in processes_of(record.id):  # a runner that has said so is about to end
                 await Process.of(pid).wait()
+    for left in shared_memory(data):  # of runs that this has ended itself
+        shutil.rmtree(left)
 
 
 def processes_of(run: str) -> list[int]:
