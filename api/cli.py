@@ -6,6 +6,7 @@
     recipes     ──▶ what there is to run
     agent       ──▶ executes a service's runs on this machine (api.agent_cli)
     dock        ──▶ a look into a run's samples (api.dock)
+    track       ──▶ a run's events to TensorBoard, MLflow or W&B (api.track_cli)
     plan reshard ─▶ what moves between two layouts of the recipe's model, and what it takes (api.reshard)
     runs, login ──▶ runs of a service, over REST (api.runs_cli)
 
@@ -38,6 +39,7 @@ from api.exits import BAD_INPUT, FINISHED, INTERRUPTED, OF_STATE
 from api.runs_cli import login, logout, recipe_files, runs_app
 from api.serve_cli import serve_command
 from api.token_cli import token_app
+from api.track_cli import track_command
 from api.view import viewing
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ app = typer.Typer(
 )
 
 app.command("agent")(agent_command)
+app.command("track")(track_command)
 app.add_typer(dock_app, name="dock")
 app.add_typer(runs_app, name="runs")
 app.add_typer(token_app, name="token")

@@ -168,6 +168,14 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             ("rollout", f"{format_size(plan.rollout_bytes)} for weights, KV caches on top"),
             ("weight sync", f"{format_size(plan.slot_bytes)} of shared memory"),
         ]
+        if (turns := plan.turns) is not None:
+            held = [
+                f"{format_size(turns.training)} to train",
+                f"or {format_size(turns.generating)} and ≤ {format_size(turns.caches)} of KV caches to generate",
+                f"{format_size(turns.between)} in between, {format_size(turns.buckets)} of it buckets",
+                f"{format_size(turns.host)} of host memory meanwhile",
+            ]
+            rows[-1] = ("each device", ", ".join(held))
         if plan.reference_bytes:
             rows.append(("reference", format_size(plan.reference_bytes)))
     for name, value in rows:

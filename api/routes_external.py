@@ -170,7 +170,7 @@ def _body(external: External, view: ExperienceView, experience: Experience | Non
     scope="run",
     summary="What was made of the rows is committed, or parked",
     tag=TAG,
-    errors=(404, 409, 410),
+    errors=(404, 409),
     body_limit=MOST_BYTES,
     binary=("body",),
 )
@@ -262,7 +262,7 @@ async def _weights(external: External, published: Published | None, state: str) 
     scope="run",
     summary="One version's weights, as a safetensors file",
     tag=TAG,
-    errors=(404, 409, 410),
+    errors=(404, 409),
     produces=BINARY,
     sends={"ETag": "The sha256 of the file."},
     seconds=0,
@@ -381,7 +381,7 @@ def refusals() -> Iterator[None]:
         raise Problem(409, str(error), kind="weights-too-old", field="version", fix=fix) from None
     except WeightsGone as error:
         fix = "ask GET …/weights which is the newest"
-        raise Problem(410, str(error), kind="weights-gone", field="path.version", fix=fix) from None
+        raise Problem(409, str(error), kind="weights-gone", field="path.version", fix=fix) from None
     except LeaseLost as error:
         fix = "drop what was made of these rows, and claim again"
         raise Problem(409, str(error), kind="lease-lost", field="token", fix=fix) from None
@@ -390,7 +390,7 @@ def refusals() -> Iterator[None]:
     except NotBegun as error:
         raise Problem(409, str(error), kind="not-begun", field="path.run", fix="wait until it is running") from None
     except StaleHandle as error:
-        raise Problem(410, str(error), kind="released", field="rows", fix="claim again") from None
+        raise Problem(409, str(error), kind="released", field="rows", fix="claim again") from None
     except (FeedFull, NoRoom, WarehouseUnreachable) as error:
         raise Problem(503, str(error), kind="no-room", fix="try again", headers={"Retry-After": "5"}) from None
     except IndexRefused as error:

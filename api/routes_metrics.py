@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -98,14 +99,17 @@ async def stream(
         raise Problem(503, "Too many readers.", kind="readers", fix="try again later", headers={"Retry-After": "30"})
     reader = Reader(request, frozenset(query.kinds.split(",")) if query.kinds else None)
     with watching.server.reading() as dropped:
-        response = await reader.open()
+        try:
+            await reader.open()
+        except ConnectionResetError:  # it has gone already
+            return reader.response
         try:
             async with watching.feeds.listening(record, reader) as feed:
                 await feed.join(reader, headers.last_event_id or query.last_event_id or "0")
                 dropped(await reader.done)
         except (ConnectionError, LookupError):
             reader.drop("", "the index does not answer; connect again")
-    return response
+    return reader.response
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -171,10 +175,11 @@ async def trace(service: Service, path: RunPath, query: RangeQuery, request: web
             "Content-Disposition": f'attachment; filename="{record.id}.trace.json"',
         }
     )
-    await response.prepare(request)
-    async for piece in trace_json(pages, Trace(begin, end)):  # as it is made: a long run's trace is large
-        await response.write(piece)
-    await response.write_eof()
+    with contextlib.suppress(ConnectionResetError):  # whoever asked has gone
+        await response.prepare(request)
+        async for piece in trace_json(pages, Trace(begin, end)):  # as it is made: a long run's trace is large
+            await response.write(piece)
+        await response.write_eof()
     return response
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from api.operations import Strict
 from api.schemas import RunPath, State
@@ -13,6 +13,13 @@ from orchestration.recipe import ExternalStage
 LARGEST = 2**53
 MOST_ROWS = 4096
 
+
+def _whole(value: object) -> object:
+    """JSON has one kind of number: 3.0 is a whole one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = BeforeValidator(_whole)
 Worker = Annotated[
     str,
     Field(
@@ -20,8 +27,8 @@ Worker = Annotated[
         description="The name that the worker goes by, its own and the same as long as it lives.",
     ),
 ]
-Version = Annotated[int, Field(ge=0, le=LARGEST)]
-Token = Annotated[int, Field(ge=0, le=LARGEST)]
+Version = Annotated[int, Whole, Field(ge=0, le=LARGEST)]
+Token = Annotated[int, Whole, Field(ge=0, le=LARGEST)]
 Wait = Annotated[float, Field(ge=0, le=60, description="Seconds.")]
 Lease = Annotated[float, Field(ge=0.1, le=3600, description="Seconds; by default pipeline.lease_seconds.")]
 
@@ -33,7 +40,7 @@ class PutPrompts(Strict):
     prompts: list[dict[str, Any]] = Field(
         max_length=MOST_ROWS, description="Rows with the prompt (a text or messages) and what the rewards need."
     )
-    first: int | None = Field(None, ge=0, le=LARGEST)
+    first: Version | None = None
     last: bool = False
     wait: Wait = 30.0
 
@@ -49,7 +56,7 @@ class GetExperience(Strict):
 
     stage: ExternalStage
     worker: Worker
-    count: int = Field(1, ge=1, le=MOST_ROWS)
+    count: Annotated[int, Whole, Field(ge=1, le=MOST_ROWS)] = 1
     columns: list[Annotated[str, Field(max_length=64)]] = Field(
         [], max_length=31, description="By default those that the stage needs."
     )
@@ -99,7 +106,7 @@ class PutExperience(Strict):
     ``trained`` was when it got the batch) and ``metrics`` instead."""
 
     token: Token
-    rows: list[Annotated[int, Field(ge=0, le=LARGEST)]] = Field([], max_length=MOST_ROWS)
+    rows: list[Version] = Field([], max_length=MOST_ROWS)
     columns: dict[str, list[Any]] = Field({}, max_length=31)
     park: bool = False
     step: Version | None = None

@@ -276,19 +276,19 @@ class Reader:
         self.kinds, self.most = kinds, most
         self.done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._request = request
-        self._response = web.StreamResponse(headers=HEADERS)
-        self._response.force_close()
+        self.response = web.StreamResponse(headers=HEADERS)
+        self.response.force_close()
 
-    async def open(self) -> web.StreamResponse:
-        await self._response.prepare(self._request)
+    async def open(self) -> None:
+        """Begin the answer. Raises ConnectionResetError when the reader has gone."""
+        await self.response.prepare(self._request)
         transport = self._request.transport
         if transport is None:
             raise ConnectionResetError("the reader has gone")
         self._transport, self._framed = transport, self._request.version >= HttpVersion11
         if (connection := transport.get_extra_info("socket")) is not None and connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        await self._response.write(b"retry: 2000\n\n")
-        return self._response
+        await self.response.write(b"retry: 2000\n\n")
 
     async def catch_up(self, batch: Batch) -> None:
         if self.done.done():
@@ -296,7 +296,7 @@ class Reader:
         if payload := batch.payload(self.kinds):
             try:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
-                    await self._response.write(payload)
+                    await self.response.write(payload)
             except TimeoutError:
                 self.drop("slow", f"a page of history was not taken within {CATCH_UP_SECONDS:.0f} s")
                 raise ConnectionResetError("the reader was too slow") from None

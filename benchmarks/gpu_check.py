@@ -10,6 +10,11 @@
              update, each beside its floor: operations / matmul rate and bytes / bandwidth of this device, measured here.
   swap       new weights from host memory into the running engine: bytes, exposed and hidden seconds, and the rate
              beside that of a page-locked copy.
+  turns      both engines on one device, one after the other: the bytes that training takes away and brings back, their
+             rates beside those of page-locked copies, and what is left of training while the other has the device
+             (the command fails when that is anything).
+  run        GRPO with that model as a colocated run, with and without prefetch (benchmarks/colocated.py): seconds a step,
+             exposed and hidden seconds of a step's swaps, bytes on the device in either turn.
 
 Decode steps are recorded and replayed by the device where torch can (``torch.accelerator.Graph``, torch 2.13).
 """
@@ -21,6 +26,7 @@ import asyncio
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -39,16 +45,23 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from benchmarks import colocated
+
 try:
     from rollout import Case, Machine, Sizes, best, floor_seconds
 except ImportError:  # imported by a test, not started as a script
     from benchmarks.rollout import Case, Machine, Sizes, best, floor_seconds
 
+from orchestration.logs import configure
 from stages import device as devices
 from stages.algorithms.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 from stages.engines.torch_rollout import TorchRolloutEngine
 from stages.engines.torch_train import TorchTrainEngine
+from stages.models import tiny_tokenizer
+from stages.resharding.layout import Layout, model_state, place
+from stages.resharding.plan import Phase, plan_reshard
+from stages.resharding.swap import Swap, empty, local_weights, separate
 
 LOGPROB_LIMIT = 2e-3  # float32, sums of a few thousand terms in another order
 UPDATE_LIMIT = 1e-3  # relative, of loss and gradient norm
@@ -195,12 +208,13 @@ def machine_of(device: torch.device, dtype: torch.dtype, small: bool) -> Machine
     return Machine(2 * n**3 / seconds, 2 * length / best(finished(lambda: target.copy_(source))))
 
 
-def host_rate(device: torch.device, nbytes: int) -> float:
-    """Bytes/s from page-locked host memory to the device."""
+def host_rate(device: torch.device, nbytes: int, *, back: bool = False) -> float:
+    """Bytes/s from page-locked host memory to the device, or ``back`` from there."""
     host, there = devices.host_empty(nbytes, device), torch.empty(nbytes, dtype=torch.uint8, device=device)
+    source, target = (there, host) if back else (host, there)
 
     def copy() -> None:
-        there.copy_(host, non_blocking=True)
+        target.copy_(source, non_blocking=True)
         devices.synchronize(device)
 
     return nbytes / best(copy)
@@ -244,6 +258,95 @@ async def swap_speed(
     ]
 
 
+def made_up(asked: Sequence[GroupRequest], case: Case, vocabulary: int) -> TensorDict:
+    """A train batch of random responses."""
+    generator = torch.Generator().manual_seed(1)
+    done = [
+        Completion(
+            request.group, number, torch.randint(0, vocabulary, (case.tokens,), generator=generator),
+            torch.full((case.tokens,), -11.0), ((0, case.tokens),), "length",
+        )
+        for request in asked
+        for number in request.places
+    ]  # fmt: skip
+    return batch_of(asked, done)
+
+
+async def turns(
+    build: Callable[[], PreTrainedModel], shape: dict[str, Any], case: Case, device: torch.device, repeat: int
+) -> list[Figure]:
+    """Both engines of one rank, as a colocated run has them (``stages/colocated.py``)."""
+    rollout = TorchRolloutEngine(build(), max_rows=case.rows, device=device, packed=False)
+    await rollout.sleep()
+    empty(rollout.tensors.values())
+    model = build()
+    separate(model.parameters())
+    trainer = TorchTrainEngine(model, learning_rate=1e-6, total_steps=100, token_budget=16384, device=device)
+    asked = requests(case, shape["vocab_size"])
+    trainer.train_batch(made_up(asked, case, shape["vocab_size"]), GRPO())  # AdamW makes its moments
+    state = model_state(Qwen2Config(**shape), model.dtype)
+    target = place(state, Layout(), names="vllm" if rollout.fused else "hf")
+    plan = plan_reshard(place(state, Layout()), target)
+    swap = Swap(plan, 0, local_weights(model), trainer.held, device=device, rollout=rollout.tensors)
+    away, back, exposed, left = list[float](), list[float](), list[float](), 0
+    training = swap.training_bytes()
+    for version in range(1, repeat + 2):  # the first makes the host's memory
+        before, began = devices.allocated(device), time.perf_counter()
+        swap.to_rollout()
+        exposed.append(time.perf_counter() - began)
+        left = max(left, swap.training_bytes())
+        held = devices.allocated(device)
+        await rollout.wake(version)
+        await responses(rollout, asked)
+        await rollout.sleep()
+        swap.prefetch()
+        swap.ready()
+        away.append(training / (swap.seconds[Phase.OFFLOAD_STATE] + swap.seconds[Phase.OFFLOAD_WEIGHTS]))
+        back.append(training / swap.seconds[Phase.PREFETCH])
+    await rollout.close()
+    trainer.close()
+    nbytes = min(training, 2**30)
+    counted = [] if before is None or held is None else [
+        Figure("turn, live tensors before", before / 1e9, "GB", timed=False),
+        Figure("turn, live tensors after", held / 1e9, "GB", timed=False),
+    ]  # fmt: skip
+    to_host, to_device = (host_rate(device, nbytes, back=way) / 1e9 for way in (True, False))
+    return [
+        Figure("turn, training bytes", training / 1e6, "MB", timed=False),
+        Figure("turn, of them left on the device", left, "B", limit=0.0, timed=False),
+        *counted,
+        Figure("turn, to host memory", statistics.median(away[1:]) / 1e9, "GB/s", floor=to_host),
+        Figure("turn, back", statistics.median(back[1:]) / 1e9, "GB/s", floor=to_device),
+        Figure("turn, to generation, exposed", statistics.median(exposed[1:]), "s"),
+    ]
+
+
+async def whole_run(model: PreTrainedModel, device: torch.device, smoke: bool) -> list[Figure]:
+    """Colocated GRPO runs of ``model``, whose weights are read from a folder as any model's are."""
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory(prefix="asyncdock-gpu-check-") as folder:
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        changes: colocated.Changes = {
+            "model": {"dtype": str(model.dtype).removeprefix("torch.")},
+            "rollout": {"device": device.type, "max_rows": 64, "max_tokens": 4 if smoke else 256},
+            "train": {"device": device.type, "groups_per_step": 2 if smoke else 8, "token_budget": 16384},
+            "pipeline": {"arena": "128MiB"},
+        }
+        for arm in ("colocated", "colocated, prefetch"):
+            launcher, steps = ("inline", 3) if smoke else ("process", 8)
+            told = await colocated.measure(arm, colocated.recipe_of(arm, folder, steps, launcher, changes))
+            figures += [
+                Figure(f"{arm}: step", told.step_seconds, "s"),
+                Figure(f"{arm}: exposed", told.exposed, "s"),
+                Figure(f"{arm}: hidden", told.hidden, "s"),
+                Figure(f"{arm}: training", told.training / 1e6, "MB", timed=False),
+                Figure(f"{arm}: generating", told.generating / 1e6, "MB", timed=False),
+                Figure(f"{arm}: released", told.released / 1e6, "MB", timed=False),
+            ]
+    return figures
+
+
 def update_speed(
     model: PreTrainedModel,
     sizes: Sizes,
@@ -255,16 +358,7 @@ def update_speed(
 ) -> list[Figure]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     asked = requests(case, vocabulary)
-    generator = torch.Generator().manual_seed(1)
-    done = [
-        Completion(
-            request.group, place, torch.randint(0, vocabulary, (case.tokens,), generator=generator),
-            torch.full((case.tokens,), -11.0), ((0, case.tokens),), "length",
-        )
-        for request in asked
-        for place in request.places
-    ]  # fmt: skip
-    batch = batch_of(asked, done)
+    batch = made_up(asked, case, vocabulary)
     engine = TorchTrainEngine(model, learning_rate=1e-6, total_steps=100, token_budget=16384, device=device)
     took = []
     for _ in range(repeat + 1):
@@ -309,7 +403,10 @@ async def check(device: torch.device, smoke: bool, repeat: int) -> list[Figure]:
     del engine, model
     devices.release_cached(device)
     figures += update_speed(build_large(), sizes, machine, cases[0], vocabulary, device, repeat)
-    return figures
+    devices.release_cached(device)
+    figures += await turns(build_large, shape, cases[0], device, repeat)
+    devices.release_cached(device)
+    return figures + await whole_run(build_large(), device, smoke)
 
 
 def line(figure: Figure, device: torch.device) -> str:
@@ -331,6 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = devices.select(args.device)
     if device.type == "cpu" and not args.smoke:
         parser.error("no accelerator here; --device cpu --smoke shows that the command runs, its speeds mean nothing")
+    configure(terminal=False)  # what the runs log is not for standard output
     graphs = "recorded" if device.type != "cpu" and hasattr(torch.accelerator, "Graph") else "not recorded"
     print(f"torch {torch.__version__}, device {device}, decode steps {graphs}, medians of {args.repeat}")
     figures = asyncio.run(check(device, args.smoke, args.repeat))

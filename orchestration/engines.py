@@ -11,7 +11,7 @@ import tempfile
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.external import Terms
 from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder
+
+if TYPE_CHECKING:
+    from stages.engines.torch_rollout import TorchRolloutEngine
 
 # Making a model draws from torch's global generator: two threads of an inline run would disturb each other.
 _LOADING = threading.Lock()
@@ -37,8 +40,9 @@ def threads_of(recipe: Recipe, asked: int) -> int:
     at the same time when the run is asynchronous, and in turn when it is not."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     training = recipe.train.ranks
+    in_turn = recipe.colocated or recipe.staleness_plan.slack == 0
     rollouts = recipe.rollout.workers if recipe.ours("rollout") else 0
-    together = training if recipe.staleness_plan.slack == 0 else training + rollouts
+    together = training if in_turn else training + rollouts
     return asked or max(1, cores // together)
 
 
@@ -70,13 +74,20 @@ def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tupl
     """The recipe's model, in its dtype or another; ``weights`` is the folder of a checkpoint that replaces its weights."""
     source = recipe.model.source if weights is None else str(weights)
     with _LOADING:
-        return load_model(source, dtype=getattr(torch, dtype or recipe.model.dtype), seed=recipe.seed)
+        model, tokenizer = load_model(source, dtype=getattr(torch, dtype or recipe.model.dtype), seed=recipe.seed)
+    if recipe.colocated:
+        from stages.resharding.swap import separate
+
+        separate(model.parameters())
+    return model, tokenizer
 
 
 def rollout_engine(
     recipe: Recipe, *, version: int, weights: Path | None = None, shared: Path | None = None
 ) -> RolloutEngine:
     """``shared`` is a folder in shared memory for this engine alone, that need not be there yet; None makes one."""
+    if recipe.colocated:
+        return colocated_engine(recipe, Ranks(0, recipe.train.dp, recipe.train.tp), version=version, weights=weights)
     if recipe.rollout.engine == "mock":
         from stages.engines.mock import MockRolloutEngine, MockRolloutOptions
 
@@ -93,6 +104,21 @@ def rollout_engine(
         except BaseException:  # an engine that is made removes it when it is closed
             shutil.rmtree(shared, ignore_errors=True)
             raise
+    return _torch_engine(recipe, version, weights, devices.select(recipe.rollout.device))
+
+
+def colocated_engine(
+    recipe: Recipe, ranks: Ranks, *, version: int = 0, weights: Path | None = None
+) -> TorchRolloutEngine:
+    """The rollout engine of one of the ranks, on the device that it shares with that rank of the train engine."""
+    device = devices.of_rank(devices.select(recipe.rollout.device), ranks.rank)
+    devices.use(device)
+    return _torch_engine(recipe, version, weights, device, packed=False)
+
+
+def _torch_engine(
+    recipe: Recipe, version: int, weights: Path | None, device: torch.device, packed: bool | None = None
+) -> TorchRolloutEngine:
     from stages.engines.torch_rollout import TorchRolloutEngine
 
     model, tokenizer = _model(recipe, weights)
@@ -102,7 +128,8 @@ def rollout_engine(
         max_rows=recipe.rollout.max_rows,
         threads=threads_of(recipe, recipe.rollout.threads),
         initial_version=version,
-        device=devices.select(recipe.rollout.device),
+        device=device,
+        packed=packed,
     )
 
 

@@ -324,6 +324,10 @@ class External:
 
     async def weights(self, after: int = -1, wait: float = 0.0) -> Published | None:
         """The published version, when it is newer than ``after``; waits up to ``wait`` seconds for one."""
+        if not self.recipe.external.stages:
+            raise NotExternal(
+                "external.stages is empty: the run is its own workers' alone; open one with some stage in it"
+            )
         deadline = time.monotonic() + wait
         while True:
             at = await self.index.call("published")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from orchestration.recipe import Recipe
+    from stages.resharding.layout import Names
+    from stages.resharding.plan import ReshardPlan
 
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
@@ -22,6 +24,19 @@ SMOLLM2_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
 WEIGHT_SLOTS = 2  # versions that the weight store keeps
 SLAB_SHARE = 1 / 8  # of the arena, in all workers' slabs
 GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena is taken
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Bytes of one rank of a colocated run, of the rank that has most: on the device while it trains (activations on top),
+    while it generates (``caches`` on top, at most), and in between, with ``buckets`` of it; and in host memory meanwhile."""
+
+    training: int
+    generating: int
+    between: int
+    buckets: int
+    caches: int
+    host: int
 
 
 @dataclass(frozen=True)
@@ -50,10 +65,13 @@ class Plan:
     """Of one rank: its shards of weights, gradients and AdamW's two moments, all in the model's dtype, or in float32 with
     mixed precision. Activations and the layers that are gathered to be computed come on top."""
     rollout_bytes: int
-    """Weights of all rollout engines, and the copy that each verifies before it swaps. KV caches come on top."""
+    """Weights of all rollout engines, and the copy that each verifies before it swaps (not in a colocated run). KV caches
+    come on top."""
     reference_bytes: int
     slot_bytes: int
     """Published versions of the weights in shared memory."""
+    turns: Turns | None
+    """Of a colocated run."""
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -75,13 +93,14 @@ def plan(recipe: Recipe) -> Plan:
         rows_retained=_steps_retained(recipe) * rows_per_step,
         arena_bytes=arena_bytes(recipe),
         tokens_per_step=rows_per_step * recipe.rollout.max_tokens,
-        decode_rows=recipe.rollout.workers * recipe.rollout.max_rows,
+        decode_rows=recipe.replicas * recipe.rollout.max_rows,
         parameters=parameters,
         train_ranks=recipe.train.ranks,
         train_bytes=-(-4 * (parameters or 0) * masters // recipe.train.ranks),
-        rollout_bytes=2 * weights * recipe.rollout.workers,
+        rollout_bytes=(1 if recipe.colocated else 2) * weights * recipe.replicas,
         reference_bytes=weights if recipe.needs_reference else 0,
-        slot_bytes=WEIGHT_SLOTS * weights,
+        slot_bytes=0 if recipe.colocated else WEIGHT_SLOTS * weights,
+        turns=turns(recipe) if recipe.colocated and parameters else None,
     )
 
 
@@ -97,7 +116,7 @@ def arena_bytes(recipe: Recipe) -> int:
     response = (8 + 4 + 4) * recipe.rollout.max_tokens + 4 * BLOCK_BYTES
     responses = (flow.groups_in_flight + retained) * recipe.algorithm.group_size * response
     # What a cut response is parked with; a block goes with the last of the rows that were parked together.
-    cut = recipe.rollout.budget or recipe.rollout.on_update == "cut"
+    cut = recipe.rollout.budget or recipe.rollout.on_update == "cut" or recipe.colocated
     progress = 2 * ((8 + 4) * recipe.rollout.max_tokens + BLOCK_BYTES) if cut else 0
     parked = flow.groups_in_flight * recipe.algorithm.group_size * progress
     return int((prompts + responses + parked) / GATE_SHARE / (1 - SLAB_SHARE))
@@ -107,8 +126,57 @@ def slab_bytes(recipe: Recipe) -> int:
     """What each writing worker may hold open: one slab, and one whose last rows are not released yet."""
     from pipeline.dock import SLAB
 
-    writers = 1 + recipe.rollout.workers + recipe.reward.workers - 1 + bool(recipe.needs_reference)
+    writers = 1 + recipe.replicas + recipe.reward.workers - 1 + bool(recipe.needs_reference)
     return min(SLAB, int(recipe.pipeline.arena * SLAB_SHARE / (2 * writers)))
+
+
+def reshard_plan(recipe: Recipe, names: Names = "hf") -> ReshardPlan:
+    """The swap of a colocated run: from the layout that trains to a whole model on each rank, named as its engine does."""
+    import torch
+
+    from stages.engines.plans import Ranks
+    from stages.engines.torch_sharded import placement
+    from stages.models import load_config
+    from stages.resharding.layout import Layout, model_state, place
+    from stages.resharding.plan import plan_reshard
+
+    compute = getattr(torch, recipe.model.dtype)
+    model = model_state(
+        load_config(recipe.model.source), torch.float32 if recipe.train.precision == "mixed" else compute
+    )
+    source = placement(model, Ranks(0, recipe.train.dp, recipe.train.tp))
+    target = place(model, Layout(dp_replicate=recipe.train.ranks), names=names, dtype=compute)
+    return plan_reshard(source, target, bucket_bytes=recipe.sync.bucket)
+
+
+def turns(recipe: Recipe) -> Turns:
+    """What the ranks of a colocated run hold, turn by turn."""
+    from stages.resharding.plan import Phase, memory
+
+    plan = reshard_plan(recipe)
+    weights = [plan.source.nbytes(rank) for rank in range(plan.world)]
+    phases = {phase.phase: phase for phase in memory(plan, [2 * nbytes for nbytes in weights])}  # AdamW's moments
+    return Turns(
+        training=4 * max(weights),
+        generating=max(phases[Phase.GENERATE].live),
+        between=max(phases[Phase.GATHER].live),
+        buckets=max(plan.temporary),
+        caches=_cache_bytes(recipe),
+        host=max(phases[Phase.PREFETCH].host),
+    )
+
+
+def _cache_bytes(recipe: Recipe) -> int:
+    """Keys and values of one engine with all of its rows and prompts as long as they may be, and half as much room again,
+    by which it grows."""
+    from stages.models import load_config
+
+    config, rollout = load_config(recipe.model.source).get_text_config(), recipe.rollout
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    item = {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+    tokens = rollout.max_rows * (rollout.max_tokens + (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT))
+    return math.ceil(1.5**2 * 2 * item * config.num_hidden_layers * heads * width * tokens)
 
 
 def _steps_retained(recipe: Recipe) -> int:

@@ -205,9 +205,13 @@ class PipelineSection(Section):
 class SyncSection(Section):
     """How rollout engines take new weights. ``rolling``: several replicas swap one after the other, so that generation never
     stops as a whole. ``probe``: after a swap the engine scores a few tokens, whose logprobs must be the trainer's within
-    ``probe_tolerance`` (0: by the model's dtype). ``timeout``: seconds that reading or loading a version may take."""
+    ``probe_tolerance`` (0: by the model's dtype). ``timeout``: seconds that reading or loading a version may take.
+    ``prefetch``, ``bucket``: of a colocated run; training's memory comes back as soon as nothing is left to generate, not
+    only when a batch is claimed; bytes of each of the two buffers through which ranks exchange weights."""
 
     rolling: bool = True
+    prefetch: bool = True
+    bucket: Annotated[int, BeforeValidator(parse_size), Field(ge=1024)] = 4 * 2**20
     probe: bool = True
     probe_tolerance: float = Field(default=0.0, ge=0)
     timeout: Seconds = 120.0
@@ -229,10 +233,13 @@ class CheckpointSection(Section):
 
 
 class LaunchSection(Section):
-    """``max_restarts``: of dead workers, in one run. ``collective_timeout``: seconds for which a rank of the train engine
-    waits for another in a call that they make together."""
+    """``placement``: rollout engines have workers of their own, or each rank of the train engine has one too and they take
+    turns on its device (``colocated``; ``rollout.workers`` then follows from the ranks). ``max_restarts``: of dead workers,
+    in one run. ``collective_timeout``: seconds for which a rank of the train engine waits for another in a call that they
+    make together."""
 
     launcher: Literal["process", "inline"] = "process"
+    placement: Literal["separate", "colocated"] = "separate"
     max_restarts: CountOrNone = 3
     startup_timeout: Seconds = 300.0
     stop_timeout: Seconds = 30.0
@@ -275,6 +282,16 @@ class Recipe(Section):
     @property
     def staleness_plan(self) -> StalenessPlan:
         return StalenessPlan(self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether training and generation take turns on the same devices."""
+        return self.launch.placement == "colocated"
+
+    @property
+    def replicas(self) -> int:
+        """Rollout engines."""
+        return self.train.ranks if self.colocated else self.rollout.workers
 
     @property
     def probe_tolerance(self) -> float:
@@ -883,6 +900,27 @@ def _precision_means_something(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("train.precision", "mixed", wrong, "set model.dtype = 'bfloat16', or train.precision = 'model'")
 
 
+def _turns_can_be_taken(recipe: Recipe) -> Iterator[Problem]:
+    if not recipe.colocated:
+        return
+    rollout, train, together = recipe.rollout, recipe.train, "launch.placement = 'colocated'"
+    for key, engine in (("rollout.engine", rollout.engine), ("train.engine", train.engine)):
+        if engine != "torch":
+            wrong = f"cannot give its device away, as {together} asks for"
+            fix = f"set {key} = 'torch', or launch.placement = 'separate'"
+            yield Problem(key, engine, wrong, fix)
+    if rollout.workers not in (1, train.ranks):
+        wrong = f"is not the {train.ranks} ranks that train, each of which has a rollout engine with {together}"
+        yield Problem("rollout.workers", rollout.workers, wrong, "leave it out: it follows from train.dp and train.tp")
+    for stage in ("rollout", "update"):
+        if stage in recipe.external.stages:
+            wrong = f"gives {stage!r} to another program, while {together} has both of the run's own on one device"
+            yield Problem("external.stages", recipe.external.stages, wrong, "set launch.placement = 'separate'")
+    if rollout.device != train.device:
+        wrong = f"is not train.device = {train.device!r}, which it takes turns with by {together}"
+        yield Problem("rollout.device", rollout.device, wrong, f"set rollout.device = {train.device!r}")
+
+
 # Each with the keys (or sections) it reads: it is left out when one of them is already known to be wrong.
 CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...] = (
     (_mock_goes_with_mock, ("model.source", "rollout.engine", "train.engine")),
@@ -924,6 +962,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
             "rollout.budget",
             "rollout.on_update",
             "checkpoint.every",
+            "launch.placement",
         ),
     ),
     (_tls_files_fit, ("pipeline.serve", *(f"pipeline.{name}" for name in TLS_FILES))),
@@ -945,4 +984,18 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
     (_heads_divide, ("train.tp", "model.source")),
     (_ranks_have_cores, ("train.dp", "train.tp", "train.device")),
     (_precision_means_something, ("train.precision", "model.dtype")),
+    (
+        _turns_can_be_taken,
+        (
+            "launch.placement",
+            "external",
+            "rollout.engine",
+            "rollout.workers",
+            "rollout.device",
+            "train.engine",
+            "train.device",
+            "train.dp",
+            "train.tp",
+        ),
+    ),
 )

@@ -6,11 +6,12 @@
 
     created → starting → running ⇄ paused → stopping → finished | stopped | failed
 
-The ranks of the train engine are a gang: they live and die as one, since each waits for the others in every call. When one
-dies the others are ended, and all are launched again, which counts as one restart.
+The ranks of the train engine (in a colocated run each has a rollout engine too) are a gang: they live and die as one, since
+each waits for the others in every call. When one dies the others are ended, and all are launched again, which counts as one
+restart.
 
-The work is done when the update worker and the rollout workers have ended by themselves; the others are then told. Where
-another program trains, it is done when that has published the last of ``steps``.
+The work is done when whoever trains and whoever generates has ended by itself; the others are then told. Where another
+program trains, it is done when that has published the last of ``steps``.
 
 A supervisor may follow on another that was killed, in the same index: what its workers held is given back first.
 """
@@ -31,10 +32,10 @@ from pipeline.index import Index, worker_name
 log = structlog.get_logger()
 
 STOPPED = "stopped by request"
-ENDS_BY_ITSELF = ("update", "rollout")
+ENDS_BY_ITSELF = ("update", "rollout", "colocated")
 LIVE = ("starting", "running", "paused")
 INDEX_CHECK_SECONDS = 0.5
-TOGETHER = ("update",)  # kinds whose workers are one gang
+TOGETHER = ("update", "colocated")  # kinds whose workers are one gang
 
 
 @dataclass(frozen=True)

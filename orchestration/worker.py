@@ -8,6 +8,7 @@ A worker needs the run's id and the index's URL, and nothing else. Which stages 
     flow      gate, reward, advantage      (light; one)
     rollout   rollout, evaluation          (one engine each)
     update    update                       (one rank of the train engine each: the first has the stage's controller)
+    colocated rollout, update, evaluation  (both of the two before, on one device; then there are none of those)
     reward    reward                       (further ones, when the recipe asks for more than one)
     reference reference                    (when the algorithm needs it)
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import sys
@@ -23,12 +25,13 @@ import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
 from orchestration import checkpoint
 from orchestration.engines import (
+    colocated_engine,
     reference_engine,
     rollout_engine,
     sampling_of,
@@ -37,7 +40,7 @@ from orchestration.engines import (
     train_engine,
 )
 from orchestration.logs import Current, configure
-from orchestration.planner import slab_bytes
+from orchestration.planner import reshard_plan, slab_bytes
 from orchestration.recipe import Recipe
 from orchestration.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
 from pipeline.columns import ColumnError
@@ -47,9 +50,10 @@ from pipeline.index import INDEX_VARIABLE, BoundBroken, GateClosed, Index, Never
 from pipeline.spans import Spans
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
+from stages.colocated import ColocatedMate, ColocatedUpdate, SharedDevice, Turn
 from stages.device import DeviceMissing
 from stages.engines.plans import Ranks
-from stages.engines.protocols import EngineMissing
+from stages.engines.protocols import EngineMissing, RolloutEngine
 from stages.evaluate import Evaluator, distinct_prompts
 from stages.external import TERMS
 from stages.feed import Feed
@@ -59,12 +63,17 @@ from stages.gate import Gate
 from stages.models import ModelNotFound, Tokenizer
 from stages.prompts import PromptError, PromptForm, PromptSource, load_prompts
 from stages.reference import Reference
+from stages.resharding.swap import empty
 from stages.reward import Reward, RewardError, RewardSet
 from stages.rollout import Rollout
 from stages.sample import Flow
 from stages.samplebook import FOLDER, Recorder, SampleBook
 from stages.update import Update
 from stages.weight_sync import WeightStore
+
+if TYPE_CHECKING:
+    from stages.engines.torch_rollout import TorchRolloutEngine
+    from stages.engines.torch_train import TorchTrainEngine
 
 log = structlog.get_logger()
 
@@ -118,15 +127,30 @@ def flow_of(recipe: Recipe) -> Flow:
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
     """The workers that a recipe asks for, as (kind, number); none for stages that other programs do."""
     numbers = {
-        "rollout": range(recipe.rollout.workers),
+        "colocated": range(recipe.train.ranks if recipe.colocated else 0),
+        "rollout": range(0 if recipe.colocated else recipe.rollout.workers),
         "reward": range(1, recipe.reward.workers),
         "reference": range(int(flow_of(recipe).reference)),
-        "update": range(recipe.train.ranks),
+        "update": range(0 if recipe.colocated else recipe.train.ranks),
     }
     return [
         ("flow", 0),
         *((kind, n) for kind, some in numbers.items() if kind not in recipe.external.stages for n in some),
     ]
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A rank's device in a colocated run, and its claims of rollout work. ``turn`` decides on the first rank."""
+
+    device: SharedDevice
+    turn: Turn
+    rollout: Controller
+
+    async def until(self, work: Coroutine[Any, Any, None]) -> None:
+        """Claim rollout work until ``work`` is done."""
+        await work
+        self.rollout.stop()
 
 
 class Worker:
@@ -285,26 +309,8 @@ class Worker:
         )
         self._close.append(engine.close)
         self._version = lambda: engine.version
-        tokenizer, size = tokenizer_of(recipe), recipe.algorithm.group_size
-        sampling = sampling_of(recipe, tokenizer)
-        # One worker takes a whole step's groups at once, so that the batch it decodes is the same however fast the rest
-        # of the run is; several share them by what each has room for.
-        step_rows = recipe.train.groups_per_step * size if recipe.rollout.workers == 1 else 0
-        stage = Rollout(
-            self.dock,
-            engine,
-            replace(sampling, budget=recipe.rollout.budget),
-            seed=recipe.seed,
-            group_size=size,
-            most_rows=max(recipe.rollout.max_rows, step_rows),
-        )
+        stage, evaluator = self._rollout(engine)
         controller = self._control(stage)
-        evaluator = None
-        if recipe.evaluate.every and self.number == 0:
-            held_out = load_prompts(recipe.prompts, tokenizer, recipe.seed).held_out
-            assert held_out is not None, "checked with the recipe"
-            prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
-            evaluator = Evaluator(engine, sampling, self._rewards(), tokenizer, prompts, recipe.evaluate.samples)
         overlap = recipe.staleness_plan.slack > 0
         follower = Follower(
             self.index,
@@ -319,18 +325,81 @@ class Worker:
             policy=SwapPolicy(
                 tolerance=recipe.probe_tolerance,
                 timeout=recipe.sync.timeout,
-                rolling=recipe.sync.rolling and overlap and recipe.rollout.workers > 1,
+                rolling=recipe.sync.rolling and overlap and recipe.replicas > 1,
             ),
             cut=recipe.rollout.on_update == "cut",
         )
         await follower.begin()
         self._beside.append(follower.run)
 
+    def _rollout(self, engine: RolloutEngine) -> tuple[Rollout, Evaluator | None]:
+        """The stage around ``engine``, and what evaluates with it if this worker does."""
+        recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
+        sampling, size = sampling_of(recipe, tokenizer), recipe.algorithm.group_size
+        # One worker takes a whole step's groups at once, so that the batch it decodes is the same however fast the rest
+        # of the run is; several share them by what each has room for.
+        step_rows = recipe.train.groups_per_step * size if recipe.replicas == 1 else 0
+        stage = Rollout(
+            self.dock,
+            engine,
+            replace(sampling, budget=recipe.rollout.budget),
+            seed=recipe.seed,
+            group_size=size,
+            most_rows=max(recipe.rollout.max_rows, step_rows),
+        )
+        evaluator = None
+        if recipe.evaluate.every and self.number == 0:
+            held_out = load_prompts(recipe.prompts, tokenizer, recipe.seed).held_out
+            assert held_out is not None, "checked with the recipe"
+            prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
+            evaluator = Evaluator(engine, sampling, self._rewards(), tokenizer, prompts, recipe.evaluate.samples)
+        return stage, evaluator
+
+    async def _build_colocated(self) -> None:
+        ranks = Ranks(self.number, self.recipe.train.dp, self.recipe.train.tp)
+        engine = await asyncio.to_thread(colocated_engine, self.recipe, ranks)
+        self._close.append(engine.close)
+        await engine.sleep()  # training is built in the room that it leaves
+        empty(engine.tensors.values())
+        await self._build_update(beside=engine)
+
+    async def _share(self, rollout: TorchRolloutEngine, trainer: TorchTrainEngine, gang: Gang) -> _Shared:
+        """One device for ``rollout`` and ``trainer``, which has it now."""
+        recipe = self.recipe
+        stage, evaluator = self._rollout(rollout)
+        controller = self._control(stage)
+        plan = await asyncio.to_thread(reshard_plan, recipe, "vllm" if rollout.fused else "hf")
+        device = SharedDevice(
+            plan,
+            self.number,
+            trainer,
+            rollout,
+            stage,
+            controller,
+            self.index,
+            tolerance=recipe.probe_tolerance,
+            deadline=recipe.launch.collective_timeout,
+        )
+        turn = Turn(
+            device,
+            gang,
+            self.index,
+            evaluator,
+            steps=recipe.train.steps,
+            groups=recipe.train.steps * recipe.train.groups_per_step,
+            every=recipe.evaluate.every,
+            ahead=recipe.sync.prefetch,
+            overlap=recipe.staleness_plan.slack > 0,
+        )
+        controller.on_nothing = turn.no_rows
+        return _Shared(device, turn, controller)
+
     def _recorder(self, tokenizer: Tokenizer) -> Recorder | None:
         most, names = self.recipe.pipeline.keep_samples, [function.name for function in self.recipe.reward.functions]
         return Recorder(self.dock, tokenizer, names, SampleBook(self.place.out / FOLDER, most)) if most else None
 
-    async def _build_update(self) -> None:
+    async def _build_update(self, beside: TorchRolloutEngine | None = None) -> None:
+        """``beside``: the rollout engine that takes turns with this rank on its device."""
         recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
         ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
         gang, meeting = Gang(self.index, ranks), None
@@ -344,10 +413,12 @@ class Worker:
         if saved is not None:
             await asyncio.to_thread(saved.load_into, engine)
         version = saved.version if saved else 0
+        shared = None if beside is None else await self._share(beside, cast("TorchTrainEngine", engine), gang)
         if ranks.rank:
-            mate = Mate(self.dock, engine, algorithm, gang, version=version, save=checkpoint.write)
+            make = Mate if shared is None else functools.partial(ColocatedMate, shared.device)
+            mate = make(self.dock, engine, algorithm, gang, version=version, save=checkpoint.write)
             self._version = lambda: mate.trained
-            self._work_till_end.append(mate.run)
+            self._work_till_end.append(mate.run if shared is None else lambda: shared.until(mate.run()))
             return
         self._farewell.append(lambda: gang.tell("end"))
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
@@ -382,7 +453,8 @@ class Worker:
                 await tell(saved, requested=False)  # whoever wrote it was killed before it could say so
             await self.index.call("release", before=saved.version)
 
-        stage = Update(
+        make_update = Update if shared is None else functools.partial(ColocatedUpdate, shared.turn)
+        stage: Update = make_update(
             self.dock,
             engine,
             algorithm,
@@ -399,8 +471,11 @@ class Worker:
             publish_first=not recipe.ours("rollout"),
         )
         self._version = lambda: stage.trained
-        controller = self._control(stage, spans)
+        controller: Controller = self._control(stage, spans)
         await stage.catch_up()
+        if shared is not None and isinstance(stage, ColocatedUpdate):
+            controller.on_nothing, controller.on_end = shared.turn.no_batch, shared.turn.over
+            self._work_till_end.append(lambda: shared.until(shared.turn.run(stage)))
 
 
 def _first(error: BaseException) -> BaseException:

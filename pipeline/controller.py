@@ -136,6 +136,8 @@ class Controller:
         self._running = asyncio.Event()
         self._running.set()
         self._nudged = asyncio.Event()
+        self.on_nothing: Callable[[], None] = lambda: None  # a claim has found nothing
+        self.on_end: Callable[[], None] = lambda: None  # all that was claimed is done, and nothing more will be
         dock.on_room = lambda: self.clock.during("blocked")
 
     def nudge(self) -> None:
@@ -172,6 +174,7 @@ class Controller:
             for task in beside:
                 task.cancel()
         await self.report()
+        self.on_end()
 
     async def _claim(self) -> Claim | None:
         """One claim, or None after a wait that something ended."""
@@ -183,6 +186,7 @@ class Controller:
         found = await self.dock.try_claim(self.stage.name, room, version=self.stage.version())
         if isinstance(found, Claim):
             return found
+        self.on_nothing()
         with self.clock.during("waiting"):
             woken = asyncio.create_task(self.dock.wait(self.stage.name, found, WAIT_SECONDS))
             nudged = asyncio.create_task(self._nudged.wait())

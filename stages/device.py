@@ -9,6 +9,7 @@ memory counters), so each question is answered for the CPU here.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,20 @@ def release_cached(device: torch.device) -> None:
 def stream(device: torch.device) -> Any:
     """A new stream of ``device`` for copies beside compute; None on the CPU, which has none."""
     return None if device.type == "cpu" else torch.get_device_module(device).Stream()
+
+
+def mark(stream: Any) -> Any:
+    """A moment of ``stream``, when all that was asked of it is done; None: this moment of the host."""
+    if stream is None:
+        return time.perf_counter()
+    moment = torch.Event(stream.device, enable_timing=True)
+    moment.record(stream)
+    return moment
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Between two moments of :func:`mark`, which have come."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
 def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

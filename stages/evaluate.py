@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from pipeline.index import Index
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
 from stages.models import Tokenizer
 from stages.prompts import Prompt, PromptSource
@@ -65,6 +66,13 @@ class Evaluator:
                 for i in range(min(self.samples, len(requests)))
             ],
         }
+
+
+async def evaluate_once(index: Index, evaluator: Evaluator, version: int) -> None:
+    """Tell the evaluation of ``version``, unless it was told before."""
+    if await index.get(f"evaluated:{version}") is None:
+        await index.emit("evaluation", await evaluator.run(version))
+        await index.put(f"evaluated:{version}", "1")
 
 
 def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:

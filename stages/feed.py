@@ -124,7 +124,10 @@ async def put_prompts(
             raise PromptError(
                 f"prompts: prompt {i} has fields {taken}, which reward functions get from the run; rename"
             )
-    texts = [json.dumps(dict(row)) for row in rows]
+    try:
+        texts = [json.dumps(dict(row), allow_nan=False) for row in rows]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"prompts: they cannot be kept as JSON ({error}); use texts, finite numbers, lists") from None
     asked = {"prompts": texts, "first": False if first is None else first, "last": last, "most": WAITING_BYTES}
     deadline = time.monotonic() + timeout
     while "wait" in (reply := await index.call("feed", **asked)):

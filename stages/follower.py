@@ -22,7 +22,7 @@ import torch
 from pipeline.controller import Controller
 from pipeline.index import Index
 from stages.engines.protocols import SwapTimes, WeightMismatch
-from stages.evaluate import Evaluator
+from stages.evaluate import Evaluator, evaluate_once
 from stages.rollout import Rollout
 from stages.weight_sync import Gap, Published, WeightsDamaged, WeightStore
 
@@ -210,9 +210,5 @@ class Follower:
 
     async def _evaluate(self) -> None:
         assert self.evaluator is not None
-        version = self.stage.engine.version
-        if await self.index.get(f"evaluated:{version}") is None:
-            with self.controller.spans.during("evaluation", version=version):
-                told = await self.evaluator.run(version)
-            await self.index.emit("evaluation", told)
-            await self.index.put(f"evaluated:{version}", "1")
+        with self.controller.spans.during("evaluation", version=self.stage.engine.version):
+            await evaluate_once(self.index, self.evaluator, self.stage.engine.version)

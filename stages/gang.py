@@ -13,7 +13,7 @@ collective call's deadline runs meanwhile. A gang lives and dies as one: the nex
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,21 @@ class Gang:
     def __init__(self, index: Index, ranks: Ranks, life: str = "") -> None:
         self.index, self.ranks = index, ranks
         self._log, self._number = f"gang:{life}", 0
+        self._said: list[int] = []  # entries of the log
+        self._heard = False  # all of them, by everybody
 
-    async def tell(self, do: str, **what: Any) -> None:
-        """Say what all ranks do next. What was said before has been heard: rank 0 has made that call with all of them."""
+    async def tell(self, do: str, *, together: bool = True, **what: Any) -> None:
+        """Say what all ranks do next. ``together``: it is a call that rank 0 makes with all of them, so that when it says
+        the next thing everybody has heard this one."""
         if self.ranks.world == 1:
             return
         await self.index.note(self._log, self._number, msgpack.packb({"do": do, **what}))
-        if self._number:
-            await self.index.strike(self._log, self._number - 1, f"{self._log}:heard")
+        if self._heard:
+            for number in self._said:
+                await self.index.strike(self._log, number, f"{self._log}:heard")
+            self._said = []
+        self._said.append(self._number)
+        self._heard = together
         self._number += 1
 
     async def hear(self) -> dict[str, Any]:
@@ -100,19 +107,23 @@ class Mate:
         self.trained, self._save = version, save
 
     async def run(self) -> None:
-        while True:
-            said = await self.gang.hear()
-            if said["do"] == "train":
+        while (said := await self.gang.hear())["do"] != "end":
+            await self.do(said)
+
+    async def do(self, said: Mapping[str, Any]) -> None:
+        """One thing that rank 0 has said."""
+        match said["do"]:
+            case "train":
                 claim = Claim("", said["claim"]["token"], said["claim"])
                 batch = await self.gang.fetch(self.dock, claim, said["shares"], trained_columns(self.algorithm))
                 await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
                 self.trained += 1
-            elif said["do"] == "publish":
+            case "publish":
                 await asyncio.to_thread(self._give_weights, said["probe"])
-            elif said["do"] == "save":
+            case "save":
                 await asyncio.to_thread(self._save, Path(said["folder"]), self.engine)
-            else:
-                return
+            case other:
+                raise RuntimeError(f"gang: rank 0 says {other!r}, which this rank does not know; start both anew")
 
     def _give_weights(self, probe: Sequence[list[int]]) -> None:
         if probe:

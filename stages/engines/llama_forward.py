@@ -65,6 +65,7 @@ class JoinedLinear:
     """The same in torch's layout: the modules' parameters become views of one weight, which is written in place."""
 
     def __init__(self, *layers: nn.Linear) -> None:
+        self.layers = layers
         self.weight = _join([layer.weight for layer in layers])
         self.bias = None if layers[0].bias is None else _join([layer.bias for layer in layers])
 
@@ -78,9 +79,10 @@ class JoinedLinear:
 def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parameters) == 1:
         return parameters[0]
-    joined = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, view in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
-        parameter.data = view
+    with torch.inference_mode(False):  # an ordinary tensor, which others may write to
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, view in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
+            parameter.data = view
     return joined
 
 
@@ -167,6 +169,13 @@ class LlamaForward:
             hidden = layer.out.then("add", attended, hidden)
             hidden = layer.down.then("add", layer.gate(_normed(layer.between, hidden)), hidden)
         return self.head(_normed(self.norm, hidden))
+
+    def joined(self) -> Iterator[JoinedLinear]:
+        """The linear layers that are computed together, in torch's layout."""
+        for layer in self.layers:
+            yield layer.qkv
+            if isinstance(layer.gate, _JoinedGate):
+                yield layer.gate.both
 
     def places(self, names: Mapping[int, str]) -> list[Place]:
         """Where the weights live in the packed layout; ``names`` of parameters by their id."""

@@ -138,6 +138,29 @@ class RolloutEngine(Protocol):
         """Abort everything and release memory and threads. Harmless when repeated."""
 
 
+class ColocatedEngine(RolloutEngine, Protocol):
+    """A rollout engine that takes turns with training on its device. Whoever has the device fills :attr:`tensors` while the
+    engine sleeps, and takes their memory for the other turn."""
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """All weights that it computes with, no copies, each with a storage of its own that can be resized."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether q, k and v, and gate and up, are one tensor each in :attr:`tensors`, named as vLLM names them."""
+
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values on the device; 0 while it sleeps."""
+
+    async def sleep(self) -> None:
+        """From the next token boundary on compute nothing and hold nothing on the device but :attr:`tensors`. Every response
+        that has got a token in this visit ends as "cut"; the others wait, and requests are still taken."""
+
+    async def wake(self, version: int, *, hold: bool = False) -> None:
+        """Go on, with what :attr:`tensors` hold now as the weights of ``version``; with ``hold`` paused at first."""
+
+
 @dataclass(frozen=True)
 class SwapTimes:
     """Seconds that a weight update took: ``exposed`` while no token could be made, ``hidden`` beside generation."""

@@ -105,10 +105,12 @@ class TorchDecoder:
 
     All calls but :meth:`check` and :meth:`prepare` come from one thread. Raises ``ValueError`` for a model whose
     attention it cannot stand in for. ``static``: decode steps come in few sizes and are recorded where the device can
-    (None: on an accelerator).
+    (None: on an accelerator). ``packed``: weights are copied into oneDNN's layout (None: on a CPU that has it).
     """
 
-    def __init__(self, model: Any, device: torch.device, static: bool | None = None) -> None:
+    def __init__(
+        self, model: Any, device: torch.device, static: bool | None = None, packed: bool | None = None
+    ) -> None:
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = device
         self.dtype: torch.dtype = model.dtype
@@ -120,6 +122,8 @@ class TorchDecoder:
         self._row_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer: K, V [slots, KV heads, room, D]
         self._sharing: _Sharing | None = None
         self._static = device.type != "cpu" if static is None else static
+        can_pack = device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._packed = can_pack if packed is None else packed
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._step: _Prefill | _Decode | None = None
         self._refuse_unsteady_rope()
@@ -247,7 +251,12 @@ class TorchDecoder:
     def clear(self) -> None:
         """Forget every row and prompt and free their KV."""
         self.rows, self.prompts, self._prompt_kv, self._row_kv, self._sharing = [], [], {}, {}, None
-        self._recorded = {}
+        self._recorded, self._step = {}, None
+
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values that it has room for."""
+        pools = (*self._prompt_kv.values(), *self._row_kv.values())
+        return sum(kv.untyped_storage().nbytes() for pair in pools for kv in pair)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -266,6 +275,26 @@ class TorchDecoder:
             raise WeightMismatch(
                 "; ".join(problems[:5]) + more + "; offer the parameters of the same model, tied ones once"
             )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The very weights that are computed with, which may be written to between two calls: by Hugging Face's names, and
+        where several are one tensor by vLLM's (:attr:`fused`). Raises ValueError when they are packed."""
+        if self._packed:
+            raise ValueError("packed: the weights are copies in oneDNN's layout; make the decoder with packed=False")
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        found, parts = dict[str, torch.Tensor](), set[str]()
+        for linear in self._llama.joined() if self._llama else ():
+            for kind, whole in (("weight", linear.weight), ("bias", linear.bias)):
+                if whole is not None:
+                    of = [names[id(getattr(layer, kind))] for layer in linear.layers]
+                    found[of[0].replace(".q_proj.", ".qkv_proj.").replace(".gate_proj.", ".gate_up_proj.")] = whole
+                    parts.update(of)
+        return found | {n: p.detach() for n, p in self.model.named_parameters() if n not in parts}
+
+    @property
+    def fused(self) -> bool:
+        """Whether q, k and v, and gate and up, are one tensor each."""
+        return self._llama is not None
 
     @torch.no_grad()
     def prepare(self, weights: Mapping[str, torch.Tensor]) -> WeightSet:
@@ -413,7 +442,6 @@ class TorchDecoder:
         AttentionInterface.register(ATTENTION, _two_part_attention)
         self.model.set_attn_implementation(ATTENTION)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        self._packed = self.device.type == "cpu" and torch.backends.mkldnn.is_available()
         self._llama: LlamaForward | None = None
         self._compare(probe, expected)
         self._llama = LlamaForward.of(self.model, self._packed)

@@ -2,7 +2,7 @@
 
     asyncio loop                              compute thread
     generate() ── submission ──┐              ┌─▶ run what the inbox holds ── the only place where things change:
-    load_weights() ── swap ────┼──▶ inbox ────┤      submit, abort, pause, resume, swap, close
+    load_weights() ── swap ────┼──▶ inbox ────┤      submit, abort, pause, resume, swap, sleep, wake, close
     pause(), aclose(), … ──────┘              │   rows free and rows waiting? ─▶ admit: prefill new prompts, first token
                                               │   else ─▶ decode one token of every row
     iterators ◀── call_soon_threadsafe ───────┴── finished rows leave; nothing to do: block on the inbox
@@ -15,6 +15,9 @@ A token boundary is one turn of that loop. Waiting rows are a first-in-first-out
 and a turn depends on nothing but the queue and the rows: the same submissions give the same batches and the same bits.
 A swap prepares the new weights beside the old ones in a loader thread and exchanges references at a boundary: rows in
 flight keep their KV, and their next tokens carry the new version. Rows that start after a swap get a fresh prefill.
+
+Where training takes turns with it on the device, it sleeps meanwhile: rows with tokens leave as cut, the others wait, and
+all but the weights' names and shapes is given back. Nothing may be computed then: the weights' storages may be empty.
 """
 
 from __future__ import annotations
@@ -155,7 +158,8 @@ class TorchRolloutEngine:
     padded tokens of one prefill forward (one prompt always fits). ``threads`` sets torch's CPU threads, ``dtype``
     converts the model first. ``accelerated`` (None: on an accelerator): decode steps are static and recorded, and the next
     token is launched before the newest one is read, so that the device never waits for the host; responses are the
-    same. Raises ``ValueError`` for a model whose attention cannot be served.
+    same. ``packed`` False: the weights are torch's own tensors on the CPU too, as :attr:`tensors` needs them (None: copies
+    in the CPU's own layout where it has one). Raises ``ValueError`` for a model whose attention cannot be served.
     """
 
     def __init__(
@@ -170,18 +174,21 @@ class TorchRolloutEngine:
         prefill_tokens: int = 4096,
         initial_version: int = 0,
         accelerated: bool | None = None,
+        packed: bool | None = None,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
         chosen = devices.select() if device is None else torch.device(device)
         self._launch_ahead = chosen.type != "cpu" if accelerated is None else accelerated
-        self._decoder = TorchDecoder(model if dtype is None else model.to(dtype), chosen, static=self._launch_ahead)
+        self._decoder = TorchDecoder(
+            model if dtype is None else model.to(dtype), chosen, static=self._launch_ahead, packed=packed
+        )
         self._tokenizer, self._max_rows, self._prefill_tokens = tokenizer, max_rows, prefill_tokens
         self._version = initial_version
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []  # in the order of the decoder's rows
         self._launched: Drawn | None = None  # a token of every row that has not been read
-        self._paused = False
+        self._paused = self._asleep = False
         self._failed: BaseException | None = None
         self._closed = False  # nothing is posted after it is set
         self._posting = threading.RLock()  # re-entrant: a collected iterator posts its abort from anywhere
@@ -222,6 +229,7 @@ class TorchRolloutEngine:
     ) -> SwapTimes:
         async with self._loading:
             self._refuse_closed()
+            self._refuse_asleep()
             began = time.perf_counter()
             self._decoder.check(weights)
             preparing = asyncio.get_running_loop().run_in_executor(self._loader, self._decoder.prepare, weights)
@@ -239,6 +247,7 @@ class TorchRolloutEngine:
         self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
     ) -> torch.Tensor:
         def run() -> torch.Tensor:
+            self._refuse_asleep()
             logits = self._decoder.score(prompt_ids, response_ids)
             logprobs = (logits / temperature if temperature else logits).log_softmax(-1)
             return logprobs.gather(1, response_ids.to(logits.device)[:, None])[:, 0].cpu()
@@ -250,6 +259,23 @@ class TorchRolloutEngine:
 
     async def resume(self) -> None:
         await self._at_boundary(lambda: self._set_paused(False))
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._decoder.tensors()
+
+    @property
+    def fused(self) -> bool:
+        return self._decoder.fused
+
+    def cache_bytes(self) -> int:
+        return self._decoder.cache_bytes()
+
+    async def sleep(self) -> None:
+        await self._at_boundary(self._fall_asleep)
+
+    async def wake(self, version: int, *, hold: bool = False) -> None:
+        await self._at_boundary(lambda: self._wake(version, hold))
 
     async def close(self) -> None:
         with self._posting:
@@ -267,6 +293,10 @@ class TorchRolloutEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineClosed("the rollout engine is closed")
+
+    def _refuse_asleep(self) -> None:
+        if self._asleep:
+            raise RuntimeError("the rollout engine sleeps, and its weights may be elsewhere; wake it first")
 
     def _abort_soon(self, submission: _Submission) -> None:
         with self._posting:
@@ -326,7 +356,7 @@ class TorchRolloutEngine:
     def _thread_goes_on(self) -> bool:
         """Run the inbox until there is a token to make; False when closed."""
         while True:
-            idle = self._paused or not (self._rows or self._waiting)
+            idle = self._paused or self._asleep or not (self._rows or self._waiting)
             try:
                 act = self._inbox.get(block=idle)
             except queue.Empty:
@@ -360,12 +390,27 @@ class TorchRolloutEngine:
     def _swap(self, version: int, prepared: WeightSet, hold: bool, cut: bool) -> tuple[float, list[torch.Tensor]]:
         began = time.perf_counter()
         if cut:
-            for row in self._rows:
-                row.ended = "cut"
-            self._dismiss()
+            self._cut()
         replaced = self._decoder.install(prepared)
         self._version, self._paused = version, self._paused or hold
         return time.perf_counter() - began, replaced
+
+    def _cut(self) -> None:
+        """Rows that have got a token in this visit leave."""
+        for row in self._rows:
+            row.ended = "cut"
+        self._dismiss()
+
+    def _fall_asleep(self) -> None:
+        self._cut()
+        for row in self._waiting:  # their prompts are computed again: the weights will be others
+            row.group.prompt = row.group.logits = None
+        self._decoder.clear()
+        self._asleep = True
+        devices.release_cached(self._decoder.device)
+
+    def _wake(self, version: int, hold: bool) -> None:
+        self._version, self._asleep, self._paused = version, False, self._paused or hold
 
     def _finish(self) -> None:
         self._drop_all(lambda: EngineClosed("the rollout engine was closed"))

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from stages import device as devices
 from stages.engines.plans import Ranks
 from stages.engines.torch_train import TorchTrainEngine, _Packed
+from stages.resharding.layout import Layout, ModelState, Placement, place
 
 FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
 
@@ -202,6 +203,20 @@ class ShardedTrainEngine(TorchTrainEngine):
             config.save_pretrained(path)
             if self.model.can_generate():
                 self.model.generation_config.save_pretrained(path)
+
+
+def placement(model: ModelState, ranks: Ranks) -> Placement:
+    """What each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers cut by tp and then over dp, what is outside
+    them cut over all ranks."""
+    layers, rest = place(model, Layout(dp_shard=ranks.dp, tp=ranks.tp)), place(model, Layout(dp_shard=ranks.world))
+    within = {t.name for t in model.tensors if model.by_name[t.parts[0]].layer is not None}
+    return Placement(
+        layers.layout,
+        tuple(
+            tuple(layer if layer.name in within else other for layer, other in zip(*pair, strict=True))
+            for pair in zip(layers.ranks, rest.ranks, strict=True)
+        ),
+    )
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, divisor: float) -> None:

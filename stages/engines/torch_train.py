@@ -15,7 +15,7 @@ response's last token predicts nothing, so it is not even fed; logits are made o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from stages import device as devices
 from stages.algorithms import Algorithm, TokenBatch, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
+from stages.resharding.swap import training_state
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -318,6 +319,10 @@ class TorchTrainEngine:
         self._dtype = model.dtype  # of the arithmetic
         self._trained = self._place()
         self._optimizer = _adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """The gradients and the optimizer's state of this moment, as this process holds them."""
+        return training_state(self._optimizer)
 
     # What an engine of several ranks does otherwise (``torch_sharded``): where the parameters lie, and all that depends
     # on the other ranks' share of the batch.

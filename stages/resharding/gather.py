@@ -77,7 +77,8 @@ class Gather:
         deadline: float = 600.0,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        if (size := dist.get_world_size(group)) != plan.world:
+        size = dist.get_world_size(group) if dist.is_initialized() else 1  # one rank alone needs no group
+        if size != plan.world:
             raise ValueError(
                 f"group: has {size} ranks, the plan {plan.world}; give the group that the plan was made for"
             )

@@ -75,6 +75,21 @@ def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in _storages(tensors))
 
 
+def separate(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each of ``parameters`` a storage of its own that can be resized, where it has none: a model that was read from
+    files may have mapped them."""
+    for parameter in parameters:
+        storage = parameter.untyped_storage()
+        if not storage.resizable() or storage.nbytes() != parameter.nbytes:
+            parameter.data = parameter.data.clone()
+
+
+def empty(tensors: Iterable[torch.Tensor]) -> None:
+    """Take the memory of ``tensors``; they stay what they are, without their values."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+
+
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -149,6 +164,11 @@ class Arena:
                 _bytes(storage).copy_(self._memory[offset : offset + nbytes], non_blocking=True)
         self._away, self._used = [], 0
 
+    @property
+    def used(self) -> int:
+        """Bytes of what is here."""
+        return sum(nbytes for _, _, nbytes in self._away)
+
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
@@ -156,7 +176,8 @@ def _padded(nbytes: int) -> int:
 
 class Swap:
     """One rank's swaps between the training tensors ``weights`` (by name, as ``plan.source`` has them for ``rank``) and
-    the rollout's, which it makes: ``rollout``, by the names of ``plan.target``, filled only while GENERATING.
+    the rollout's: ``rollout``, by the names of ``plan.target``, filled only while GENERATING. It makes these, or takes an
+    engine's own, whose storages it empties.
 
     ``state`` gives the gradients and optimizer state of the moment (:func:`training_state`). ``device`` is where all of it
     lives; what ``state`` has elsewhere stays there. ``group`` has ``plan.world`` ranks, this one the ``rank``-th.
@@ -172,12 +193,17 @@ class Swap:
         state: Callable[[], Iterable[torch.Tensor]],
         *,
         device: torch.device,
+        rollout: Mapping[str, torch.Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
         deadline: float = 600.0,
         watch: Watch = lambda phase: None,
     ) -> None:
         tensors = plan.source.ranks[rank] if rank < plan.source.world else ()
-        _check_weights(tensors, weights, rank)
+        _check_tensors("weights", tensors, weights, rank)
+        targets = plan.target.ranks[rank] if rank < plan.target.world else ()
+        if rollout is not None:
+            _check_tensors("rollout", targets, rollout, rank)
+            _check_own(rollout)
         self.plan, self.rank, self.device = plan, rank, device
         self._weights, self._training_state = dict(weights), state
         self._deadline, self._watch = deadline, watch
@@ -187,17 +213,18 @@ class Swap:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._stream = devices.stream(device)
+        self._copied: tuple[Any, Any] = (0.0, 0.0)  # when bringing it back began and ended
         self.arena = Arena(device)
         self.state = State.TRAINING
         self.seconds: dict[Phase, float] = {}
-        """What each phase of the last swap took; PREFETCH the copies themselves, beside whatever else ran (on an
-        accelerator: their submission)."""
+        """What each phase of the last swap took; PREFETCH the copies themselves, beside whatever else ran."""
         self.waited = 0.0
         """Seconds that the last ``ready`` waited."""
-        self.rollout: dict[str, torch.Tensor] = {}
-        for tensor in plan.target.ranks[rank] if rank < plan.target.world else ():
+        self.rollout: dict[str, torch.Tensor] = dict(rollout or {})
+        empty(self.rollout.values())
+        for tensor in targets if rollout is None else ():
             self.rollout[tensor.name] = made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            made.untyped_storage().resize_(0)  # one after the other, as training has all of its memory now
+            empty([made])  # one after the other, as training has all of its memory now
 
     def to_rollout(self) -> Mapping[str, torch.Tensor]:
         """Fill the rollout's tensors, and move all that trains to host memory. Returns ``rollout``. Raises
@@ -268,12 +295,18 @@ class Swap:
                 "host memory: call ready() again"
             ) from failure
         self.waited = time.perf_counter() - started
+        self.seconds[Phase.PREFETCH] = devices.seconds_between(*self._copied)
         self.state = State.TRAINING
         self._watch(Phase.PREFETCH)
 
     def temporary_bytes(self) -> int:
         """Bytes of the buckets that are alive."""
         return self._gather.temporary_bytes()
+
+    def training_bytes(self) -> int:
+        """Bytes on the device of weights, gradients and optimizer state."""
+        state = [t for t in self._training_state() if t.device.type == self.device.type]
+        return live_bytes([*self._weights.values(), *state])
 
     # -----------------------------------------------------------------------------------------------------------------
 
@@ -292,27 +325,35 @@ class Swap:
         self._watch(phase)
 
     def _release_rollout(self) -> None:
-        for tensor in self.rollout.values():
-            tensor.untyped_storage().resize_(0)
+        empty(self.rollout.values())
 
     def _copy_back(self) -> None:
-        started = time.perf_counter()
+        started = devices.mark(self._stream)
         try:
             self.arena.copy_back(self._stream)
         except BaseException as error:  # raised by ready()
             self._failure = error
-        self.seconds[Phase.PREFETCH] = time.perf_counter() - started
+        self._copied = started, devices.mark(self._stream)
 
 
-def _check_weights(tensors: Iterable[LocalTensor], weights: Mapping[str, torch.Tensor], rank: int) -> None:
+def _check_tensors(what: str, tensors: Iterable[LocalTensor], given: Mapping[str, torch.Tensor], rank: int) -> None:
     wanted = {tensor.name: tensor for tensor in tensors}
-    if missing := sorted(wanted.keys() ^ weights.keys()):
-        where = "the plan" if missing[0] in weights else "weights"
-        raise ValueError(f"weights: {missing[0]!r} is not in {where} of rank {rank}; lay out the model that is trained")
+    if missing := sorted(wanted.keys() ^ given.keys()):
+        where = "the plan" if missing[0] in given else what
+        raise ValueError(f"{what}: {missing[0]!r} is not in {where} of rank {rank}; lay out the model that is trained")
     for name, tensor in wanted.items():
-        given = weights[name]
-        if tuple(given.shape) != tensor.shape or given.dtype != tensor.dtype:
+        mine = given[name]
+        if tuple(mine.shape) != tensor.shape or mine.dtype != tensor.dtype:
             raise ValueError(
-                f"weights: {name!r} is {given.dtype} {list(given.shape)} on rank {rank} where the plan has {tensor.dtype} "
+                f"{what}: {name!r} is {mine.dtype} {list(mine.shape)} on rank {rank} where the plan has {tensor.dtype} "
                 f"{list(tensor.shape)}; give the local tensors of the layout that the plan was made from"
+            )
+
+
+def _check_own(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        if not storage.resizable() or storage.nbytes() not in (0, tensor.nbytes):
+            raise ValueError(
+                f"rollout: {name!r} has no storage of its own that can be resized; give whole tensors, each a clone"
             )

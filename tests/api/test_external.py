@@ -254,7 +254,7 @@ async def test_refusals_say_what_to_do(index_url: str, tmp_path: Path) -> None:
         assert [error["field"] for error in told["errors"]] == ["worker", "wait"]
         told = await run.refused(409, "PUT", "weights/0", data=b"", headers={"Content-Type": BINARY})
         assert told["type"] == "urn:asyncdock:not-external"
-        told = await run.refused(410, "GET", "weights/5")
+        told = await run.refused(409, "GET", "weights/5")
         assert told["type"] == "urn:asyncdock:weights-gone"
         for body in (b"", b"\xff" * 64, save({"x": np.zeros(1)}), b"\x02" + b"\0" * 7 + b"[]"):
             headers = {"Content-Type": BINARY}
@@ -336,7 +336,7 @@ async def test_an_external_trainer_publishes_and_readers_get_whole_versions(inde
                 assert response.headers["ETag"] == f'"{hashlib.sha256(body).hexdigest()}"'
                 assert all((value == newest).all() for value in load(body).values())
             else:
-                assert (await problem(response, 410))["type"] == "urn:asyncdock:weights-gone"
+                assert (await problem(response, 409))["type"] == "urn:asyncdock:weights-gone"
 
     async with going(index_url, tmp_path, of) as run:
         async with asyncio.TaskGroup() as tasks:

@@ -64,7 +64,7 @@ class Site:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         kinds = request.query.get("kinds")
         reader = Reader(request, frozenset(kinds.split(",")) if kinds else None, most=self.most)
-        response = await reader.open()
+        await reader.open()
         async with self.feeds.listening(RUN, reader) as feed:
             try:
                 await feed.join(reader, request.headers.get("Last-Event-ID", request.query.get("after", "0")))
@@ -72,7 +72,7 @@ class Site:
                     self.dropped.append(why)
             except ConnectionError:
                 pass
-        return response
+        return reader.response
 
 
 @pytest.fixture

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 
 from benchmarks.gpu_check import Figure, line, main
+
+
+@pytest.fixture(autouse=True)
+def _logs() -> Iterator[None]:
+    """The command sends logs to the standard error of this test."""
+    yield
+    structlog.reset_defaults()
 
 
 def test_on_a_cpu_the_smoke_run_passes_and_disowns_its_speeds(
@@ -22,12 +31,21 @@ def test_on_a_cpu_the_smoke_run_passes_and_disowns_its_speeds(
         torch.set_num_threads(before)
     figures = [Figure(**figure) for figure in json.loads((tmp_path / "check.json").read_text())["figures"]]
     limited = [figure for figure in figures if figure.limit is not None]
-    assert len(limited) == 8
+    assert len(limited) == 9
     assert all(figure.value <= 1e-4 for figure in limited), "the CPU agrees with itself far closer than another device"
     lines = capsys.readouterr().out.splitlines()[1:]
     for figure, told in zip(figures, lines, strict=True):
         assert told.endswith("(no meaning on a CPU)") == figure.timed
-    for name in ("rollout", "update", "swap, exposed", "swap, rate", "matmul rate", "memory bandwidth"):
+    timed = (
+        "rollout",
+        "update",
+        "swap, exposed",
+        "swap, rate",
+        "matmul rate",
+        "memory bandwidth",
+        "turn, to host memory",
+    )
+    for name in (*timed, "turn, back", "colocated: exposed", "colocated, prefetch: step"):
         assert any(figure.timed and figure.name.startswith(name) for figure in figures)
 
 

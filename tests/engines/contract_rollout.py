@@ -2,6 +2,7 @@
 
     RolloutContract   places, seeds, streaming, abort, pause, weights and their versions, close
     ModelContract     the same, and what an engine with a real model must hold besides: logprobs, stops, failure
+    SleepContract     what an engine must hold that gives its device away (``ColocatedEngine``)
 
 A subclass may share one engine among its tests (``engine`` is a fixture to override); each leaves the engine idle and
 with the weights number 0.
@@ -23,6 +24,7 @@ import torch
 
 from stages.engines.protocols import (
     Begun,
+    ColocatedEngine,
     Completion,
     EngineClosed,
     EngineFailed,
@@ -388,3 +390,100 @@ class ModelContract(RolloutContract):
                     await collect(engine.generate([self.ask(4)]))
         finally:
             await engine.close()
+
+
+class SleepContract(RolloutContract):
+    """``sleeper`` is an engine as ``build`` makes it. Its weights are written into its own tensors while it sleeps."""
+
+    @abstractmethod
+    def fill(self, engine: ColocatedEngine, number: int) -> None:
+        """Put the weights ``number`` into the engine's tensors, whose storages are empty."""
+
+    @pytest.fixture
+    async def sleeper(self) -> AsyncIterator[ColocatedEngine]:
+        built = await self.build(3)
+        yield built  # type: ignore[misc]
+        await built.close()
+
+    async def turn(self, engine: ColocatedEngine, number: int, *, hold: bool = False) -> None:
+        """Somebody else has the device, then the engine has it again with the weights ``number``."""
+        await engine.sleep()
+        self.away(engine)
+        self.fill(engine, number)
+        await engine.wake(engine.version + 1, hold=hold)
+
+    def away(self, engine: ColocatedEngine) -> None:
+        assert engine.cache_bytes() == 0
+        for tensor in engine.tensors.values():
+            storage = tensor.untyped_storage()
+            assert storage.nbytes() == tensor.nbytes, "of its own"
+            storage.resize_(0)
+
+    async def test_its_tensors_are_all_that_it_computes_with(self, sleeper: ColocatedEngine) -> None:
+        before, version = await self.made(sleeper, self.ask(1)), sleeper.version
+        assert sleeper.cache_bytes() > 0
+        async with asyncio.timeout(self.deadline):
+            await self.turn(sleeper, 1)
+        assert sleeper.version == version + 1
+        changed = await self.made(sleeper, self.ask(1))
+        async with asyncio.timeout(self.deadline):
+            await self.turn(sleeper, 0)
+        back = await self.made(sleeper, self.ask(1))
+        assert all(done.versions == ((version + 1, len(done.token_ids)),) for done in changed.values())
+        assert not any(self.same(done, changed[place]) for place, done in before.items())
+        assert all(self.same(done, back[place]) for place, done in before.items())
+
+    async def test_what_has_tokens_leaves_as_cut_and_goes_on_later_to_the_same_end(
+        self, sleeper: ColocatedEngine
+    ) -> None:
+        request = self.ask(0, (0,), max_tokens=self.long_tokens, temperature=0.0)
+        whole = (await self.made(sleeper, request))[0, 0]
+        stream = sleeper.generate([request, self.ask(1, (0,), max_tokens=1)])
+        async with asyncio.timeout(self.deadline):
+            await anext(stream)  # type: ignore[arg-type]
+            await self.turn(sleeper, 0)
+            cut = (await collect(stream))[0, 0]
+        assert cut.finish_reason == "cut"
+        assert 0 < len(cut.token_ids) < len(whole.token_ids)
+        begun = Begun(cut.token_ids, cut.logprobs, cut.versions)
+        done = (await self.made(sleeper, replace(request, begun={0: begun})))[0, 0]
+        assert self.same(done, whole)
+        assert [version for version, _ in done.versions] == [3, 4]
+
+    async def test_what_has_no_token_waits_and_so_does_what_is_asked_while_it_sleeps(
+        self, sleeper: ColocatedEngine
+    ) -> None:
+        rows = 40  # more than it decodes at once
+        stream = sleeper.generate([self.ask(0, tuple(range(rows)), max_tokens=self.long_tokens)])
+        await sleeper.sleep()
+        self.away(sleeper)
+        later = sleeper.generate([self.ask(1, (0,))])
+        first = asyncio.create_task(anext(later))  # type: ignore[arg-type]
+        await asyncio.wait([first], timeout=0.2)
+        assert not first.done()
+        with pytest.raises(RuntimeError, match="sleeps"):
+            await sleeper.score(self.prompt(0), self.prompt(1))
+        with pytest.raises(RuntimeError, match="sleeps"):
+            await sleeper.load_weights(9, self.weights(1))
+        self.fill(sleeper, 1)
+        async with asyncio.timeout(self.deadline):
+            await sleeper.wake(7, hold=True)
+            scores = await sleeper.score(self.prompt(0), self.prompt(1))
+            assert scores is not None
+            assert scores.isfinite().all()
+            assert not first.done(), "held"
+            await sleeper.resume()
+            assert (await first).versions == ((7, len((await first).token_ids)),)
+            found = await collect(stream)
+        assert len(found) == rows
+        waited = [done for done in found.values() if done.finish_reason != "cut"]
+        assert waited
+        assert all(done.versions == ((7, len(done.token_ids)),) for done in waited)
+
+    async def test_it_may_be_closed_while_it_sleeps(self, sleeper: ColocatedEngine) -> None:
+        await sleeper.sleep()
+        self.away(sleeper)
+        async with asyncio.timeout(self.deadline):
+            await sleeper.close()
+        with pytest.raises(EngineClosed):
+            await sleeper.wake(4)

@@ -15,8 +15,9 @@ from orchestration.recipe import load_recipe
 from orchestration.worker import FATAL
 from stages.engines.mock import MockRolloutEngine, MockRolloutOptions
 from stages.engines.protocols import Completion, EngineMissing, GroupRequest, RolloutEngine
+from stages.engines.torch_decoder import TorchDecoder
 from stages.engines.torch_rollout import TorchRolloutEngine
-from tests.engines.contract_rollout import ModelContract, RolloutContract
+from tests.engines.contract_rollout import ModelContract, RolloutContract, SleepContract
 from tests.engines.echo import EchoRolloutEngine
 
 
@@ -95,6 +96,24 @@ class TestTorch(ModelContract):
     async def test_filters_leave_the_logprobs_alone(self, engine: RolloutEngine) -> None:
         requests = [self.ask(0, (0, 1, 2), temperature=1.7, top_k=5, top_p=0.8), self.ask(1, temperature=0.6, top_k=2)]
         await self._check_logprobs(engine, 0, requests)
+
+
+class TestTorchThatGivesItsDeviceAway(SleepContract, TestTorch):
+    async def build(self, version: int) -> RolloutEngine:
+        return TorchRolloutEngine(llama(0), Letters(), max_rows=8, initial_version=version, packed=False)
+
+    def fill(self, engine: Any, number: int) -> None:
+        parameters = dict(engine._decoder.model.named_parameters())
+        for tensor in engine.tensors.values():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+        for name, value in self.weights(number).items():
+            parameters[name].data.copy_(value)
+
+
+def test_weights_that_are_packed_cannot_be_given_away() -> None:
+    decoder = TorchDecoder(llama(0), torch.device("cpu"), packed=True)
+    with pytest.raises(ValueError, match="packed=False"):
+        decoder.tensors()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

@@ -74,6 +74,28 @@ def test_ranks_share_what_training_holds() -> None:
     assert mixed.rollout_bytes == alone.rollout_bytes / 2
 
 
+def test_what_takes_turns_is_never_held_together() -> None:
+    colocated = {"launch": {"placement": "colocated"}}
+    alone = of(**colocated)
+    assert alone.parameters is not None
+    weights = 4 * alone.parameters
+    assert alone.turns is not None
+    assert (alone.turns.training, alone.turns.generating) == (4 * weights, weights)
+    assert alone.turns.between == 2 * weights, "its own weights need no bucket"
+    assert (alone.turns.buckets, alone.turns.host) == (0, 3 * weights)
+    assert (alone.rollout_bytes, alone.slot_bytes) == (weights, 0), "no second copy, and none in shared memory"
+    two = of(train={"dp": 2}, sync={"bucket": 4096}, **colocated)
+    assert two.turns is not None
+    assert two.decode_rows == 2 * alone.decode_rows
+    assert 2 * weights <= two.turns.training < 2.01 * weights
+    assert two.turns.generating == weights
+    assert 0 < two.turns.buckets <= 2 * 4096
+    mixed = of(model={"dtype": "bfloat16"}, train={"precision": "mixed"}, **colocated)
+    assert mixed.turns is not None
+    assert (mixed.turns.training, mixed.turns.generating) == (4 * weights, weights / 2)
+    assert of().turns is None
+
+
 def test_a_checkpoint_is_counted_from_its_headers(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-1.safetensors")
     save_file({"c": torch.zeros(())}, tmp_path / "model-2.safetensors")

@@ -163,6 +163,31 @@ def test_a_fault_names_its_key_its_value_and_its_fix(minimal: Path, override: st
     assert str(blamed).startswith(key)
 
 
+# And for what cannot take turns.
+TURN_FAULTS = [
+    (("rollout.engine=vllm",), "rollout.engine", "set rollout.engine = 'torch', or launch.placement = 'separate'"),
+    (("rollout.workers=3",), "rollout.workers", "leave it out: it follows from train.dp and train.tp"),
+    (("train.dp=2", "rollout.workers=3"), "rollout.workers", "is not the 2 ranks that train"),
+    (("rollout.device=cpu",), "rollout.device", "set rollout.device = 'auto'"),
+    (('external.stages=["rollout"]',), "external.stages", "set launch.placement = 'separate'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "fix"), TURN_FAULTS)
+def test_what_cannot_take_turns_is_told(minimal: Path, overrides: tuple[str, ...], key: str, fix: str) -> None:
+    found = problems(minimal, "launch.placement=colocated", *overrides)
+    [blamed] = [problem for problem in found if problem.key == key]
+    assert fix in blamed.wrong + "; " + blamed.fix
+    assert str(blamed).startswith(key)
+
+
+def test_a_colocated_run_has_as_many_rollout_engines_as_ranks(minimal: Path) -> None:
+    assert load_recipe(minimal, ["rollout.workers=3"]).replicas == 3
+    colocated = ["launch.placement=colocated", "train.dp=2"]
+    assert load_recipe(minimal, colocated).replicas == 2
+    assert load_recipe(minimal, [*colocated, "rollout.workers=2"]).replicas == 2
+
+
 # The same for what the vLLM engine is told.
 VLLM_FAULTS = [
     (("rollout.vllm.max_model_len=64", "rollout.max_tokens=64"), "rollout.vllm.max_model_len", ">= "),

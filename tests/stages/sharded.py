@@ -13,7 +13,11 @@ from orchestration import checkpoint
 from stages.algorithms.grpo import GRPO
 from stages.engines import torch_sharded
 from stages.engines.plans import GroupShape, Ranks, deal
-from stages.engines.torch_sharded import ShardedTrainEngine, _whole
+from stages.engines.torch_decoder import TorchDecoder
+from stages.engines.torch_sharded import ShardedTrainEngine, _whole, placement
+from stages.resharding.layout import Layout, model_state, place
+from stages.resharding.plan import plan_reshard
+from stages.resharding.swap import Swap, local_weights
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 
 SIZES: dict[str, Any] = {
@@ -190,3 +194,40 @@ def left_alone(ranks: Ranks) -> str:
         except RuntimeError as error:
             said = str(error)
     return said
+
+
+def taking_turns(ranks: Ranks, kind: str, compute: str) -> list[str]:
+    """Two steps with an allgather-swap after each, into the tensors of a decoder: it has the engine's weights, and training
+    goes on as it does without."""
+    state = model_state(model_of(kind).config, torch.float32)
+    ended = []
+    for swapping in (False, True):
+        engine = ShardedTrainEngine(model_of(kind), ranks, compute=getattr(torch, compute), **OPTIONS)
+        decoder = TorchDecoder(model_of(kind, dtype=getattr(torch, compute)), torch.device("cpu"), packed=False)
+        names, dtype = ("vllm" if decoder.fused else "hf"), getattr(torch, compute)
+        plan = plan_reshard(
+            placement(state, ranks),
+            place(state, Layout(dp_replicate=ranks.world), names=names, dtype=dtype),
+            bucket_bytes=4096,
+        )
+        swap = Swap(
+            plan,
+            ranks.rank,
+            local_weights(engine.model),
+            engine.held,
+            device=engine.device,
+            rollout=decoder.tensors(),
+        )
+        for step in range(2):
+            engine.train_batch(share(ranks, seed=step), algorithm())
+            if swapping:
+                weights = weights_of(engine)
+                swap.to_rollout()
+                assert swap.training_bytes() == 0
+                for name, parameter in decoder.model.named_parameters():
+                    assert torch.equal(parameter, weights[name]), name
+                swap.prefetch()
+                swap.ready()
+        ended.append(weights_of(engine))
+    assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
+    return sorted(decoder.tensors())

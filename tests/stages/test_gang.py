@@ -152,6 +152,20 @@ async def test_what_all_have_heard_is_forgotten_and_another_life_hears_nothing_o
     assert await again[1].hear() == {"do": "end"}
 
 
+async def test_what_they_do_not_do_together_is_kept_until_everybody_has_surely_heard_it(index: Index) -> None:
+    first, other = (Gang(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
+    await first.tell("generate")
+    assert (await other.hear())["do"] == "generate"
+    await first.tell("return", together=False)
+    await first.tell("train")
+    assert [(await other.hear())["do"] for _ in range(2)] == ["return", "train"]
+    await first.tell("save")
+    assert (await other.hear())["do"] == "save"
+    for number in (1, 2):
+        with pytest.raises(IndexRefused, match="struck"):
+            await index.noted("gang:one", number, 1.0)
+
+
 async def test_one_rank_alone_tells_nobody(index: Index) -> None:
     alone = Gang(index, Ranks(0))
     await alone.tell("train", claim={})

@@ -32,6 +32,7 @@ from tests.stages.sharded import (
     resumed,
     saved,
     steps,
+    taking_turns,
     weights_of,
     whole_state,
     written,
@@ -278,3 +279,16 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, 
     model.config.base_model_tp_plan = plan if plan != {} else model.config.base_model_tp_plan
     with pytest.raises(ValueError, match=said):
         _cut_matrices(model, SimpleNamespace(size=lambda: tp))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "kind", "compute"),
+    [(2, 2, "qwen3", "float32"), (1, 2, "biased", "float32"), (3, 1, "llama", "bfloat16")],
+)
+def test_a_rollout_engine_on_the_same_devices_gets_the_weights_bit_for_bit(
+    dp: int, tp: int, kind: str, compute: str
+) -> None:
+    told = on_ranks(dp, tp, taking_turns, kind, compute)
+    assert told == [told[0]] * (dp * tp)
+    assert "model.layers.0.self_attn.qkv_proj.weight" in told[0]
+    assert ("model.layers.1.mlp.gate_up_proj.bias" in told[0]) == (kind == "biased")

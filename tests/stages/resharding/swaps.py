@@ -351,4 +351,11 @@ def what_does_not_fit(rank: int, world: int) -> list[str]:
             Swap(other, rank, weights, list, device=CPU).to_rollout()
         except ValueError as error:
             said.append(str(error))
+    rollout = laid_out(full_state(DENSE), plan.target, rank)
+    both = torch.zeros(2, len(rollout[norm]))
+    for given in ({**rollout, norm: rollout[norm][:3]}, {**rollout, norm: both[0]}):
+        try:
+            Swap(plan, rank, good, list, device=CPU, rollout=given)
+        except ValueError as error:
+            said.append(str(error))
     return said

@@ -72,6 +72,8 @@ def test_weights_that_do_not_fit_the_plan_are_named() -> None:
         r"'more' is not in the plan of rank 0",
         r"group: has 1 ranks, the plan 2; give the group",
         r"a storage cannot be resized, because numpy or another process shares it; train on a clone",
+        r"rollout: 'model.norm.weight' is torch.float32 \[3\] on rank 0 where the plan has torch.float32 \[32\]; give",
+        r"rollout: 'model.norm.weight' has no storage of its own that can be resized; give whole tensors, each a clone",
     )
     assert len(said) == len(expected)
     for text, pattern in zip(said, expected, strict=True):
