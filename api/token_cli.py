@@ -55,6 +55,23 @@ def create(
         print(f"id {token.id}, scope {token.scope}; it is not shown again", file=sys.stderr)
 
 
+@token_app.command()
+def adopt(
+    name: Annotated[str, typer.Argument(help="Whose it is; runs are owned by this name.")],
+    file: Annotated[Path, typer.Option("--file", help="What it is in; anybody can read a command line.")],
+    scope: Annotated[str, typer.Option("--scope", help="read, run or admin; each may do what those before it may.")],
+    data: DataOption = None,
+    index: IndexOption = "",
+) -> None:
+    """Let a token that lies in a file already open the service, as a deployment needs it. Harmless when repeated."""
+
+    async def keep(tokens: Tokens) -> Token:
+        return await tokens.adopt(file.read_text().strip(), name, _scope(scope))
+
+    token = _with_tokens(data, index, keep)
+    print(f"id {token.id}, scope {token.scope}", file=sys.stderr)
+
+
 @token_app.command("list")
 def list_(data: DataOption = None, index: IndexOption = "", as_json: JsonOption = False) -> None:
     """Tokens that were not revoked."""

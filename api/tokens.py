@@ -59,17 +59,24 @@ class Tokens:
 
     async def create(self, name: str, scope: Scope, *, seconds: float | None = None) -> tuple[Token, str]:
         """A new token called ``name``, valid for ``seconds`` (None: until it is revoked), and the text to present."""
-        if scope not in SCOPES:
-            raise ValueError(f"scope: {scope!r} is not known; use one of {', '.join(SCOPES)}")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.@ -]{0,63}", name):
-            raise ValueError(f"name: {name!r} is refused; use at most 64 letters, digits, spaces and '_.@-'")
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"expires: {seconds} is refused; give more than 0 seconds")
-        now, secret = time.time(), secrets.token_urlsafe(32)
-        token = Token(secrets.token_hex(6), name, scope, now, None if seconds is None else now + seconds)
+        now, identity, secret = time.time(), secrets.token_hex(6), secrets.token_urlsafe(32)
+        token = _token(identity, name, scope, now, seconds)
+        await self._keep(token, secret)
+        return token, f"adock_{identity}_{secret}"
+
+    async def adopt(self, text: str, name: str, scope: Scope) -> Token:
+        """Let ``text``, a token that was made elsewhere, open what ``scope`` says: a deployment has it in a file before
+        the service begins. Harmless when repeated."""
+        match = _FORM.fullmatch(text)
+        if match is None:
+            raise ValueError("token: what was given is not one; it is adock_, 12 of 0-9a-f, _ and 43 of A-Za-z0-9_-")
+        token = _token(match[1], name, scope, time.time(), None)
+        await self._keep(token, match[2])
+        return token
+
+    async def _keep(self, token: Token, secret: str) -> None:
         kept = json.dumps({**asdict(token), "sha256": _hash(secret)})
         await self._ask(self._redis.hset(KEY, token.id, kept))
-        return token, f"adock_{token.id}_{secret}"
 
     async def find(self, presented: str) -> Token | None:
         """The token that ``presented`` is, if it is one, and is neither revoked nor expired."""
@@ -96,6 +103,16 @@ class Tokens:
         except (RedisError, OSError) as error:
             kind = type(error).__name__
             raise IndexUnreachable(f"index {redacted(self._url)}: no answer ({kind}); is the server up?") from None
+
+
+def _token(identity: str, name: str, scope: Scope, now: float, seconds: float | None) -> Token:
+    if scope not in SCOPES:
+        raise ValueError(f"scope: {scope!r} is not known; use one of {', '.join(SCOPES)}")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.@ -]{0,63}", name):
+        raise ValueError(f"name: {name!r} is refused; use at most 64 letters, digits, spaces and '_.@-'")
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"expires: {seconds} is refused; give more than 0 seconds")
+    return Token(identity, name, scope, now, None if seconds is None else now + seconds)
 
 
 def _hash(secret: str) -> str:

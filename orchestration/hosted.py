@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -11,6 +12,7 @@ from orchestration.registry import LIVE, Registry
 from pipeline.index import Index
 from pipeline.warehouse import shared_memory_directory
 
+WHERE = "index.json"  # in a run's folder while it is alive: the index's URL and the run's id
 LEASE_VARIABLE = "ASYNCDOCK_LEASE"  # in a runner's environment: the token of its lease
 
 
@@ -38,5 +40,7 @@ async def conclude(registry: Registry, run: str, token: str, state: str, reason:
     finally:
         await index.close()
     if held.record.folder:
+        with contextlib.suppress(OSError):  # a killed runner has left it
+            (Path(held.record.folder) / WHERE).unlink(missing_ok=True)
         shutil.rmtree(shared_of(Path(held.record.folder)), ignore_errors=True)
     return await registry.end(run, token, state, reason)

@@ -25,7 +25,7 @@ import structlog
 
 from orchestration import checkpoint
 from orchestration.checkpoint import Checkpoint
-from orchestration.hosted import shared_of
+from orchestration.hosted import WHERE, shared_of
 from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.recipe import Recipe, changed
 from orchestration.supervisor import Outcome, Supervisor
@@ -38,7 +38,6 @@ log = structlog.get_logger()
 
 ENDED = ("finished", "stopped", "failed")
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
-WHERE = "index.json"  # in the run's folder while it is alive: the index's URL and the run's id
 _SHARED = "asyncdock-{pid}-{run}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import types
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,22 @@ async def test_the_index_holds_nothing_that_a_token_could_be_made_of(index_url: 
     assert await tokens.find(f"adock_{token.id}_{stolen[:43]}") is None
     await tokens.close()
     await raw.aclose()
+
+
+async def test_a_token_that_was_made_elsewhere_opens_what_it_is_adopted_for(index_url: str) -> None:
+    tokens = Tokens(index_url)
+    text = f"adock_{secrets.token_hex(6)}_{secrets.token_urlsafe(32)}"
+    assert await tokens.find(text) is None
+    for _ in range(2):
+        adopted = await tokens.adopt(text, "deployment", "read")
+    assert await tokens.find(text) == adopted
+    assert [token.name for token in await tokens.list()].count("deployment") == 1
+    assert await tokens.find(text[:-1] + ("A" if text[-1] != "A" else "B")) is None
+    for wrong in ("", "opensesame", text[:-1], f"{text}x"):
+        with pytest.raises(ValueError, match="is not one"):
+            await tokens.adopt(wrong, "deployment", "read")
+    await tokens.revoke(adopted.id)
+    await tokens.close()
 
 
 @pytest.mark.parametrize("wrong", [{"name": ""}, {"name": "a\nb"}, {"scope": "root"}, {"seconds": 0.0}])

@@ -130,7 +130,7 @@ class Stack:
         command.chmod(0o755)
         hold = 'ip link set lo up && echo up && exec sleep "$1"'
         self._network = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", hold, "hold", "600"], stdout=subprocess.PIPE, preexec_fn=die_with_parent
+            ["unshare", "--net", "sh", "-c", hold, "hold", "1800"], stdout=subprocess.PIPE, preexec_fn=die_with_parent
         )
         assert self._network.stdout is not None
         assert self._network.stdout.readline() == b"up\n"
@@ -166,7 +166,7 @@ class Stack:
         assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def up(self, *names: str, seconds: float = 90.0) -> None:
+    def up(self, *names: str, seconds: float = 180.0) -> None:
         """Start services as ``docker compose up --wait`` does. Raises AssertionError, with the log, for one that fails."""
         for name in names:
             if name in self.containers and self.containers[name].process.poll() is None:

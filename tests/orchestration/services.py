@@ -30,7 +30,7 @@ class Service:
     """What runs in ``data``, by an index of its own there or at ``url``."""
 
     def __init__(self, data: Path, url: str = "") -> None:
-        self.data, self.url = data, url
+        self.data, self.url, self.own = data, url, not url
         self.agents: list[subprocess.Popen[bytes]] = []
         self.registry: Registry
 
@@ -39,7 +39,7 @@ class Service:
         data = data or self.data
         data.mkdir(exist_ok=True)
         command = [sys.executable, "-P", "-m", "api.cli", "agent", "--data", str(data), "--runs", str(runs)]
-        env = {**os.environ, **({INDEX_VARIABLE: self.url} if self.url else {})}
+        env = {**os.environ, **({} if self.own else {INDEX_VARIABLE: self.url})}
         with (data / "agent.log").open("ab") as log:
             agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
         self.agents.append(agent)

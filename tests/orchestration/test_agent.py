@@ -17,6 +17,7 @@ import pytest
 from orchestration import agent as agents
 from orchestration import checkpoint
 from orchestration.agent import Agent, AgentError
+from orchestration.hosted import WHERE
 from orchestration.processes import Process
 from orchestration.recipe import Recipe
 from orchestration.registry import RunRecord
@@ -155,6 +156,7 @@ async def test_a_run_whose_runners_die_too_often_fails_with_the_reason(tmp_path:
             "its runner died and launch.max_restarts = 0 is used up: its runner was ended by signal 9"
         )
         assert of(await service.events(run), "state")[-1] == {"state": "failed", "reason": record.reason}
+        assert WHERE not in os.listdir(record.folder), "it held the index's URL"
         assert shared_memory(tmp_path) == []
 
 
@@ -298,6 +300,8 @@ async def test_two_agents_on_one_index_share_its_runs(index_url: str, tmp_path: 
         with_both = [Agent(index_url, tmp_path / name, 1) for name in ("a", "b")]
         stop = asyncio.Event()
         tasks = [asyncio.create_task(agent.run(stop)) for agent in with_both]
+        for run in runs:
+            await service.until(run, lambda record: record.position is None)
         with pytest.raises(AgentError, match="another agent works in"):
             await Agent(index_url, tmp_path / "a", 1).run(stop)
         records = [await assert_finished(service, run, mock) for run in runs]
