@@ -106,7 +106,7 @@ class Supervisor:
         if self.server is not None:
             watchers.add(asyncio.create_task(self._keep_server(self.server)))
         ending = [task for (kind, _), task in keepers.items() if kind in ENDS_BY_ITSELF]
-        if ("update", 0) not in keepers:
+        if not any(kind in TOGETHER for kind, _ in keepers):  # nobody of ours trains
             ending.append(asyncio.create_task(self._last_published()))
             watchers.add(ending[-1])
         try:

@@ -1447,8 +1447,8 @@ end, true)
 
 -- {versions} → {published, trained, gates}: groups below the i-th of `gates` may be touched by the i-th version.
 define('gates', function(run, a)
-  local cfg, gates = config(run), {}
-  for i, version in ipairs(a.versions) do gates[i] = gate(run, cfg, version) end
+  local gates = {}  -- with no versions it may be asked of a run that waits, which has no config yet
+  for i, version in ipairs(a.versions) do gates[i] = gate(run, config(run), version) end
   return { published = value(run, 'published'), trained = value(run, 'trained'), gates = gates }
 end, true)
 
