@@ -1,17 +1,22 @@
-"""The programs in the documentation do what the page says: each is run as it stands, and prints what stands below it."""
+"""The programs in the documentation do what the page says: each is run as it stands, and prints what stands below it.
+Only the port of a service is another one, so that the tests disturb none."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from api.keyring import DEFAULT_SERVER
+from tests.api.served import Served
+
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("sample-flow.md", "from-transfer-queue.md")
+PAGES = ("sample-flow.md", "from-transfer-queue.md", "client.md")
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,21 @@ def test_every_page_has_programs_that_show_what_they_print() -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Program, tuple[int, str, str]]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The one that the programs of client.md talk to."""
+    made = Served(tmp_path_factory.mktemp("service") / "data", "--runs", "2")
+    made.start()
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, service: Served) -> dict[Program, tuple[int, str, str]]:
     """Exit code, output and errors of each. They run side by side, as most of their time goes into importing torch."""
     started = {}
     for program in ALL:
         path = tmp_path_factory.mktemp("page") / "program.py"
-        path.write_text(program.code, encoding="utf-8")
+        path.write_text(program.code.replace(DEFAULT_SERVER, service.url), encoding="utf-8")
         command = [sys.executable, "-W", "ignore", str(path)]
         started[program] = subprocess.Popen(
             command, cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,0 +1,58 @@
+"""A service of the tests' own, as its command starts it, on a port that a second server can take again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from orchestration.service_index import FILE, ServiceIndex
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120.0
+
+
+class Served:
+    """``asyncdock serve`` on one port, which a second server can take again."""
+
+    def __init__(self, data: Path, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        self.data, self.options, self.url = data, options, f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        command = ["serve", "--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", *self.options]
+        with (self.data.parent / "serve.log").open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "api.cli", *command],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env=environment(),
+            )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == f"AsyncDock serves {self.url}\n"
+
+    def kill(self) -> None:
+        """The server alone, by kill -9."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        """The server, cleanly, and its index."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(SECONDS)
+        if (self.data / FILE).exists():
+            ServiceIndex(self.data).stop()
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "150"}
