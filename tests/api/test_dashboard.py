@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "api" / "dashboard"
 HOSTILE = "<img src=x onerror='window.broken=1'><script>window.broken=1</script>{{7*7}}\u202e"
 # A mock run slow enough to be looked at: about half a second a step.
-SLOW = {"train.steps": 400, "train.mock.step_seconds": 0.4, "checkpoint.every": 1000}
+SLOW = {"train.steps": 400, "train.mock.step_seconds": 0.4, "checkpoint.every": 1000, "pipeline.arena": "128MiB"}
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_a_server_that_wants_a_token_is_given_one_and_it_is_kept_in_the_tab_alon
         kept = one_browser.js(
             "return [Object.values(sessionStorage), localStorage.length, document.cookie, location.href]"
         )
-        assert kept == [[token], 0, "", f"{locked.url}/"]
+        assert kept == [[token], 0, "", locked.url]
         # A reader's token may look, and is told when it may not do something.
         one_browser.click("New run")
         one_browser.named("Recipe", "field")
