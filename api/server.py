@@ -182,9 +182,9 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
                 for task in beside:
                     task.cancel()
                 await asyncio.gather(*beside, return_exceptions=True)
+        finally:
             if index is not None and not await registry.active():
                 await asyncio.to_thread(index.stop)  # nobody needs it until the next start, which finds all of it
-        finally:
             await registry.close()
 
 
