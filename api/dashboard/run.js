@@ -249,7 +249,8 @@ export class RunPage {
     for (const [what, button] of Object.entries(this.buttons)) {
       const focused = document.activeElement === button;
       button.hidden = !shown[what];
-      button.disabled = !possible[what] || this.asking === what;
+      button.disabled = !possible[what];
+      button.setAttribute("aria-disabled", String(this.asking === what)); // a disabled one would lose the focus
       if (focused && button.hidden) (what === "pause" ? this.buttons.resume : what === "resume" ? this.buttons.pause : this.name).focus();
     }
     this.done.style.width = `${total ? (100 * done) / total : 0}%`;
@@ -378,6 +379,7 @@ export class RunPage {
   }
 
   async ask(what) {
+    if (this.asking) return;
     const { record } = this.progress;
     if (what === "stop" && !(await confirmed({ title: "Stop this run?", text: `${record.name} writes a checkpoint where it can, ends its workers and does not go on by itself.`, yes: "Stop the run" }))) return;
     if (what === "delete" && !(await confirmed({ title: "Delete this run?", text: `Everything of ${record.id} is removed: its events, samples, logs and checkpoints. This cannot be undone.`, yes: "Delete everything" }))) return;
