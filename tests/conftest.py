@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from pipeline.embedded import EmbeddedIndex
@@ -19,6 +20,14 @@ from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_were() -> Iterator[None]:
+    """A command that a test runs in this process sends logs to what pytest captures for this test alone."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(scope="session", params=["valkey", "redis"])

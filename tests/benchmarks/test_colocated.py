@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 
 from benchmarks.colocated import ARMS, SECONDS, Arm, main
-
-
-@pytest.fixture(autouse=True)
-def _logs() -> Iterator[None]:
-    """The command sends logs to the standard error of this test."""
-    yield
-    structlog.reset_defaults()
 
 
 def test_the_smoke_run_tells_what_each_arm_holds_and_waits(

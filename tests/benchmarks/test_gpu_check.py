@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 import torch
 
 from benchmarks.gpu_check import Figure, line, main
-
-
-@pytest.fixture(autouse=True)
-def _logs() -> Iterator[None]:
-    """The command sends logs to the standard error of this test."""
-    yield
-    structlog.reset_defaults()
 
 
 def test_on_a_cpu_the_smoke_run_passes_and_disowns_its_speeds(
