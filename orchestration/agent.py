@@ -18,20 +18,21 @@ import math
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import structlog
 
+from orchestration.forkserver import Child, Launch
 from orchestration.hosted import LEASE_VARIABLE, conclude, shared_of, shared_prefix
 from orchestration.processes import Process
 from orchestration.recipe import LaunchSection
 from orchestration.registry import ENDED, LEASE_SECONDS, Held, Registry
 from orchestration.service_index import ServiceIndex, locked
+from orchestration.starter import SPAWN, Starter
 from pipeline.index import INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.warehouse import shared_memory_directory
 
@@ -59,6 +60,7 @@ class Agent:
         digest = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:6]
         self.name = f"{platform.node()}-{digest}"  # the same for the next agent of this folder
         self._registry = Registry(url)
+        self._starter = Starter(SPAWN)  # until it works
         self._minded: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
 
@@ -67,7 +69,11 @@ class Agent:
         self.folders.mkdir(parents=True, exist_ok=True)
         try:
             with locked(self.data / "agent.lock", wait=False):
-                await self._until(stop)
+                self._starter = Starter()
+                try:
+                    await self._until(stop)
+                finally:
+                    self._starter.close()
         except BlockingIOError:
             raise AgentError(f"data: another agent works in {self.data}; give this one a folder of its own") from None
 
@@ -165,7 +171,7 @@ class Agent:
     async def _see_to_its_end(self, held: Held, begin: bool, reason: str) -> None:
         """Through as many runners as it may have. ``begin``: it needs one now; ``reason``: another one, for that."""
         run, launch = held.record.id, LaunchSection.model_validate(held.record.recipe["launch"])
-        token, process = held.token, None
+        token, process = held.token, cast("Child | Process | None", None)
         if begin:
             process = await self._launch(held, token)
         while True:
@@ -200,29 +206,29 @@ class Agent:
         finally:
             await index.close()
 
-    async def _launch(self, held: Held, token: str) -> Process | None:
+    async def _launch(self, held: Held, token: str) -> Child | Process | None:
         """A new runner; None when the machine has none to give, and the run has failed for that."""
         logs = Path(held.record.folder) / "logs"
+        launch = Launch(
+            "orchestration.runner:forked",
+            ["--run", held.record.id],
+            {**os.environ, INDEX_VARIABLE: self.url, LEASE_VARIABLE: token},
+            os.getcwd(),
+            str(logs / "runner.log"),
+            f"asyncdock runner of {held.record.id}",
+            outlives=True,  # and Ctrl-C here is not for it
+        )
         try:
             logs.mkdir(parents=True, exist_ok=True)
-            with (logs / "runner.log").open("ab") as log_file:
-                child = subprocess.Popen(  # noqa: ASYNC220  (asyncio's own would end it with us)
-                    [sys.executable, "-P", "-m", "orchestration.runner", "--run", held.record.id],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=log_file,
-                    start_new_session=True,  # it outlives us, and Ctrl-C here is not for it
-                    env={**os.environ, INDEX_VARIABLE: self.url, LEASE_VARIABLE: token},
-                )
+            process = await self._starter.start(launch)
         except OSError as error:
             await conclude(self._registry, held.record.id, token, "failed", f"its runner cannot be started: {error}")
             return None
-        log.info("runner started", run=held.record.id, pid=child.pid)
-        process = Process.of(child.pid, child)
+        log.info("runner started", run=held.record.id, pid=process.pid)
         await self._registry.renew(held.record.id, token, str(process), START_SECONDS)  # whoever follows us knows it
         return process
 
-    async def _until_gone(self, run: str, process: Process | None, stop_timeout: float) -> str:
+    async def _until_gone(self, run: str, process: Child | Process | None, stop_timeout: float) -> str:
         """Return when nobody executes the run any more, and why. A runner that hangs or does not stop is ended by force."""
         marker, stop_by, ended = "", math.inf, None
         try:
