@@ -26,7 +26,7 @@ from typing import cast
 
 import structlog
 
-from orchestration.forkserver import Child, Launch
+from orchestration.forkserver import Child, ForkServer, Launch
 from orchestration.hosted import LEASE_VARIABLE, conclude, shared_of, shared_prefix
 from orchestration.processes import Process
 from orchestration.recipe import LaunchSection
@@ -52,15 +52,17 @@ class AgentError(RuntimeError):
 
 class Agent:
     """Executes at most ``runs`` of the service at ``url`` at once, with their folders below ``data``. It keeps ``index`` up
-    where that is the service's own."""
+    where that is the service's own. Runners come from ``forks``, or from a fork server of its own."""
 
-    def __init__(self, url: str, data: Path, runs: int, *, index: ServiceIndex | None = None) -> None:
+    def __init__(
+        self, url: str, data: Path, runs: int, *, index: ServiceIndex | None = None, forks: ForkServer | None = None
+    ) -> None:
         self.url, self.data, self.runs, self.index = url, data.resolve(), runs, index
         self.folders = self.data / "runs"
         digest = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:6]
         self.name = f"{platform.node()}-{digest}"  # the same for the next agent of this folder
         self._registry = Registry(url)
-        self._starter = Starter(SPAWN)  # until it works
+        self._forks, self._starter = forks, Starter(SPAWN)  # until it works
         self._minded: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
 
@@ -69,7 +71,7 @@ class Agent:
         self.folders.mkdir(parents=True, exist_ok=True)
         try:
             with locked(self.data / "agent.lock", wait=False):
-                self._starter = Starter()
+                self._starter = Starter(server=self._forks)
                 try:
                     await self._until(stop)
                 finally:
