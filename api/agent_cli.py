@@ -28,10 +28,8 @@ def agent_command(
     runs: Annotated[int, typer.Option("--runs", metavar="N", min=1, help="Runs at the same time.")] = 1,
 ) -> None:
     """Execute the runs of a service. SIGTERM or Ctrl-C ends the agent and leaves the runs alone: the next one goes on."""
-    from orchestration import logs
     from orchestration.agent import AgentError
 
-    logs.configure()
     try:
         asyncio.run(_work(index, data, runs))
     except (AgentError, OSError, RuntimeError, ValueError) as error:

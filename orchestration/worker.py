@@ -64,7 +64,8 @@ from stages.models import ModelNotFound, Tokenizer
 from stages.prompts import PromptError, PromptForm, PromptSource, load_prompts
 from stages.reference import Reference
 from stages.resharding.swap import empty
-from stages.reward import Reward, RewardError, RewardSet
+from stages.reward import Reward, RewardSet
+from stages.reward_functions import RewardError
 from stages.rollout import Rollout
 from stages.sample import Flow
 from stages.samplebook import FOLDER, Recorder, SampleBook
