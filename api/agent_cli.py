@@ -39,10 +39,8 @@ def agent_command(
     ] = False,
 ) -> None:
     """Execute the runs of a service. SIGTERM or Ctrl-C ends the agent and leaves the runs alone: the next one goes on."""
-    from orchestration import logs
     from orchestration.agent import AgentError
 
-    logs.configure()
     try:
         if shared and not index:
             raise ValueError("--shared: agents that share DIR have one index; give it by --index or ASYNCDOCK_INDEX")

@@ -108,6 +108,9 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
     if version:
         print(f"asyncdock {importlib.metadata.version('asyncdock')}")
         raise typer.Exit(FINISHED)
+    from orchestration import logs
+
+    logs.configure()  # on standard error, whatever the command: standard output is for what was asked
 
 
 @app.command()

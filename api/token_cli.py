@@ -131,10 +131,8 @@ def _index(data: Path | None, index: str) -> Iterator[str]:
         return
     if data is None:
         _refuse("token: say which service: --data DIR, or --index URL")
-    from orchestration import logs
     from orchestration.service_index import FILE, ServiceIndex
 
-    logs.configure()  # to standard error: standard output is the token's alone
     server, was_up = ServiceIndex(data), (data / FILE).exists()
     yield server.start()
     if not was_up:
