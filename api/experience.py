@@ -26,7 +26,6 @@ from orchestration.external import Experience
 from pipeline.columns import Column, Packed, Schema
 from stages.external import Misfit
 
-BINARY = "application/octet-stream"
 CONTROL = "asyncdock"  # the key of the header's metadata that holds what is no column
 OFFSETS = ".offsets"
 LONGEST_HEADER = 16 * 2**20

@@ -21,11 +21,13 @@ import aiohttp
 import torch
 from safetensors.torch import load, save
 
-from api.experience import BINARY, CONTROL, from_body, rows_of, to_body
+from api.experience import CONTROL, from_body, rows_of, to_body
+from api.operations import BINARY
 from api.schemas_external import ExperienceRow, ExperienceView
 from orchestration.external import Answer, External, NotBegun, NotExternal, WeightsGone, WeightsTooOld
-from pipeline.columns import Packed, StaleHandle
+from pipeline.columns import Packed
 from pipeline.index import IndexUnreachable, LeaseLost
+from pipeline.warehouse import StaleHandle
 from stages.feed import FeedFull
 
 AGAIN_SECONDS = 60.0  # for which a server that does not answer is asked again

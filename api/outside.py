@@ -11,13 +11,14 @@ import tempfile
 import time
 from io import BufferedReader
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-
-from orchestration.external import External
 from orchestration.recipe import Recipe
 from orchestration.registry import Registry
 from pipeline.index import Index
+
+if TYPE_CHECKING:
+    from orchestration.external import External
 
 IDLE_SECONDS = 600.0  # after which a run's connections are closed, to be opened again when it is asked for
 INDEX_SECONDS = 10.0  # for which a request waits for an index that is being started again
@@ -53,11 +54,20 @@ class OutsideRun:
             return self._held[version]
 
     def _copy(self, version: int, tensors: dict) -> Weights:  # type: ignore[type-arg]
+        from safetensors.torch import save_file  # brings torch, which a server without such runs need not load
+
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="weights-") as folder:
             path = Path(folder) / "model.safetensors"
             whole = {name: tensor.clone() for name, tensor in tensors.items()}  # those of one memory are refused
             save_file(whole, path, {"version": str(version)})
             return Weights(version, path.open("rb"))
+
+
+def _interface() -> type[External]:
+    """The interface to a run. It brings torch, which takes seconds and is needed by nobody else: the first who asks pays."""
+    from orchestration.external import External
+
+    return External
 
 
 class Outside:
@@ -72,9 +82,11 @@ class Outside:
         record = await self._registry.get(run)
         await self._close_idle()
         if run not in self._runs:
-            index = Index(self._url, run, timeout=INDEX_SECONDS)
-            recipe = Recipe.model_validate(record.recipe)
-            self._runs[run] = OutsideRun(External(index, recipe, worker="service"), self._data)
+            interface = await asyncio.to_thread(_interface)
+            if run not in self._runs:  # another request may have been faster
+                index = Index(self._url, run, timeout=INDEX_SECONDS)
+                recipe = Recipe.model_validate(record.recipe)
+                self._runs[run] = OutsideRun(interface(index, recipe, worker="service"), self._data)
         self._runs[run].used = time.monotonic()
         return self._runs[run]
 

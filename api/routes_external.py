@@ -16,16 +16,13 @@ import platform
 import re
 import tempfile
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import torch
 from aiohttp import web
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from api.experience import BINARY, Unreadable, from_body, from_lists, rows_of, to_body, to_lists
-from api.operations import operation, read_body
+from api.operations import BINARY, operation, read_body
 from api.problems import Problem, of_validation
 from api.schemas import RunPath
 from api.schemas_external import (
@@ -48,15 +45,19 @@ from api.schemas_external import (
     WeightsView,
 )
 from api.service import Service
-from orchestration.external import Answer, Experience, External, NotBegun, NotExternal, WeightsGone, WeightsTooOld
-from pipeline.columns import ColumnError, Packed, StaleHandle
-from pipeline.dock import NoRoom
 from pipeline.index import BoundBroken, IndexRefused, LeaseLost
-from pipeline.transfer import WarehouseUnreachable
-from stages.external import Misfit
+from pipeline.warehouse import StaleHandle
 from stages.feed import FeedFull
 from stages.prompts import PromptError
-from stages.weight_sync import Published
+
+# What handles tensors is imported where it is used: a server without runs that programs outside take part in does without
+# torch, which takes seconds to import.
+if TYPE_CHECKING:
+    import torch
+
+    from orchestration.external import Answer, Experience, External
+    from pipeline.columns import Packed
+    from stages.weight_sync import Published
 
 TAG = "external stages"
 MOST_BYTES = 128 * 2**20  # of one body of columns
@@ -102,6 +103,8 @@ async def get_experience(
     """Lease what is ready for a stage, waiting up to `wait` seconds for some. The lease is held by renewing it; one that
     expires is delivered to somebody else. `over` says that nothing will come any more."""
     external = (await service.outside.run(path.run)).external
+    from api.experience import to_lists
+
     with refusals():
         if body.replay is None:
             answer = await external.get_experience(
@@ -131,6 +134,8 @@ async def get_experience(
 
 async def _view(external: External, answer: Answer, asked: GetExperience) -> ExperienceView:
     """All of an answer but its columns."""
+    from api.experience import rows_of
+
     experience = answer.experience
     view = ExperienceView(
         token=None,
@@ -155,6 +160,8 @@ async def _view(external: External, answer: Answer, asked: GetExperience) -> Exp
 
 
 def _body(external: External, view: ExperienceView, experience: Experience | None) -> bytes:
+    from api.experience import to_body
+
     columns: dict[str, Packed | torch.Tensor] = {}
     if experience is not None:
         for name, packed in experience.columns.items():
@@ -178,6 +185,8 @@ async def put_experience(service: Service, request: web.Request, path: RunPath, 
     """Commit what was made of rows under a lease, all of it in one step or none, or `park` responses to be continued by
     whoever claims them next. A trainer tells the `step` that it made of its batch, and its `metrics`."""
     external, columns = (await service.outside.run(path.run)).external, dict[str, Any]()
+    from api.experience import Unreadable, from_body, from_lists
+
     if body is None:
         raw = await read_body(request, limit=MOST_BYTES, media_type=BINARY)
         try:
@@ -299,6 +308,8 @@ async def publish_weights(
     """An external trainer publishes the version that its last step made, or the one that the run begins with (0), as a
     safetensors file. `covered`: its own checkpoint covers the steps below; they need not be kept for it any more."""
     external = (await service.outside.run(path.run)).external
+    from safetensors.torch import load_file
+
     with refusals():
         await external.may_publish(path.version)
         with tempfile.NamedTemporaryFile(dir=service.settings.data, suffix=".safetensors") as file:
@@ -360,6 +371,12 @@ def _gone(request: web.Request) -> bool:
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
     """What the interface refuses, as problems."""
+    from orchestration.external import NotBegun, NotExternal, WeightsGone, WeightsTooOld
+    from pipeline.columns import ColumnError
+    from pipeline.dock import NoRoom
+    from pipeline.transfer import WarehouseUnreachable
+    from stages.external import Misfit
+
     try:
         yield
     except Misfit as error:

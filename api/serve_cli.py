@@ -97,9 +97,7 @@ def serve_command(
     except ValueError as error:
         _refuse(f"serve: {error}")
     from api.server import ServeError
-    from orchestration import logs
 
-    logs.configure()
     try:
         asyncio.run(_serve(settings))
     except ServeError as error:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from api.exits import BAD_INPUT
+from api.exits import BAD_INPUT, FAILED, NO_SERVICE
 
 if TYPE_CHECKING:
     from api.tokens import Scope, Token, Tokens
@@ -63,12 +63,17 @@ def adopt(
     data: DataOption = None,
     index: IndexOption = "",
 ) -> None:
-    """Let a token that lies in a file already open the service, as a deployment needs it. Harmless when repeated."""
+    """Let a token that lies in a file already open the service, as a deployment needs it. Harmless when repeated; one that
+    was revoked stays revoked (exit code 1)."""
+    from api.tokens import TokenRevoked
 
     async def keep(tokens: Tokens) -> Token:
         return await tokens.adopt(file.read_text().strip(), name, _scope(scope))
 
-    token = _with_tokens(data, index, keep)
+    try:
+        token = _with_tokens(data, index, keep)
+    except TokenRevoked as revoked:
+        _refuse(f"{revoked}, and put it into {file}", FAILED)
     print(f"id {token.id}, scope {token.scope}", file=sys.stderr)
 
 
@@ -93,7 +98,7 @@ def revoke(
     data: DataOption = None,
     index: IndexOption = "",
 ) -> None:
-    """A token opens nothing any more, at once."""
+    """A token opens nothing any more, at once and for ever."""
     if not _with_tokens(data, index, lambda tokens: tokens.revoke(token)):
         _refuse(f"token: there is none with id {token!r}; see `asyncdock token list`")
 
@@ -112,7 +117,9 @@ def _with_tokens(data: Path | None, index: str, do: Callable[[Tokens], Awaitable
     try:
         with _index(data, index) as url:
             return asyncio.run(doing(url))
-    except (ValueError, IndexUnreachable, OSError, RuntimeError) as error:
+    except IndexUnreachable as error:
+        _refuse(str(error), NO_SERVICE)
+    except (ValueError, OSError, RuntimeError) as error:
         _refuse(str(error))
 
 
@@ -142,6 +149,6 @@ def _when(seconds: float | None) -> str:
     return "never" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def _refuse(message: str) -> NoReturn:
+def _refuse(message: str, code: int = BAD_INPUT) -> NoReturn:
     print(message, file=sys.stderr)
-    raise typer.Exit(BAD_INPUT)
+    raise typer.Exit(code)

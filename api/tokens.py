@@ -2,6 +2,7 @@
 
     create ──▶ adock_ID_SECRET (shown once)        index: ID ──▶ {name, scope, sha256(SECRET), created, expires}
     find(token) ──▶ by ID, then the hashes compared in constant time ──▶ Token, or None
+    revoke ──▶ the entry goes, its ID stays among the revoked ones: it is never let in again
 
 A secret has 256 random bits, so that a plain hash of it cannot be turned back and needs no slow function.
 """
@@ -25,8 +26,23 @@ from pipeline.index import IndexUnreachable, redacted
 Scope = Literal["read", "run", "admin"]
 SCOPES: tuple[Scope, ...] = ("read", "run", "admin")  # each may do what those before it may
 KEY = "asyncdock:{service}:tokens"
+REVOKED = "asyncdock:{service}:tokens:revoked"  # a set of IDs
 _FORM = re.compile(r"adock_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _SECONDS = 5.0
+
+# Each in one step, so that a token which is revoked while somebody adopts it is revoked.
+_KEEP = """
+if redis.call('SISMEMBER', KEYS[2], ARGV[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return 1"""
+_REVOKE = """
+if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
+redis.call('SADD', KEYS[2], ARGV[1])
+return 1"""
+
+
+class TokenRevoked(Exception):
+    """A token that was revoked opens nothing again; the message says what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,7 @@ class Tokens:
 
     async def adopt(self, text: str, name: str, scope: Scope) -> Token:
         """Let ``text``, a token that was made elsewhere, open what ``scope`` says: a deployment has it in a file before
-        the service begins. Harmless when repeated."""
+        the service begins. Harmless when repeated. Raises ValueError for a text that is no token, TokenRevoked."""
         match = _FORM.fullmatch(text)
         if match is None:
             raise ValueError("token: what was given is not one; it is adock_, 12 of 0-9a-f, _ and 43 of A-Za-z0-9_-")
@@ -76,7 +92,8 @@ class Tokens:
 
     async def _keep(self, token: Token, secret: str) -> None:
         kept = json.dumps({**asdict(token), "sha256": _hash(secret)})
-        await self._ask(self._redis.hset(KEY, token.id, kept))
+        if not await self._ask(self._redis.eval(_KEEP, 2, KEY, REVOKED, token.id, kept)):
+            raise TokenRevoked(f"token: {token.id} was revoked and stays so; make another one")
 
     async def find(self, presented: str) -> Token | None:
         """The token that ``presented`` is, if it is one, and is neither revoked nor expired."""
@@ -94,8 +111,8 @@ class Tokens:
         return sorted((_unpacked(text)[0] for text in kept.values()), key=lambda token: token.created)
 
     async def revoke(self, token: str) -> bool:
-        """Forget the token with this id, at once; False when there is none."""
-        return bool(await self._ask(self._redis.hdel(KEY, token)))
+        """Forget the token with this id, at once and for ever; False when there is none."""
+        return bool(await self._ask(self._redis.eval(_REVOKE, 2, KEY, REVOKED, token)))
 
     async def _ask(self, answer: Any) -> Any:
         try:

@@ -19,13 +19,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
-
-from stages.engines.protocols import TrainEngine
-from stages.models import Tokenizer
+if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that read or write one import it
+    from stages.engines.protocols import TrainEngine
+    from stages.models import Tokenizer
 
 TRAIN = "train"
 _NAME = "step-{:08d}"
@@ -46,6 +44,8 @@ class Checkpoint:
 
     def load_into(self, engine: TrainEngine) -> None:
         """Give ``engine`` the state that was saved, by whatever ranks. All ranks of an engine make this call."""
+        import torch.distributed.checkpoint as dcp
+
         state = engine.state_dict()
         with _no_warning():
             dcp.load(state, checkpoint_id=self.path / TRAIN, no_dist=not _sharded(state))
@@ -77,6 +77,8 @@ def begin(directory: Path, version: int) -> Path:
 def write(partial: Path, engine: TrainEngine) -> None:
     """Put the engine's weights and state into ``partial``: each rank its shard, in one collective call. Returns, on the
     first rank, when all is written."""
+    import torch.distributed.checkpoint as dcp
+
     engine.save_pretrained(partial / "model")
     state = engine.state_dict()
     with _no_warning():
@@ -103,6 +105,8 @@ def _partial(directory: Path, version: int) -> Path:
 
 def _sharded(state: Any) -> bool:
     """Whether ``state`` lies on several ranks."""
+    from torch.distributed.tensor import DTensor
+
     if isinstance(state, dict):
         return any(_sharded(value) for value in state.values())
     return isinstance(state, DTensor)

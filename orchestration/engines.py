@@ -89,7 +89,8 @@ def rollout_engine(
     if recipe.colocated:
         return colocated_engine(recipe, Ranks(0, recipe.train.dp, recipe.train.tp), version=version, weights=weights)
     if recipe.rollout.engine == "mock":
-        from stages.engines.mock import MockRolloutEngine, MockRolloutOptions
+        from stages.engines.mock import MockRolloutEngine
+        from stages.engines.mock_options import MockRolloutOptions
 
         options = {
             "max_rows": recipe.rollout.max_rows,
@@ -161,7 +162,8 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
     ``meeting``; then all of them make this call."""
     train = recipe.train
     if train.engine == "mock":
-        from stages.engines.mock import MockTrainEngine, MockTrainOptions
+        from stages.engines.mock import MockTrainEngine
+        from stages.engines.mock_options import MockTrainOptions
 
         return MockTrainEngine(MockTrainOptions(**train.mock), seed=recipe.seed)
     mixed = train.precision == "mixed"

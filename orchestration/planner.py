@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from orchestration.recipe import Recipe
     from stages.resharding.layout import Names
     from stages.resharding.plan import ReshardPlan
+    from stages.sample import Flow
 
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
 LONGEST_PROMPT = 2048  # assumed where the recipe sets no prompts.max_prompt_tokens
-SMOLLM2_PARAMETERS = 134_515_008  # its embeddings serve as its head
-SMOLLM2_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3}
+# Known here, as loading the code that makes these models takes seconds. Their embeddings serve as their heads.
+PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184}
+HEADS = {
+    "smollm2": {"num_attention_heads": 9, "num_key_value_heads": 3},
+    "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2},
+}
 WEIGHT_SLOTS = 2  # versions that the weight store keeps
 SLAB_SHARE = 1 / 8  # of the arena, in all workers' slabs
 GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena is taken
@@ -102,6 +107,13 @@ def plan(recipe: Recipe) -> Plan:
         slot_bytes=0 if recipe.colocated else WEIGHT_SLOTS * weights,
         turns=turns(recipe) if recipe.colocated and parameters else None,
     )
+
+
+def flow_of(recipe: Recipe) -> Flow:
+    """What this recipe's samples are made of."""
+    from stages.sample import Flow
+
+    return Flow(rewards=len(recipe.reward.functions), reference=recipe.needs_reference)
 
 
 def arena_bytes(recipe: Recipe) -> int:
@@ -189,12 +201,8 @@ def parameters_of(recipe: Recipe) -> int | None:
     source = recipe.model.source
     if source == "mock":
         return None
-    if source == "smollm2":
-        return SMOLLM2_PARAMETERS
-    if source == "tiny":
-        from stages.models import tiny_model
-
-        return sum(parameter.numel() for parameter in tiny_model(recipe.seed).parameters())
+    if source in PARAMETERS:
+        return PARAMETERS[source]
     from safetensors import safe_open
 
     count = 0
@@ -207,14 +215,9 @@ def parameters_of(recipe: Recipe) -> int | None:
 def heads_of(recipe: Recipe) -> dict[str, int]:
     """The heads that tensor-parallel ranks share, by their names in the model's config; empty where there is none."""
     source = recipe.model.source
-    if source == "smollm2":
-        return SMOLLM2_HEADS
-    if source == "tiny":
-        from stages.models import tiny_model
-
-        config = tiny_model(recipe.seed).config.to_dict()
-    else:
-        path = Path(source).expanduser() / "config.json"
-        config = json.loads(path.read_text()) if path.is_file() else {}
-        config = config.get("text_config", config)
-    return {name: config[name] for name in SMOLLM2_HEADS if config.get(name)}
+    if source in HEADS:
+        return HEADS[source]
+    path = Path(source).expanduser() / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    config = config.get("text_config", config)
+    return {name: config[name] for name in HEADS["tiny"] if config.get(name)}

@@ -605,7 +605,7 @@ def _mock_goes_with_mock(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _mock_takes_options(recipe: Recipe) -> Iterator[Problem]:
-    from stages.engines.mock import MockRolloutOptions, MockTrainOptions
+    from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
 
     for key, section, options in (
         ("rollout.mock", recipe.rollout, MockRolloutOptions),
@@ -685,7 +685,7 @@ def _prompts_exist(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
-    from stages.reward import RewardError, find_reward
+    from stages.reward_functions import RewardError, find_reward
 
     names = [function.name for function in recipe.reward.functions]
     for at, name in enumerate(names):
@@ -873,10 +873,12 @@ def _ranks_fit(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
-    from stages.device import on_cpu
-
     ranks, cores = recipe.train.ranks, os.cpu_count() or 1
-    if ranks > 1 and ranks > cores and on_cpu(recipe.train.device):
+    if ranks <= cores:
+        return
+    from stages.device import on_cpu  # brings torch, which other recipes are checked without
+
+    if on_cpu(recipe.train.device):
         key = "train.dp" if recipe.train.dp > 1 else "train.tp"
         wrong = f"makes {ranks} ranks, which is more than the {cores} cores of this machine"
         yield Problem(key, getattr(recipe.train, key[6:]), wrong, f"keep train.dp times train.tp <= {cores}")

@@ -31,6 +31,8 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDictBase
 
+from pipeline.warehouse import StaleHandle
+
 Dtype = torch.dtype | Literal["utf8"]
 
 MAX_COLUMNS = 31  # the index keeps a sample's columns as bits of one 32-bit word
@@ -52,10 +54,6 @@ _DTYPES = (
 
 class ColumnError(ValueError):
     """A value does not fit its column, or a column is not in the schema. The message names column, value and fix."""
-
-
-class StaleHandle(LookupError):
-    """A handle points to a row or block that was released; its bytes may belong to somebody else by now."""
 
 
 @dataclass(frozen=True)

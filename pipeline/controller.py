@@ -23,10 +23,10 @@ from typing import Any, Literal, Protocol
 import structlog
 from tensordict import TensorDict
 
-from pipeline.columns import StaleHandle
 from pipeline.dock import Dock, Rows
 from pipeline.index import Claim, LeaseLost
 from pipeline.spans import Spans
+from pipeline.warehouse import StaleHandle
 
 log = structlog.get_logger()
 

@@ -31,7 +31,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from pipeline.columns import StaleHandle
+from pipeline.warehouse import StaleHandle
 
 log = structlog.get_logger()
 

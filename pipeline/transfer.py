@@ -42,8 +42,8 @@ import numpy as np
 import structlog
 import torch
 
-from pipeline.columns import _MAGIC, Column, Packed, PackedRows, Schema, StaleHandle
-from pipeline.warehouse import Arena
+from pipeline.columns import _MAGIC, Column, Packed, PackedRows, Schema
+from pipeline.warehouse import Arena, StaleHandle
 
 log = structlog.get_logger()
 T = TypeVar("T")

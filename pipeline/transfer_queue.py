@@ -33,12 +33,12 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from pipeline.columns import MAX_COLUMNS, Column, ColumnError, Packed, Schema, StaleHandle
+from pipeline.columns import MAX_COLUMNS, Column, ColumnError, Packed, Schema
 from pipeline.columns import _jagged as jagged_parts
 from pipeline.dock import Dock
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import REF, Index, RunConfig, worker_name
-from pipeline.warehouse import shared_memory_directory
+from pipeline.warehouse import StaleHandle, shared_memory_directory
 
 Tag = dict[str, Any]
 Parser = Callable[[dict[str, Any]], Any]

@@ -15,6 +15,10 @@ import tempfile
 from pathlib import Path
 
 
+class StaleHandle(LookupError):
+    """A handle points to a row or block that was released; its bytes may belong to somebody else by now."""
+
+
 class Arena:
     """``nbytes`` bytes of shared memory at ``path``, mapped here."""
 

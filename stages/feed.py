@@ -20,7 +20,7 @@ import structlog
 
 from pipeline.index import Index
 from stages.prompts import Prompt, PromptError, PromptForm, Row, given_of
-from stages.reward import RESERVED
+from stages.reward_functions import RESERVED
 
 log = structlog.get_logger()
 

@@ -12,8 +12,6 @@ per response. Where a prompt is a conversation, its completion is one too: ``[{"
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.metadata
 import inspect
 import json
 import math
@@ -29,18 +27,11 @@ from tensordict import TensorDict
 from pipeline.controller import Output
 from pipeline.index import Claim
 from stages.models import Tokenizer
-from stages.tasks import REWARDS
+from stages.reward_functions import RESERVED, RewardError, find_reward
 
-ENTRY_POINTS = "asyncdock.rewards"
-RESERVED = ("prompts", "completions", "completion_ids")
 ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
 
 log = structlog.get_logger()
-
-
-class RewardError(RuntimeError):
-    """A reward function cannot be found, or broke its contract: the message names it and, where there is one, the
-    row."""
 
 
 @dataclass(frozen=True)
@@ -153,27 +144,6 @@ async def score_rows(rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict)
         ids,
         [json.loads(text) for text in rows["fields"]],
     )
-
-
-def find_reward(name: str) -> Callable[..., Any]:
-    """The reward function called ``name``. Raises :class:`RewardError` with the names there are."""
-    if ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise RewardError(f"reward {name!r} cannot be imported: {error}") from error
-    elif name in REWARDS:
-        found = REWARDS[name]
-    else:
-        entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
-        if name not in entries.names:
-            known = sorted({*REWARDS, *entries.names})
-            raise RewardError(f"reward {name!r} is not known; use 'module:function' or one of {known}")
-        found = entries[name].load()
-    if not callable(found):
-        raise RewardError(f"reward {name!r} is a {type(found).__name__}, not a function")
-    return found
 
 
 def _arguments(

@@ -16,14 +16,17 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
-from tensordict import TensorDict
 
-from pipeline.dock import Dock
 from pipeline.index import Claim
-from stages.models import Tokenizer
+
+if TYPE_CHECKING:  # samples are read by the service without torch
+    from tensordict import TensorDict
+
+    from pipeline.dock import Dock
+    from stages.models import Tokenizer
 
 FOLDER = "samples"  # in the run's folder
 FILES = 8  # that share the room

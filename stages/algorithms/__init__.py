@@ -6,9 +6,10 @@ import importlib
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:  # a recipe's algorithm and its options are checked without torch
+    import torch
 
 ENTRY_POINTS = "asyncdock.algorithms"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from stages.algorithms import LossOutput, TokenBatch
+
+if TYPE_CHECKING:  # its options are checked without torch
+    import torch
 
 ADVANTAGE_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up
 
@@ -44,7 +46,7 @@ class GRPO(BaseModel):
         in TRL. Equal rewards, and a group of one, give zeros."""
         rewards = rewards.float()
         if bool((rewards == rewards[0]).all()):  # exact zeros, where rounding of the mean would leave noise
-            return torch.zeros_like(rewards)
+            return rewards.new_zeros(rewards.shape)
         centred = rewards - rewards.mean()
         return centred / (rewards.std() + ADVANTAGE_EPS) if self.scale_rewards else centred
 
@@ -55,7 +57,7 @@ class GRPO(BaseModel):
         weight = ratio if self.max_ratio is None else ratio.clamp(max=self.max_ratio)
         unclipped = weight * tokens.advantage
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
-        per_token = -torch.minimum(unclipped, clipped)
+        per_token = -unclipped.minimum(clipped)
 
         means = {
             "kl_behaviour": ratio - 1 - log_ratio,  # k3, sampled from the behaviour policy

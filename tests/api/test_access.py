@@ -14,13 +14,16 @@ import redis.asyncio as redis
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from typer.testing import CliRunner
 from yarl import URL
 
+from api.cli import app
+from api.exits import BAD_INPUT
 from api.limits import Rates
 from api.operations import operation
 from api.server import build_app, listen
 from api.service import Service, Settings
-from api.tokens import KEY, SCOPES, Scope, Tokens
+from api.tokens import KEY, SCOPES, Scope, TokenRevoked, Tokens
 from orchestration.registry import Registry
 from pipeline.index import IndexUnreachable
 from tests.api.serving import bearer, serving
@@ -138,7 +141,42 @@ async def test_a_token_that_was_made_elsewhere_opens_what_it_is_adopted_for(inde
         with pytest.raises(ValueError, match="is not one"):
             await tokens.adopt(wrong, "deployment", "read")
     await tokens.revoke(adopted.id)
+    with pytest.raises(TokenRevoked, match=adopted.id):
+        await tokens.adopt(text, "deployment", "read")
+    assert await tokens.find(text) is None
     await tokens.close()
+
+
+def test_a_deployment_adopts_its_token_each_time_it_begins_until_it_is_revoked(index_url: str, tmp_path: Path) -> None:
+    """The command that the compose stack runs before its API, with the exit code that lets the API begin or not."""
+    file, identity = tmp_path / "token", secrets.token_hex(6)
+    text = f"adock_{identity}_{secrets.token_urlsafe(32)}"
+
+    def token(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["token", *arguments, "--index", index_url])
+        assert text[-43:] not in done.output
+        return done.exit_code, done.stdout + done.stderr
+
+    def known() -> list[str]:
+        return [each["name"] for each in json.loads(token("list", "--json")[1]) if each["id"] == identity]
+
+    adopt = ("adopt", "stack", "--scope", "admin", "--file", str(file))
+    assert token(*adopt)[0] == BAD_INPUT  # no such file
+    file.write_text("opensesame\n")
+    code, said = token(*adopt)
+    assert (code, "opensesame" in said, "is not one; it is adock_" in said) == (BAD_INPUT, False, True)
+    file.write_text(f"{text}\n")
+    for _ in range(2):
+        assert token(*adopt) == (0, f"id {identity}, scope admin\n")
+        assert known() == ["stack"]
+    assert token("revoke", identity)[0] == 0
+    code, said = token(*adopt)
+    assert (code, f"{identity} was revoked" in said, f"make another one, and put it into {file}" in said) == (
+        1,
+        True,
+        True,
+    )
+    assert known() == []
 
 
 @pytest.mark.parametrize("wrong", [{"name": ""}, {"name": "a\nb"}, {"scope": "root"}, {"seconds": 0.0}])

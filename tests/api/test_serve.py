@@ -285,6 +285,12 @@ async def test_tokens_are_made_listed_and_revoked_with_and_without_a_server(tmp_
     assert left_behind(data) == []
 
 
+def test_a_token_command_without_an_index_says_so(tmp_path: Path) -> None:
+    result = asyncdock("token", "list", "--index", f"unix://{tmp_path}/nowhere.sock")
+    assert (result.returncode, result.stdout) == (3, "")
+    assert "no answer" in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [["create", "x", "--scope", "root"], ["create", "", "--scope", "run"], ["list"]])
 def test_a_token_command_that_makes_no_sense_is_refused(arguments: list[str], tmp_path: Path) -> None:
     where = [] if arguments == ["list"] else ["--data", str(tmp_path)]

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from orchestration.engines import rollout_engine
 from orchestration.recipe import load_recipe
 from orchestration.worker import FATAL
-from stages.engines.mock import MockRolloutEngine, MockRolloutOptions
+from stages.engines.mock import MockRolloutEngine
+from stages.engines.mock_options import MockRolloutOptions
 from stages.engines.protocols import Completion, EngineMissing, GroupRequest, RolloutEngine
 from stages.engines.torch_decoder import TorchDecoder
 from stages.engines.torch_rollout import TorchRolloutEngine

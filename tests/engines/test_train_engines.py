@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from stages.algorithms.grpo import GRPO
-from stages.engines.mock import MockTrainEngine, MockTrainOptions
+from stages.engines.mock import MockTrainEngine
+from stages.engines.mock_options import MockTrainOptions
 from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
 from stages.engines.torch_sharded import ShardedTrainEngine, join

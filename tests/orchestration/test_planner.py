@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from orchestration.planner import Plan, arena_bytes, parameters_of, plan
+from orchestration.planner import HEADS, Plan, arena_bytes, heads_of, parameters_of, plan
 from orchestration.recipe import Recipe
 from pipeline.columns import pack
+from stages.models import tiny_model
 from stages.sample import Flow
 
 
@@ -100,6 +101,12 @@ def test_a_checkpoint_is_counted_from_its_headers(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-1.safetensors")
     save_file({"c": torch.zeros(())}, tmp_path / "model-2.safetensors")
     assert parameters_of(recipe(model={"source": str(tmp_path)})) == 15 + 7 + 1
+
+
+def test_what_is_known_of_the_tiny_model_is_so() -> None:
+    model = tiny_model(0)
+    assert parameters_of(recipe()) == sum(parameter.numel() for parameter in model.parameters())
+    assert heads_of(recipe()) == HEADS["tiny"] == {name: getattr(model.config, name) for name in HEADS["tiny"]}
 
 
 def test_the_mock_model_has_no_weights() -> None:

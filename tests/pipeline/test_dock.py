@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.columns import Column, ColumnError, Schema, StaleHandle
+from pipeline.columns import Column, ColumnError, Schema
 from pipeline.dock import Dock, NoRoom
 from pipeline.index import (
     BoundBroken,
@@ -25,7 +25,7 @@ from pipeline.index import (
     StageSpec,
     _Line,
 )
-from pipeline.warehouse import Arena
+from pipeline.warehouse import Arena, StaleHandle
 
 SCHEMA = Schema(
     [

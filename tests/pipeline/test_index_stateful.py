@@ -23,10 +23,11 @@ import torch
 from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
-from pipeline.columns import Column, Schema, StaleHandle, pack
+from pipeline.columns import Column, Schema, pack
 from pipeline.dock import Dock
 from pipeline.index import Claim, GateClosed, Index, IndexRefused, LeaseLost, RunConfig, StageSpec, WrittenTwice
 from pipeline.staleness import StalenessPlan, max_age, windowed_pick
+from pipeline.warehouse import StaleHandle
 
 SCHEMA = Schema(
     [

@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from pipeline.columns import Column, ColumnError, Packed, Schema, StaleHandle
+from pipeline.columns import Column, ColumnError, Packed, Schema
 from pipeline.dock import Dock
 from pipeline.index import Claim, Index, IndexRefused, LeaseLost, Nothing, StageSpec
 from pipeline.loader import Batch, SampleLoader, SampleStream, balanced
+from pipeline.warehouse import StaleHandle
 
 SCHEMA = Schema(
     [

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from pipeline import dock as dock_module
-from pipeline.columns import Column, Schema, StaleHandle
+from pipeline.columns import Column, Schema
 from pipeline.dock import Dock
 from pipeline.index import Index, IndexRefused, RunConfig, StageSpec, WarehouseGone
 from pipeline.transfer import TransferError, WarehouseUnreachable
+from pipeline.warehouse import StaleHandle
 
 SECRET = b"a secret of the run, sixteen or more"
 SCHEMA = Schema(

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from pipeline import dock as dock_module
-from pipeline.columns import Column, Schema, StaleHandle
+from pipeline.columns import Column, Schema
 from pipeline.dock import Dock
 from pipeline.index import Claim, Index, IndexRefused, LeaseLost, RunConfig, StageSpec, WrittenTwice
+from pipeline.warehouse import StaleHandle
 
 SCHEMA = Schema(
     [

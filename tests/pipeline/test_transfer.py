@@ -26,7 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.columns import BlockView, Column, ColumnError, Packed, PackedRows, Schema, StaleHandle, pack
+from pipeline.columns import BlockView, Column, ColumnError, Packed, PackedRows, Schema, pack
 from pipeline.transfer import (
     ArenaReader,
     Limits,
@@ -38,7 +38,7 @@ from pipeline.transfer import (
     parse_head,
     parse_request,
 )
-from pipeline.warehouse import Arena
+from pipeline.warehouse import Arena, StaleHandle
 
 SECRET = b"known to every node of the run"
 DTYPES = [
@@ -585,7 +585,7 @@ from pathlib import Path
 import torch
 from pipeline.columns import Column, Schema
 from pipeline.transfer import WarehouseServer
-from pipeline.warehouse import Arena
+from pipeline.warehouse import Arena, StaleHandle
 
 async def main(path, secret, port):
     schema = Schema([

@@ -19,9 +19,10 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from pipeline import transfer_queue as tq
-from pipeline.columns import ColumnError, StaleHandle
+from pipeline.columns import ColumnError
 from pipeline.dock import Dock, NoRoom
 from pipeline.index import Index, IndexRefused, NeverFits
+from pipeline.warehouse import StaleHandle
 from tests.pipeline import transfer_queue_calls as calls
 
 RECORDED = json.loads(calls.RECORD.read_text())

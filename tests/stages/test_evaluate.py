@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from stages.engines.mock import MockRolloutEngine, MockRolloutOptions
+from stages.engines.mock import MockRolloutEngine
+from stages.engines.mock_options import MockRolloutOptions
 from stages.engines.protocols import SamplingParams
 from stages.evaluate import Evaluator, distinct_prompts
 from stages.models import tiny_tokenizer

@@ -15,7 +15,8 @@ import torch
 
 from pipeline.index import Index, RunConfig
 from pipeline.spans import Spans
-from stages.engines.mock import MockRolloutEngine, MockRolloutOptions, MockTrainEngine, MockTrainOptions
+from stages.engines.mock import MockRolloutEngine, MockTrainEngine
+from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams, SwapTimes, WeightMismatch
 from stages.engines.torch_rollout import TorchRolloutEngine
 from stages.engines.torch_train import TorchTrainEngine

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from stages.algorithms import build_algorithm
-from stages.engines.mock import MockRolloutEngine, MockRolloutOptions, MockTrainEngine, MockTrainOptions
+from stages.engines.mock import MockRolloutEngine, MockTrainEngine
+from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 
 FAST = 0.001  # a second of the model in a millisecond

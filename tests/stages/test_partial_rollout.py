@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from stages.engines.mock import MockRolloutEngine, MockRolloutOptions
+from stages.engines.mock import MockRolloutEngine
+from stages.engines.mock_options import MockRolloutOptions
 from stages.engines.protocols import Begun, Completion, GroupRequest, SamplingParams
 from tests.engines.test_rollout_engines import Letters
 from tests.stages.test_mock_engines import LoopClock, request, weights

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from stages.reward import RewardError, RewardScores, RewardSet
+from stages.reward import RewardScores, RewardSet
+from stages.reward_functions import RewardError
 from stages.tasks import REWARDS, last_number, repeat
 
 
