@@ -119,7 +119,9 @@ class Run:
         nothing else: the run can be taken over."""
         launcher = self._launcher()
         try:
-            return await self._work(url, None, stop, launcher)
+            outcome = await self._work(url, None, stop, launcher)
+            await self._let_readers_finish()
+            return outcome
         finally:
             launcher.close()
             await self._end()
