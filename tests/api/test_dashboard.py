@@ -561,6 +561,40 @@ def test_numbers_are_written_as_a_person_reads_them(browser: Browser) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The page that the API is read in
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_of_the_api_shows_every_operation_and_asks_nobody_else(
+    browser: Browser, served: Site, width: int, scheme: str
+) -> None:
+    browser.shape(width, 844, scheme=scheme)
+    browser.open(f"{served.url}docs")
+    browser.until("return document.querySelector('section > details')")
+    document = served.get("openapi.json").body
+    assert browser.js("return document.querySelectorAll('section > details').length") == sum(
+        len(methods) for methods in document["paths"].values()
+    )
+    browser.js("document.querySelector('#submit_run').open = true")
+    browser.js("document.querySelectorAll('#submit_run details').forEach((answer) => { answer.open = true; })")
+    browser.until("return document.querySelectorAll('#submit_run details table').length > 0")
+    assert "overrides" in browser.text("#submit_run")
+    assert "`" not in browser.text("#submit_run"), "code is shown as code"
+    assert browser.axe() == []
+    assert browser.overflow() <= 0
+    browser.type("Find an operation", "checkpoint POST")
+    browser.until("return document.querySelector('#found').innerText === '1 found'")
+    assert "/v1/runs/{run}/checkpoint " in browser.text("section:not([hidden]) > details:not([hidden]) summary")
+    asked = browser.js("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert {one.removeprefix(served.url) for one in asked} == {
+        "docs/reference.css",
+        "docs/reference.js",
+        "openapi.json",
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Its files
 
 
