@@ -14,21 +14,17 @@ text, or, with ``produces``, a response of its own.
 from __future__ import annotations
 
 import asyncio
-import inspect
-import re
 import types
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import openapi_pydantic as openapi
 import pydantic
 from aiohttp import web
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
-from api.problems import MEDIA_TYPE, Problem, ProblemDetails, Wrong, of_validation, several
+from api.problems import Problem, Wrong, of_validation, several
 from api.schemas import Strict as Strict  # what handlers' models of requests derive from
 from api.service import SERVICE
 from api.tokens import Scope
@@ -38,9 +34,7 @@ Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 JSON = "application/json"
 BINARY = "application/octet-stream"
 PARTS = ("path", "query", "headers", "body")
-_REFERENCE = "#/components/schemas/{model}"
 _MARK = "__operation__"
-_PATTERN = re.compile(r":[^{}]*(?=})")  # of {name:pattern} in a path
 
 REASONS = {
     400: "A parameter, or the form of the body, is not valid.",
@@ -288,102 +282,3 @@ def _given(name: str, model: type[BaseModel], request: web.Request) -> dict[str,
     lists = {info.alias or key for key, info in model.model_fields.items() if get_origin(info.annotation) is list}
     found = {key: request.query.getall(key) for key in request.query}
     return {key: values if key in lists or len(values) > 1 else values[0] for key, values in found.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The OpenAPI document
-
-
-def openapi_document(modules: Iterable[types.ModuleType], *, version: str) -> dict[str, Any]:
-    """OpenAPI 3.1 of the operations in ``modules``, from their signatures and types."""
-    operations = [o for o in operations_of(modules) if not o.hidden]
-    taken = {model: "validation" for o in operations for name, model in o.parts.items() if name == "body"}
-    given = {o.answer: "serialization" for o in operations if o.answer} | {ProblemDetails: "serialization"}
-    wanted: list[Any] = [*taken.items(), *given.items()]
-    references, components = models_json_schema(wanted, ref_template=_REFERENCE)
-    paths: dict[str, openapi.PathItem] = {}
-    for o in operations:
-        item = paths.setdefault(_PATTERN.sub("", o.path), openapi.PathItem())
-        setattr(item, o.method.lower(), _described(o, references))
-    document = openapi.OpenAPI(
-        info=openapi.Info(
-            title="AsyncDock",
-            version=version,
-            summary="Start, stop and watch runs of asynchronous RL post-training.",
-            license=openapi.License(name="Apache-2.0", identifier="Apache-2.0"),
-        ),
-        paths=paths,
-        components=openapi.Components(
-            schemas={name: openapi.Schema.model_validate(schema) for name, schema in components["$defs"].items()},
-            securitySchemes={"token": openapi.SecurityScheme(type="http", scheme="bearer")},
-        ),
-        tags=[openapi.Tag(name=tag) for tag in dict.fromkeys(o.tag for o in operations)],
-    )
-    return document.model_dump(mode="json", by_alias=True, exclude_none=True)
-
-
-def _described(o: Operation, references: Mapping[Any, Any]) -> openapi.Operation:
-    def content(model: type[BaseModel], mode: str, media_type: str = JSON) -> dict[str, openapi.MediaType]:
-        return {media_type: openapi.MediaType(schema=openapi.Reference.model_validate(references[model, mode]))}  # type: ignore[call-arg]
-
-    answered: dict[str, openapi.MediaType] | None = None
-    if o.answer is not None:
-        answered = content(o.answer, "serialization", o.produces or JSON)
-    elif o.produces:
-        answered = {o.produces: openapi.MediaType(schema=openapi.Schema(type=openapi.DataType.STRING))}  # type: ignore[call-arg]
-    raw = openapi.MediaType(schema=openapi.Schema.model_validate({"type": "string", "contentMediaType": BINARY}))  # type: ignore[call-arg]
-    if answered is not None and "answer" in o.binary:
-        answered[BINARY] = raw
-    headers = {name: _header(text, "string") for name, text in o.sends.items()} or None
-    status = 204 if answered is None and o.status == 200 else o.status
-    good = {status: o.summary, **o.also}
-    responses = {
-        str(code): openapi.Response(description=text, content=answered, headers=headers)  # type: ignore[arg-type]
-        for code, text in good.items()
-    }
-    for code in o.statuses:
-        more = {"Retry-After": _header("Seconds to wait.", "integer")} if code in (429, 503) else None
-        more = {"WWW-Authenticate": _header("Bearer.", "string")} if code == 401 else more
-        responses[str(code)] = openapi.Response(
-            description=REASONS[code],
-            content=content(ProblemDetails, "serialization", MEDIA_TYPE),
-            headers=more,  # type: ignore[arg-type]
-        )
-    body = None
-    if "body" in o.parts:
-        both = {BINARY: raw} if "body" in o.binary else {}
-        body = openapi.RequestBody(content=content(o.parts["body"], "validation") | both, required=True)
-    elif o.consumes:
-        schema = openapi.Schema.model_validate({"type": "string", "contentMediaType": o.consumes})
-        body = openapi.RequestBody(content={o.consumes: openapi.MediaType(schema=schema)}, required=True)  # type: ignore[call-arg]
-    return openapi.Operation(
-        tags=[o.tag],
-        summary=o.summary,
-        description=inspect.getdoc(o.handler),
-        operationId=getattr(o.handler, "__name__", ""),
-        parameters=[parameter for name in PARTS[:3] if name in o.parts for parameter in _parameters(name, o)] or None,
-        requestBody=body,
-        responses=responses,  # type: ignore[arg-type]
-        security=[{"token": [o.scope]}] if o.scope else [],
-    )
-
-
-def _header(text: str, kind: str) -> openapi.Header:
-    return openapi.Header(description=text, schema=openapi.Schema(type=openapi.DataType(kind)))  # type: ignore[call-arg]
-
-
-def _parameters(part: str, o: Operation) -> list[openapi.Parameter]:
-    schema = o.parts[part].model_json_schema(ref_template=_REFERENCE)
-    required = schema.get("required", ())
-    return [
-        openapi.Parameter.model_validate(
-            {
-                "name": name,
-                "in": {"path": "path", "query": "query", "headers": "header"}[part],
-                "required": name in required,
-                "description": described.get("description"),
-                "schema": {key: value for key, value in described.items() if key not in ("title", "description")},
-            }
-        )
-        for name, described in schema["properties"].items()
-    ]

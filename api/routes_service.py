@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 from importlib import resources
 from typing import Any, Literal
@@ -42,7 +43,7 @@ async def readyz(service: Service) -> Health:
 
 @operation("GET", "/openapi.json", scope=None, summary="This document", tag="service")
 async def openapi_json(service: Service, request: web.Request) -> Document:
-    return Document(request.app[DOCUMENT])
+    return Document(await asyncio.to_thread(request.app[DOCUMENT]))
 
 
 class PagePath(Strict):

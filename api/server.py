@@ -12,12 +12,14 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import functools
 import importlib.metadata
 import logging
 import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -33,7 +35,7 @@ from api import (
     routes_service,
 )
 from api.limits import admission, secure
-from api.operations import build_routes, openapi_document
+from api.operations import build_routes
 from api.problems import problems
 from api.routes_metrics import watch
 from api.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
@@ -68,12 +70,19 @@ def build_app(settings: Settings, url: str, registry: Registry) -> web.Applicati
     service = Service(settings, url, registry, Tokens(url))
     app[SERVICE] = service
     watch(app)
-    app[DOCUMENT] = openapi_document(ROUTES, version=importlib.metadata.version("asyncdock"))
+    document: Callable[[], dict[str, Any]] = functools.cache(_document)
+    app[DOCUMENT] = document
     build_routes(app, ROUTES)
     app.on_response_prepare.append(secure)
     app.on_shutdown.append(_closing)
     app.cleanup_ctx.append(_service)
     return app
+
+
+def _document() -> dict[str, Any]:
+    from api.openapi import openapi_document  # what it imports would be a fifth of a server's start, and few ask for it
+
+    return openapi_document(ROUTES, version=importlib.metadata.version("asyncdock"))
 
 
 async def _closing(app: web.Application) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -158,4 +160,4 @@ class Service:
 
 
 SERVICE = web.AppKey("service", Service)
-DOCUMENT = web.AppKey("document", dict)  # the OpenAPI document
+DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")  # makes the OpenAPI document, once

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from orchestration.place import Place
+from orchestration.planner import flow_of
 from orchestration.recipe import Recipe
-from orchestration.worker import Place, flow_of
 from pipeline.columns import Packed, Schema
 from pipeline.dock import Dock
 from pipeline.index import Claim, Index, LeaseLost, redacted

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from orchestration.recipe import Recipe
     from stages.resharding.layout import Names
     from stages.resharding.plan import ReshardPlan
+    from stages.sample import Flow
 
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
@@ -106,6 +107,13 @@ def plan(recipe: Recipe) -> Plan:
         slot_bytes=0 if recipe.colocated else WEIGHT_SLOTS * weights,
         turns=turns(recipe) if recipe.colocated and parameters else None,
     )
+
+
+def flow_of(recipe: Recipe) -> Flow:
+    """What this recipe's samples are made of."""
+    from stages.sample import Flow
+
+    return Flow(rewards=len(recipe.reward.functions), reference=recipe.needs_reference)
 
 
 def arena_bytes(recipe: Recipe) -> int:

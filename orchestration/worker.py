@@ -18,13 +18,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -40,7 +38,8 @@ from orchestration.engines import (
     train_engine,
 )
 from orchestration.logs import Current, configure
-from orchestration.planner import reshard_plan, slab_bytes
+from orchestration.place import Place
+from orchestration.planner import flow_of, reshard_plan, slab_bytes
 from orchestration.recipe import Recipe
 from orchestration.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
 from pipeline.columns import ColumnError
@@ -67,7 +66,6 @@ from stages.resharding.swap import empty
 from stages.reward import Reward, RewardSet
 from stages.reward_functions import RewardError
 from stages.rollout import Rollout
-from stages.sample import Flow
 from stages.samplebook import FOLDER, Recorder, SampleBook
 from stages.update import Update
 from stages.weight_sync import WeightStore
@@ -96,33 +94,6 @@ EXIT_FAILED = 1
 STATE_SECONDS = 10.0
 CHECKPOINT_TOLD = "checkpoint:told"  # a document of the run: the newest version whose `checkpoint` event was emitted
 FED = "prompts.jsonl"  # in the run's folder: the prompts that other programs have put
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run's files lie: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint it resumed from."""
-
-    out: Path
-    shared: Path
-    start: Path | None
-
-    def to_json(self) -> str:
-        return json.dumps({"out": str(self.out), "shared": str(self.shared), "start": str(self.start or "")})
-
-    @classmethod
-    def from_json(cls, text: str) -> Place:
-        data = json.loads(text)
-        return cls(Path(data["out"]), Path(data["shared"]), Path(data["start"]) if data["start"] else None)
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.out / "checkpoints"
-
-
-def flow_of(recipe: Recipe) -> Flow:
-    """What this recipe's samples are made of."""
-    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
-    return Flow(rewards=len(recipe.reward.functions), reference=algorithm.needs_reference)
 
 
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:

@@ -13,7 +13,8 @@ import pytest
 from aiohttp import web
 from pydantic import BaseModel, Field
 
-from api.operations import Reply, Strict, openapi_document, operation, operations_of, read_body
+from api.openapi import openapi_document
+from api.operations import Reply, Strict, operation, operations_of, read_body
 from api.problems import Problem
 from api.service import Service
 from tests.api.serving import Client, problem, serving

@@ -1,0 +1,28 @@
+"""Where a run's files lie: told through the index to its workers, and to programs outside that join it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run's files lie: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint it resumed from."""
+
+    out: Path
+    shared: Path
+    start: Path | None
+
+    def to_json(self) -> str:
+        return json.dumps({"out": str(self.out), "shared": str(self.shared), "start": str(self.start or "")})
+
+    @classmethod
+    def from_json(cls, text: str) -> Place:
+        data = json.loads(text)
+        return cls(Path(data["out"]), Path(data["shared"]), Path(data["start"]) if data["start"] else None)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
