@@ -73,7 +73,7 @@ function operationView(path, method, operation, schemas) {
   if (operation.requestBody) body.push(element("h3", "Body"), ...contentView(operation.requestBody.content, schemas));
   body.push(element("h3", "Answers"));
   for (const [code, response] of Object.entries(operation.responses)) {
-    const view = element("details", element("summary", `${code}: ${response.description}`));
+    const view = element("details", element("summary", [`${code}: `, ...prose(response.description)]));
     view.addEventListener("toggle", () => {
       if (view.children.length === 1) view.append(element("div", contentView(response.content, schemas)));
     });

@@ -150,17 +150,18 @@ class Browser:
             if entry["level"] == "SEVERE" and entry["source"] != "network"
         ]
 
-    def axe(self) -> list[str]:
-        """What axe-core finds wrong with the page for people who use it otherwise than by looking and pointing."""
+    def axe(self, part: str = "html") -> list[str]:
+        """What axe-core finds wrong with a part of the page for people who use it otherwise than by looking and pointing."""
         # The page's own policy forbids every other script; this one comes in by the debugger's door.
         if not self.js("return 'axe' in window"):
             source = gzip.decompress(AXE.read_bytes()).decode()
             self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": f"{source}\n;0"})
         found = self.asynchronous(
-            "const {violations} = await axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', "
+            "const {violations} = await axe.run(arguments_[0], {resultTypes: ['violations'], runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', "
             "'wcag22aa', 'best-practice']});"
             "return violations.map((one) => `${one.id}: ${one.help}: ` + "
-            "one.nodes.slice(0, 5).map((node) => `${node.html.slice(0, 160)} ${node.failureSummary}`).join(' | '));"
+            "one.nodes.slice(0, 5).map((node) => `${node.html.slice(0, 160)} ${node.failureSummary}`).join(' | '));",
+            part,
         )
         return list(found)
 

@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT), pyt
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "api" / "dashboard"
 HOSTILE = "<img src=x onerror='window.broken=1'><script>window.broken=1</script>{{7*7}}\u202e"
-# A mock run slow enough to be looked at, and longer than any test.
-STEPS, STEP_SECONDS = 4000, 0.1
-SLOW = {"train.steps": STEPS, "train.mock.step_seconds": STEP_SECONDS}
+# A mock run that goes on for longer than any test; some steps a second.
+STEPS, TOKENS, STEP_SECONDS = 4000, 8, 0.1
+ENDLESS = {"train.steps": STEPS, "rollout.max_tokens": TOKENS, "train.mock.step_seconds": STEP_SECONDS}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,10 @@ def browser(one_browser: Browser, served: Site) -> Iterator[Browser]:
 def ended(served: Site) -> str:
     """A finished run whose recipe says what may not be believed."""
     hostile = {"description": HOSTILE, "prompts.template": HOSTILE.replace("{", "(").replace("}", ")") + "{prompt}"}
-    return served.finished({"name": "looked-at", "train.steps": 6, "prompts.max_prompt_tokens": 512} | hostile)
+    return served.finished(
+        {"name": "looked-at", "train.steps": 6, "rollout.max_tokens": TOKENS, "prompts.max_prompt_tokens": 512}
+        | hostile
+    )
 
 
 def module(name: str) -> str:
@@ -77,6 +80,7 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     browser.named("Recipe", "field")
     browser.type("Name", "watched")
     browser.type("Optimizer steps", str(STEPS))
+    browser.type("Tokens of a response", str(TOKENS))
     browser.click("Change another key")
     browser.type("Key", "train.mock.step_seconds")
     browser.type("Value", str(STEP_SECONDS))
@@ -167,7 +171,7 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
 class TestARunThatGoesOn:
     @pytest.fixture(scope="class")
     def going(self, served: Site) -> Iterator[str]:
-        with served.running(SLOW) as run:
+        with served.running(ENDLESS) as run:
             yield run
 
     def test_the_page_goes_on_when_the_server_was_killed_and_is_there_again(
@@ -190,7 +194,7 @@ class TestARunThatGoesOn:
         assert all(later == earlier + 1 for later, earlier in pairwise(steps)), f"steps are missing: {steps}"
 
     def test_further_runs_wait_in_a_queue_and_say_so(self, going: str, browser: Browser, served: Site) -> None:
-        waiting = [served.submit({"name": f"waits-{number}"} | SLOW) for number in (1, 2)]
+        waiting = [served.submit({"name": f"waits-{number}"} | ENDLESS) for number in (1, 2)]
         browser.open(f"{served.url}#/runs/{waiting[1]}")
         browser.until("return document.querySelector('.run-head').innerText.includes('Place 2 in the queue')")
         browser.until("return document.querySelector('#runs-list').innerText.includes('place 1 in the queue')")
@@ -330,6 +334,8 @@ def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(browser: Brows
     browser.keys("by-keys")
     tab_to("Optimizer steps")
     browser.keys(str(STEPS))
+    tab_to("Tokens of a response")
+    browser.keys(str(TOKENS))
     tab_to("Change another key")
     browser.keys(Keys.ENTER)
     browser.keys("train.mock.step_seconds", Keys.TAB, str(STEP_SECONDS))
@@ -391,7 +397,7 @@ def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
         assert browser.overflow() <= 0, place
     for view in ("Workers", "Checkpoints", "Logs", "Recipe"):
         browser.click(view)
-        assert browser.axe() == [], view
+        assert browser.axe(".browser") == [], view  # around it all is as it was
         assert browser.overflow() <= 0, view
     browser.js("document.querySelectorAll('.as-table').forEach((one) => { one.open = true; })")
     browser.click("Delete")
@@ -585,7 +591,8 @@ def test_the_page_of_the_api_shows_every_operation_and_asks_nobody_else(
     assert browser.overflow() <= 0
     browser.type("Find an operation", "checkpoint POST")
     browser.until("return document.querySelector('#found').innerText === '1 found'")
-    assert "/v1/runs/{run}/checkpoint " in browser.text("section:not([hidden]) > details:not([hidden]) summary")
+    left = "return document.querySelector('section:not([hidden]) > details:not([hidden])').id"
+    assert browser.js(left) == "checkpoint_run"
     asked = browser.js("return performance.getEntriesByType('resource').map((one) => one.name)")
     assert {one.removeprefix(served.url) for one in asked} == {
         "docs/reference.css",
