@@ -157,8 +157,8 @@ class Browser:
             source = gzip.decompress(AXE.read_bytes()).decode()
             self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": f"{source}\n;0"})
         found = self.asynchronous(
-            "const {violations} = await axe.run(arguments_[0], {resultTypes: ['violations'], runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', "
-            "'wcag22aa', 'best-practice']});"
+            "const {violations} = await axe.run(arguments_[0], {resultTypes: ['violations'], "
+            "runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']});"
             "return violations.map((one) => `${one.id}: ${one.help}: ` + "
             "one.nodes.slice(0, 5).map((node) => `${node.html.slice(0, 160)} ${node.failureSummary}`).join(' | '));",
             part,
