@@ -1,11 +1,16 @@
 """``asyncdock agent``: executes a service's runs on this machine, apart from its REST server.
 
 options ──▶ index (or one of its own below DATA) ──▶ Agent.run until SIGTERM or Ctrl-C; the runs go on without it
+
+--shared: several agents have DATA. Each takes the first of its folders agent-1, agent-2, … that no living agent holds, and
+with it the runs of whoever had that one before: a container that replaces another need not know which it replaces.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -26,19 +31,27 @@ def agent_command(
         ),
     ] = "",
     runs: Annotated[int, typer.Option("--runs", metavar="N", min=1, help="Runs at the same time.")] = 1,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared", help="Other agents have DIR too: work in the first free one of its folders agent-1, agent-2, …"
+        ),
+    ] = False,
 ) -> None:
     """Execute the runs of a service. SIGTERM or Ctrl-C ends the agent and leaves the runs alone: the next one goes on."""
     from orchestration.agent import AgentError
 
     try:
-        asyncio.run(_work(index, data, runs))
+        if shared and not index:
+            raise ValueError("--shared: agents that share DIR have one index; give it by --index or ASYNCDOCK_INDEX")
+        asyncio.run(_work(index, data, runs, shared))
     except (AgentError, OSError, RuntimeError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, AgentError | ValueError) else 1) from None
 
 
-async def _work(url: str, data: Path, runs: int) -> None:
-    from orchestration.agent import Agent
+async def _work(url: str, data: Path, runs: int, shared: bool) -> None:
+    from orchestration.agent import Agent, AgentError
     from orchestration.registry import Registry
     from orchestration.service_index import ServiceIndex
 
@@ -48,6 +61,10 @@ async def _work(url: str, data: Path, runs: int) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if shared:
+        for part in itertools.count(1):
+            with contextlib.suppress(AgentError):  # another one works there
+                return await Agent(url, data / f"agent-{part}", runs).run(stop)
     await Agent(url, data, runs, index=own).run(stop)
     if own is not None:
         registry = Registry(url)

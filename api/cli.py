@@ -26,6 +26,7 @@ import sys
 import time
 import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol
 
@@ -82,6 +83,7 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as train.steps=10. Repeatable.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print every event as one line of JSON.")]
+DocumentOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PlainOption = Annotated[bool, typer.Option("--plain", help="Print one line a step, on a terminal too.")]
 
 
@@ -149,18 +151,29 @@ def resume(
 
 
 @app.command()
-def check(recipe: RecipeArgument, set_: SetOption = None) -> None:
+def check(recipe: RecipeArgument, set_: SetOption = None, as_json: DocumentOption = False) -> None:
     """Validate RECIPE without running it, and print what follows from it."""
     loaded = _load(recipe, set_)
-    from api.report import plan_table
     from orchestration.planner import plan
 
-    Console().print(plan_table(loaded, plan(loaded)))
+    follows = plan(loaded)
+    if as_json:  # as POST /v1/recipes/check answers
+        print(json.dumps({"recipe": json.loads(loaded.to_json()), "plan": asdict(follows)}))
+        return
+    from api.report import plan_table
+
+    Console().print(plan_table(loaded, follows))
 
 
 @app.command()
-def recipes() -> None:
+def recipes(as_json: DocumentOption = False) -> None:
     """List the recipes that can be run by name."""
+    if as_json:
+        found = _recipes().items()
+        print(
+            json.dumps([{"name": name, "description": _description(path), "path": str(path)} for name, path in found])
+        )
+        return
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -179,7 +192,7 @@ def plan_reshard(
     ranks_per_node: Annotated[
         int | None, typer.Option("--ranks-per-node", help="Default: all are on one node.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: DocumentOption = False,
 ) -> None:
     """Plan the allgather-swap of RECIPE's model from its training layout to its rollout layout."""
     loaded = _load(recipe, set_)

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from api.exits import BAD_INPUT, INTERRUPTED, NO_SERVICE
-from api.keyring import DEFAULT_SERVER, find_token
+from api.keyring import DEFAULT_SERVER, KeyringError, find_token
 
 
 def track_command(
@@ -53,7 +53,7 @@ async def _of_folder(folder: Path, to: str, into: Path) -> int:
 
 
 async def _of_server(run: str, to: str, into: Path, server: str) -> int:
-    from api.client import Client, ServiceError
+    from api.client import ApiProblem, Client, ServiceError
     from api.trackers import TRACKERS, track
 
     try:
@@ -65,9 +65,12 @@ async def _of_server(run: str, to: str, into: Path, server: str) -> int:
                 into,
                 lambda key: TRACKERS[to](into, run, recipe, key),
             )
-    except (ServiceError, ValueError) as error:
+    except ServiceError as error:
         typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(NO_SERVICE) from None
+        unknown = isinstance(error, ApiProblem) and error.status == 404
+        raise typer.Exit(BAD_INPUT if unknown else NO_SERVICE) from None
+    except (KeyringError, ValueError) as error:
+        _refuse(str(error))
 
 
 def _refuse(text: str) -> NoReturn:

@@ -10,6 +10,8 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from api import cli
+from api.schemas import CheckedRecipe
+from orchestration.planner import plan
+from orchestration.recipe import parse_recipe
 from orchestration.run import Run
 from tests.api import scripted
 
@@ -43,6 +48,15 @@ def test_recipes_are_listed_with_what_they_do() -> None:
         assert len(line.split(maxsplit=1)[1]) > 10
 
 
+def test_recipes_as_json_name_the_files_that_they_are() -> None:
+    code, out, err = asyncdock("recipes", "--json")
+    listed = {each["name"]: each for each in json.loads(out)}
+    assert (code, err) == (0, "")
+    assert listed["mock"]["path"] == str(ROOT / "recipes" / "mock.toml")
+    assert listed["mock"]["description"] == tomllib.loads((ROOT / "recipes" / "mock.toml").read_text())["description"]
+    assert asyncdock("check", listed["tiny"]["path"])[0] == 0
+
+
 @pytest.mark.parametrize("name", ["quickstart", "tiny", "mock"])
 def test_every_recipe_of_the_package_is_sound(name: str) -> None:
     code, out, err = asyncdock("check", name)
@@ -60,6 +74,19 @@ def test_check_prints_the_derived_numbers() -> None:
     assert "S = 2 steps" in text
     assert "5 groups, 20 samples" in text
     assert "≤ 15 groups, 60 samples" in text
+
+
+def test_check_as_json_is_what_the_service_answers() -> None:
+    """The recipe, which can be given back as it is, and its derived numbers; nothing of a wrong one."""
+    code, out, err = asyncdock("check", "mock", "--set", "train.groups_per_step=5", "--json")
+    told = CheckedRecipe.model_validate_json(out)
+    assert (code, err) == (0, "")
+    assert asdict(told.plan) == json.loads(out)["plan"]
+    recipe = parse_recipe(told.recipe)
+    assert (recipe.train.groups_per_step, plan(recipe)) == (5, told.plan)
+    code, out, err = asyncdock("check", "mock", "--set", "train.steps=0", "--json")
+    assert (code, out) == (2, "")
+    assert "train.steps = 0" in err
 
 
 def test_check_tells_the_memory_of_a_model() -> None:

@@ -11,8 +11,11 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 from api import client as client_module
+from api.cli import app
 from api.client import Client, RunEvent, WrongState
 from api.keyring import DEFAULT_SERVER
 from api.serve_cli import LISTEN
@@ -133,3 +136,48 @@ async def test_the_commands_drive_a_run_from_its_start_to_its_deletion(served: S
         assert asyncdock(served.url, "show", run).returncode == 2
 
     await asyncio.to_thread(walk)
+
+
+async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, client: Client, tmp_path: Path) -> None:
+    """While it goes on, and again when it has ended: what TensorBoard then reads is what the run has told, each once."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def track(run: str, into: Path) -> Result:
+        command = ["track", run, "--server", served.url, "--to", "tensorboard", "--into", str(into)]
+        return CliRunner().invoke(app, command, env={"ASYNCDOCK_TOKEN": ""})
+
+    run = (await client.submit(RECIPE, {"train.steps": 5, "name": "tracked", "launch.launcher": "inline"})).id
+    done = await asyncio.to_thread(track, run, tmp_path / "board")
+    assert done.exit_code == 0, done.output
+    assert (await client.run(run)).state == "finished"  # it followed the run to its end
+    again = await asyncio.to_thread(track, run, tmp_path / "board")
+    assert again.stdout == f"0 points of {run} are in {tmp_path / 'board'}\n"
+
+    told = [event async for event in client.events(run)]
+    board = EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0})
+    board.Reload()
+    names = set(board.Tags()["scalars"])
+    read = {name: [(one.step, one.wall_time, one.value) for one in board.Scalars(name)] for name in names}
+    steps = [event for event in told if event.kind == "step"]
+    assert len(steps) == 5
+    numbers = {
+        name
+        for name, value in steps[0].data.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "version")
+    }
+    assert {"reward_mean", "loss", "staleness_max", "tokens_generated"} <= numbers
+    for name in numbers:
+        said = [(event.data["step"], event.time, pytest.approx(event.data[name], rel=1e-6)) for event in steps]
+        assert read.pop(f"train/{name}") == said, name
+    assert not [name for name in read if name.startswith("train/")]
+    swaps = [event for event in told if event.kind == "sync" and event.data["worker"] == "rollout-0"]
+    assert swaps
+    assert read["sync/rollout-0/exposed_seconds"] == [
+        (event.data["version"], event.time, pytest.approx(event.data["exposed_seconds"], rel=1e-6)) for event in swaps
+    ]
+    shares = [[value for *_, value in read[f"stage/rollout-0/{name}_share"]] for name in ("busy", "waiting_input")]
+    assert all(0 <= busy <= 1.001 and busy + waiting <= 1.001 for busy, waiting in zip(*shares, strict=True))
+
+    unknown = await asyncio.to_thread(track, f"{run}x", tmp_path / "none")
+    assert (unknown.exit_code, unknown.stdout) == (2, "")

@@ -200,7 +200,15 @@ class Stack:
         reading, writing = os.pipe()
         whole = [
             *("nsenter", f"--net=/proc/{self._network.pid}/ns/net", "bwrap", "--die-with-parent"),
-            *("--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", name, "--info-fd", str(writing)),
+            *(
+                "--unshare-pid",
+                "--unshare-ipc",
+                "--unshare-uts",
+                "--hostname",
+                spec.get("hostname", name),
+                "--info-fd",
+                str(writing),
+            ),
             *("--clearenv", *(part for pair in variables.items() for part in ("--setenv", *pair))),
             *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"),
             *self._mounts(name),

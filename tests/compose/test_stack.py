@@ -187,9 +187,21 @@ def test_no_secret_is_on_a_command_line_or_in_a_log(stack: Stack) -> None:
     for container in stack.containers.values():
         told = container.logs() + "".join(" ".join(process.cmdline()) for process in container.processes())
         assert not [word for word in words if word in told], container.name
-    logs = list((stack.folder / "volumes/data/runs").glob("*/logs/*"))
+    logs = list((stack.folder / "volumes/data").glob("*/runs/*/logs/*"))
     assert logs
     assert not [path for path in logs if any(word in path.read_text(errors="replace") for word in words)]
+
+
+def test_another_agent_works_beside_the_first_in_a_folder_of_its_own(stack: Stack) -> None:
+    """``docker compose up --scale agent=2``: the same service once more, on the same volumes."""
+    stack.services["agent again"] = stack.services["agent"]
+    stack.up("agent again")
+    first, second = stack.containers["agent"], stack.containers["agent again"]
+    assert first.healthy()
+    folders = stack.folder / "volumes/data"
+    assert sorted(path.parent.name for path in folders.glob("*/agent.lock")) == ["agent-1", "agent-2"]
+    second.kill()
+    assert first.healthy()
 
 
 def test_a_run_survives_the_death_of_api_and_agent(stack: Stack) -> None:

@@ -1,0 +1,93 @@
+"""The command ``asyncdock agent`` where several agents share a folder, as replicas of a container do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from aiohttp.test_utils import TestClient
+from typer.testing import CliRunner
+
+from api.cli import app
+from api.exits import BAD_INPUT
+from orchestration.registry import RunRecord
+from orchestration.service_index import locked
+from pipeline.index import INDEX_VARIABLE
+from tests.api.serving import serving as answering
+from tests.orchestration.runs import MOCK, recipe
+from tests.orchestration.services import Service, serving, shared_memory
+
+
+def agent(service: Service, data: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "api.cli", "agent", "--data", str(data), "--runs", "1", "--shared"]
+    with (data / "agents.log").open("ab") as log:
+        env = {**os.environ, INDEX_VARIABLE: service.url}
+        started = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
+    service.agents.append(started)
+    return started
+
+
+def place(record: RunRecord) -> str:
+    """Which of the agents' folders the run is in."""
+    return Path(record.folder).parents[1].name
+
+
+def free(data: Path) -> list[str]:
+    """The agents' folders that no living agent holds."""
+    found = []
+    for folder in sorted(data.glob("agent-*")):
+        try:
+            with locked(folder / "agent.lock", wait=False):
+                found.append(folder.name)
+        except BlockingIOError:
+            continue
+    return found
+
+
+async def shown(client: TestClient, run: str) -> None:  # type: ignore[type-arg]
+    """The server, which knows nothing of the agents' folders, reads what the run wrote there."""
+    samples = await (await client.get(f"/v1/runs/{run}/samples")).json()
+    assert samples["samples"]
+    logs = await client.get(f"/v1/runs/{run}/logs", params={"worker": "runner"})
+    assert logs.status == 200
+
+
+async def test_agents_that_share_a_folder_have_a_part_each_and_another_one_finds_it_again(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    async with serving(tmp_path) as service, answering(service.url, tmp_path / "server", runs=0) as client:
+        first, _ = (agent(service, data) for _ in range(2))
+        runs = [await service.submit(recipe(MOCK, train__steps=5000)) for _ in range(2)]
+        for run in runs:
+            await service.steps(run, 2)
+            await shown(client, run)
+        records = {place(record): record for record in [await service.registry.get(run) for run in runs]}
+        assert set(records) == {"agent-1", "agent-2"}
+        assert records["agent-1"].agent != records["agent-2"].agent
+        assert free(data) == []
+
+        # A container that ends takes all of its processes with it; the one that follows has the same name and folder.
+        first.kill()
+        first.wait()
+        [lost] = free(data)
+        before = records[lost]
+        (await service.held(before.id))[1].end()
+        agent(service, data)
+        after = await service.until(before.id, lambda record: (record.state, record.attempts) == ("running", 2))
+        assert (after.agent, after.folder) == (before.agent, before.folder)
+        assert free(data) == []
+        assert len(list(data.glob("agent-*"))) == 2
+        await shown(client, before.id)
+        for run in runs:
+            await service.registry.ask(run, "stop")
+            assert (await service.ended(run)).state == "stopped"
+        assert [left for folder in data.glob("agent-*") for left in shared_memory(folder)] == []
+
+
+def test_agents_share_a_folder_only_with_an_index_that_they_share_too(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["agent", "--data", str(tmp_path), "--shared"], env={INDEX_VARIABLE: ""})
+    assert done.exit_code == BAD_INPUT
+    assert "--index" in done.stderr
+    assert list(tmp_path.iterdir()) == []
