@@ -147,7 +147,8 @@ async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, cl
         command = ["track", run, "--server", served.url, "--to", "tensorboard", "--into", str(into)]
         return CliRunner().invoke(app, command, env={"ASYNCDOCK_TOKEN": ""})
 
-    run = (await client.submit(RECIPE, {"train.steps": 5, "name": "tracked", "launch.launcher": "inline"})).id
+    lasting = {"train.steps": 5, "rollout.mock": {"time_scale": 0.4}}  # workers tell of their stages once a second
+    run = (await client.submit(RECIPE, {"name": "tracked", **lasting, **INLINE})).id
     done = await asyncio.to_thread(track, run, tmp_path / "board")
     assert done.exit_code == 0, done.output
     assert (await client.run(run)).state == "finished"  # it followed the run to its end
