@@ -15,8 +15,10 @@ from typing import Protocol
 from orchestration.forkserver import Child, ForkServer, Launch
 from orchestration.processes import Process
 from orchestration.starter import Starter
-from orchestration.worker import EXIT_FAILED, EXIT_FATAL, FATAL, Worker
 from pipeline.index import INDEX_VARIABLE
+
+EXIT_FATAL = 3  # of a worker: nothing that a restart could mend
+EXIT_FAILED = 1
 
 
 class Life(Protocol):
@@ -51,6 +53,8 @@ class InlineLife:
 
     async def wait(self) -> int:
         await asyncio.wait([self._work])
+        from orchestration.worker import FATAL
+
         if self._work.cancelled():
             return EXIT_FAILED
         error = self._work.exception()
@@ -65,6 +69,8 @@ class InlineLauncher:
         """Its workers end by themselves, or are killed one by one."""
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
+        from orchestration.worker import Worker  # with all that computes
+
         return InlineLife(name, asyncio.create_task(Worker(run, url, kind, number, name).run(), name=name))
 
 

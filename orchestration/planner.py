@@ -109,6 +109,21 @@ def plan(recipe: Recipe) -> Plan:
     )
 
 
+def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
+    """The workers that a recipe asks for, as (kind, number); none for stages that other programs do."""
+    numbers = {
+        "colocated": range(recipe.train.ranks if recipe.colocated else 0),
+        "rollout": range(0 if recipe.colocated else recipe.rollout.workers),
+        "reward": range(1, recipe.reward.workers),
+        "reference": range(int(recipe.needs_reference)),
+        "update": range(0 if recipe.colocated else recipe.train.ranks),
+    }
+    return [
+        ("flow", 0),
+        *((kind, n) for kind, some in numbers.items() if kind not in recipe.external.stages for n in some),
+    ]
+
+
 def flow_of(recipe: Recipe) -> Flow:
     """What this recipe's samples are made of."""
     from stages.sample import Flow

@@ -29,10 +29,9 @@ from orchestration.forkserver import ForkServer
 from orchestration.hosted import WHERE, shared_of
 from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.place import Place
-from orchestration.planner import flow_of
+from orchestration.planner import flow_of, workers_of
 from orchestration.recipe import Recipe, changed
 from orchestration.supervisor import Outcome, Supervisor
-from orchestration.worker import workers_of
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Event, Index, IndexUnreachable
 from pipeline.warehouse import shared_memory_directory

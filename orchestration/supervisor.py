@@ -24,8 +24,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from orchestration.launchers import Launcher, Life
-from orchestration.worker import EXIT_FATAL
+from orchestration.launchers import EXIT_FATAL, Launcher, Life
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Index, worker_name
 

@@ -37,6 +37,7 @@ from orchestration.engines import (
     tokenizer_of,
     train_engine,
 )
+from orchestration.launchers import EXIT_FAILED, EXIT_FATAL
 from orchestration.logs import Current, configure
 from orchestration.place import Place
 from orchestration.planner import flow_of, reshard_plan, slab_bytes
@@ -89,26 +90,9 @@ FATAL = (
     PromptError,
     RewardError,
 )
-EXIT_FATAL = 3
-EXIT_FAILED = 1
 STATE_SECONDS = 10.0
 CHECKPOINT_TOLD = "checkpoint:told"  # a document of the run: the newest version whose `checkpoint` event was emitted
 FED = "prompts.jsonl"  # in the run's folder: the prompts that other programs have put
-
-
-def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
-    """The workers that a recipe asks for, as (kind, number); none for stages that other programs do."""
-    numbers = {
-        "colocated": range(recipe.train.ranks if recipe.colocated else 0),
-        "rollout": range(0 if recipe.colocated else recipe.rollout.workers),
-        "reward": range(1, recipe.reward.workers),
-        "reference": range(int(flow_of(recipe).reference)),
-        "update": range(0 if recipe.colocated else recipe.train.ranks),
-    }
-    return [
-        ("flow", 0),
-        *((kind, n) for kind, some in numbers.items() if kind not in recipe.external.stages for n in some),
-    ]
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orchestration.planner import reshard_plan, turns
+from orchestration.planner import reshard_plan, turns, workers_of
 from orchestration.recipe import Recipe
 from orchestration.run import Run
 from orchestration.synchronous import SynchronousStep, synchronous_run
-from orchestration.worker import workers_of
 from stages.algorithms.grpo import GRPO
 from stages.resharding.plan import Phase, memory
 from stages.resharding.swap import Swap

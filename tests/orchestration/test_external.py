@@ -18,9 +18,10 @@ from tensordict import TensorDict
 
 from orchestration.engines import train_engine
 from orchestration.external import Answer, Experience, External, NotExternal, WeightsGone, WeightsTooOld
+from orchestration.planner import workers_of
 from orchestration.recipe import RecipeError
 from orchestration.run import WHERE, Run
-from orchestration.worker import FED, workers_of
+from orchestration.worker import FED
 from pipeline.columns import ColumnError, Packed
 from pipeline.index import LeaseLost
 from stages.algorithms import build_algorithm

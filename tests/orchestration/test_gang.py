@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from orchestration.planner import flow_of
+from orchestration.launchers import EXIT_FATAL
+from orchestration.planner import flow_of, workers_of
 from orchestration.recipe import RecipeError
 from orchestration.run import Run, RunError
 from orchestration.supervisor import Outcome, Supervisor
 from orchestration.synchronous import synchronous_run
-from orchestration.worker import EXIT_FATAL, workers_of
 from pipeline.index import Index
 from tests.orchestration.runs import TINY, complete, executing, recipe
 from tests.orchestration.test_run import (
