@@ -240,7 +240,7 @@ async def test_what_does_not_fit_is_told_with_its_column_and_the_run_goes_on(tmp
     assert_each_sample_once(of, watched)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), min_size=1, max_size=4))
 def test_versions_are_taken_only_when_they_add_up(pairs: list[list[int]]) -> None:
     """Whatever is put as versions: it is refused, or says exactly how old each token is."""
