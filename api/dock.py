@@ -110,7 +110,7 @@ def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 def _look(run_dir: Path | None, index: str | None, run: str | None, look: Callable[[Any], Awaitable[T]]) -> T:
     if run_dir is not None:
-        from orchestration.run import WHERE
+        from orchestration.hosted import WHERE
 
         try:
             where = json.loads((run_dir / WHERE).read_text())

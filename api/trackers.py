@@ -223,7 +223,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Told]:
     """The events of the run in ``folder`` after the id ``after``: to its end while it is alive, else those there are."""
-    from orchestration.run import WHERE
+    from orchestration.hosted import WHERE
 
     where = folder / WHERE
     told = json.loads(where.read_text()) if where.exists() else None

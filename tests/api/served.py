@@ -24,10 +24,11 @@ class Served:
             self.port: int = free.getsockname()[1]
         self.data, self.options, self.url = data, options, f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[str] | None = None
+        self.log = data.parent / "serve.log"
 
     def start(self) -> None:
         command = ["serve", "--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", *self.options]
-        with (self.data.parent / "serve.log").open("a") as log:
+        with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "api.cli", *command],
                 stdout=subprocess.PIPE,
@@ -37,19 +38,21 @@ class Served:
                 env=environment(),
             )
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == f"AsyncDock serves {self.url}\n"
+        assert self.process.stdout.readline() == f"AsyncDock serves {self.url}\n", self.log.read_text()
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """The server alone, by a signal: its exit code. Harmless when it has ended."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(SECONDS)
 
     def kill(self) -> None:
         """The server alone, by kill -9."""
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
+        self.stop(signal.SIGKILL)
 
     def end(self) -> None:
         """The server, cleanly, and its index."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(SECONDS)
+        self.stop()
         if (self.data / FILE).exists():
             ServiceIndex(self.data).stop()
 

@@ -24,6 +24,8 @@ from tests.api.served import ROOT, SECONDS, Served, environment
 from tests.orchestration.runs import MOCK
 
 RECIPE = {**MOCK, "name": "seen", "launch": {"launcher": "process", "stop_timeout": 20.0}}
+# Where it is about readers and commands, the run's workers share its process: that of the run is another than the server's.
+INLINE = {"launch.launcher": "inline"}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ async def test_a_server_killed_and_started_again_costs_a_reader_nothing(
     made.start()
     try:
         async with asyncio.timeout(SECONDS), Client(made.url, patience=60) as client:
-            run = await client.submit(RECIPE, {"train.steps": 12, "rollout.mock": {"time_scale": 0.3}})
+            run = await client.submit(RECIPE, {"train.steps": 12, "rollout.mock": {"time_scale": 0.3}, **INLINE})
             seen: list[RunEvent] = []
             async for event in client.events(run.id):
                 seen.append(event)
@@ -111,7 +113,8 @@ async def test_a_server_killed_and_started_again_costs_a_reader_nothing(
 
 async def test_the_commands_drive_a_run_from_its_start_to_its_deletion(served: Served) -> None:
     def walk() -> None:
-        started = asyncdock(served.url, "start", "mock", "--set", "train.steps=3", "--set", "name=walked", "--watch")
+        sets = [f"--set={text}" for text in ("train.steps=3", "name=walked", "launch.launcher=inline")]
+        started = asyncdock(served.url, "start", "mock", *sets, "--watch")
         assert started.returncode == 0, started.stderr
         assert "step 3/3  reward " in started.stdout
         run = started.stdout.splitlines()[-1].removesuffix(": finished")
@@ -144,7 +147,8 @@ async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, cl
         command = ["track", run, "--server", served.url, "--to", "tensorboard", "--into", str(into)]
         return CliRunner().invoke(app, command, env={"ASYNCDOCK_TOKEN": ""})
 
-    run = (await client.submit(RECIPE, {"train.steps": 5, "name": "tracked", "launch.launcher": "inline"})).id
+    lasting = {"train.steps": 5, "rollout.mock": {"time_scale": 0.4}}  # workers tell of their stages once a second
+    run = (await client.submit(RECIPE, {"name": "tracked", **lasting, **INLINE})).id
     done = await asyncio.to_thread(track, run, tmp_path / "board")
     assert done.exit_code == 0, done.output
     assert (await client.run(run)).state == "finished"  # it followed the run to its end
