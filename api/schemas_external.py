@@ -19,7 +19,7 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = BeforeValidator(_whole)
+Whole = BeforeValidator(_whole)  # stands after Field(…): what stands after it the JSON schema does not know how to say
 Worker = Annotated[
     str,
     Field(
@@ -27,8 +27,8 @@ Worker = Annotated[
         description="The name that the worker goes by, its own and the same as long as it lives.",
     ),
 ]
-Version = Annotated[int, Whole, Field(ge=0, le=LARGEST)]
-Token = Annotated[int, Whole, Field(ge=0, le=LARGEST)]
+Version = Annotated[int, Field(ge=0, le=LARGEST), Whole]
+Token = Annotated[int, Field(ge=0, le=LARGEST), Whole]
 Wait = Annotated[float, Field(ge=0, le=60, description="Seconds.")]
 Lease = Annotated[float, Field(ge=0.1, le=3600, description="Seconds; by default pipeline.lease_seconds.")]
 
@@ -56,7 +56,7 @@ class GetExperience(Strict):
 
     stage: ExternalStage
     worker: Worker
-    count: Annotated[int, Whole, Field(ge=1, le=MOST_ROWS)] = 1
+    count: Annotated[int, Field(ge=1, le=MOST_ROWS), Whole] = 1
     columns: list[Annotated[str, Field(max_length=64)]] = Field(
         [], max_length=31, description="By default those that the stage needs."
     )

@@ -246,13 +246,14 @@ export class RunPage {
     const over = ENDED.includes(state);
     const shown = { pause: !over && state !== "paused" && state !== "created", resume: state === "paused", checkpoint: !over && state !== "created", stop: !over, delete: over };
     const possible = { pause: state === "running", resume: true, checkpoint: state === "running", stop: state !== "stopping", delete: true };
+    const held = Object.keys(this.buttons).find((what) => this.buttons[what] === document.activeElement);
     for (const [what, button] of Object.entries(this.buttons)) {
-      const focused = document.activeElement === button;
       button.hidden = !shown[what];
       button.disabled = !possible[what];
       button.setAttribute("aria-disabled", String(this.asking === what)); // a disabled one would lose the focus
-      if (focused && button.hidden) (what === "pause" ? this.buttons.resume : what === "resume" ? this.buttons.pause : this.name).focus();
     }
+    // Only now is the one that follows there to take the focus.
+    if (held && (!shown[held] || !possible[held])) ({ pause: this.buttons.resume, resume: this.buttons.pause }[held] ?? this.name).focus();
     this.done.style.width = `${total ? (100 * done) / total : 0}%`;
     this.bar.setAttribute("aria-valuemax", String(total ?? 0));
     this.bar.setAttribute("aria-valuenow", String(done));

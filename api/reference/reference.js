@@ -8,6 +8,11 @@ function element(name, content = [], attributes = {}) {
   return made;
 }
 
+/** The text with what stands between backticks as code. */
+function prose(text = "") {
+  return text.split("`").map((part, at) => (at % 2 ? element("code", part) : part));
+}
+
 function typeName(schema) {
   if (!schema) return "";
   if (schema.$ref) return schema.$ref.split("/").pop();
@@ -19,7 +24,7 @@ function typeName(schema) {
 }
 
 function table(head, rows) {
-  const cells = (kind, row) => element("tr", row.map((cell) => element(kind, cell ?? "", kind === "th" ? { scope: "col" } : {})));
+  const cells = (kind, row) => element("tr", row.map((cell) => element(kind, cell, kind === "th" ? { scope: "col" } : {})));
   return element("table", [element("thead", cells("th", head)), element("tbody", rows.map((row) => cells("td", row)))]);
 }
 
@@ -31,7 +36,7 @@ function schemaView(schema, schemas, seen = []) {
     const inner = [value, ...(value.anyOf ?? []), value.items ?? {}].find((part) => part.$ref);
     const next = inner?.$ref.split("/").pop();
     const more = next && !seen.includes(next) && schemas[next].properties ? [nested(inner, schemas, [...seen, next])] : [];
-    return [element("code", key), [element("code", typeName(value)), " ", element("span", needed, { class: "dim" })], [value.description ?? "", ...more]];
+    return [element("code", key), [element("code", typeName(value)), " ", element("span", needed, { class: "dim" })], [...prose(value.description), ...more]];
   });
   return rows.length ? table(["Field", "Type", "What it is"], rows) : element("p", element("code", typeName(full)));
 }
@@ -54,28 +59,28 @@ function contentView(content, schemas) {
 function operationView(path, method, operation, schemas) {
   const scope = operation.security?.[0]?.token?.[0];
   const body = [
-    element("p", operation.description ?? ""),
+    element("p", prose(operation.description)),
     element("p", scope ? ["Needs a token of scope ", element("code", scope), "."] : "Needs no token.", { class: "dim" }),
   ];
   if (operation.parameters?.length) {
     const rows = operation.parameters.map((parameter) => [
       element("code", parameter.name),
       [element("code", typeName(parameter.schema)), element("span", ` in ${parameter.in}${parameter.required ? "" : ", optional"}`, { class: "dim" })],
-      parameter.description ?? "",
+      prose(parameter.description),
     ]);
     body.push(element("h3", "Parameters"), table(["Name", "Type", "What it is"], rows));
   }
   if (operation.requestBody) body.push(element("h3", "Body"), ...contentView(operation.requestBody.content, schemas));
   body.push(element("h3", "Answers"));
   for (const [code, response] of Object.entries(operation.responses)) {
-    const view = element("details", element("summary", `${code}: ${response.description}`));
+    const view = element("details", element("summary", [`${code}: `, ...prose(response.description)]));
     view.addEventListener("toggle", () => {
       if (view.children.length === 1) view.append(element("div", contentView(response.content, schemas)));
     });
     body.push(view);
   }
   const holder = element("details", [
-    element("summary", [element("code", method.toUpperCase(), { class: "method" }), element("code", path), ` ${operation.summary}`]),
+    element("summary", [element("code", method.toUpperCase(), { class: "method" }), element("code", path), " ", element("span", operation.summary, { class: "says" })]),
     element("div", body),
   ], { id: operation.operationId });
   holder.dataset.text = `${method} ${path} ${operation.summary} ${operation.description ?? ""}`.toLowerCase();

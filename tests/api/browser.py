@@ -7,22 +7,23 @@ import gzip
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from selenium import webdriver
-from selenium.common.exceptions import StaleElementReferenceException, TimeoutException
+from selenium.common.exceptions import JavascriptException, StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM = shutil.which("chromium")
 DRIVER = shutil.which("chromedriver")
 WITHOUT = "Chromium is not installed: apt-get install chromium chromium-driver"
 AXE = Path(__file__).parent / "vendor" / "axe.min.js.gz"  # axe-core 4.14.1, MPL-2.0 (axe.LICENSE)
-SECONDS = 150.0  # for which a condition is waited for: generous, since a machine may be busy
+SECONDS = 90.0  # for which a condition is waited for: a machine may be busy
+LOOK_SECONDS = 0.05  # between two looks at it
 
 # What a person would call a control: its label, or its text.
 NAMED = """
@@ -112,14 +113,18 @@ class Browser:
         return answer.get("value")
 
     def until(self, script: str, *arguments: Any, why: str = "", seconds: float = SECONDS) -> Any:
-        """What ``script`` returns, once that is something."""
-        try:
-            return WebDriverWait(self.driver, seconds, poll_frequency=0.1).until(lambda _: self.js(script, *arguments))
-        except TimeoutException:
-            shown = self.js("return document.body ? document.body.innerText : ''")
-            raise AssertionError(
-                f"not within {seconds:g} s: {why or script}\n\nthe page says:\n{shown[:3000]}"
-            ) from None
+        """What ``script`` returns, once that is something. It may ask of what is not there yet: that is not yet, too."""
+        end, wrong = time.monotonic() + seconds, ""
+        while time.monotonic() < end:
+            try:
+                if found := self.js(script, *arguments):
+                    return found
+                wrong = ""
+            except JavascriptException as error:
+                wrong = f" ({error.msg})"
+            time.sleep(LOOK_SECONDS)
+        shown = self.js("return document.body ? document.body.innerText : ''")
+        raise AssertionError(f"not within {seconds:g} s: {why or script}{wrong}\n\nthe page says:\n{shown[:3000]}")
 
     def text(self, selector: str) -> str:
         return str(self.js("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
@@ -145,16 +150,18 @@ class Browser:
             if entry["level"] == "SEVERE" and entry["source"] != "network"
         ]
 
-    def axe(self) -> list[str]:
-        """What axe-core finds wrong with the page for people who use it otherwise than by looking and pointing."""
+    def axe(self, part: str = "html") -> list[str]:
+        """What axe-core finds wrong with a part of the page for people who use it otherwise than by looking and pointing."""
         # The page's own policy forbids every other script; this one comes in by the debugger's door.
-        source = gzip.decompress(AXE.read_bytes()).decode()
-        self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": f"{source}\n;0"})
+        if not self.js("return 'axe' in window"):
+            source = gzip.decompress(AXE.read_bytes()).decode()
+            self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": f"{source}\n;0"})
         found = self.asynchronous(
-            "const {violations} = await axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', "
-            "'wcag22aa', 'best-practice']});"
+            "const {violations} = await axe.run(arguments_[0], {resultTypes: ['violations'], "
+            "runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']});"
             "return violations.map((one) => `${one.id}: ${one.help}: ` + "
-            "one.nodes.slice(0, 5).map((node) => `${node.html.slice(0, 160)} ${node.failureSummary}`).join(' | '));"
+            "one.nodes.slice(0, 5).map((node) => `${node.html.slice(0, 160)} ${node.failureSummary}`).join(' | '));",
+            part,
         )
         return list(found)
 

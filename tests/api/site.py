@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from api.tokens import Scope, Tokens
 from orchestration.service_index import ServiceIndex
 
-SECONDS = 240.0  # for which a condition is waited for: generous, since a machine may be busy
+SECONDS = 90.0  # for which a condition is waited for: a machine may be busy
 LOOK_SECONDS = 0.1  # between two looks at it
 ROOT = Path(__file__).resolve().parents[2]
 ENDED = ("finished", "stopped", "failed")
@@ -42,7 +44,6 @@ class Site:
         self.url = f"http://127.0.0.1:{self.port}/"
         self._log = data / "server.out"
         self._process: subprocess.Popen[bytes] | None = None
-        self._finished: dict[str, str] = {}  # runs by their overrides
 
     # ── the server ──
 
@@ -68,10 +69,7 @@ class Site:
         """End every run, the server and its index."""
         assert self._process is not None
         if self._process.poll() is None:
-            for run in self.runs():
-                if run["state"] not in ENDED:
-                    self.ask(run["id"], "stop")
-            self._until(lambda: all(run["state"] in ENDED for run in self.runs()), "every run has ended")
+            self.end_all_but(set())
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(timeout=SECONDS)
         ServiceIndex(self.data).stop()
@@ -122,33 +120,44 @@ class Site:
         return str(answer.body["id"])
 
     def finished(self, overrides: Mapping[str, Any]) -> str:
-        """A finished run with ``overrides``: made the first time, and the same one from then on."""
-        wanted = json.dumps(dict(overrides), sort_keys=True)
-        run = self._finished[wanted] = self._finished.get(wanted) or self.submit(overrides)
+        """The id of a run with ``overrides`` that has gone well to its end."""
+        run = self.submit(overrides)
         self._until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
         assert self.run(run)["state"] == "finished", self.run(run)["reason"]
         return run
+
+    def active(self) -> set[str]:
+        """Runs that wait or work."""
+        return {run["id"] for run in self.runs() if run["state"] not in ENDED}
+
+    def end_all_but(self, kept: set[str]) -> None:
+        """Stop what a test has left behind."""
+        for run in self.active() - kept:
+            self.ask(run, "stop")
+        self._until(lambda: self.active() <= kept, "the other runs have ended")
 
     @contextmanager
     def running(self, overrides: Mapping[str, Any]) -> Iterator[str]:
         """A run that goes on meanwhile."""
         run = self.submit(overrides)
         self._until(lambda: self.run(run)["state"] == "running", f"{run} is running")
-        yield run
-        self.ask(run, "stop")
-        self._until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
+        try:
+            yield run
+        finally:
+            self.ask(run, "stop")
+            self._until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
 
-    def token(self, scope: str) -> str:
-        """A new token, made as an operator makes one."""
-        command = ["token", "create", "tests", "--scope", scope, "--data", str(self.data)]
-        made = subprocess.run(
-            [sys.executable, "-P", "-m", "api.cli", *command],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
-        return made.stdout.split()[-1]
+    def token(self, scope: Scope) -> str:
+        """A new token."""
+
+        async def make() -> str:
+            tokens = Tokens(ServiceIndex(self.data).start())
+            try:
+                return (await tokens.create("tests", scope))[1]
+            finally:
+                await tokens.close()
+
+        return asyncio.run(make())
 
 
 @contextmanager

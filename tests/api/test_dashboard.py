@@ -21,13 +21,14 @@ from selenium.webdriver.common.keys import Keys
 from tests.api.browser import CHROMIUM, DRIVER, WITHOUT, Browser, chromium
 from tests.api.site import Site, site
 
-pytestmark = [pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT), pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "api" / "dashboard"
 HOSTILE = "<img src=x onerror='window.broken=1'><script>window.broken=1</script>{{7*7}}\u202e"
-# A mock run slow enough to be looked at: about half a second a step.
-SLOW = {"train.steps": 400, "train.mock.step_seconds": 0.4, "checkpoint.every": 1000, "pipeline.arena": "128MiB"}
+# A mock run that goes on for longer than any test; some steps a second.
+STEPS, TOKENS, STEP_SECONDS = 4000, 8, 0.1
+ENDLESS = {"train.steps": STEPS, "rollout.max_tokens": TOKENS, "train.mock.step_seconds": STEP_SECONDS}
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +45,26 @@ def one_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(one_browser: Browser, served: Site) -> Iterator[Browser]:
-    """A page without a past; what it complains of by the test's end is an error."""
+    """A page without a past; what it complains of by the test's end is an error. A run that the test leaves goes with it."""
+    before = served.active()
     one_browser.shape()
     one_browser.open(served.url)
     one_browser.js("sessionStorage.clear()")
     one_browser.complaints()
     yield one_browser
-    assert one_browser.complaints() == []
+    complaints = one_browser.complaints()
+    served.end_all_but(before)
+    assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def ended(served: Site) -> str:
+    """A finished run whose recipe says what may not be believed."""
+    hostile = {"description": HOSTILE, "prompts.template": HOSTILE.replace("{", "(").replace("}", ")") + "{prompt}"}
+    return served.finished(
+        {"name": "looked-at", "train.steps": 6, "rollout.max_tokens": TOKENS, "prompts.max_prompt_tokens": 512}
+        | hostile
+    )
 
 
 def module(name: str) -> str:
@@ -65,10 +79,11 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     browser.click("New run")
     browser.named("Recipe", "field")
     browser.type("Name", "watched")
-    browser.type("Optimizer steps", "400")
+    browser.type("Optimizer steps", str(STEPS))
+    browser.type("Tokens of a response", str(TOKENS))
     browser.click("Change another key")
     browser.type("Key", "train.mock.step_seconds")
-    browser.type("Value", "0.4")
+    browser.type("Value", str(STEP_SECONDS))
     browser.click("Check")
     browser.until("return document.body.innerText.includes('The recipe is sound.')")
     browser.click("Start the run")
@@ -153,14 +168,23 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     assert elsewhere == []
 
 
-def test_the_page_goes_on_when_the_server_was_killed_and_is_there_again(browser: Browser, served: Site) -> None:
-    with served.running(SLOW) as run:
-        browser.open(f"{served.url}#/runs/{run}")
-        browser.until("return Number(document.querySelector('.track[role]')?.ariaValueNow) >= 3")
+class TestARunThatGoesOn:
+    @pytest.fixture(scope="class")
+    def going(self, served: Site) -> Iterator[str]:
+        with served.running(ENDLESS) as run:
+            yield run
+
+    def test_the_page_goes_on_when_the_server_was_killed_and_is_there_again(
+        self, going: str, browser: Browser, served: Site
+    ) -> None:
+        browser.open(f"{served.url}#/runs/{going}")
+        browser.until("return Number(document.querySelector('.track[role]').ariaValueNow) >= 3")
         served.kill()
-        browser.until("return document.querySelector('#connection').innerText === 'Connecting again…'")
-        served.start()
-        before = served.run(run)["steps_done"]
+        try:
+            browser.until("return document.querySelector('#connection').innerText === 'Connecting again…'")
+        finally:
+            served.start()
+        before = served.run(going)["steps_done"]
         browser.until("return document.querySelector('#connection').innerText === 'Live'")
         browser.until(f"return Number(document.querySelector('.track[role]').ariaValueNow) > {before + 2}")
         browser.click("Table of Reward")
@@ -169,10 +193,8 @@ def test_the_page_goes_on_when_the_server_was_killed_and_is_there_again(browser:
         )
         assert all(later == earlier + 1 for later, earlier in pairwise(steps)), f"steps are missing: {steps}"
 
-
-def test_further_runs_wait_in_a_queue_and_say_so(browser: Browser, served: Site) -> None:
-    with served.running(SLOW):
-        waiting = [served.submit({"name": f"waits-{number}"} | SLOW) for number in (1, 2)]
+    def test_further_runs_wait_in_a_queue_and_say_so(self, going: str, browser: Browser, served: Site) -> None:
+        waiting = [served.submit({"name": f"waits-{number}"} | ENDLESS) for number in (1, 2)]
         browser.open(f"{served.url}#/runs/{waiting[1]}")
         browser.until("return document.querySelector('.run-head').innerText.includes('Place 2 in the queue')")
         browser.until("return document.querySelector('#runs-list').innerText.includes('place 1 in the queue')")
@@ -181,7 +203,6 @@ def test_further_runs_wait_in_a_queue_and_say_so(browser: Browser, served: Site)
         browser.click("Stop")
         browser.click("Stop the run")
         browser.until("return document.querySelector('.run-head .state').innerText === 'stopped'")
-        served.ask(waiting[0], "stop")
 
 
 def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(browser: Browser, served: Site) -> None:
@@ -214,11 +235,9 @@ def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(browse
 # Hostile text
 
 
-def test_what_a_recipe_says_stays_text(browser: Browser, served: Site) -> None:
+def test_what_a_recipe_says_stays_text(browser: Browser, served: Site, ended: str) -> None:
     """A recipe comes from whoever may submit one."""
-    hostile = {"description": HOSTILE, "prompts.template": HOSTILE.replace("{", "(").replace("}", ")") + "{prompt}"}
-    run = served.finished({"train.steps": 2, "prompts.max_prompt_tokens": 512} | hostile)
-    browser.open(f"{served.url}#/runs/{run}")
+    browser.open(f"{served.url}#/runs/{ended}")
     browser.until("return document.querySelectorAll('.samples li').length > 0")
     browser.click("Recipe")
     shown = browser.js("return document.querySelector('main').textContent")
@@ -314,10 +333,12 @@ def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(browser: Brows
     tab_to("Name")
     browser.keys("by-keys")
     tab_to("Optimizer steps")
-    browser.keys("400")
+    browser.keys(str(STEPS))
+    tab_to("Tokens of a response")
+    browser.keys(str(TOKENS))
     tab_to("Change another key")
     browser.keys(Keys.ENTER)
-    browser.keys("train.mock.step_seconds", Keys.TAB, "0.4")
+    browser.keys("train.mock.step_seconds", Keys.TAB, str(STEP_SECONDS))
     tab_to("Start the run")
     browser.keys(Keys.ENTER)
     browser.until("return document.querySelector('.run-head .state')?.innerText === 'running'")
@@ -329,7 +350,7 @@ def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(browser: Brows
     browser.keys(Keys.SPACE)
     browser.until("return document.querySelector('.run-head .state').innerText === 'running'")
     browser.until("return document.querySelectorAll('.plot canvas').length === 6")
-    browser.until("return document.querySelector('.track[role]').ariaValueNow >= '3'")
+    browser.until("return document.querySelector('.track[role]').ariaValueNow >= 3")
     browser.js("document.querySelector('.plot').focus()")
     browser.keys(Keys.HOME)
     browser.until("return document.querySelector('#spoken').innerText.startsWith('Reward at step 1:')")
@@ -358,16 +379,15 @@ def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(browser: Brows
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390, 320])
 def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
-    browser: Browser, served: Site, width: int, scheme: str
+    browser: Browser, served: Site, ended: str, width: int, scheme: str
 ) -> None:
     """axe-core finds nothing, and nothing is wider than the window."""
-    run = served.finished({"train.steps": 6, "name": "looked-at"})
     browser.shape(width, 844, scheme=scheme)
     for place, there in (
         ("#/", "document.querySelector('#runs-list li')"),
         ("#/new", "document.querySelector('#recipe-name')?.options.length"),
         (
-            f"#/runs/{run}",
+            f"#/runs/{ended}",
             "document.querySelectorAll('.plot canvas').length === 6 && document.querySelector('.samples li')",
         ),
     ):
@@ -377,7 +397,7 @@ def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
         assert browser.overflow() <= 0, place
     for view in ("Workers", "Checkpoints", "Logs", "Recipe"):
         browser.click(view)
-        assert browser.axe() == [], view
+        assert browser.axe(".browser") == [], view  # around it all is as it was
         assert browser.overflow() <= 0, view
     browser.js("document.querySelectorAll('.as-table').forEach((one) => { one.open = true; })")
     browser.click("Delete")
@@ -544,6 +564,41 @@ def test_numbers_are_written_as_a_person_reads_them(browser: Browser) -> None:
         module("format") + "return [it.number(null), it.number(NaN), it.percent(undefined)];"
     )
     assert missing == ["–"] * 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page that the API is read in
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_of_the_api_shows_every_operation_and_asks_nobody_else(
+    browser: Browser, served: Site, width: int, scheme: str
+) -> None:
+    browser.shape(width, 844, scheme=scheme)
+    browser.open(f"{served.url}docs")
+    browser.until("return document.querySelector('section > details')")
+    document = served.get("openapi.json").body
+    assert browser.js("return document.querySelectorAll('section > details').length") == sum(
+        len(methods) for methods in document["paths"].values()
+    )
+    browser.js("document.querySelector('#submit_run').open = true")
+    browser.js("document.querySelectorAll('#submit_run details').forEach((answer) => { answer.open = true; })")
+    browser.until("return document.querySelectorAll('#submit_run details table').length > 0")
+    assert "overrides" in browser.text("#submit_run")
+    assert "`" not in browser.text("#submit_run"), "code is shown as code"
+    assert browser.axe() == []
+    assert browser.overflow() <= 0
+    browser.type("Find an operation", "checkpoint POST")
+    browser.until("return document.querySelector('#found').innerText === '1 found'")
+    left = "return document.querySelector('section:not([hidden]) > details:not([hidden])').id"
+    assert browser.js(left) == "checkpoint_run"
+    asked = browser.js("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert {one.removeprefix(served.url) for one in asked} == {
+        "docs/reference.css",
+        "docs/reference.js",
+        "openapi.json",
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
