@@ -45,6 +45,7 @@ from api.view import viewing
 
 if TYPE_CHECKING:
     from api.progress import Event
+    from orchestration.forkserver import ForkServer
     from orchestration.recipe import Recipe
     from orchestration.run import RunResult
 
@@ -122,15 +123,18 @@ def run(
     plain: PlainOption = False,
 ) -> None:
     """Train as RECIPE says, and show it live. Ctrl-C stops cleanly, a second one at once."""
-    loaded = _load(recipe, set_)
-    from orchestration.run import Run, RunError
+    path = _find(recipe)
+    with _forks() as forks:
+        loaded = _load(path, set_)
+        from orchestration.run import Run, RunError
 
-    folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        made = Run.create(loaded, folder)
-    except (RunError, OSError) as error:
-        _refuse(str(error))
-    raise typer.Exit(_show(made, json=json, plain=plain))
+        folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            made = Run.create(loaded, folder)
+        except (RunError, OSError) as error:
+            _refuse(str(error))
+        made.forks = forks
+        raise typer.Exit(_show(made, json=json, plain=plain))
 
 
 @app.command()
@@ -141,19 +145,35 @@ def resume(
     plain: PlainOption = False,
 ) -> None:
     """Go on from the newest checkpoint of the run in RUN_DIR, on other devices or ranks if --set says so."""
-    from orchestration.run import Run, RunError
+    with _forks() as forks:
+        from orchestration.run import Run, RunError
+
+        try:
+            made = Run.resume(run_dir, set_ or [])
+        except (RunError, OSError, ValueError) as error:
+            _refuse(str(error))
+        made.forks = forks
+        raise typer.Exit(_show(made, json=json, plain=plain))
+
+
+@contextlib.contextmanager
+def _forks() -> Iterator[ForkServer | None]:
+    """What a run's workers come from. It imports what they need while this process does."""
+    from orchestration.forkserver import ForkServer, ForkServerDied
 
     try:
-        made = Run.resume(run_dir, set_ or [])
-    except (RunError, OSError, ValueError) as error:
-        _refuse(str(error))
-    raise typer.Exit(_show(made, json=json, plain=plain))
+        server = ForkServer.start()
+    except ForkServerDied:
+        yield None
+        return
+    with contextlib.closing(server):
+        yield server
 
 
 @app.command()
 def check(recipe: RecipeArgument, set_: SetOption = None, as_json: DocumentOption = False) -> None:
     """Validate RECIPE without running it, and print what follows from it."""
-    loaded = _load(recipe, set_)
+    loaded = _load(_find(recipe), set_)
     from orchestration.planner import plan
 
     follows = plan(loaded)
@@ -195,7 +215,7 @@ def plan_reshard(
     as_json: DocumentOption = False,
 ) -> None:
     """Plan the allgather-swap of RECIPE's model from its training layout to its rollout layout."""
-    loaded = _load(recipe, set_)
+    loaded = _load(_find(recipe), set_)
     from api.reshard import PlanRefused, reshard_report, reshard_view
 
     try:
@@ -248,8 +268,7 @@ def _find(name: str) -> Path:
     _refuse(f"recipe: {name!r} is neither a file nor a known name; {hint}")
 
 
-def _load(name: str, overrides: list[str] | None) -> Recipe:
-    path = _find(name)
+def _load(path: Path, overrides: list[str] | None) -> Recipe:
     from orchestration.recipe import RecipeError, load_recipe
 
     try:

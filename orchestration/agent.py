@@ -18,20 +18,21 @@ import math
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import structlog
 
+from orchestration.forkserver import Child, ForkServer, Launch
 from orchestration.hosted import LEASE_VARIABLE, conclude, shared_of, shared_prefix
 from orchestration.processes import Process
 from orchestration.recipe import LaunchSection
 from orchestration.registry import ENDED, LEASE_SECONDS, Held, Registry
 from orchestration.service_index import ServiceIndex, locked
+from orchestration.starter import SPAWN, Starter
 from pipeline.index import INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.warehouse import shared_memory_directory
 
@@ -51,14 +52,17 @@ class AgentError(RuntimeError):
 
 class Agent:
     """Executes at most ``runs`` of the service at ``url`` at once, with their folders below ``data``. It keeps ``index`` up
-    where that is the service's own."""
+    where that is the service's own. Runners come from ``forks``, or from a fork server of its own."""
 
-    def __init__(self, url: str, data: Path, runs: int, *, index: ServiceIndex | None = None) -> None:
+    def __init__(
+        self, url: str, data: Path, runs: int, *, index: ServiceIndex | None = None, forks: ForkServer | None = None
+    ) -> None:
         self.url, self.data, self.runs, self.index = url, data.resolve(), runs, index
         self.folders = self.data / "runs"
         digest = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:6]
         self.name = f"{platform.node()}-{digest}"  # the same for the next agent of this folder
         self._registry = Registry(url)
+        self._forks, self._starter = forks, Starter(SPAWN)  # until it works
         self._minded: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
 
@@ -67,7 +71,11 @@ class Agent:
         self.folders.mkdir(parents=True, exist_ok=True)
         try:
             with locked(self.data / "agent.lock", wait=False):
-                await self._until(stop)
+                self._starter = Starter(server=self._forks)
+                try:
+                    await self._until(stop)
+                finally:
+                    self._starter.close()
         except BlockingIOError:
             raise AgentError(f"data: another agent works in {self.data}; give this one a folder of its own") from None
 
@@ -165,7 +173,7 @@ class Agent:
     async def _see_to_its_end(self, held: Held, begin: bool, reason: str) -> None:
         """Through as many runners as it may have. ``begin``: it needs one now; ``reason``: another one, for that."""
         run, launch = held.record.id, LaunchSection.model_validate(held.record.recipe["launch"])
-        token, process = held.token, None
+        token, process = held.token, cast("Child | Process | None", None)
         if begin:
             process = await self._launch(held, token)
         while True:
@@ -200,29 +208,29 @@ class Agent:
         finally:
             await index.close()
 
-    async def _launch(self, held: Held, token: str) -> Process | None:
+    async def _launch(self, held: Held, token: str) -> Child | Process | None:
         """A new runner; None when the machine has none to give, and the run has failed for that."""
         logs = Path(held.record.folder) / "logs"
+        launch = Launch(
+            "orchestration.runner:forked",
+            ["--run", held.record.id],
+            {**os.environ, INDEX_VARIABLE: self.url, LEASE_VARIABLE: token},
+            os.getcwd(),
+            str(logs / "runner.log"),
+            f"asyncdock runner of {held.record.id}",
+            outlives=True,  # and Ctrl-C here is not for it
+        )
         try:
             logs.mkdir(parents=True, exist_ok=True)
-            with (logs / "runner.log").open("ab") as log_file:
-                child = subprocess.Popen(  # noqa: ASYNC220  (asyncio's own would end it with us)
-                    [sys.executable, "-P", "-m", "orchestration.runner", "--run", held.record.id],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=log_file,
-                    start_new_session=True,  # it outlives us, and Ctrl-C here is not for it
-                    env={**os.environ, INDEX_VARIABLE: self.url, LEASE_VARIABLE: token},
-                )
+            process = await self._starter.start(launch)
         except OSError as error:
             await conclude(self._registry, held.record.id, token, "failed", f"its runner cannot be started: {error}")
             return None
-        log.info("runner started", run=held.record.id, pid=child.pid)
-        process = Process.of(child.pid, child)
+        log.info("runner started", run=held.record.id, pid=process.pid)
         await self._registry.renew(held.record.id, token, str(process), START_SECONDS)  # whoever follows us knows it
         return process
 
-    async def _until_gone(self, run: str, process: Process | None, stop_timeout: float) -> str:
+    async def _until_gone(self, run: str, process: Child | Process | None, stop_timeout: float) -> str:
         """Return when nobody executes the run any more, and why. A runner that hangs or does not stop is ended by force."""
         marker, stop_by, ended = "", math.inf, None
         try:

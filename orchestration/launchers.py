@@ -1,19 +1,21 @@
 """Launchers: how a worker comes to life. The supervisor sees only :class:`Life`.
 
 inline    a task in this process: debugging, exact tests
-process   a process of its own, which the kernel ends when its supervisor dies (Linux)
+process   a process of its own, by fork or from nothing, which the kernel ends when its supervisor dies (Linux)
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
+import signal
 from pathlib import Path
 from typing import Protocol
 
+from orchestration.forkserver import Child, ForkServer, Launch
+from orchestration.processes import Process
+from orchestration.starter import Starter
 from orchestration.worker import EXIT_FAILED, EXIT_FATAL, FATAL, Worker
-from pipeline.embedded import die_with_parent
 from pipeline.index import INDEX_VARIABLE
 
 
@@ -22,6 +24,10 @@ class Life(Protocol):
 
     name: str
     pid: int
+
+    @property
+    def fate(self) -> object:
+        """What it died of together with others; None when it was alone. Known once it has ended."""
 
     async def wait(self) -> int:
         """The exit code: 0 done, ``EXIT_FATAL`` what no restart mends, anything else died."""
@@ -33,8 +39,13 @@ class Life(Protocol):
 class Launcher(Protocol):
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life: ...
 
+    def close(self) -> None:
+        """Nothing more is launched; who is still alive is ended."""
+
 
 class InlineLife:
+    fate = None
+
     def __init__(self, name: str, work: asyncio.Task[None]) -> None:
         self.name, self.pid, self._work = name, os.getpid(), work
 
@@ -50,44 +61,47 @@ class InlineLife:
 
 
 class InlineLauncher:
+    def close(self) -> None:
+        """Its workers end by themselves, or are killed one by one."""
+
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         return InlineLife(name, asyncio.create_task(Worker(run, url, kind, number, name).run(), name=name))
 
 
 class ProcessLife:
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: Child | Process) -> None:
         self.name, self.pid, self._process = name, process.pid, process
 
+    @property
+    def fate(self) -> object:
+        return self._process.orphaned if isinstance(self._process, Child) else None
+
     async def wait(self) -> int:
-        return await self._process.wait()
+        code = await self._process.wait()
+        return -signal.SIGKILL if code is None else code
 
     def kill(self) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
+        self._process.end()
 
 
 class ProcessLauncher:
-    """Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``."""
+    """Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``. See :class:`Starter` for the rest."""
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(self, logs: Path, method: str, server: ForkServer | None = None) -> None:
+        self._logs, self._starter = logs, Starter(method, server)
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         self._logs.mkdir(parents=True, exist_ok=True)
-        # -P: a folder called `api` or `stages` where the user stands must not be taken for ours.
-        command = [sys.executable, "-P", "-m", "orchestration.worker"]
         options = {"run": run, "kind": kind, "number": str(number), "name": name}
-        for option, value in options.items():
-            command += [f"--{option}", value]
-        with (self._logs / f"{kind}-{number}.log").open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for the supervisor alone
-                preexec_fn=die_with_parent,
-                # Threads that wait for each other must not spin: the cores are shared with the other workers.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, INDEX_VARIABLE: url},
-            )
-        return ProcessLife(name, process)
+        launch = Launch(
+            "orchestration.worker:main",
+            [part for option, value in options.items() for part in (f"--{option}", value)],
+            {**os.environ, INDEX_VARIABLE: url},
+            os.getcwd(),
+            str(self._logs / f"{kind}-{number}.log"),
+            f"asyncdock worker {kind}-{number} of {run}",
+        )
+        return ProcessLife(name, await self._starter.start(launch))
+
+    def close(self) -> None:
+        self._starter.close()

@@ -25,6 +25,7 @@ import structlog
 
 from orchestration import checkpoint
 from orchestration.checkpoint import Checkpoint
+from orchestration.forkserver import ForkServer
 from orchestration.hosted import WHERE, shared_of
 from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.place import Place
@@ -66,6 +67,7 @@ class Run:
         self.recipe, self.out_dir, self.start = recipe, out_dir.resolve(), start
         self.id = hosted or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         self.supervisor: Supervisor | None = None
+        self.forks: ForkServer | None = None  # what its workers come from; a fork server of its own if not set
         self.shared = shared_memory_directory() / _SHARED.format(pid=os.getpid(), run=self.id)
         if hosted:  # whatever process it is that takes the run over finds its memory
             self.shared = shared_of(self.out_dir)
@@ -115,15 +117,20 @@ class Run:
         """Run to the end in the index at ``url``, from wherever the run stands. Its samples stay in shared memory and in the
         index until the service removes them; no process stays behind. Cancelling ends all workers at once, and changes
         nothing else: the run can be taken over."""
+        launcher = self._launcher()
         try:
-            return await self._work(url, None, stop)
+            outcome = await self._work(url, None, stop, launcher)
+            await self._let_readers_finish()
+            return outcome
         finally:
+            launcher.close()
             await self._end()
 
     async def execute(self, stop: asyncio.Event | None = None) -> RunResult:
         """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind.
         Cancelling ends everything at once."""
         began = time.monotonic()
+        launcher = self._launcher()
         sweep_leftovers()
         recipe, server = self.recipe, None
         sockets = Path(tempfile.mkdtemp(prefix=f"asyncdock-{os.getpid()}-"))
@@ -133,24 +140,27 @@ class Run:
                 shutil.rmtree(data, ignore_errors=True)
                 server = EmbeddedIndex(data, socket=sockets / "index.sock")
                 server.start()
-            outcome = await self._work(server.url if server else recipe.pipeline.index, server, stop)
+            outcome = await self._work(server.url if server else recipe.pipeline.index, server, stop, launcher)
             await self._let_readers_finish()
             return self._result(outcome, time.monotonic() - began)
         finally:
+            launcher.close()
             await self._end()
             if server is not None:
                 server.stop()
             shutil.rmtree(sockets, ignore_errors=True)
             shutil.rmtree(self.shared, ignore_errors=True)
 
-    async def _work(self, url: str, server: EmbeddedIndex | None, stop: asyncio.Event | None) -> Outcome:
+    async def _work(
+        self, url: str, server: EmbeddedIndex | None, stop: asyncio.Event | None, launcher: Launcher
+    ) -> Outcome:
         self._index = Index(url, self.id)
         await self._prepare(self._index)
         self._tell_where(url)
         self._up.set()
         self.supervisor = Supervisor(
             self._index,
-            self._launcher(),
+            launcher,
             workers_of(self.recipe),
             server=server,
             max_restarts=self.recipe.launch.max_restarts,
@@ -230,7 +240,10 @@ class Run:
             json.dump({"index": url, "run": self.id}, file)
 
     def _launcher(self) -> Launcher:
-        return InlineLauncher() if self.recipe.launch.launcher == "inline" else ProcessLauncher(self.out_dir / "logs")
+        launch = self.recipe.launch
+        if launch.launcher == "inline":
+            return InlineLauncher()
+        return ProcessLauncher(self.out_dir / "logs", launch.start_method, self.forks)
 
     async def _let_readers_finish(self) -> None:
         waiting = [asyncio.create_task(done.wait()) for done in self._readers]

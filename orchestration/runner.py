@@ -15,10 +15,12 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 
+from orchestration.forkserver import ForkServer
 from orchestration.hosted import LEASE_VARIABLE, conclude
 from orchestration.logs import configure
 from orchestration.metrics import METRICS, MetricsFile
@@ -41,8 +43,8 @@ class LeaseLost(Exception):
 class Runner:
     """Holds the run ``run`` under ``token``, and executes it."""
 
-    def __init__(self, url: str, run: str, token: str) -> None:
-        self.registry, self.run, self.token = Registry(url), run, token
+    def __init__(self, url: str, run: str, token: str, forks: ForkServer | None = None) -> None:
+        self.registry, self.run, self.token, self._forks = Registry(url), run, token, forks
         self._process = str(Process.of(os.getpid()))
 
     async def execute(self) -> None:
@@ -72,6 +74,7 @@ class Runner:
         try:
             record = await self.registry.get(self.run)
             run = Run.hosted(Recipe.model_validate(record.recipe), Path(record.folder), self.run)
+            run.forks = self._forks
             following = asyncio.create_task(self._follow(run))
             try:
                 outcome = await run.host(self.registry.url)
@@ -98,9 +101,9 @@ class Runner:
                     await self.registry.touch()
 
 
-async def _until_ended(url: str, run: str, token: str) -> int:
+async def _until_ended(url: str, run: str, token: str, forks: ForkServer | None) -> int:
     """Execute the run; SIGTERM ends this process and its workers, and changes nothing else. Returns the exit code."""
-    work = asyncio.create_task(Runner(url, run, token).execute())
+    work = asyncio.create_task(Runner(url, run, token, forks).execute())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
     try:
         await work
@@ -112,18 +115,27 @@ async def _until_ended(url: str, run: str, token: str) -> int:
     return 0
 
 
-def main() -> None:
+def forked(arguments: Sequence[str]) -> None:
+    """:func:`main` in a child of a fork server: this run's workers come from a fork of it."""
+    forks = ForkServer.within()
+    try:
+        main(arguments, forks)
+    finally:
+        forks.close()
+
+
+def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="The process of one run of a service; started by its agent, which puts the index's URL into "
         f"{INDEX_VARIABLE} and the lease into {LEASE_VARIABLE}."
     )
     parser.add_argument("--run", required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     configure(terminal=False)
     structlog.contextvars.bind_contextvars(run=options.run, process="runner")
     sys.path.append(os.getcwd())  # rewards and algorithms given as module:name; last, so that nothing is shadowed
     token = os.environ.pop(LEASE_VARIABLE)  # not for its workers
-    sys.exit(asyncio.run(_until_ended(os.environ[INDEX_VARIABLE], options.run, token)))
+    sys.exit(asyncio.run(_until_ended(os.environ[INDEX_VARIABLE], options.run, token, forks)))
 
 
 if __name__ == "__main__":

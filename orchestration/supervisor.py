@@ -70,6 +70,7 @@ class Supervisor:
         self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
         self.restarts = 0
         self._lives: dict[tuple[str, int], Life] = {}
+        self._fates: list[object] = []
         self._stopping = False
         self._began = "0"  # the last event before this supervisor's
 
@@ -164,7 +165,8 @@ class Supervisor:
                 return
             first = next(iter(codes))
             kind, number = first
-            reason = reasons[first] or _signal(codes[first])
+            fate = self._lives[first].fate
+            reason = reasons[first] or ("its fork server has ended" if fate else _signal(codes[first]))
             log.warning("worker died", worker=names[first], code=codes[first], reason=reason)
             await self._tell(kind, number, "died", reason=reason)
             for other in gang:
@@ -173,12 +175,14 @@ class Supervisor:
             for (kind, number), code in codes.items():
                 if code == EXIT_FATAL:
                     raise _Failed(f"{kind}-{number}: {reasons[kind, number] or _signal(code)}")
-            if self.restarts >= self.max_restarts:
-                kind, number = first
-                raise _Failed(
-                    f"{kind}-{number} died and launch.max_restarts = {self.max_restarts} is used up: {reason}"
-                )
-            self.restarts += 1
+            if fate is None or fate not in self._fates:  # several that died of one thing count once
+                if self.restarts >= self.max_restarts:
+                    kind, number = first
+                    raise _Failed(
+                        f"{kind}-{number} died and launch.max_restarts = {self.max_restarts} is used up: {reason}"
+                    )
+                self.restarts += 1
+                self._fates.append(fate)
             await self._tell(*gang[0], "restarted", reason=reason)
 
     async def _wait(self, lives: dict[tuple[str, int], Life]) -> dict[tuple[str, int], int]:

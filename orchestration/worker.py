@@ -21,7 +21,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -457,7 +457,7 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=f"One worker of a run; started by the run's launcher, with the index's URL in {INDEX_VARIABLE}."
     )
@@ -465,7 +465,7 @@ def main() -> None:
     parser.add_argument("--kind", required=True)
     parser.add_argument("--number", type=int, default=0)
     parser.add_argument("--name", required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     configure(terminal=False)
     sys.path.append(os.getcwd())  # rewards and algorithms given as module:name; last, so that nothing is shadowed
     try:

@@ -57,6 +57,12 @@ def on_cpu(name: str) -> bool:
     return name.partition(":")[0] == "cpu" or (name == AUTO and select().type == "cpu")
 
 
+def may_fork() -> bool:
+    """Whether a process that has imported torch, and used no device, may be forked. torch's own backends wait until they are
+    used; one that torch loaded as a plugin (torch_npu) is not known to."""
+    return torch._C._get_privateuse1_backend_name() == "privateuseone"
+
+
 def of_rank(device: torch.device, rank: int) -> torch.device:
     """The one among a node's devices of this kind that its process ``rank`` takes, in turn; ``device`` itself when it has a
     number, and on the CPU, which is one."""

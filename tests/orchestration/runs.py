@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from orchestration.forkserver import ForkServer, ForkServerDied
 from orchestration.recipe import Recipe, parse_recipe
 from orchestration.run import Run, RunResult
 from pipeline.index import Event
@@ -70,9 +73,22 @@ class Watched:
                 self.changed.notify_all()
 
 
+@functools.cache
+def forks() -> ForkServer | None:
+    """One fork server for all runs of this process that do not bring their own."""
+    try:
+        server = ForkServer.start()
+    except ForkServerDied:
+        return None
+    atexit.register(server.close)
+    return server
+
+
 @asynccontextmanager
 async def executing(run: Run) -> AsyncGenerator[tuple[Watched, asyncio.Task[RunResult]], None]:
     watched = Watched(run)
+    if run.recipe.launch.launcher == "process":
+        run.forks = run.forks or forks()
     following = asyncio.create_task(watched.follow())
     work = asyncio.create_task(run.execute(watched.stop))
     try:

@@ -23,6 +23,7 @@ from orchestration.registry import ENDED, Held, Registry, RunRecord
 from orchestration.service_index import ServiceIndex, locked
 from pipeline.index import INDEX_VARIABLE, Event, Index
 from pipeline.warehouse import shared_memory_directory
+from tests.orchestration.runs import forks
 
 SECONDS = 120.0
 
@@ -49,7 +50,7 @@ class Service:
     @asynccontextmanager
     async def working(self, runs: int = 1) -> AsyncGenerator[Agent, None]:
         """An agent in this process, which starts sooner."""
-        agent, stop = Agent(self.url, self.data, runs), asyncio.Event()
+        agent, stop = Agent(self.url, self.data, runs, forks=forks()), asyncio.Event()
         task = asyncio.create_task(agent.run(stop))
         try:
             yield agent

@@ -22,7 +22,7 @@ from orchestration.processes import Process
 from orchestration.recipe import Recipe
 from orchestration.registry import RunRecord
 from pipeline.index import Event, Index
-from tests.orchestration.runs import MOCK, TINY, recipe
+from tests.orchestration.runs import MOCK, TINY, forks, recipe
 from tests.orchestration.services import Service, serving, shared_memory
 from tests.orchestration.test_run import assert_equal, synchronous, weights_of
 
@@ -297,7 +297,7 @@ async def test_two_agents_on_one_index_share_its_runs(index_url: str, tmp_path: 
     mock = recipe(INLINE)
     async with serving(tmp_path, index_url) as service:
         runs = [await service.submit(mock) for _ in range(2)]
-        with_both = [Agent(index_url, tmp_path / name, 1) for name in ("a", "b")]
+        with_both = [Agent(index_url, tmp_path / name, 1, forks=forks()) for name in ("a", "b")]
         stop = asyncio.Event()
         tasks = [asyncio.create_task(agent.run(stop)) for agent in with_both]
         for run in runs:

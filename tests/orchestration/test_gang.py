@@ -153,6 +153,8 @@ def test_each_rank_is_a_worker() -> None:
 
 
 class ToldLife:
+    fate: object = None
+
     def __init__(self, name: str) -> None:
         self.name, self.pid, self.killed = name, 0, False
         self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -177,6 +179,9 @@ class ToldLauncher:
         await self.index.emit("worker", {"worker": f"{kind}-{number}", "change": "ready"})
         self.lives.put_nowait((kind, number, life))
         return life
+
+    def close(self) -> None:
+        """Nothing of it is left."""
 
     async def next(self, count: int) -> dict[str, ToldLife]:
         async with asyncio.timeout(20):

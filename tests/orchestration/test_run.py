@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -12,11 +13,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from orchestration import checkpoint
 from orchestration.engines import tokenizer_of, train_engine
+from orchestration.forkserver import ForkServer
 from orchestration.recipe import Recipe
 from orchestration.run import WHERE, Run, RunError, RunResult, sweep_leftovers
 from orchestration.synchronous import synchronous_run
@@ -302,6 +305,35 @@ async def test_a_worker_that_dies_again_and_again_fails_the_run(tmp_path: Path) 
         result = await work
     assert result.state == "failed"
     assert "flow-0 died and launch.max_restarts = 1 is used up: ended by signal 9" in result.reason
+    assert_nothing_left(watched.run)
+
+
+async def test_a_killed_fork_server_takes_all_workers_along_for_one_restart(tmp_path: Path) -> None:
+    of = recipe(MOCK, train__steps=30, launch__max_restarts=1, launch__launcher="process")
+    run = Run.create(of, tmp_path / "run")
+    with contextlib.closing(ForkServer.start()) as run.forks:
+        async with executing(run) as (watched, work):
+            await watched.until(lambda: len(watched.of("step")) >= 2)
+            os.kill(run.forks.pid, signal.SIGKILL)
+            result = await work
+    assert result.state == "finished", result.reason
+    died = [w for w in watched.of("worker") if w["change"] == "died"]
+    assert {w["worker"]: w["reason"] for w in died} == dict.fromkeys(
+        ("flow-0", "rollout-0", "update-0"), "its fork server has ended"
+    )
+    assert_each_sample_once(of, watched)
+    assert_nothing_left(run)
+
+
+async def test_workers_may_start_from_nothing(tmp_path: Path) -> None:
+    of = recipe(MOCK, train__steps=2, launch__launcher="process", launch__start_method="spawn")
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: any(w["change"] == "ready" for w in watched.of("worker")))
+        assert watched.run.supervisor is not None
+        pids = watched.run.supervisor.pids()
+        assert {psutil.Process(pid).ppid() for pid in pids.values()} == {os.getpid()}
+        result = await work
+    assert result.state == "finished", result.reason
     assert_nothing_left(watched.run)
 
 
