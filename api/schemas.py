@@ -105,7 +105,7 @@ class StageWorker(BaseModel):
     """A worker's share in a stage since its process began. Seconds; the four shares add up to ``wall``."""
 
     worker: str
-    process: str = Field(description="The worker process that it runs in.")
+    process: str = Field(description="The worker process that it runs in; empty for an external one.")
     state: str = Field(description="What was last said of that process: started, ready, died, restarted, stopped.")
     pid: int
     busy: float

@@ -134,9 +134,11 @@ def _index(data: Path | None, index: str) -> Iterator[str]:
     from orchestration.service_index import FILE, ServiceIndex
 
     server, was_up = ServiceIndex(data), (data / FILE).exists()
-    yield server.start()
-    if not was_up:
-        server.stop()
+    try:
+        yield server.start()
+    finally:
+        if not was_up:
+            server.stop()
 
 
 def _scope(text: str) -> Scope:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestration.registry import ENDED, RunRecord
+from orchestration.timesheet import PREFIX
 from pipeline.index import Event, Index
 
 FRESH_SECONDS = 0.25  # within which what was read is not read again
@@ -39,8 +40,11 @@ class Fold:
             self.processes[data["worker"]] = data["change"], data.get("pid") or pid
 
     def process(self, worker: str) -> str:
-        """The process that a stage's worker runs in: its own, or the one that the light stages share."""
-        return worker if worker in self.processes else "flow-0"
+        """The process that a stage's worker runs in: its own, or the one that the light stages share; "" for somebody
+        else's."""
+        if worker in self.processes:
+            return worker
+        return "" if worker.startswith(PREFIX) else "flow-0"
 
 
 class Watching:

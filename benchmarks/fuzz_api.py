@@ -5,7 +5,7 @@
 What is generated from the document is sent as it is and broken on purpose; an answer that is not documented, does not fit
 its schema, lets a wrong request through or is a 5xx is a failure. Run it from the repository:
 
-    python benchmarks/fuzz_api.py --requests 20000
+    python -m benchmarks.fuzz_api --requests 20000
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import torch
 from orchestration.place import Place
 from orchestration.planner import flow_of
 from orchestration.recipe import Recipe
+from orchestration.timesheet import OVER, PREFIX, Timesheet, Timesheets
 from pipeline.columns import Packed, Schema
 from pipeline.dock import Dock
 from pipeline.index import Claim, Index, LeaseLost, redacted
@@ -33,8 +34,7 @@ from stages.sample import RESPONSE
 from stages.update import step_event
 from stages.weight_sync import Published, WeightsDamaged, WeightStore
 
-CLAIMS_IN = ("starting", "running")
-OVER = ("stopping", "finished", "stopped", "failed")
+CLAIMED = "running"  # the state in which there is something to claim: a run that starts has no warehouse yet
 MOST_ROWS = 4096  # of one claim
 WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
 GROUPS = ("rollout", "reference")  # stages that take whole groups
@@ -92,6 +92,7 @@ class External:
         self._opening = asyncio.Lock()
         self._terms: Terms | None = None
         self._store: WeightStore | None = None
+        self._timesheets = Timesheets(index)
 
     @classmethod
     async def open(cls, url: str, run: str, *, worker: str = "external") -> External:
@@ -113,6 +114,7 @@ class External:
 
     async def close(self) -> None:
         """Give back what is held open here, and the connections. Leases stay with their holders."""
+        await self._timesheets.close()
         if self._dock is not None:
             await self._dock.close()
         await self.index.close()
@@ -151,17 +153,34 @@ class External:
         self._external(stage)
         if stage == "rollout":
             version = await self._version(worker, version)
-        deadline, lease = time.monotonic() + wait, lease or self.recipe.pipeline.lease_seconds
+        lease = lease or self.recipe.pipeline.lease_seconds
+        with self._timesheets.claiming(stage, worker) as sheet:
+            return await self._claimed(stage, worker, most, columns, version, wait, lease, sheet)
+
+    async def _claimed(
+        self,
+        stage: str,
+        worker: str,
+        most: int,
+        columns: Sequence[str],
+        version: int | None,
+        wait: float,
+        lease: float,
+        sheet: Timesheet,
+    ) -> Answer:
+        deadline = time.monotonic() + wait
         most = min(most, MOST_ROWS // (self.recipe.algorithm.group_size if stage in GROUPS else 1))
         while True:
             state, reason, position = await self.index.state()
             topics, due = {"state": position}, WAIT_SECONDS
-            if state in CLAIMS_IN:
+            if state == CLAIMED:
                 dock = await self._warehouses()
                 generated = version if stage == "rollout" else None
-                found = await self.index.claim(stage, f"external-{worker}", max(most, 1), lease, generated, dock.home)
+                found = await self.index.claim(stage, f"{PREFIX}{worker}", max(most, 1), lease, generated, dock.home)
                 if isinstance(found, Claim):
-                    return await self._answer(await self._experience(found, columns), state, reason)
+                    experience = await self._experience(found, columns)
+                    self._timesheets.took(sheet, found.token, len(found), lease, version)
+                    return await self._answer(experience, state, reason)
                 if version is not None:
                     await self._refuse_old(stage, version)
                 topics[found.topic], due = found.wait, min(found.due or due, due)
@@ -242,7 +261,7 @@ class External:
             if claim.stage == "reference":
                 check_logprobs("ref_logprobs", columns["ref_logprobs"], torch.from_numpy(part.tokens.astype("int64")))
             await dock.commit(claim, positions, columns)
-            return left - len(positions)
+            return self._put(part, left - len(positions), int(part.tokens.sum()))
         wanted = PROGRESS if park else tuple(column.name for column in RESPONSE)
         check_columns(dock.schema, columns, wanted, len(positions))
         newest = (await self.index.call("gates", versions=[]))["published"]
@@ -250,7 +269,12 @@ class External:
         await self._refuse_stale(part, [oldest for oldest, _ in made])
         put = dock.park if park else dock.commit
         await put(claim, positions, columns, generated=made)
-        return left - len(positions)
+        begun = int(part.tokens.sum())  # by whoever had parked them
+        return self._put(part, left - len(positions), sum(tokens for _, tokens in made) - begun, park)
+
+    def _put(self, part: Claim, left: int, tokens: int, park: bool = False) -> int:
+        self._timesheets.put(part.token, len(part), tokens, left, parked=park)
+        return left
 
     async def _refuse_stale(self, claim: Claim, oldest: Sequence[int]) -> None:
         """No token may be of a version that was not allowed to touch its group."""
@@ -285,6 +309,7 @@ class External:
             "train_seconds": now - since,
         }
         version = await self.index.train(claim, step, event)
+        self._put(claim, 0, int(claim.tokens.sum()))
         await self.index.put("stepped", repr(now))
         await self.index.emit("ledger", await self.index.ledger())
         return version
@@ -308,16 +333,20 @@ class External:
         claim, _ = await self._lease(token)
         lease = lease or self.recipe.pipeline.lease_seconds
         if token not in await self.index.renew(claim.stage, [token], lease):
+            self._timesheets.ended(token)
             raise LeaseLost(f"token {token} has no lease any more: it expired")
+        self._timesheets.renewed(token, lease)
         return lease
 
     async def release(self, token: int) -> None:
         """Give back what is left under a lease, to be claimed by others at once. Harmless when it has ended."""
         await self.index.call("hand_back", token=token)
+        self._timesheets.ended(token)
 
     async def _lease(self, token: int) -> tuple[Claim, int]:
         found = await self.index.lease(token)
         if found is None:
+            self._timesheets.ended(token)
             raise LeaseLost(f"token {token} has no lease any more: it expired, or all of its rows are committed")
         return found
 
@@ -360,7 +389,7 @@ class External:
         await self.index.put(f"loaded:{worker}", str(version))
         record = await self.index.call("weights", version=version)
         event = {
-            "worker": f"external-{worker}",
+            "worker": f"{PREFIX}{worker}",
             "version": version,
             "bytes": nbytes or (record["nbytes"] if record else 0),
         }
@@ -377,7 +406,7 @@ class External:
         began = time.monotonic()
         published = await asyncio.to_thread((await self._weight_store()).publish, version, weights)
         await self.index.call("publish", version=version, record=published.record())
-        told = {"worker": "external-update", "version": version, "bytes": published.nbytes}
+        told = {"worker": f"{PREFIX}update", "version": version, "bytes": published.nbytes}
         seconds = {"publish_seconds": time.monotonic() - began, "exposed_seconds": 0.0, "hidden_seconds": 0.0}
         await self.index.emit("sync", told | seconds)
         await self.index.call("release", before=max(covered, version - self.recipe.checkpoint.every))

@@ -18,15 +18,18 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import structlog
-from tensordict import TensorDict
 
-from pipeline.dock import Dock, Rows
 from pipeline.index import Claim, LeaseLost
 from pipeline.spans import Spans
 from pipeline.warehouse import StaleHandle
+
+if TYPE_CHECKING:  # its clock is also for who shows what stages do, which goes without torch
+    from tensordict import TensorDict
+
+    from pipeline.dock import Dock, Rows
 
 log = structlog.get_logger()
 

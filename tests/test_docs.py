@@ -15,7 +15,8 @@ import pytest
 from api.keyring import DEFAULT_SERVER
 from tests.api.served import Served
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = ("sample-flow.md", "from-transfer-queue.md", "client.md")
 
 
@@ -80,6 +81,34 @@ def test_the_programs_of_a_page_print_what_it_says(
     code, output, errors = results[program]
     assert code == 0, errors
     assert output == program.output
+
+
+PLACES = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+IN_README = (
+    "docs/api.md",
+    "docs/cli.md",
+    "docs/client.md",
+    "docs/external.md",
+    "compose/README.md",
+    "docs/images/dashboard-light.png",
+)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", ROOT / "compose" / "README.md", *sorted(DOCS.rglob("*.md"))],
+    ids=lambda page: page.name,
+)
+def test_what_a_page_links_to_is_there(page: Path) -> None:
+    assert [
+        place for place in PLACES.findall(page.read_text(encoding="utf-8")) if not (page.parent / place).exists()
+    ] == []
+
+
+def test_every_way_to_the_service_is_reached_from_the_readme() -> None:
+    linked = PLACES.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert set(IN_README) <= set(linked)
+    assert "images/dashboard-light.png" in PLACES.findall((DOCS / "api.md").read_text(encoding="utf-8"))
 
 
 def test_two_processes_need_thirty_lines() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from aiohttp.test_utils import TestClient
 from typer.testing import CliRunner
 
 from api.cli import app
 from api.exits import BAD_INPUT
+from orchestration import agent as agents
 from orchestration.registry import RunRecord
 from orchestration.service_index import locked
 from pipeline.index import INDEX_VARIABLE
@@ -84,6 +87,32 @@ async def test_agents_that_share_a_folder_have_a_part_each_and_another_one_finds
             await service.registry.ask(run, "stop")
             assert (await service.ended(run)).state == "stopped"
         assert [left for folder in data.glob("agent-*") for left in shared_memory(folder)] == []
+
+
+async def test_the_runs_of_a_folder_that_nobody_took_are_taken_over_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with fewer containers than before: the run goes on where its folder is, by an agent that works in another one."""
+    monkeypatch.setattr(agents, "ABANDONED_SECONDS", 0.0)
+    data = tmp_path / "data"
+    data.mkdir()
+    async with serving(tmp_path) as service:
+        gone = agent(service, data)
+        run = await service.submit(recipe(MOCK, train__steps=5000))
+        await service.steps(run, 2)
+        before = await service.registry.get(run)
+        gone.kill()
+        gone.wait()
+        (await service.held(run))[1].end()
+        other, stop = agents.Agent(service.url, data / "agent-2", 1), asyncio.Event()
+        working = asyncio.create_task(other.run(stop))
+        after = await service.until(run, lambda record: (record.state, record.attempts) == ("running", 2))
+        assert (after.agent, after.folder) == (other.name, before.folder)
+        assert other.name != before.agent
+        await service.registry.ask(run, "stop")
+        assert (await service.ended(run)).state == "stopped"
+        stop.set()
+        await working
 
 
 def test_agents_share_a_folder_only_with_an_index_that_they_share_too(tmp_path: Path) -> None:

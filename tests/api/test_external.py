@@ -184,6 +184,42 @@ async def test_the_program_of_the_documentation(index_url: str, tmp_path: Path) 
     assert_each_sample_once(of, run.watched)
 
 
+async def test_a_run_that_waits_in_the_queue_answers_that_nothing_is_there_until_it_begins(
+    index_url: str, tmp_path: Path
+) -> None:
+    of, registry = recipe(EXTERNAL, train__steps=2), Registry(index_url)
+    record, _ = await registry.submit(of)
+    await registry.close()
+    at = f"/v1/runs/{record.id}"
+    async with serving(index_url, tmp_path) as client:
+        early = await (await client.post(f"{at}/experience/get", json={**GET, "wait": 0.7})).json()
+        assert (early["token"], early["rows"], early["state"], early["over"]) == (None, [], "created", False)
+        weights = await (await client.get(f"{at}/weights", params={"wait": "0.1"})).json()
+        assert (weights["version"], weights["state"]) == (None, "created")
+        await problem(await client.get(f"{at}/weights/0"), 409)
+        await problem(await client.post(f"{at}/leases/1/renew"), 409)
+        assert (await client.post(f"{at}/leases/1/release")).status == 204
+        assert (await (await client.get(f"{at}/stages")).json())["stages"] == []
+
+        waiting = asyncio.create_task(client.post(f"{at}/experience/get", json={**GET, "wait": 60}))
+        run = Run.create(
+            of.model_copy(update={"pipeline": of.pipeline.model_copy(update={"index": index_url})}), tmp_path / "run"
+        )
+        run.id = record.id
+        async with executing(run) as (watched, work):
+            first = await (await waiting).json()
+            assert (first["token"] is not None, first["state"]) == (True, "running")
+            name, held = "external-rollout-test", len(first["rows"])
+            await watched.until(
+                lambda: any((told["worker"], told["in_flight"]) == (name, held) for told in watched.of("stage"))
+            )
+            stages = (await (await client.get(f"{at}/stages")).json())["stages"]
+            [worker] = next(stage["workers"] for stage in stages if stage["name"] == "rollout")
+            assert (worker["worker"], worker["process"], worker["in_flight"]) == (name, "", held)
+            watched.stop.set()
+            assert (await work).state == "stopped"
+
+
 async def test_control_and_columns_as_json(index_url: str, tmp_path: Path) -> None:
     of = recipe({**EXTERNAL, "prompts": {"source": "external"}}, train__steps=4)
     async with going(index_url, tmp_path, of) as run:

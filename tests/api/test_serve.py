@@ -292,3 +292,4 @@ def test_a_token_command_that_makes_no_sense_is_refused(arguments: list[str], tm
     code, out, err = asyncdock("token", *arguments, *where)
     assert (code, out) == (2, "")
     assert "Traceback" not in err
+    assert left_behind(tmp_path) == []

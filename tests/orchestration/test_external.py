@@ -241,7 +241,7 @@ async def test_what_does_not_fit_is_told_with_its_column_and_the_run_goes_on(tmp
     assert_each_sample_once(of, watched)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), min_size=1, max_size=4))
 def test_versions_are_taken_only_when_they_add_up(pairs: list[list[int]]) -> None:
     """Whatever is put as versions: it is refused, or says exactly how old each token is."""
@@ -435,3 +435,52 @@ async def test_a_run_that_ends_tells_who_waits(tmp_path: Path) -> None:
             assert await newer is None
         assert len(everything.claim)
         assert (await work).state == "stopped"
+
+
+async def test_the_time_of_an_external_worker_is_told_as_that_of_the_runs_own(tmp_path: Path) -> None:
+    """Busy from a claim's answer to its last commit, or the end of its lease; waiting while a claim waits."""
+    of = recipe(ROLLOUT, train__steps=200)
+    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, _):
+
+        def last(worker: str) -> dict[str, Any]:
+            told = [stage for stage in watched.of("stage") if stage["worker"] == f"external-rollout-{worker}"]
+            return told[-1] if told else dict.fromkeys(("busy", "waiting_input", "other", "in_flight"), 0.0)
+
+        held = await claimed(external, 8)  # as many as the gate lets in
+        rows, groups = held.claim.row.tolist(), len(set(held.claim.group.tolist()))
+        assert groups == 8
+        idle = asyncio.create_task(external.get_experience("rollout", "idle", 1, version=0, wait=60))
+        await watched.until(lambda: last("test")["busy"] > 0.6 and last("idle")["waiting_input"] > 0.6)
+        assert (last("test")["in_flight"], last("test")["rows"], last("test")["queue_depth"]) == (len(rows), 0, 0)
+        assert (last("idle")["busy"], last("idle")["in_flight"]) == (0, 0)
+
+        await external.put_experience(held.claim.token, rows[:1], responses(1, 0, tokens=2, truncated=None), park=True)
+        await external.put_experience(held.claim.token, rows[1:], responses(len(rows) - 1, 0))
+        await watched.until(lambda: last("test")["in_flight"] == 0)
+        done = last("test")
+        assert (done["parked"], done["rows"], done["tokens"]) == (1, len(rows) - 1, 2 + 3 * (len(rows) - 1))
+        await watched.until(lambda: last("test")["other"] > done["other"] + 0.4)
+        assert last("test")["busy"] == done["busy"]
+        [span] = [span for event in watched.of("span") if event["worker"] == done["worker"] for span in event["spans"]]
+        assert (span["name"], span["rows"], span["version"]) == ("rollout", len(rows), 0)
+        assert span["seconds"] > 0.6
+
+        answer = await idle  # the one that was parked, under a lease that is not renewed
+        assert answer.experience is not None
+        late = answer.experience.claim
+        await external.put_experience(late.token, late.row.tolist(), responses(len(late), 0))
+        await watched.until(lambda: last("idle")["in_flight"] == 0 and last("idle")["rows"] == 1)
+        assert last("idle")["tokens"] == 1  # two of the three are of who parked it
+
+        newest = await external.weights(after=1, wait=30)
+        assert newest is not None
+        await claimed(external, 1, version=newest.version, lease=0.4)  # and never heard of again
+        await watched.until(lambda: last("test")["busy"] > done["busy"] + 0.3)
+        await watched.until(lambda: last("test")["in_flight"] == 0)
+        ended = last("test")
+        await watched.until(lambda: last("test")["other"] > ended["other"] + 0.4)
+        assert last("test")["busy"] == ended["busy"], "its lease has ended, and nobody knows of anything that it does"
+        for stage in watched.of("stage"):
+            parts = sum(stage[part] for part in ("busy", "waiting_input", "waiting_room", "other"))
+            assert parts == pytest.approx(stage["wall"])
+        watched.stop.set()
