@@ -71,8 +71,10 @@ class Watching:
     async def step(self, index: Index, record: RunRecord) -> Mapping[str, Any] | None:
         """The newest `step` event of the run."""
         read, known = self._steps.pop(record.id, (0.0, None))
-        settled = record.ended is not None and read > record.ended + 1
-        if record.state != "created" and not settled and time.time() - read > FRESH_SECONDS:
+        fresh = time.time() - read <= FRESH_SECONDS
+        if record.ended is not None:
+            fresh = read > record.ended + 1  # by two clocks, perhaps
+        if record.state != "created" and not fresh:
             event = await index.newest("step")
             read, known = time.time(), event.data if event else known
         if record.state in ENDED or known is not None:

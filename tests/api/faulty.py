@@ -201,13 +201,23 @@ class Service:
         return web.json_response({"recipes": [{"name": "mock", "description": "Mock engines"}]})
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        run = self._run(request)
+        self._run(request)
         last = request.headers.get("Last-Event-ID", "0")
         begin = next((at + 1 for at, event in enumerate(self.script) if event.id == last), 0)
         plan = self.streams.popleft() if self.streams else Stream()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self.streaming.set()
+        try:
+            return await self._play(plan, begin, request, response)
+        except (asyncio.CancelledError, ConnectionError):
+            self.left.set()
+            raise
+
+    async def _play(
+        self, plan: Stream, begin: int, request: web.Request, response: web.StreamResponse
+    ) -> web.StreamResponse:
+        run = self._run(request)
         await response.write(b"retry: 2000\n\n" + plan.before)
         end = len(self.script) if plan.events is None else begin + plan.events
         for event in self.script[max(0, begin - plan.again) : end]:
@@ -218,11 +228,7 @@ class Service:
             await response.write(plan.end)
         if plan.events is None:
             if self.hold is not None:
-                try:
-                    await self.hold.wait()
-                except asyncio.CancelledError:
-                    self.left.set()
-                    raise
+                await self.hold.wait()
             run["state"] = self.ended
             await response.write(f'event: end\ndata: {{"state":"{self.ended}","reason":""}}\n\n'.encode())
             return response

@@ -86,7 +86,6 @@ GET = {"stage": "rollout", "worker": "test", "count": 1, "version": 0, "wait": 3
 async def going(url: str, tmp_path: Path, of: Recipe) -> AsyncGenerator[Going, None]:
     registry = Registry(url)
     record, _ = await registry.submit(of)
-    await registry.close()
     run = Run.create(
         of.model_copy(update={"pipeline": of.pipeline.model_copy(update={"index": url})}), tmp_path / "run"
     )
@@ -95,6 +94,8 @@ async def going(url: str, tmp_path: Path, of: Recipe) -> AsyncGenerator[Going, N
         await watched.until(lambda: any(state["state"] == "running" for state in watched.of("state")))
         yield Going(client, watched, work, url, record.id)
         watched.stop.set()
+    await registry.ask(record.id, "stop")  # it still waits for an agent there, before the runs of later tests
+    await registry.close()
 
 
 @asynccontextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from orchestration.metrics import METRICS, MetricsFile
 from orchestration.recipe import parse_recipe
 from orchestration.registry import Registry, RunRecord
+from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Event, Index
 from stages.samplebook import FOLDER, SampleBook
 from tests.api.serving import Client, bearer, problem, serving
@@ -68,6 +70,13 @@ class Told:
     async def finish(self) -> None:
         await self.index.transition(["running"], "finished")
         await self.registry.end(self.record.id, "token", "finished", "")
+
+
+@pytest.fixture(scope="module")
+def index_url() -> Iterator[str]:
+    """An index of its own: no run of other tests waits there before ours."""
+    with tempfile.TemporaryDirectory(prefix="adk-") as home, EmbeddedIndex(Path(home)) as server:
+        yield server.url
 
 
 @pytest.fixture
