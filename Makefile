@@ -19,8 +19,9 @@ SOURCES := pipeline stages orchestration api tests benchmarks
 demo: $(VENV)/.demo
 	$(BIN)/asyncdock run quickstart
 
+# Most of a test's time is waiting, for processes to start, die and be noticed: files run side by side.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 # With GPU_PYTHON=python3 it runs in an environment that has torch for the accelerator already.
 GPU_PYTHON ?= $(BIN)/python

@@ -32,6 +32,7 @@ log = structlog.get_logger()
 
 NOW = "$"  # as an id: from now on
 FLUSH_SECONDS = 0.05
+TOLD_AT_ONCE = 25  # listeners, before others have their turn: each costs tens of microseconds
 HEARTBEAT_SECONDS = 10.0
 MOST_UNSENT = 256 << 10  # bytes in a reader's buffer here, past which it is too slow
 SEND_BUFFER = 64 << 10  # bytes in the kernel's, which would grow to megabytes for each reader
@@ -179,7 +180,7 @@ class Feed:
             while self._ending is None:
                 left = self._beat + HEARTBEAT_SECONDS - time.monotonic()
                 events = await self.history.wait(self.position, max(left, 0.001))
-                self._deliver(events)
+                await self._deliver(events)
                 if time.monotonic() - self._beat >= HEARTBEAT_SECONDS:
                     self._beat = time.monotonic()
                     for listener in [*self._live, *self._joining]:
@@ -196,12 +197,16 @@ class Feed:
             log.exception("a feed failed")
             self._drop_all("failed", "reading the run's events failed; connect again")
 
-    def _deliver(self, events: Sequence[Event]) -> None:
+    async def _deliver(self, events: Sequence[Event]) -> None:
+        """Tell all who were live when it began, answering requests meanwhile. Who joins meanwhile is past these events."""
         if not events:
             return
         batch, self.position = Batch(events), events[-1].id
-        for listener in list(self._live):
-            listener.deliver(batch)
+        for number, listener in enumerate(list(self._live), 1):
+            if listener in self._live:
+                listener.deliver(batch)
+            if number % TOLD_AT_ONCE == 0:
+                await asyncio.sleep(0)
         for listener, after in list(self._joining.items()):
             if order(after) <= order(self.position):
                 del self._joining[listener]
