@@ -57,7 +57,7 @@ ROUTES = (
     routes_service,
     routes_dashboard,
 )
-GC_THRESHOLD = (5_000, 2, 100)  # objects; searches of the youngest; searches of the younger ones
+GC_THRESHOLD = (5_000, 2, 20)  # objects; searches of the youngest; searches of the younger ones
 BACKLOG = 1024  # readers that come back all at once, after a restart; who finds no place asks again after a second
 CLOSING_SECONDS = 5.0  # for requests that are under way when the server goes down
 LOCK = "server.lock"

@@ -31,6 +31,7 @@ from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.place import Place
 from orchestration.planner import flow_of, workers_of
 from orchestration.recipe import Recipe, changed
+from orchestration.starter import SPAWN
 from orchestration.supervisor import Outcome, Supervisor
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Event, Index, IndexUnreachable
@@ -242,7 +243,9 @@ class Run:
         launch = self.recipe.launch
         if launch.launcher == "inline":
             return InlineLauncher()
-        return ProcessLauncher(self.out_dir / "logs", launch.start_method, self.forks)
+        # vLLM brings processes and threads of its own, and has not been tried in a fork.
+        method = SPAWN if self.recipe.rollout.engine == "vllm" else launch.start_method
+        return ProcessLauncher(self.out_dir / "logs", method, self.forks)
 
     async def _let_readers_finish(self) -> None:
         waiting = [asyncio.create_task(done.wait()) for done in self._readers]

@@ -168,12 +168,14 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     assert elsewhere == []
 
 
-class TestARunThatGoesOn:
-    @pytest.fixture(scope="class")
-    def going(self, served: Site) -> Iterator[str]:
-        with served.running(ENDLESS) as run:
-            yield run
+@pytest.fixture(scope="class")
+def going(served: Site) -> Iterator[str]:
+    """A run that goes on while the tests of a class look at it."""
+    with served.running(ENDLESS) as run:
+        yield run
 
+
+class TestARunThatGoesOn:
     def test_the_page_goes_on_when_the_server_was_killed_and_is_there_again(
         self, going: str, browser: Browser, served: Site
     ) -> None:
