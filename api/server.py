@@ -203,8 +203,8 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
 
 def settle() -> None:
     """In a process that is there to serve, once it can. What was imported and built is not searched for garbage any more,
-    and what has lasted is searched seldom: with hundreds of readers a full search took 60 to 140 ms, every few seconds, in
-    which nobody was answered. What requests leave behind is young, and found as soon as before."""
+    and what has lasted is searched seldom: with hundreds of readers, full searches, in which nobody is answered, made up
+    the REST times' 99th percentile (benchmarks/api.py). What requests leave behind is young, and found as soon as before."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLD)

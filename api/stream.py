@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 NOW = "$"  # as an id: from now on
 FLUSH_SECONDS = 0.05
-TOLD_AT_ONCE = 25  # listeners, before others have their turn: each costs tens of microseconds
+TOLD_AT_ONCE = 25  # listeners, before others have their turn: each costs a system call
 HEARTBEAT_SECONDS = 10.0
 MOST_UNSENT = 256 << 10  # bytes in a reader's buffer here, past which it is too slow
 SEND_BUFFER = 64 << 10  # bytes in the kernel's, which would grow to megabytes for each reader

@@ -32,7 +32,7 @@ from orchestration.processes import Process
 from orchestration.recipe import LaunchSection
 from orchestration.registry import ENDED, LEASE_SECONDS, Held, Registry
 from orchestration.service_index import ServiceIndex, locked
-from orchestration.starter import SPAWN, Starter
+from orchestration.starter import Starter
 from pipeline.index import INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.warehouse import shared_memory_directory
 
@@ -62,7 +62,8 @@ class Agent:
         digest = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:6]
         self.name = f"{platform.node()}-{digest}"  # the same for the next agent of this folder
         self._registry = Registry(url)
-        self._forks, self._starter = forks, Starter(SPAWN)  # until it works
+        self._forks = forks
+        self._starter: Starter  # while it works
         self._minded: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
 

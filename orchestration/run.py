@@ -31,6 +31,7 @@ from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.place import Place
 from orchestration.planner import flow_of, workers_of
 from orchestration.recipe import Recipe, changed
+from orchestration.registry import ENDED
 from orchestration.starter import SPAWN
 from orchestration.supervisor import Outcome, Supervisor
 from pipeline.embedded import EmbeddedIndex
@@ -39,7 +40,6 @@ from pipeline.warehouse import shared_memory_directory
 
 log = structlog.get_logger()
 
-ENDED = ("finished", "stopped", "failed")
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 _SHARED = "asyncdock-{pid}-{run}"
 

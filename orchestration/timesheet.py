@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from orchestration.registry import ENDED
 from pipeline.controller import EVENT_SECONDS, Clock
 from pipeline.index import Index, IndexRefused, IndexUnreachable
 from pipeline.spans import Spans
@@ -24,7 +25,7 @@ from pipeline.spans import Spans
 log = structlog.get_logger()
 
 PREFIX = "external-"  # of the names of these workers
-OVER = ("stopping", "finished", "stopped", "failed")
+OVER = ("stopping", *ENDED)
 SILENT_SECONDS = 60.0  # after which a worker that holds nothing and asks for nothing is not told of any more
 MOST = 256  # workers of one run: their names are their own choice, and each is a series in the metrics
 

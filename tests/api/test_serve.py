@@ -80,23 +80,25 @@ def stop_runs(server: Served) -> None:
                 client.wait_until_ended(run.id, SECONDS)
 
 
-def left_behind(data: Path) -> list[str]:
-    """Processes that have to do with the service in ``data``."""
-    found = []
+def processes_of(data: Path) -> dict[psutil.Process, str]:
+    """Processes that have to do with the service in ``data``, and their command lines."""
+    found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             line = " ".join(process.cmdline())
             if str(data) in line or str(data) in process.environ().get("ASYNCDOCK_INDEX", ""):
-                found.append(line)
+                found[process] = line
     return found
+
+
+def left_behind(data: Path) -> list[str]:
+    return list(processes_of(data).values())
 
 
 def stays_behind(data: Path) -> list[str]:
     """Those that do not end by themselves: a run has ended before its process has."""
-    deadline = time.monotonic() + SECONDS
-    while (found := left_behind(data)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
+    psutil.wait_procs(list(processes_of(data)), SECONDS)
+    return left_behind(data)
 
 
 def names(folder: Path) -> set[str]:
