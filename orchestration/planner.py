@@ -26,7 +26,8 @@ HEADS = {
     "smollm2": {"num_attention_heads": 9, "num_key_value_heads": 3},
     "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
-WEIGHT_SLOTS = 2  # versions that the weight store keeps
+WEIGHT_SLOTS = 2  # versions that the trainer's weight store keeps
+VLLM_SLOTS = 1  # that each vLLM engine's own store keeps, from which vLLM's workers load
 SLAB_SHARE = 1 / 8  # of the arena, in all workers' slabs
 GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena is taken
 
@@ -74,7 +75,8 @@ class Plan:
     come on top."""
     reference_bytes: int
     slot_bytes: int
-    """Published versions of the weights in shared memory."""
+    """Versions of the weights in shared memory: those that the trainer publishes, and what each vLLM engine hands to its
+    workers."""
     turns: Turns | None
     """Of a colocated run."""
 
@@ -104,9 +106,14 @@ def plan(recipe: Recipe) -> Plan:
         train_bytes=-(-4 * (parameters or 0) * masters // recipe.train.ranks),
         rollout_bytes=(1 if recipe.colocated else 2) * weights * recipe.replicas,
         reference_bytes=weights if recipe.needs_reference else 0,
-        slot_bytes=0 if recipe.colocated else WEIGHT_SLOTS * weights,
+        slot_bytes=0 if recipe.colocated else _slots(recipe) * weights,
         turns=turns(recipe) if recipe.colocated and parameters else None,
     )
+
+
+def _slots(recipe: Recipe) -> int:
+    engines = recipe.rollout.workers if recipe.rollout.engine == "vllm" and recipe.ours("rollout") else 0
+    return WEIGHT_SLOTS + VLLM_SLOTS * engines
 
 
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
