@@ -145,7 +145,7 @@ def weight_publisher(recipe: Recipe, shared: Path) -> Publisher:
 
     device = devices.of_rank(devices.select("cpu" if recipe.train.engine == "mock" else recipe.train.device), 0)
     try:
-        return WeightSender(store, device, host=recipe.sync.serve, timeout=recipe.sync.timeout)
+        return WeightSender(store, device, host=recipe.sync.serve)
     except OSError as error:
         fix = "give the address under which engines reach the node that trains"
         raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error
@@ -158,7 +158,7 @@ def weight_reader(recipe: Recipe, shared: Path) -> Reader:
     from stages.weight_link import WeightReceiver
 
     device = devices.select("cpu" if recipe.rollout.engine == "mock" else recipe.rollout.device)
-    return WeightReceiver(device, timeout=recipe.sync.timeout)
+    return WeightReceiver(device)
 
 
 def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Path) -> RolloutEngine:
