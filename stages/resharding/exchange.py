@@ -17,6 +17,7 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -104,26 +105,20 @@ def connect(
     if device.type != "cpu":
         return GroupExchange(parts, device, group, deadline)
     world, shared = dist.get_world_size(group), None
-    mine = torch.zeros(6 + 2 * world, dtype=torch.int64)
-    try:
-        shared = SharedExchange(parts, rank, world, deadline)
-        mine = torch.tensor(shared.told)
-    except OSError:
-        pass  # the others hear zeros
-    try:
-        everyone = [torch.zeros_like(mine) for _ in range(world)]
-        _wait(dist.all_gather(everyone, mine, group=group, async_op=True), deadline)
-        reached = torch.tensor([int(shared is not None and shared.reach(torch.stack(everyone).tolist()))])
+    mine = [0] * (6 + 2 * world)
+    with ExitStack() as undo:
+        with suppress(OSError):  # the others hear zeros then
+            shared = SharedExchange(parts, rank, world, deadline)
+            undo.callback(shared.close)
+            mine = shared.told
+        everyone = torch.zeros(world, len(mine), dtype=torch.int64)
+        _wait(dist.all_gather([*everyone], torch.tensor(mine), group=group, async_op=True), deadline)
+        reached = torch.tensor([int(shared is not None and shared.reach(everyone.tolist()))])
         _wait(dist.all_reduce(reached, dist.ReduceOp.MIN, group=group, async_op=True), deadline)
-    except BaseException:
-        if shared is not None:
-            shared.close()
-        raise
-    if shared is not None and reached:
-        shared.reached()
-        return shared
-    if shared is not None:
-        shared.close()
+        if shared is not None and reached:
+            shared.reached()
+            undo.pop_all()
+            return shared
     return GroupExchange(parts, device, group, deadline)
 
 

@@ -56,7 +56,7 @@ class Gather:
         self._local = tuple(plan.local(rank))
         self._exchange: Exchange | None = None
         self.exchange = "none"
-        """How the messages of the last gather went: ``shared memory``, or the group's backend."""
+        """How the last call's messages went: ``shared memory``, the group's backend, or ``none`` if there were none."""
 
     def __call__(self, sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
         """Fill ``targets`` from everybody's ``sources``, tensors by the names of the plan's target and source. Raises
