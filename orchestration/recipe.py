@@ -477,6 +477,15 @@ TYPES = {
 }
 
 
+# Keys that [train] will have: what is not there yet, and with which layout a plan shows where its weights would lie.
+LATER = {
+    "train.pp": ("pipeline", "dp=2,pp=2"),
+    "train.cp": ("context", "dp=4"),  # dp=2 times cp=2
+    "train.ep": ("expert", "dp=2,ep=2"),
+    "train.etp": ("expert tensor", "dp=2,tp=2,etp=2"),
+}
+
+
 def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
     """``error`` is one of pydantic's; ``allowed`` are the keys that the table it stands in may have."""
     loc, kind, context = error["loc"], error["type"], error.get("ctx", {})
@@ -487,6 +496,12 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
         wanted = _annotation(loc)
         table = isinstance(wanted, type) and issubclass(wanted, BaseModel)
         return Problem(key, None, "is missing", f"add a [{key}] section" if table else f"add {loc[-1]} = ...")
+    if kind == "extra_forbidden" and key in LATER:
+        what, layout = LATER[key]
+        wrong = f"is not there yet: the train engine has no {what} parallelism, only dp and tp"
+        shares = ", in which ranks of cp count as dp," if key == "train.cp" else ""
+        plan = f"`asyncdock plan reshard RECIPE --train {layout}`{shares} plans such a layout"
+        return Problem(key, value, wrong, f"take it out and set train.dp and train.tp; {plan}")
     if kind == "extra_forbidden":
         return Problem(key, value, "is not a known key", suggest(str(loc[-1]), allowed))
     if kind == "literal_error":
