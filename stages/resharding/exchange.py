@@ -215,11 +215,11 @@ class SharedExchange:
         return True
 
     def _opened(self, pid: int, number: int, identity: int, flags: int) -> int:
-        found = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_NONBLOCK)
-        self._open.append(found)
-        if _identity(found) != identity:  # of a process that has this number in another container
+        path = f"/proc/{pid}/fd/{number}"
+        if _identity(path) != identity:  # of a process that has this number in another container
             raise OSError(f"process {pid} is not the rank that told of it")
-        return found
+        self._open.append(os.open(path, flags))
+        return self._open[-1]
 
     def reached(self) -> None:
         """Everybody has opened everything: from now on a rank that ends closes its pipes."""
@@ -264,6 +264,6 @@ class SharedExchange:
         self._open = []
 
 
-def _identity(opened: int) -> int:
-    found = os.fstat(opened)
+def _identity(opened: int | str) -> int:
+    found = os.stat(opened)
     return hash((found.st_dev, found.st_ino))
