@@ -36,6 +36,8 @@ from orchestration.engines import (
     terms_of,
     tokenizer_of,
     train_engine,
+    weight_publisher,
+    weight_reader,
 )
 from orchestration.launchers import EXIT_FAILED, EXIT_FATAL
 from orchestration.logs import Current, configure
@@ -52,6 +54,7 @@ from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
 from stages.colocated import ColocatedMate, ColocatedUpdate, SharedDevice, Turn
 from stages.device import DeviceMissing
+from stages.engines.factories import EngineUnknown
 from stages.engines.plans import Ranks
 from stages.engines.protocols import EngineMissing, RolloutEngine
 from stages.evaluate import Evaluator, distinct_prompts
@@ -69,7 +72,6 @@ from stages.reward_functions import RewardError
 from stages.rollout import Rollout
 from stages.samplebook import FOLDER, Recorder, SampleBook
 from stages.update import Update
-from stages.weight_sync import WeightStore
 
 if TYPE_CHECKING:
     from stages.engines.torch_rollout import TorchRolloutEngine
@@ -86,6 +88,7 @@ FATAL = (
     ColumnError,
     DeviceMissing,
     EngineMissing,
+    EngineUnknown,
     ModelNotFound,
     PromptError,
     RewardError,
@@ -270,7 +273,7 @@ class Worker:
         overlap = recipe.staleness_plan.slack > 0
         follower = Follower(
             self.index,
-            WeightStore(self.place.shared),
+            weight_reader(recipe, self.place.shared),
             stage,
             controller,
             evaluator,
@@ -409,12 +412,14 @@ class Worker:
                 await tell(saved, requested=False)  # whoever wrote it was killed before it could say so
             await self.index.call("release", before=saved.version)
 
+        publisher = weight_publisher(recipe, self.place.shared)
+        self._close.append(publisher.close)
         make_update = Update if shared is None else functools.partial(ColocatedUpdate, shared.turn)
         stage: Update = make_update(
             self.dock,
             engine,
             algorithm,
-            WeightStore(self.place.shared),
+            publisher,
             steps=steps,
             staleness=recipe.pipeline.staleness,
             version=version,
@@ -451,7 +456,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", required=True)
     options = parser.parse_args(arguments)
     configure(terminal=False)
-    sys.path.append(os.getcwd())  # rewards and algorithms given as module:name; last, so that nothing is shadowed
+    sys.path.append(
+        os.getcwd()
+    )  # rewards, algorithms and engines given as module:name; last, so that nothing is shadowed
     try:
         asyncio.run(Worker(options.run, os.environ[INDEX_VARIABLE], options.kind, options.number, options.name).run())
     except FATAL:
