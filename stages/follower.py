@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -24,10 +25,11 @@ from pipeline.index import Index
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.evaluate import Evaluator, evaluate_once
 from stages.rollout import Rollout
-from stages.weight_sync import Gap, Published, Reader, WeightsDamaged, WeightsUnreachable
+from stages.weight_sync import Gap, Probe, Published, Reader, WeightsDamaged, WeightsUnreachable
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 ATTEMPTS = 3  # at one published version
 AGAIN_SECONDS = 0.5  # until the next attempt
 WAIT_SECONDS = 10.0
@@ -40,7 +42,8 @@ class SwapRefused(RuntimeError):
 @dataclass(frozen=True)
 class SwapPolicy:
     """``tolerance``: by how much a probed logprob may differ from the trainer's (0: nothing is probed). ``timeout``: seconds
-    that reading, and loading, may take. ``rolling``: replicas swap one after the other."""
+    that reading, loading, probing and going on may take, and an engine to undo what it has begun of them. ``rolling``:
+    replicas swap one after the other."""
 
     tolerance: float = 0.0
     timeout: float = 120.0
@@ -177,7 +180,7 @@ class Follower:
         if not self.policy.rolling:
             yield
             return
-        lease = int(3000 * self.policy.timeout)  # loading, probing, and going back if need be
+        lease = int(9000 * self.policy.timeout)  # loading, probing, going back and going on, each with its undoing
         while not (at := await self.index.call("swap_turn", worker=self.worker, most=1, lease=lease))["granted"]:
             await self.index.wait("swap", at["wait"], at["due"] / 1000)
         try:
@@ -188,49 +191,84 @@ class Follower:
     async def _swap(self, published: Published, weights: Mapping[str, torch.Tensor]) -> tuple[SwapTimes, Gap | None]:
         """Load and probe. Raises SwapRefused with the old weights back in place."""
         probe, engine = published.probe if self.policy.tolerance else None, self.stage.engine
-        if probe is None:
-            return await self._load(published.version, weights), None
+        hold, was, changed = probe is not None, engine.version, False
         try:
-            times = await self._load(published.version, weights, hold=True)
+            try:
+                times = await self._load(published.version, weights, hold)
+            finally:
+                changed = engine.version != was  # also by a load that has failed, or was given up too late
+            if probe is None:
+                return times, None
             swapped = time.monotonic()
-            prompt, response = torch.tensor(probe.prompt_ids), torch.tensor(probe.response_ids)
-            temperature = self.stage.params.temperature
-            found = await engine.score(prompt, response, temperature=temperature)
-            gap = None if found is None else probe.gap(found)
-            if gap is not None and not gap.max <= self.policy.tolerance:
-                await self._go_back(published, gap)
+            gap = await self._probe(published.version, probe)
             return SwapTimes(times.exposed + time.monotonic() - swapped, times.hidden), gap
+        except SwapRefused as refused:
+            if changed:
+                await self._go_back(refused, hold)
+            raise
         finally:
-            await engine.resume()
+            if changed and hold:
+                await self._go_on()
 
-    async def _load(self, version: int, weights: Mapping[str, torch.Tensor], hold: bool = False) -> SwapTimes:
+    async def _load(self, version: int, weights: Mapping[str, torch.Tensor], hold: bool) -> SwapTimes:
         engine = self.stage.engine
-        try:
-            async with asyncio.timeout(self.policy.timeout):
-                times = await engine.load_weights(version, weights, hold=hold, cut=self.cut)
-        except TimeoutError:
-            raise SwapRefused(
-                f"weights of version {version}: not loaded within sync.timeout = {self.policy.timeout:g} s"
-            ) from None
+        times = await self._in_time(
+            engine.load_weights(version, weights, hold=hold, cut=self.cut), f"weights of version {version}: not loaded"
+        )
         if engine.version != version:
             raise SwapRefused(
                 f"weights of version {version}: the engine reports version {engine.version} after loading"
             )
         return times
 
-    async def _go_back(self, published: Published, gap: Gap) -> None:
-        """The old weights again. When they are gone (overwritten, or never published), the worker must begin anew."""
-        wrong = (
-            f"weights of version {published.version}: the engine's logprobs differ from the trainer's by {gap.max:.3g} "
-            f"(sync.probe_tolerance is {self.policy.tolerance:g})"
-        )
-        if self._held is None:
-            raise RuntimeError(f"{wrong}, and what it had before was never published; the worker begins anew")
+    async def _probe(self, version: int, probe: Probe) -> Gap | None:
+        """How far what the engine finds lies from what the trainer found. Raises SwapRefused when that is too far."""
+        prompt, response = torch.tensor(probe.prompt_ids), torch.tensor(probe.response_ids)
+        scoring = self.stage.engine.score(prompt, response, temperature=self.stage.params.temperature)
+        found = await self._in_time(scoring, f"weights of version {version}: not probed")
+        gap = None if found is None else probe.gap(found)
+        if gap is not None and not gap.max <= self.policy.tolerance:
+            raise SwapRefused(
+                f"weights of version {version}: the engine's logprobs differ from the trainer's by {gap.max:.3g} "
+                f"(sync.probe_tolerance is {self.policy.tolerance:g})"
+            )
+        return gap
+
+    async def _go_on(self) -> None:
+        """The engine makes tokens again; one that does not is of no more use."""
+        engine = self.stage.engine
         try:
-            await self._load(self._held.version, await self._read(self._held), hold=True)
+            await self._in_time(engine.resume(), f"the engine, held at version {engine.version}, does not go on")
+        except SwapRefused as late:
+            raise RuntimeError(f"{late}; the worker begins anew") from None
+
+    async def _in_time(self, call: Coroutine[Any, Any, T], late: str) -> T:
+        """What the engine's ``call`` returns. Raises SwapRefused when it was given up and has undone what it had begun, and
+        RuntimeError when it does not even do that: nobody knows then what the engine will do."""
+        calling, timeout = asyncio.create_task(call), self.policy.timeout
+        try:
+            if not (await asyncio.wait([calling], timeout=timeout))[0]:
+                calling.cancel()
+                if not (await asyncio.wait([calling], timeout=timeout))[0]:
+                    raise RuntimeError(
+                        f"{late} within sync.timeout = {timeout:g} s, nor given up in as long again; the worker begins anew"
+                    )
+        except asyncio.CancelledError:
+            calling.cancel()
+            await asyncio.wait([calling], timeout=timeout)
+            raise
+        if calling.cancelled():
+            raise SwapRefused(f"{late} within sync.timeout = {timeout:g} s")
+        return calling.result()
+
+    async def _go_back(self, refused: SwapRefused, hold: bool) -> None:
+        """The old weights again. When they are gone (overwritten, or never published), the worker must begin anew."""
+        if self._held is None:
+            raise RuntimeError(f"{refused}, and what it had before was never published; the worker begins anew")
+        try:
+            await self._load(self._held.version, await self._read(self._held), hold)
         except (WeightsDamaged, WeightsUnreachable, SwapRefused) as gone:
-            raise RuntimeError(f"{wrong}, and what it had before is gone ({gone}); the worker begins anew") from None
-        raise SwapRefused(wrong)
+            raise RuntimeError(f"{refused}, and what it had before is gone ({gone}); the worker begins anew") from None
 
     def _due(self, version: int | None = None) -> bool:
         version = self.stage.engine.version if version is None else version

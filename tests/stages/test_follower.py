@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from stages.follower import ATTEMPTS, Follower, SwapPolicy, SwapRefused
 from stages.models import tiny_model
 from stages.rollout import Rollout
 from stages.weight_sync import Published, WeightsDamaged, WeightStore, gap, probed
+from tests.stages.test_torch_rollout import DEADLINE, Brake
 
 PARAMS = SamplingParams(max_tokens=8)
 PROBED = (list(range(3, 9)), list(range(4, 20)))  # prompt and response
@@ -203,16 +205,38 @@ async def test_buckets_that_leave_bytes_out_are_refused(
 
 
 class Failing(MockRolloutEngine):
-    """Loads as told by ``fault`` once."""
+    """Loads, probes and goes on as told by ``fault`` once."""
 
     fault = ""
+
+    async def score(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        if self.fault == "is not probed":
+            self.fault = ""
+            await asyncio.Event().wait()
+        return await super().score(*arguments, **options)
+
+    async def resume(self) -> None:
+        if self.fault == "does not go on":
+            await asyncio.Event().wait()
+        await super().resume()
 
     async def load_weights(
         self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
     ) -> SwapTimes:
+        if self.fault in ("is not probed", "does not go on"):  # that comes later
+            return await super().load_weights(version, weights, hold=hold, cut=cut)
         fault, self.fault = self.fault, ""
         if fault == "says another version":
             return SwapTimes(0.0, 0.0)
+        if fault == "cannot be stopped":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            await asyncio.Event().wait()
+        if fault == "comes too late":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await super().load_weights(version, weights, hold=hold, cut=cut)
         if fault == "stalls":
             await asyncio.Event().wait()
         if fault == "refuses":
@@ -228,6 +252,8 @@ class Failing(MockRolloutEngine):
         ("says another version", "the engine reports version 1 after loading"),
         ("stalls", "not loaded within sync.timeout = 0.5 s"),
         ("refuses", "head.weight: offered"),
+        ("comes too late", "not loaded within sync.timeout = 0.5 s"),
+        ("is not probed", "not probed within sync.timeout = 0.5 s"),
         ("loads something else", r"logprobs differ from the trainer's by [\d.]+ \(sync.probe_tolerance is 0.001\)"),
     ],
 )
@@ -261,6 +287,75 @@ async def test_wrong_weights_with_nothing_to_go_back_to_end_the_worker(trainer: 
     with pytest.raises(RuntimeError, match=r"version 1: .* never published; the worker begins anew"):
         await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=1e-3))._take()
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("cannot be stopped", r"version 1: not loaded within sync.timeout = 0.1 s, nor given up in as long again"),
+        ("does not go on", r"held at version 1, does not go on within sync.timeout = 0.1 s; the worker begins anew"),
+    ],
+)
+async def test_an_engine_of_which_nobody_knows_what_it_will_do_ends_the_worker(
+    trainer: Trainer, tmp_path: Path, fault: str, said: str
+) -> None:
+    engine = Failing(MockRolloutOptions(swap_seconds=0))
+    engine.fault = fault
+    await trainer.publish()
+    policy = SwapPolicy(tolerance=1e-3, timeout=0.1)
+    with pytest.raises(RuntimeError, match=said):
+        await asyncio.wait_for(follower(trainer.index, WeightStore(tmp_path), engine, policy)._take(), 20)
+    await engine.close()
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-4], ids=["not probed", "probed"])
+async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsaid(
+    index: Index, tmp_path: Path, tolerance: float
+) -> None:
+    """A load that was given up does not happen at the next token either: it would be unprobed, and told by nobody."""
+    await index.init(RunConfig(()), {})
+    train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
+    engine = TorchRolloutEngine(tiny_model(0), max_rows=2, threads=1)
+    following = follower(index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=tolerance, timeout=0.3))
+    try:
+        await index._redis.hset(f"{index.prefix}n", "trained", 1)
+        published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, *PROBED))
+        await index.call("publish", version=1, record=published.record())
+        brake = Brake(engine, 2)
+        stream = engine.generate([GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=50), seed=0)])
+        await brake.reached()
+        assert not await following._take()
+        brake.let_go()
+        (whole,) = [completion async for completion in stream]
+        assert whole.versions == ((0, 50),), "the old weights made all of it"
+        assert engine.version == 0
+        (kept,) = await told(index, "worker")
+        assert "version 1: not loaded within sync.timeout = 0.3 s" in kept["reason"]
+        assert not await told(index, "sync")
+        following.policy = SwapPolicy(tolerance=tolerance, timeout=DEADLINE)
+        assert await following._take()
+        assert engine.version == 1
+        assert following._held == published
+        assert len(await told(index, "sync")) == 1
+        assert not engine._paused
+    finally:
+        await engine.close()
+        train.close()
+
+
+async def test_a_mock_swap_that_takes_too_long_is_not_taken_later_either(trainer: Trainer, tmp_path: Path) -> None:
+    engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=60, median_tokens=8, sigma=0))
+    following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=1e-3, timeout=0.2))
+    try:
+        stream = engine.generate([GroupRequest(0, (0,), torch.arange(3), SamplingParams(max_tokens=8), seed=0)])
+        await trainer.publish()
+        assert not await following._take()
+        (whole,) = [completion async for completion in stream]
+        assert whole.versions == ((0, 8),)
+        assert engine.version == 0
+        assert not engine._paused
+    finally:
+        await engine.close()
 
 
 # ── one after the other ──
