@@ -22,6 +22,7 @@ import torch
 
 from pipeline.controller import Controller
 from pipeline.index import Index
+from stages.aside import aside
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.evaluate import Evaluator, evaluate_once
 from stages.rollout import Rollout
@@ -83,6 +84,7 @@ class Follower:
         self.cut = cut
         self._held: Published | None = None  # what the engine has; None: what it was built with
         self._failed: dict[int, int] = {}  # attempts at the version that is published now
+        self._reading: asyncio.Future[Mapping[str, torch.Tensor]] | None = None  # the last one, if it was given up
         self._alone = 0.0  # since when the trainer has not answered (monotonic); 0: it does
 
     async def begin(self) -> None:
@@ -162,17 +164,27 @@ class Follower:
             raise refused  # not overwritten by a newer version, or that would be here by now
 
     async def _read(self, published: Published) -> Mapping[str, torch.Tensor]:
-        engine = self.stage.engine
+        engine, stuck = self.stage.engine, self._reading is not None and not self._reading.done()
         try:
             async with asyncio.timeout(self.policy.timeout):
                 if isinstance(engine, ReceivingEngine):
                     return await engine.receive(published)
-                return await asyncio.to_thread(self.reader.read, published)
+                return await self._read_aside(published)
         except TimeoutError:
+            what = "the attempt before is still reading after" if stuck else "not read within"
             raise SwapRefused(
-                f"weights of version {published.version}: not read within sync.timeout = {self.policy.timeout:g} s; is the "
-                "memory that they lie in reachable?"
+                f"weights of version {published.version}: {what} sync.timeout = {self.policy.timeout:g} s; is the memory "
+                "that they lie in reachable?"
             ) from None
+
+    async def _read_aside(self, published: Published) -> Mapping[str, torch.Tensor]:
+        """A copy, in a thread that the worker's end does not wait for; never a second one beside one that is stuck."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+        self._reading = aside(lambda: self.reader.read(published), "weights-read")
+        weights = await asyncio.shield(self._reading)
+        self._reading = None  # nor is this one kept
+        return weights
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

@@ -17,9 +17,9 @@ import psutil
 import pytest
 import torch
 
-from orchestration import checkpoint
+from orchestration import checkpoint, launchers
 from orchestration.engines import tokenizer_of, train_engine
-from orchestration.forkserver import ForkServer
+from orchestration.forkserver import ForkServer, Launch
 from orchestration.recipe import Recipe
 from orchestration.run import WHERE, Run, RunError, RunResult, sweep_leftovers
 from orchestration.synchronous import synchronous_run
@@ -29,6 +29,7 @@ from pipeline.transfer import WarehouseUnreachable
 from pipeline.warehouse import shared_memory_directory
 from stages.engines.mock import MockRolloutEngine
 from stages.engines.protocols import SwapTimes
+from stages.follower import ATTEMPTS
 from stages.weight_sync import Published, WeightsDamaged, WeightStore
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
 from tests.servers import self_signed
@@ -272,6 +273,41 @@ async def test_weights_damaged_on_their_way_into_an_engine_are_sent_again(
     assert result.state == "finished", result.reason
     assert [w["change"] for w in watched.of("worker")].count("kept its weights") == 1
     assert_each_sample_once(of, watched)
+
+
+STUCK = """
+import threading
+from pathlib import Path
+from orchestration.worker import main
+from stages.weight_sync import WeightStore
+first = Path({first!r})
+if not first.exists():
+    first.touch()
+    WeightStore.read = lambda self, published: threading.Event().wait()
+main({arguments!r})
+"""
+
+
+async def test_a_worker_whose_reading_never_returns_ends_and_its_successor_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that does not answer, in the first life of the rollout worker: its process must not wait for it."""
+
+    def launch(entry: str, arguments: list[str], env: dict[str, str], *where: str) -> Launch:
+        if "rollout" not in arguments:
+            return Launch(entry, arguments, env, *where)
+        return Launch("builtins:exec", STUCK.format(first=str(tmp_path / "first"), arguments=arguments), env, *where)
+
+    monkeypatch.setattr(launchers, "Launch", launch)
+    of = recipe(MOCK, launch__launcher="process", launch__max_restarts=1, sync__timeout=0.3, pipeline__staleness=0)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        result = await asyncio.wait_for(work, 120)
+    assert result.state == "finished", result.reason
+    told = [w for w in watched.of("worker") if w["worker"] == "rollout-0"]
+    assert [w["change"] for w in told].count("died") == 1
+    assert sum("still reading" in w["reason"] for w in told if w["change"] == "kept its weights") == ATTEMPTS - 1
+    assert_each_sample_once(of, watched)
+    assert_nothing_left(watched.run)
 
 
 async def test_leases_far_shorter_than_the_work_are_renewed_and_end_where_they_should(tmp_path: Path) -> None:

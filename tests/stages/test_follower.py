@@ -166,8 +166,29 @@ async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
     assert kept["change"] == "kept its weights"
     assert "version 2" in kept["reason"]
     assert ("bucket" if fault != "stalls" else "sync.timeout = 0.5 s") in kept["reason"]
+    released.set()
     assert await following._take(), "the next attempt finds it whole"
     assert engine.version == 2
+
+
+async def test_a_stuck_reading_is_the_only_one(
+    trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path, released: threading.Event
+) -> None:
+    """Each would have a copy of all weights. One that ends makes room for the next."""
+    store = Faulty(tmp_path, "stalls", 1, released)
+    following = follower(trainer.index, store, engine, SwapPolicy(timeout=0.2))
+    await trainer.publish()
+    for _ in range(ATTEMPTS - 1):
+        assert not await following._take()
+    reading = [thread for thread in threading.enumerate() if thread.name == "weights-read"]
+    assert len(reading) == 1
+    assert reading[0].daemon, "the worker's end does not wait for it"
+    first, second = [kept["reason"] for kept in await told(trainer.index, "worker")]
+    assert "version 1: not read within sync.timeout = 0.2 s" in first
+    assert "version 1: the attempt before is still reading after sync.timeout = 0.2 s" in second
+    released.set()
+    assert await following._take()
+    assert following._reading is None
 
 
 async def test_what_stays_damaged_is_given_up_loudly(
