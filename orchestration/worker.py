@@ -435,6 +435,10 @@ class Worker:
         if shared is not None and isinstance(stage, ColocatedUpdate):
             controller.on_nothing, controller.on_end = shared.turn.no_batch, shared.turn.over
             self._work_till_end.append(lambda: shared.until(shared.turn.run(stage)))
+        else:
+            controller.on_end = stage.over
+            engines = [f"rollout-{number}" for number in range(recipe.rollout.workers)] if recipe.ours("rollout") else []
+            self._beside.append(lambda: stage.answer(engines))
 
 
 def _first(error: BaseException) -> BaseException:

@@ -3,6 +3,7 @@
     v is published ─▶ read a verified copy (beside generation) ─▶ its turn? ─▶ load ─▶ probe ─▶ `sync` told ─▶ claims go on
                         │ damaged, or too slow                                   │ logprobs are not the trainer's
                         └─▶ the old version stays, and is said; tried again      └─▶ the old weights come back; as left
+                            (damaged: and the trainer is asked to publish it again)
 
 With several replicas only one swaps at a time, so that generation never stops as a whole. A probe holds the engine between
 the swap and its verdict: no token is made by weights that are not what they should be.
@@ -26,7 +27,17 @@ from stages.aside import aside
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.evaluate import Evaluator, evaluate_once
 from stages.rollout import Rollout
-from stages.weight_sync import Gap, Probe, Published, Reader, WeightsDamaged, WeightsUnreachable
+from stages.weight_sync import (
+    ASKED,
+    Gap,
+    Probe,
+    Published,
+    Reader,
+    WeightsDamaged,
+    WeightsUnreachable,
+    damaged,
+    done_with,
+)
 
 log = structlog.get_logger()
 
@@ -84,6 +95,9 @@ class Follower:
         self.cut = cut
         self._held: Published | None = None  # what the engine has; None: what it was built with
         self._failed: dict[int, int] = {}  # attempts at the version that is published now
+        self._damaged: Published | None = None  # what was found damaged last, and asked for again
+        self._till = 0.0  # until when that is not read once more (monotonic)
+        self._pause = WAIT_SECONDS  # until a take is tried again, if nothing is published meanwhile
         self._reading: asyncio.Future[Mapping[str, torch.Tensor]] | None = None  # the last one, if it was given up
         self._alone = 0.0  # since when the trainer has not answered (monotonic); 0: it does
 
@@ -100,20 +114,24 @@ class Follower:
             self.stage.held_back = False
             self.controller.nudge()
             if self.stage.engine.version >= self.steps:
+                await self.index.put(done_with(self.worker), str(self.steps))
+                await self.index.call("nudge", topic=ASKED)
                 self.controller.stop()
                 return
             while not await self._take():
-                again = bool(self._failed or self._alone)
-                await self.index.wait("version", self._seen, AGAIN_SECONDS if again else WAIT_SECONDS)
+                await self.index.wait("version", self._seen, self._pause)
 
     async def _take(self) -> bool:
         """Load the published version when it is newer; whether the engine's version has changed."""
         at = await self.index.call("published")
-        self._seen, engine = at["wait"], self.stage.engine
+        self._seen, self._pause, engine = at["wait"], WAIT_SECONDS, self.stage.engine
         if at["version"] <= engine.version or not at["record"]:
             return False
         published = Published.from_record(at["record"])
         began = time.monotonic()
+        if published == self._damaged and began < self._till:
+            self._pause = self._till - began
+            return False
         try:
             weights = await self._read(published)
             reading, self._alone = time.monotonic() - began, 0.0
@@ -126,6 +144,8 @@ class Follower:
             return False
         except (WeightsDamaged, WeightMismatch, SwapRefused) as refused:
             await self._keep_old(published, refused)
+            if isinstance(refused, WeightsDamaged):
+                await self._ask_again(published)
             return False
         self._held, self._failed = published, {}
         await self.index.emit(
@@ -150,6 +170,7 @@ class Follower:
 
     async def _wait_for_trainer(self, published: Published, gone: WeightsUnreachable) -> None:
         """The trainer is being started anew and will publish again, or is gone for good: raise when that took too long."""
+        self._pause = AGAIN_SECONDS
         if not self._alone:
             self._alone = time.monotonic()
             await self._say_kept(published, gone)
@@ -158,10 +179,22 @@ class Follower:
 
     async def _keep_old(self, published: Published, refused: Exception) -> None:
         """Stay at the old version; raise when trying again has not helped."""
+        self._pause = AGAIN_SECONDS
         await self._say_kept(published, refused)
         self._failed = {published.version: self._failed.get(published.version, 0) + 1}
         if self._failed[published.version] >= ATTEMPTS:
             raise refused  # not overwritten by a newer version, or that would be here by now
+
+    async def _ask_again(self, published: Published) -> None:
+        """Have damaged weights published again. It is read once more at once, as the damage may be the way's; then it lies
+        where it lies, and only another edition, or version, can help."""
+        if published == self._damaged:
+            self._pause = self.policy.timeout
+            self._till = time.monotonic() + self._pause
+            return
+        self._damaged = published
+        await self.index.put(damaged(published.version, published.edition), self.worker)
+        await self.index.call("nudge", topic=ASKED)
 
     async def _read(self, published: Published) -> Mapping[str, torch.Tensor]:
         engine, stuck = self.stage.engine, self._reading is not None and not self._reading.done()

@@ -234,24 +234,40 @@ async def test_pause_holds_and_resume_goes_on(tmp_path: Path) -> None:
     assert_each_sample_once(of, watched)
 
 
-async def test_weights_corrupted_in_shared_memory_are_never_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("version", [3, 6], ids=["between", "last"])
+@pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])
+async def test_weights_corrupted_in_shared_memory_are_never_loaded_but_published_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, version: int
 ) -> None:
-    publish = WeightStore.publish
+    publish, damaged = WeightStore.publish, list[int]()
 
-    def corrupting(self: WeightStore, version: int, weights: Any, probe: Any = None) -> Published:
-        published = publish(self, version, weights, probe)
-        if version == 3:
+    def corrupting(self: WeightStore, number: int, weights: Any, probe: Any = None) -> Published:
+        published = publish(self, number, weights, probe)
+        if number == version and len(damaged) < times:
+            damaged.append(number)
             self._open(published.slot, published.nbytes)[100] ^= 1
         return published
 
     monkeypatch.setattr(WeightStore, "publish", corrupting)
     of = recipe(MOCK, train__steps=6, pipeline__staleness=0, launch__max_restarts=0)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
+    changes = [(event.kind, event.data.get("change"), event.data.get("version")) for event in watched.events]
+    syncs = [event for event in changes if event[0] == "sync"]
+    if times == 1:
+        assert result.state == "finished", result.reason
+        assert syncs[2 * version - 2 : 2 * version + 1] == [("sync", None, version)] * 3, "published twice, taken once"
+        kept = changes.index(("worker", "kept its weights", None))
+        assert (
+            changes.index(("sync", None, version))
+            < kept
+            < max(at for at, event in enumerate(changes) if event == ("sync", None, version))
+        )
+        assert_each_sample_once(of, watched)
+        return
     assert result.state == "failed"
-    assert "weights of version 3: bucket 0" in result.reason
+    assert f"weights of version {version}: bucket 0" in result.reason
     assert "checksum" in result.reason
-    assert len(watched.of("step")) == 3, "nothing was generated with them"
+    assert len(watched.of("step")) == version, "nothing was generated with them"
     assert [w["change"] for w in watched.of("worker")].count("kept its weights") == 3
     assert_nothing_left(watched.run)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +17,19 @@ import torch
 
 from pipeline.index import Index, RunConfig
 from pipeline.spans import Spans
+from stages.algorithms.grpo import GRPO
 from stages.engines.mock import MockRolloutEngine, MockTrainEngine
 from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
+from stages.engines.plans import Ranks
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams, SwapTimes, WeightMismatch
 from stages.engines.torch_rollout import TorchRolloutEngine
 from stages.engines.torch_train import TorchTrainEngine
 from stages.follower import ATTEMPTS, Follower, SwapPolicy, SwapRefused
+from stages.gang import Gang, Mate
 from stages.models import tiny_model
 from stages.rollout import Rollout
-from stages.weight_sync import Published, WeightsDamaged, WeightStore, gap, probed
+from stages.update import Update
+from stages.weight_sync import ASKED, Probe, Published, WeightsDamaged, WeightStore, gap, probed
 from tests.stages.test_torch_rollout import DEADLINE, Brake
 
 PARAMS = SamplingParams(max_tokens=8)
@@ -194,13 +199,137 @@ async def test_a_stuck_reading_is_the_only_one(
 async def test_what_stays_damaged_is_given_up_loudly(
     trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path, released: threading.Event
 ) -> None:
-    following = follower(trainer.index, Faulty(tmp_path, "corrupts a byte", 99, released), engine, SwapPolicy())
+    store = Faulty(tmp_path, "corrupts a byte", 99, released)
+    following = follower(trainer.index, store, engine, SwapPolicy(timeout=0.3))
     await trainer.publish()
-    for _ in range(ATTEMPTS - 1):
-        assert not await following._take()
     with pytest.raises(WeightsDamaged, match="version 1: bucket 0"):
-        await following._take()
+        await asyncio.wait_for(following.run(), 20)
     assert engine.version == 0
+    assert len(await told(trainer.index, "worker")) == ATTEMPTS
+
+
+# ── damaged where it lies ──
+
+
+class Damaging(WeightStore):
+    """Damages what it publishes while there are ``times`` left."""
+
+    def __init__(self, directory: Path, times: int) -> None:
+        super().__init__(directory)
+        self.times, self.published = times, 0
+
+    def publish(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+    ) -> Published:
+        self.published += 1
+        published = super().publish(version, weights, probe)
+        if self.times:
+            self.times -= 1
+            self._open(published.slot, published.nbytes)[100] ^= 1
+        return published
+
+
+def update(index: Index, store: WeightStore, engine: Any, steps: int, gang: Gang | None = None) -> Update:
+    """An update stage that has made its first step."""
+
+    async def nothing(step: int) -> None: ...
+
+    dock: Any = SimpleNamespace(index=index)
+    options: dict[str, Any] = {"after_step": nothing, "after_last": lambda: None, "gang": gang}
+    return Update(dock, engine, GRPO(), store, steps=steps, staleness=0, version=1, **options)
+
+
+@pytest.fixture
+async def trained(index: Index) -> Index:
+    """A run whose trainer is at version 1."""
+    await index.init(RunConfig(()), {})
+    await index._redis.hset(f"{index.prefix}n", "trained", 1)
+    return index
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+async def test_what_lies_there_damaged_is_published_again_for_all_who_ask(
+    trained: Index, tmp_path: Path, replicas: int
+) -> None:
+    store = Damaging(tmp_path, 1)
+    stage = update(trained, store, MockTrainEngine(MockTrainOptions(step_seconds=0)), steps=1)
+    await stage.publish()
+    engines = [MockRolloutEngine(MockRolloutOptions(swap_seconds=0)) for _ in range(replicas)]
+    followers = [
+        follower(trained, WeightStore(tmp_path), engine, SwapPolicy(), worker=f"rollout-{i}", steps=1)
+        for i, engine in enumerate(engines)
+    ]
+    stage.over()  # the last step is done: it stays until its version has been taken
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(stage.answer([f"rollout-{i}" for i in range(replicas)]))
+        for one in followers:
+            tasks.create_task(one.run())
+    assert [engine.version for engine in engines] == [1] * replicas
+    assert store.published == 2, "once for all of them"
+    kept = await told(trained, "worker")
+    assert {event["change"] for event in kept} == {"kept its weights"}
+    published, again, *taken = [event["worker"] for event in await told(trained, "sync")]
+    assert (published, again) == ("update-0", "update-0")
+    assert sorted(taken) == [f"rollout-{i}" for i in range(replicas)]
+    for engine in engines:
+        await engine.close()
+
+
+async def test_weights_are_not_published_again_in_the_middle_of_a_step_nor_when_it_has_made_newer_ones(
+    trained: Index, tmp_path: Path, engine: MockRolloutEngine
+) -> None:
+    store = Damaging(tmp_path, 1)
+    stage = update(trained, store, MockTrainEngine(MockTrainOptions(step_seconds=0)), steps=9)
+    await stage.publish()
+    following = follower(trained, WeightStore(tmp_path), engine, SwapPolicy())
+    answering = asyncio.create_task(stage.answer(["rollout-0"]))
+    try:
+        async with stage._turn:
+            assert not await following._take()
+            await trained.call("nudge", topic=ASKED)
+            await asyncio.wait([answering], timeout=0.1)
+            assert store.published == 1
+            await trained._redis.hset(f"{trained.prefix}n", "trained", 2)
+            stage.trained = 2
+            await stage.publish()
+        assert await following._take()
+        assert engine.version == 2
+        stage.over()
+        await asyncio.wait_for(answering, 20)
+        assert store.published == 2
+    finally:
+        answering.cancel()
+
+
+async def test_all_ranks_give_their_weights_again(trained: Index, tmp_path: Path) -> None:
+    together = threading.Barrier(2)
+
+    class Half(MockTrainEngine):
+        """Gives its weights when the other rank does."""
+
+        def weights(self) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
+            for name, tensor in super().weights():
+                together.wait(20)
+                yield name, tensor
+
+    gangs = [Gang(trained, Ranks(rank, 1, 2), "life") for rank in range(2)]
+    halves = [Half(MockTrainOptions(step_seconds=0)) for _ in gangs]
+    dock: Any = SimpleNamespace(index=trained)
+    mate = Mate(dock, halves[1], GRPO(), gangs[1], version=1, save=lambda folder, engine: None)
+    store = Damaging(tmp_path, 1)
+    stage = update(trained, store, halves[0], 1, gangs[0])
+    engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))
+    following = follower(trained, WeightStore(tmp_path), engine, SwapPolicy(), steps=1)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(mate.run())
+        await stage.publish()
+        stage.over()
+        tasks.create_task(following.run())
+        await stage.answer(["rollout-0"])
+        await gangs[0].tell("end")
+    assert engine.version == 1
+    assert store.published == 2
+    await engine.close()
 
 
 async def test_buckets_that_leave_bytes_out_are_refused(
