@@ -437,8 +437,8 @@ class Worker:
             self._work_till_end.append(lambda: shared.until(shared.turn.run(stage)))
         else:
             controller.on_end = stage.over
-            engines = [f"rollout-{number}" for number in range(recipe.rollout.workers)] if recipe.ours("rollout") else []
-            self._beside.append(lambda: stage.answer(engines))
+            replicas = recipe.replicas if recipe.ours("rollout") else 0
+            self._beside.append(lambda: stage.answer([f"rollout-{number}" for number in range(replicas)]))
 
 
 def _first(error: BaseException) -> BaseException:
