@@ -205,10 +205,23 @@ def recipes(as_json: DocumentOption = False) -> None:
 @plan_app.command("reshard")
 def plan_reshard(
     recipe: RecipeArgument,
-    train: Annotated[str, typer.Option("--train", metavar="LAYOUT", help="As 'dp=2,tp=2'; dp shards as FSDP2 does.")],
-    rollout: Annotated[str, typer.Option("--rollout", metavar="LAYOUT", help="As 'dp=4,tp=1'; dp are replicas.")],
+    train: Annotated[
+        str | None,
+        typer.Option(
+            "--train", metavar="LAYOUT", help="As 'dp=2,tp=2'; dp shards as FSDP2 does. Default: the recipe's."
+        ),
+    ] = None,
+    rollout: Annotated[
+        str | None,
+        typer.Option(
+            "--rollout", metavar="LAYOUT", help="As 'dp=4,tp=1'; dp are replicas. Default: the recipe's engines."
+        ),
+    ] = None,
     set_: SetOption = None,
-    bucket: Annotated[str, typer.Option("--bucket", metavar="SIZE", help="Bytes of one of the two buckets.")] = "4MiB",
+    bucket: Annotated[
+        str | None,
+        typer.Option("--bucket", metavar="SIZE", help="Bytes of one of the two buckets. Default: sync.bucket."),
+    ] = None,
     ranks_per_node: Annotated[
         int | None, typer.Option("--ranks-per-node", help="Default: all are on one node.")
     ] = None,

@@ -1,23 +1,28 @@
 """``asyncdock plan reshard``: what an allgather-swap between two layouts would move and take, from arithmetic alone.
 
-recipe ──▶ the model's config ──▶ parameters ─┐
---train, --rollout ──▶ layouts ───────────────┴▶ plan ──▶ bytes of each phase and rank; the naive way beside them
+recipe ──▶ the model's config ──▶ parameters ────────────┐
+recipe's layouts, or --train and --rollout ──▶ layouts ──┴▶ plan ──▶ bytes of each phase and rank; the naive way beside them
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from orchestration.recipe import Recipe, format_size, parse_size
+from orchestration.planner import beyond_engine, reshard_plan, rollout_layout, train_layout, trained_state
+from orchestration.recipe import Recipe, format_size, heads_divide, parse_size
+
+if TYPE_CHECKING:
+    from stages.resharding.layout import Layout
 
 SHOWN_RANKS = 16
 SMALLEST_BUCKET = 1024
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-TRAINING_STATE = "train: weights, gradients, and AdamW's two moments in float32"
+TRAINING_STATE = "train: weights and AdamW's moments, as between two steps (within: gradients too)"
 
 
 class PlanRefused(ValueError):
@@ -25,55 +30,64 @@ class PlanRefused(ValueError):
 
 
 def reshard_report(
-    recipe: Recipe, train: str, rollout: str, *, bucket: str = "4MiB", ranks_per_node: int | None = None
+    recipe: Recipe,
+    train: str | None = None,
+    rollout: str | None = None,
+    *,
+    bucket: str | None = None,
+    ranks_per_node: int | None = None,
 ) -> dict[str, Any]:
-    """What the plan for ``recipe``'s model says, in bytes. Raises :class:`PlanRefused`."""
+    """What the plan for ``recipe``'s model says, in bytes. Layouts and bucket are the recipe's where they are None. Raises
+    :class:`PlanRefused`."""
     if recipe.model.source == "mock":
         raise PlanRefused("model.source: 'mock' has no parameters to lay out; use 'tiny', 'smollm2' or a checkpoint")
     if ranks_per_node is not None and ranks_per_node < 1:
         raise PlanRefused(f"--ranks-per-node: {ranks_per_node} is no number of ranks; use a whole number >= 1")
-    bucket_bytes = _bucket_bytes(bucket)
-    import torch
+    bucket_bytes = recipe.sync.bucket if bucket is None else _bucket_bytes(bucket)
 
-    from stages.models import ModelNotFound, load_config
-    from stages.resharding.layout import LayoutError, model_state, parse_layout, place
-    from stages.resharding.plan import (
-        adamw_bytes,
-        memory,
-        plan_reshard,
-        redundant_eq3,
-        redundant_general,
-        redundant_if_naive,
-    )
+    from stages.models import ModelNotFound
+    from stages.resharding.layout import LayoutError, parse_layout
+    from stages.resharding.plan import adamw_bytes, memory, redundant_eq3, redundant_general, redundant_if_naive
 
     try:
-        source, target = parse_layout(train, "train"), parse_layout(rollout, "rollout")
+        source = train_layout(recipe) if train is None else parse_layout(train, "train")
+        target = rollout_layout(recipe, source.world) if rollout is None else parse_layout(rollout, "rollout")
     except LayoutError as error:
         raise PlanRefused(f"--{str(error).replace('.', ' ', 1)}") from None
     if source.world != target.world:
         raise PlanRefused(
-            f"--rollout: {rollout!r} has {target.world} ranks where --train {train!r} has {source.world}; they take "
-            "turns on the same ranks, so make the products of dp, tp and pp equal"
+            f"--rollout: {rollout or str(target)!r} has {target.world} ranks where --train {train or str(source)!r} has "
+            f"{source.world}; they take turns on the same ranks, so make the products of dp, tp and pp equal"
         )
     try:
-        model = model_state(load_config(recipe.model.source), getattr(torch, recipe.model.dtype))
-        plan = plan_reshard(
-            place(model, source),
-            place(model, target, names="vllm"),
+        model = trained_state(recipe)
+        plan = reshard_plan(
+            recipe,
+            "vllm",
+            model=model,
+            train=source,
+            rollout=target,
             bucket_bytes=bucket_bytes,
             ranks_per_node=ranks_per_node,
         )
+        notes = [*_cannot_train(recipe, source)]
     except LayoutError as error:
         raise PlanRefused(f"layout of {recipe.model.source}: {error}") from None
     except (ModelNotFound, ValueError, OSError, AttributeError) as error:
         raise PlanRefused(f"model.source: {recipe.model.source!r} cannot be planned: {error}") from None
+    if rollout is None and not recipe.colocated:
+        notes.append(
+            "launch.placement = 'separate': the engines of this recipe have other devices; planned as if they took turns"
+        )
     return {
         "model": recipe.model.source,
-        "dtype": recipe.model.dtype,
+        "dtype": "float32" if recipe.train.precision == "mixed" else recipe.model.dtype,
+        "rollout_dtype": recipe.model.dtype,
         "bytes": model.nbytes,
         "expert_bytes": model.expert_bytes,
         "train": str(source),
         "rollout": str(target),
+        "notes": notes,
         "ranks": plan.world,
         "bucket_bytes": plan.bucket_bytes,
         "rounds": len(plan.rounds),
@@ -89,7 +103,7 @@ def reshard_report(
                 "live": one.live,
                 "after": one.after,
             }
-            for one in memory(plan, adamw_bytes(plan.source))
+            for one in memory(plan, adamw_bytes(plan.source, gradients=False))
         ],
         "naive": {
             "redundant": redundant_if_naive(plan),
@@ -97,6 +111,30 @@ def reshard_report(
             "eq3": redundant_eq3(model, source, target),
         },
     }
+
+
+def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Why the train engine cannot run ``layout``, in the words of the check of recipes where that has any."""
+    if beyond := beyond_engine(layout):
+        yield f"the train engine does not run this layout: it shards by dp and tp, and has no {', '.join(beyond)}"
+        return
+    train = recipe.train.model_copy(update={"dp": layout.dp_shard, "tp": layout.tp})
+    said = [str(problem) for problem in heads_divide(recipe.model_copy(update={"train": train}))]
+    if not said and layout.tp > 1:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from stages.engines.torch_sharded import cuts
+        from stages.models import load_config
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(load_config(recipe.model.source))
+        try:
+            cuts(model, layout.tp)
+        except ValueError as error:
+            said = [str(error)]
+    for text in said:
+        yield f"the train engine does not run this layout: {text}"
 
 
 def _bucket_bytes(text: str) -> int:
@@ -113,11 +151,13 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
     """What the command prints."""
     experts = f", {format_size(report['expert_bytes'])} of it experts" if report["expert_bytes"] else ""
     bucket = format_size(report["bucket_bytes"])
-    head = (
-        f"{report['model']} in {report['dtype']}: {format_size(report['bytes'])}{experts}\n"
+    generated = f", generating in {report['rollout_dtype']}" if report["rollout_dtype"] != report["dtype"] else ""
+    head = Text(
+        f"{report['model']} in {report['dtype']}: {format_size(report['bytes'])}{experts}{generated}\n"
         f"train   {report['train']}\nrollout {report['rollout']}\n"
         f"{report['ranks']} ranks, {report['rounds']} rounds, buckets of {bucket}, two in flight"
     )
+    notes = [Text(f"! {note}") for note in report["notes"]]
     largest = max(max(one["live"]) for one in report["phases"])
     unit, name = next(one for one in UNITS if largest >= one[0] or one[0] == 1)
 
@@ -142,7 +182,7 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
     redundant.add_row("N·(TW/UTP + EW·(1/UEP − 1/GEP))", figure(naive["general"]), "")
     redundant.add_row("MindSpeed RL, Eq. 3", figure(naive["eq3"]), "")
     told = f"and {more} ranks more, see --json" if more > 0 else TRAINING_STATE
-    return Group(head, "", phases, "", ranks, told, "", redundant)
+    return Group(head, *notes, "", phases, "", ranks, told, "", redundant)
 
 
 def _table(*columns: str) -> Table:

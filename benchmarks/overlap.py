@@ -2,7 +2,8 @@
 
     python benchmarks/overlap.py [--step-seconds 3] [--balance 1] [--steps 24] [--bounds 0 1 2 4] [--json FILE]
     python benchmarks/overlap.py --replicas 4 --swap-share 0.1 --bounds 2
-    python benchmarks/overlap.py --smoke
+    python benchmarks/overlap.py --engine torch --replicas 2 [--model tiny] [--repeats 3] [--steps 24]
+    python benchmarks/overlap.py --smoke [--engine torch]
 
 Real runs: recipe, embedded index, worker processes, shared memory, leases, weight sync. Only the engines are mock: they
 take the time that a model of latency says (``stages/engines/mock.py``), response lengths are log-normal with a long tail,
@@ -28,20 +29,26 @@ Several replicas
 With ``--replicas`` the slots are shared among so many rollout workers, and each bound is run twice: all replicas swap their
 weights as soon as they can (together), and one after the other (rolling). A swap keeps a replica from decoding for
 ``--swap-share`` of a step; "all stop" is the share of time in which no replica could decode at all.
+
+With ``--engine torch`` the replicas are real engines with a real model, and so is the trainer. Nobody knows beforehand what
+such an engine could do at most, so there is no bound and no synchronous arm: the two manners of swapping run in turns,
+``--repeats`` times each, and medians are told. A replica stops for the last ``exposed_seconds`` of its swap (a span of its
+worker); it makes tokens while it holds responses and is not stopped. "longest gap": the longest time in which none did.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, median
 from typing import Any
 
 from orchestration.logs import configure
@@ -136,6 +143,51 @@ SMOKE = Workload(step_seconds=0.1, steps=6, margin=1, groups=4, group_size=4, sl
 
 
 @dataclass(frozen=True)
+class TorchWorkload:
+    """Real engines on the model ``model``, a thread each. Nothing is learned (the learning rate is next to 0), so that the
+    arms generate alike."""
+
+    model: str = "tiny"
+    replicas: int = 2
+    steps: int = 24
+    margin: int = 5  # steps left out at either end
+    repeats: int = 3
+    groups: int = 8
+    group_size: int = 8
+    rows: int = 32  # that one replica decodes at the same time
+    longest: int = 48
+
+    def recipe(self, bound: int, rolling: bool) -> Recipe:
+        return parse_recipe(
+            {
+                "name": f"overlap-torch-{bound}",
+                "model": {"source": self.model},
+                "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 64},
+                "rollout": {
+                    "workers": self.replicas,
+                    "max_rows": self.rows,
+                    "max_tokens": self.longest,
+                    "threads": 1,
+                },
+                "sync": {"rolling": rolling},
+                "reward": {"functions": [{"name": "spelling"}]},
+                "algorithm": {"group_size": self.group_size},
+                "train": {
+                    "steps": self.steps,
+                    "groups_per_step": self.groups,
+                    "learning_rate": 1e-9,
+                    "threads": 1,
+                },
+                "pipeline": {"staleness": bound, "arena": "256MiB"},
+                "checkpoint": {"every": self.steps},
+            }
+        )
+
+
+TORCH_SMOKE = TorchWorkload(steps=6, margin=1, repeats=1, groups=4, group_size=4, rows=8, longest=16)
+
+
+@dataclass(frozen=True)
 class Trained:
     """One optimizer step of a run: response tokens, the moment it was done (seconds on any clock), and the largest
     staleness among its samples."""
@@ -198,8 +250,27 @@ def measured(
 
 async def asynchronous(workload: Workload, bound: int, home: Path, rolling: bool = True) -> Arm:
     """The real run with staleness bound ``bound``."""
-    manner = "" if workload.replicas == 1 else ", rolling" if rolling else ", together"
-    run, events = Run.create(workload.recipe(bound, rolling), home / f"bound-{bound}{rolling}"), list[Event]()
+    events = await _executed(workload.recipe(bound, rolling), home / f"bound-{bound}{rolling}")
+    told = [event for event in events if event.kind == "step"]
+    first, last = told[workload.margin - 1], told[-workload.margin]
+    published = (e.data for e in events if e.kind == "sync" and e.data["worker"] == "update-0")
+    publishing = sum(
+        sync["publish_seconds"] for sync in published if first.data["version"] <= sync["version"] < last.data["version"]
+    )
+    waits = _update_waits(events, first.time, last.time)
+    name = f"η = {bound}{'' if workload.replicas == 1 else _manner(rolling)}"
+    arm = measured(workload, name, bound, _steps(told), publishing, waits)
+    stop = _all_stop(workload.replicas, [swap.stopped for swap in swaps(events)], first.time, last.time)
+    return replace(arm, all_stop_share=stop)
+
+
+def _manner(rolling: bool) -> str:
+    return ", rolling" if rolling else ", together"
+
+
+async def _executed(recipe: Recipe, out: Path) -> list[Event]:
+    """All events of a run. Raises RuntimeError when it does not finish."""
+    run, events = Run.create(recipe, out), list[Event]()
 
     async def follow() -> None:
         async for event in run.events():
@@ -209,9 +280,12 @@ async def asynchronous(workload: Workload, bound: int, home: Path, rolling: bool
         tasks.create_task(follow())
         result = await run.execute()
     if result.state != "finished":
-        raise RuntimeError(f"the run with bound {bound} {result.state}: {result.reason}")
-    told = [event for event in events if event.kind == "step"]
-    steps = [
+        raise RuntimeError(f"the run {recipe.name} {result.state}: {result.reason}")
+    return events
+
+
+def _steps(told: Sequence[Event]) -> list[Trained]:
+    return [
         Trained(
             event.data["step"],
             round(event.data["response_length_mean"] * event.data["rows"]),
@@ -220,28 +294,147 @@ async def asynchronous(workload: Workload, bound: int, home: Path, rolling: bool
         )
         for event in told
     ]
-    first, last = told[workload.margin - 1], told[-workload.margin]
-    published = (e.data for e in events if e.kind == "sync" and e.data["worker"] == "update-0")
-    publishing = sum(
-        sync["publish_seconds"] for sync in published if first.data["version"] <= sync["version"] < last.data["version"]
-    )
-    arm = measured(
-        workload, f"η = {bound}{manner}", bound, steps, publishing, _update_waits(events, first.time, last.time)
-    )
-    return replace(arm, all_stop_share=_all_stop(workload.replicas, events, first.time, last.time))
 
 
-def _all_stop(replicas: int, events: Sequence[Event], begin: float, end: float) -> float:
+Interval = tuple[float, float]  # Unix seconds
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One replica's swap: its turn ``whole``, and the last part of it in which it could not decode."""
+
+    worker: str
+    version: int
+    whole: Interval
+    exposed: float
+
+    @property
+    def stopped(self) -> Interval:
+        return self.whole[1] - self.exposed, self.whole[1]
+
+
+def swaps(events: Sequence[Event]) -> list[Swap]:
+    """All swaps, when they were by the workers' own clocks: a `sync` event is told a moment after its swap is over."""
+    exposed = {
+        (e.data["worker"], e.data["version"]): e.data["exposed_seconds"]
+        for e in events
+        if e.kind == "sync" and e.data["worker"].startswith("rollout-")
+    }
+    turns = ((worker, span) for worker, span in _spans(events, "swap") if (worker, span["version"]) in exposed)
+    return [Swap(worker, span["version"], _interval(span), exposed[worker, span["version"]]) for worker, span in turns]
+
+
+def _spans(events: Sequence[Event], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Spans of the rollout workers with this name. Raises RuntimeError when some were too many to be told."""
+    for event in events:
+        if event.kind == "span" and event.data["stage"] == "rollout":
+            if event.data["left_out"]:
+                raise RuntimeError(
+                    f"{event.data['worker']} left out {event.data['left_out']} spans; use longer responses"
+                )
+            yield from ((event.data["worker"], span) for span in event.data["spans"] if span["name"] == name)
+
+
+def _interval(span: Mapping[str, Any]) -> Interval:
+    return span["start"], span["start"] + span["seconds"]
+
+
+def _all_stop(replicas: int, stops: Sequence[Interval], begin: float, end: float) -> float:
     """The share of the time between two moments in which every replica was swapping."""
-    swaps = [e for e in events if e.kind == "sync" and e.data["exposed_seconds"]]
-    edges = sorted(
-        edge for e in swaps for edge in ((e.time - e.data["exposed_seconds"], 1), (e.time, -1)) if begin < edge[0] < end
-    )
+    within = [(max(since, begin), min(until, end)) for since, until in stops if since < end and until > begin]
+    edges = sorted(edge for since, until in within for edge in ((since, 1), (until, -1)))
     stopped, since, total = 0, begin, 0.0
     for at, change in edges:
         total += at - since if stopped == replicas else 0.0
         stopped, since = stopped + change, at
     return total / (end - begin)
+
+
+def longest_gap(made: Sequence[Interval], begin: float, end: float) -> float:
+    """Seconds of the longest time between two moments that none of ``made`` covers."""
+    gap, covered = 0.0, begin
+    for since, until in sorted(made):
+        gap, covered = max(gap, min(since, end) - covered), min(max(covered, until), end)
+    return max(gap, end - covered)
+
+
+def without(made: Sequence[Interval], stops: Sequence[Interval]) -> Iterator[Interval]:
+    """``made`` but for what lies in ``stops``, which are apart from each other and in order."""
+    for since, until in made:
+        for stop, go in stops:
+            if stop < until and go > since:
+                if since < stop:
+                    yield since, stop
+                since = go
+        if since < until:
+            yield since, until
+
+
+@dataclass(frozen=True)
+class TorchRun:
+    """One run between the ends of two steps. ``exposed_seconds``: of the median swap; ``longest_gap``: seconds in which no
+    replica made a token; ``at_once``: replicas that were in their swaps at the same moment, at most."""
+
+    rolling: bool
+    bound: int
+    tokens_per_second: float
+    all_stop_share: float
+    longest_gap: float
+    exposed_seconds: float
+    swaps: int
+    at_once: int
+    staleness_max: int
+
+
+async def torch_run(workload: TorchWorkload, bound: int, home: Path, rolling: bool) -> TorchRun:
+    events = await _executed(workload.recipe(bound, rolling), home)
+    steps = _steps([event for event in events if event.kind == "step"])
+    begin, end = steps[workload.margin - 1].at, steps[-workload.margin].at
+    tokens = sum(step.tokens for step in steps[workload.margin : len(steps) - workload.margin + 1])
+    found, made = swaps(events), list[Interval]()
+    for worker in sorted({swap.worker for swap in found}):
+        held = [_interval(span) for who, span in _spans(events, "rollout") if who == worker]
+        made += without(held, sorted(swap.stopped for swap in found if swap.worker == worker))
+    edges = sorted(edge for swap in found for edge in ((swap.whole[0], 1), (swap.whole[1], -1)))
+    return TorchRun(
+        rolling,
+        bound,
+        tokens / (end - begin),
+        _all_stop(workload.replicas, [swap.stopped for swap in found], begin, end),
+        longest_gap(made, begin, end),
+        median(swap.exposed for swap in found if begin < swap.whole[1] < end),
+        len(found),
+        max(itertools.accumulate(change for _, change in edges)),
+        max(step.staleness for step in steps),
+    )
+
+
+async def measure_torch(workload: TorchWorkload, bounds: Sequence[int]) -> list[TorchRun]:
+    """The two manners in turns; every other time the second goes first."""
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="overlap-") as home:
+        for bound, repeat in itertools.product(bounds, range(workload.repeats)):
+            for rolling in (False, True) if repeat % 2 == 0 else (True, False):
+                out = Path(home) / f"bound-{bound}-{repeat}{_manner(rolling)[2:]}"
+                runs.append(await torch_run(workload, bound, out, rolling))
+    return runs
+
+
+def torch_table(runs: Sequence[TorchRun]) -> str:
+    """Medians of each arm's runs."""
+    lines = [
+        "                      trained    all stop   longest gap    exposed    replicas swapping   staleness",
+        "arm                   tokens/s   (share)    (seconds)      ms a swap  at once, at most          max",
+    ]
+    for bound, rolling in sorted({(run.bound, run.rolling) for run in runs}):
+        arm = [run for run in runs if (run.bound, run.rolling) == (bound, rolling)]
+        lines.append(
+            f"{f'η = {bound}{_manner(rolling)}':<18}{median(run.tokens_per_second for run in arm):>12.0f}"
+            f"{median(run.all_stop_share for run in arm):>12.5f}{median(run.longest_gap for run in arm):>13.3f}"
+            f"{1e3 * median(run.exposed_seconds for run in arm):>14.1f}{max(run.at_once for run in arm):>20}"
+            f"{max(run.staleness_max for run in arm):>12}"
+        )
+    return "\n".join(lines)
 
 
 def _update_waits(events: Sequence[Event], begin: float, end: float) -> float | None:
@@ -295,28 +488,58 @@ def report(workload: Workload, arms: Sequence[Arm]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--step-seconds", type=float, default=Workload.step_seconds)
-    parser.add_argument("--balance", type=float, default=Workload.balance)
+    parser.add_argument("--engine", choices=["mock", "torch"], default="mock")
+    parser.add_argument("--step-seconds", type=float, default=Workload.step_seconds, help="mock")
+    parser.add_argument("--balance", type=float, default=Workload.balance, help="mock")
     parser.add_argument("--steps", type=int, default=Workload.steps)
-    parser.add_argument("--bounds", type=int, nargs="*", default=[0, 1, 2, 4])
-    parser.add_argument("--launcher", choices=["process", "inline"], default=Workload.launcher)
-    parser.add_argument("--replicas", type=int, default=Workload.replicas)
-    parser.add_argument("--swap-share", type=float, default=Workload.swap_share)
+    parser.add_argument("--bounds", type=int, nargs="*", help="default: 0 1 2 4; with torch 2")
+    parser.add_argument("--launcher", choices=["process", "inline"], default=Workload.launcher, help="mock")
+    parser.add_argument("--replicas", type=int, help="default: 1; with torch 2")
+    parser.add_argument("--swap-share", type=float, default=Workload.swap_share, help="mock")
+    parser.add_argument("--model", choices=["tiny", "smollm2"], default=TorchWorkload.model, help="torch")
+    parser.add_argument("--repeats", type=int, default=TorchWorkload.repeats, help="torch: runs of each arm")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="seconds instead of minutes: does it run at all?")
     options = parser.parse_args(arguments)
-    shared = {"replicas": options.replicas, "swap_share": options.swap_share}
-    if Workload.slots % options.replicas or Workload.slots // options.replicas < Workload.group_size:
+    if not options.smoke and options.steps <= 2 * Workload.margin:
+        parser.error(f"--steps {options.steps}: {Workload.margin} at either end are left out; use more")
+    told = _main_torch(parser, options) if options.engine == "torch" else _main_mock(parser, options)
+    if options.json:
+        options.json.write_text(json.dumps(told, indent=1))
+
+
+def _main_torch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
+    bounds, replicas = options.bounds or [2], options.replicas or TorchWorkload.replicas
+    if replicas < 2:
+        parser.error(f"--replicas {replicas}: with --engine torch two manners of swapping are compared; use 2 or more")
+    if min(bounds) < 1:
+        parser.error(f"--bounds {min(bounds)}: with η = 0 nothing is generated while replicas swap; use 1 or more")
+    workload = TorchWorkload(options.model, replicas, options.steps, repeats=options.repeats)
+    if options.smoke:
+        workload = replace(TORCH_SMOKE, model=options.model, replicas=replicas)
+    runs = asyncio.run(measure_torch(workload, bounds))
+    print(
+        f"{workload.model}, {workload.replicas} replicas of {workload.rows} rows; {workload.groups} groups of "
+        f"{workload.group_size} a step, responses of {workload.longest} tokens at most; steps {workload.margin + 1} to "
+        f"{workload.steps - workload.margin + 1} of {workload.steps}; medians of {workload.repeats} runs of each arm, "
+        "in turns\n"
+    )
+    print(torch_table(runs))
+    return {"workload": asdict(workload), "runs": [asdict(run) for run in runs]}
+
+
+def _main_mock(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
+    replicas = options.replicas or Workload.replicas
+    shared = {"replicas": replicas, "swap_share": options.swap_share}
+    if Workload.slots % replicas or Workload.slots // replicas < Workload.group_size:
         parser.error(
-            f"--replicas {options.replicas}: {Workload.slots} slots cannot be shared among them in whole groups of "
+            f"--replicas {replicas}: {Workload.slots} slots cannot be shared among them in whole groups of "
             f"{Workload.group_size}; use 1, 2, 4 or 8"
         )
-    workload, bounds = replace(SMOKE, **shared, slots=SMOKE.slots * options.replicas), [0, 2]
+    workload, bounds = replace(SMOKE, **shared, slots=SMOKE.slots * replicas), [0, 2]
     if not options.smoke:
-        bounds = options.bounds
+        bounds = [0, 1, 2, 4] if options.bounds is None else options.bounds
         workload = Workload(options.step_seconds, options.balance, options.steps, launcher=options.launcher, **shared)
-        if options.steps <= 2 * workload.margin:
-            parser.error(f"--steps {options.steps}: {workload.margin} at either end are left out; use more")
     arms = asyncio.run(measure(workload, bounds))
     print(
         f"{workload.groups} groups of {workload.group_size} a step, {workload.slots} slots, responses of "
@@ -326,8 +549,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"steps {arms[0].first + 1} to {arms[0].last} of {workload.steps}\n"
     )
     print(table(arms))
-    if options.json:
-        options.json.write_text(json.dumps(report(workload, arms), indent=1))
+    return report(workload, arms)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from orchestration.recipe import Recipe
-    from stages.resharding.layout import Names
+    from stages.resharding.layout import Layout, ModelState, Names
     from stages.resharding.plan import ReshardPlan
     from stages.sample import Flow
 
@@ -26,7 +26,8 @@ HEADS = {
     "smollm2": {"num_attention_heads": 9, "num_key_value_heads": 3},
     "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
-WEIGHT_SLOTS = 2  # versions that the weight store keeps
+WEIGHT_SLOTS = 2  # versions that the trainer's weight store keeps
+VLLM_SLOTS = 1  # that each vLLM engine's own store keeps, from which vLLM's workers load
 SLAB_SHARE = 1 / 8  # of the arena, in all workers' slabs
 GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena is taken
 
@@ -74,7 +75,8 @@ class Plan:
     come on top."""
     reference_bytes: int
     slot_bytes: int
-    """Published versions of the weights in shared memory."""
+    """Versions of the weights in shared memory: those that the trainer publishes, and what each vLLM engine hands to its
+    workers."""
     turns: Turns | None
     """Of a colocated run."""
 
@@ -104,9 +106,14 @@ def plan(recipe: Recipe) -> Plan:
         train_bytes=-(-4 * (parameters or 0) * masters // recipe.train.ranks),
         rollout_bytes=(1 if recipe.colocated else 2) * weights * recipe.replicas,
         reference_bytes=weights if recipe.needs_reference else 0,
-        slot_bytes=0 if recipe.colocated else WEIGHT_SLOTS * weights,
+        slot_bytes=0 if recipe.colocated else _slots(recipe) * weights,
         turns=turns(recipe) if recipe.colocated and parameters else None,
     )
+
+
+def _slots(recipe: Recipe) -> int:
+    engines = recipe.rollout.workers if recipe.rollout.engine == "vllm" and recipe.ours("rollout") else 0
+    return WEIGHT_SLOTS + VLLM_SLOTS * engines
 
 
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
@@ -157,34 +164,79 @@ def slab_bytes(recipe: Recipe) -> int:
     return min(SLAB, int(recipe.pipeline.arena * SLAB_SHARE / (2 * writers)))
 
 
-def reshard_plan(recipe: Recipe, names: Names = "hf") -> ReshardPlan:
-    """The swap of a colocated run: from the layout that trains to a whole model on each rank, named as its engine does."""
+def trained_state(recipe: Recipe) -> ModelState:
+    """The parameters of the recipe's model in the dtype that they are trained in: float32 with mixed precision."""
+    import torch
+
+    from stages.models import load_config
+    from stages.resharding.layout import model_state
+
+    mixed = recipe.train.precision == "mixed"
+    return model_state(load_config(recipe.model.source), torch.float32 if mixed else getattr(torch, recipe.model.dtype))
+
+
+def train_layout(recipe: Recipe) -> Layout:
+    """What ``train.dp`` and ``train.tp`` ask for."""
+    from stages.resharding.layout import Layout
+
+    return Layout(dp_shard=recipe.train.dp, tp=recipe.train.tp)
+
+
+def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
+    """What the recipe's rollout engines hold when they are on ``ranks`` ranks: a whole model on each, or on each
+    ``vllm.tensor_parallel`` of them."""
+    from stages.resharding.layout import Layout
+
+    tp = recipe.rollout.vllm.tensor_parallel if recipe.rollout.engine == "vllm" else 1
+    return Layout(dp_replicate=max(1, ranks // tp), tp=tp)
+
+
+def beyond_engine(layout: Layout) -> list[str]:
+    """The parts of ``layout`` that the train engine, which shards by ``dp_shard`` and ``tp``, does not have."""
+    others = {name: getattr(layout, name) for name in ("pp", "dp_replicate", "ep", "etp")}
+    return [f"{name}={size}" for name, size in others.items() if size not in (None, 1)]
+
+
+def reshard_plan(
+    recipe: Recipe,
+    names: Names = "hf",
+    *,
+    model: ModelState | None = None,
+    train: Layout | None = None,
+    rollout: Layout | None = None,
+    bucket_bytes: int | None = None,
+    ranks_per_node: int | None = None,
+) -> ReshardPlan:
+    """The swap of a colocated run, with the tensors of the rollout named as its engine does. What is None is the recipe's
+    own: :func:`trained_state`, :func:`train_layout`, :func:`rollout_layout`, ``sync.bucket``. Raises LayoutError where a
+    layout does not fit the model."""
     import torch
 
     from stages.engines.plans import Ranks
     from stages.engines.torch_sharded import placement
-    from stages.models import load_config
-    from stages.resharding.layout import Layout, model_state, place
+    from stages.resharding.layout import place
     from stages.resharding.plan import plan_reshard
 
-    compute = getattr(torch, recipe.model.dtype)
-    model = model_state(
-        load_config(recipe.model.source), torch.float32 if recipe.train.precision == "mixed" else compute
+    model, train = model or trained_state(recipe), train or train_layout(recipe)
+    # Where the engine can hold it, as the engine does: what is outside the layers it cuts over all ranks.
+    source = place(model, train) if beyond_engine(train) else placement(model, Ranks(0, train.dp_shard, train.tp))
+    target = place(
+        model,
+        rollout or rollout_layout(recipe, source.world),
+        names=names,
+        dtype=getattr(torch, recipe.model.dtype),
     )
-    source = placement(model, Ranks(0, recipe.train.dp, recipe.train.tp))
-    target = place(model, Layout(dp_replicate=recipe.train.ranks), names=names, dtype=compute)
-    return plan_reshard(source, target, bucket_bytes=recipe.sync.bucket)
+    return plan_reshard(source, target, bucket_bytes=bucket_bytes or recipe.sync.bucket, ranks_per_node=ranks_per_node)
 
 
 def turns(recipe: Recipe) -> Turns:
     """What the ranks of a colocated run hold, turn by turn."""
-    from stages.resharding.plan import Phase, memory
+    from stages.resharding.plan import Phase, adamw_bytes, memory
 
     plan = reshard_plan(recipe)
-    weights = [plan.source.nbytes(rank) for rank in range(plan.world)]
-    phases = {phase.phase: phase for phase in memory(plan, [2 * nbytes for nbytes in weights])}  # AdamW's moments
+    phases = {phase.phase: phase for phase in memory(plan, adamw_bytes(plan.source, gradients=False))}
     return Turns(
-        training=4 * max(weights),
+        training=4 * max(plan.source.nbytes(rank) for rank in range(plan.world)),
         generating=max(phases[Phase.GENERATE].live),
         between=max(phases[Phase.GATHER].live),
         buckets=max(plan.temporary),

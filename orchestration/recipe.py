@@ -888,7 +888,8 @@ def _ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, getattr(recipe.train, key[6:]), wrong, f"keep train.dp times train.tp <= {cores}")
 
 
-def _heads_divide(recipe: Recipe) -> Iterator[Problem]:
+def heads_divide(recipe: Recipe) -> Iterator[Problem]:
+    """Whether ``train.tp`` ranks can share the model's heads."""
     from orchestration.planner import heads_of
 
     tp = recipe.train.tp
@@ -992,7 +993,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
             "launch.launcher",
         ),
     ),
-    (_heads_divide, ("train.tp", "model.source")),
+    (heads_divide, ("train.tp", "model.source")),
     (_ranks_have_cores, ("train.dp", "train.tp", "train.device")),
     (_precision_means_something, ("train.precision", "model.dtype")),
     (

@@ -268,24 +268,30 @@ def _file_of(files: Mapping[str, list[str]], name: str) -> str:
 # --- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
-def _cut_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Follow transformers' own tensor-parallel plan of the model's layers. Embeddings and head are left whole."""
-    config, kind, tp = model.config.get_text_config(), type(model).__name__, mesh.size()
+def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
+    """The modules that ``tp`` ranks cut, each with how: transformers' own tensor-parallel plan of the model's layers.
+    Embeddings and head are left whole. Raises ValueError for a plan that this engine cannot follow."""
+    config, kind = model.config.get_text_config(), type(model).__name__
     for name in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, name) % tp:
             raise ValueError(f"tp: {kind} has {name} = {getattr(config, name)}, which {tp} ranks cannot share evenly")
     plan = config.base_model_tp_plan
     if not plan:
         raise ValueError(f"tp: {kind} comes without a tensor-parallel plan; use tp = 1")
-    for name, module in model.base_model.named_modules():
-        style = _style_of(plan, name)
-        if style in STYLES:
-            parallelize_module(module, mesh, STYLES[style](), src_data_rank=None)  # every rank has the whole weight
-        elif style == SUMMED:
-            _sum_gradients(module, mesh.get_group())
-        elif style is not None:
+    found = [(name, module, _style_of(plan, name)) for name, module in model.base_model.named_modules()]
+    for name, _, style in found:
+        if style not in (None, SUMMED, *STYLES):
             known = ", ".join([*STYLES, SUMMED])
             raise ValueError(f"tp: {kind} wants {name} {style!r}; this engine knows {known}; use tp = 1")
+    return [(module, style) for _, module, style in found if style is not None]
+
+
+def _cut_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    for module, style in cuts(model, mesh.size()):
+        if style == SUMMED:
+            _sum_gradients(module, mesh.get_group())
+        else:
+            parallelize_module(module, mesh, STYLES[style](), src_data_rank=None)  # every rank has the whole weight
 
 
 def _style_of(plan: Mapping[str, str], name: str) -> str | None:

@@ -309,11 +309,10 @@ class PhaseMemory:
     host: tuple[int, ...]
 
 
-def adamw_bytes(placement: Placement) -> tuple[int, ...]:
-    """Bytes of gradients (in the weights' dtype) and of AdamW's two float32 moments, by rank."""
-    return tuple(
-        sum(t.nbytes + 2 * torch.float32.itemsize * prod(t.shape) for t in tensors) for tensors in placement.ranks
-    )
+def adamw_bytes(placement: Placement, *, gradients: bool = True) -> tuple[int, ...]:
+    """Bytes of gradients and of AdamW's two moments by rank, all in the weights' dtype as torch makes them. Without
+    ``gradients`` as they are between two steps of an engine that frees them."""
+    return tuple((2 + gradients) * placement.nbytes(rank) for rank in range(placement.world))
 
 
 def memory(plan: ReshardPlan, state_bytes: Sequence[int]) -> tuple[PhaseMemory, ...]:

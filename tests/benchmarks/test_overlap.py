@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.overlap import Trained, Workload, main, measured
+from benchmarks.overlap import Trained, Workload, longest_gap, main, measured, without
 
 
 @pytest.mark.parametrize("balance", [0.5, 1.0, 2.0])
@@ -59,3 +59,25 @@ def test_replicas_that_swap_one_after_the_other_never_all_stop(tmp_path: Path) -
     arms = {arm["name"]: arm for arm in json.loads((tmp_path / "overlap.json").read_text())["arms"]}
     assert arms["η = 2, together"]["all_stop_share"] > 0
     assert arms["η = 2, rolling"]["all_stop_share"] < arms["η = 2, together"]["all_stop_share"]
+
+
+def test_torch_replicas_in_processes_swap_one_after_the_other(tmp_path: Path) -> None:
+    main(["--smoke", "--engine", "torch", "--replicas", "2", "--json", str(tmp_path / "overlap.json")])
+    told = json.loads((tmp_path / "overlap.json").read_text())
+    together, rolling = told["runs"]
+    assert (together["rolling"], rolling["rolling"]) == (False, True)
+    assert rolling["at_once"] == 1, "by the workers' own clocks never two in their swaps"
+    assert rolling["all_stop_share"] == 0
+    for run in told["runs"]:
+        assert 2 <= run["swaps"] <= 2 * told["workload"]["steps"], "each replica has taken the last version"
+        assert run["tokens_per_second"] > 0 < run["exposed_seconds"]
+        assert run["staleness_max"] <= run["bound"] == 2
+
+
+def test_the_longest_gap_is_where_nobody_made_anything() -> None:
+    made = [*without([(0.0, 4.0), (5.0, 9.0)], [(1.0, 2.0), (3.5, 5.5)]), (1.25, 3.0)]
+    assert sorted(made) == [(0.0, 1.0), (1.25, 3.0), (2.0, 3.5), (5.5, 9.0)]
+    assert longest_gap(made, 0.0, 8.0) == 2.0
+    assert longest_gap(made, 0.0, 12.0) == 3.0, "after the last one"
+    assert longest_gap(made, -4.0, 8.0) == 4.0, "before the first one"
+    assert longest_gap(made, 2.0, 3.0) == 0.0

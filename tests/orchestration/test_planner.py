@@ -65,6 +65,15 @@ def test_memory_follows_weights_dtype_and_workers() -> None:
     assert of(algorithm={"options": {"kl_coef": 0.1}}).reference_bytes == 4 * single.parameters
 
 
+def test_each_vllm_engine_has_a_version_in_shared_memory_too() -> None:
+    torch_engine, vllm = of(rollout={"workers": 3}), of(rollout={"engine": "vllm", "workers": 3})
+    assert torch_engine.parameters is not None
+    assert torch_engine.slot_bytes == 2 * 4 * torch_engine.parameters
+    assert vllm.slot_bytes == (2 + 3) * 4 * torch_engine.parameters
+    elsewhere = of(rollout={"engine": "vllm", "workers": 3}, external={"stages": ["rollout"]})
+    assert elsewhere.slot_bytes == torch_engine.slot_bytes, "its engines are another program's"
+
+
 def test_ranks_share_what_training_holds() -> None:
     alone, four = of(), of(train={"dp": 2, "tp": 2})
     assert alone.parameters is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from orchestration.checkpoint import Checkpoint, write
 from stages.engines.plans import GroupShape, Ranks, deal
-from stages.engines.torch_sharded import _cut_matrices
+from stages.engines.torch_sharded import cuts
 from stages.engines.torch_train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.ranks import on_ranks
@@ -278,7 +277,7 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, 
     model = model_of("qwen3")
     model.config.base_model_tp_plan = plan if plan != {} else model.config.base_model_tp_plan
     with pytest.raises(ValueError, match=said):
-        _cut_matrices(model, SimpleNamespace(size=lambda: tp))  # type: ignore[arg-type]
+        cuts(model, tp)
 
 
 @pytest.mark.parametrize(
