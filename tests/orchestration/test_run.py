@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from stages.follower import ATTEMPTS
 from stages.weight_sync import Published, WeightsDamaged, WeightStore
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
 from tests.servers import self_signed
+from tests.stages.test_follower import Faulty
 
 Weights = dict[str, torch.Tensor]
 
@@ -269,6 +271,36 @@ async def test_weights_corrupted_in_shared_memory_are_never_loaded_but_published
     assert "checksum" in result.reason
     assert len(watched.of("step")) == version, "nothing was generated with them"
     assert [w["change"] for w in watched.of("worker")].count("kept its weights") == 3
+    assert_nothing_left(watched.run)
+
+
+@pytest.mark.parametrize("fault", ["corrupts a byte", "drops a bucket", "stalls"])
+async def test_a_torch_run_goes_on_after_a_failing_transport_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    released = threading.Event()
+
+    def reader(of: Recipe, shared: Path) -> WeightStore:
+        return Faulty(shared, fault, 1, released, since=2)
+
+    monkeypatch.setattr("orchestration.worker.weight_reader", reader)
+    monkeypatch.setattr(
+        "orchestration.worker.weight_publisher", lambda of, shared: WeightStore(shared, bucket_bytes=4096)
+    )
+    timeout = 3.0 if fault == "stalls" else 60.0
+    of = recipe(TINY, train__steps=4, pipeline__staleness=0, launch__max_restarts=0, sync__timeout=timeout)
+    expected, weights = await synchronous(of)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: "kept its weights" in [w["change"] for w in watched.of("worker")])
+        released.set()
+        result = await asyncio.wait_for(work, 120)
+    assert result.state == "finished", result.reason
+    (kept,) = [w for w in watched.of("worker") if w["change"] == "kept its weights"]
+    assert "weights of version 2: " in kept["reason"]
+    assert ("sync.timeout = 3 s" if fault == "stalls" else "does not match its checksum") in kept["reason"]
+    assert [s["version"] for s in watched.of("sync") if s["worker"] == "rollout-0"] == [1, 2, 3, 4]
+    assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
+    assert_equal(trained(of, result), weights)
     assert_nothing_left(watched.run)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from stages.algorithms.grpo import GRPO
 from stages.engines.mock import MockRolloutEngine, MockTrainEngine
 from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
 from stages.engines.plans import Ranks
-from stages.engines.protocols import Completion, GroupRequest, SamplingParams, SwapTimes, WeightMismatch
+from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams, SwapTimes, WeightMismatch
 from stages.engines.torch_rollout import TorchRolloutEngine
 from stages.engines.torch_train import TorchTrainEngine
 from stages.follower import ATTEMPTS, Follower, SwapPolicy, SwapRefused
@@ -43,12 +43,15 @@ class Trainer:
     index: Index
     store: WeightStore
     version: int = 0
-    engine: MockTrainEngine = field(default_factory=lambda: MockTrainEngine(MockTrainOptions(step_seconds=0)))
+    engine: MockTrainEngine | TorchTrainEngine = field(
+        default_factory=lambda: MockTrainEngine(MockTrainOptions(step_seconds=0))
+    )
 
     async def publish(self, change: Callable[[Published], Published] = lambda p: p, probe: bool = True) -> None:
         self.version += 1
-        for name, tensor in self.engine.weights():
-            self.engine._weights[name] = tensor + self.version
+        random = torch.Generator().manual_seed(self.version)
+        for _, tensor in self.engine.weights():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=random)
         published = self.store.publish(
             self.version, self.engine.weights(), probed(self.engine, *PROBED) if probe else None
         )
@@ -124,14 +127,14 @@ async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -
 
 
 class Faulty(WeightStore):
-    """Reads as told by ``fault`` while there are ``times`` left."""
+    """Reads as told by ``fault`` while there are ``times`` left, from version ``since`` on."""
 
-    def __init__(self, directory: Path, fault: str, times: int, released: threading.Event) -> None:
+    def __init__(self, directory: Path, fault: str, times: int, released: threading.Event, *, since: int = 0) -> None:
         super().__init__(directory, bucket_bytes=4096)
-        self._fault, self.times, self._released = fault, times, released
+        self._fault, self.times, self._released, self._since = fault, times, released, since
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
-        if self.times:
+        if self.times and published.version >= self._since:
             self.times -= 1
             if self._fault == "stalls":
                 self._released.wait(30)
@@ -154,26 +157,60 @@ def released() -> Iterator[threading.Event]:
     event.set()
 
 
+@pytest.fixture(params=["mock", "torch"])
+async def pair(request: pytest.FixtureRequest, trainer: Trainer) -> AsyncIterator[tuple[Trainer, RolloutEngine]]:
+    """A trainer and a rollout engine that has its model."""
+    engine: RolloutEngine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))
+    if request.param == "torch":
+        trainer.engine = TorchTrainEngine(tiny_model(0), learning_rate=1e-4, total_steps=1, threads=1)
+        engine = TorchRolloutEngine(tiny_model(0), max_rows=2, threads=1)
+    yield trainer, engine
+    await engine.close()
+    trainer.engine.close()
+
+
+async def response(engine: RolloutEngine) -> Completion:
+    """The same one from the same weights, to the bit."""
+    request = GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=5), seed=0)
+    (completion,) = [completion async for completion in engine.generate([request])]
+    return completion
+
+
 @pytest.mark.parametrize("fault", ["corrupts a byte", "drops a bucket", "stalls"])
 async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
-    trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path, fault: str, released: threading.Event
+    pair: tuple[Trainer, RolloutEngine], tmp_path: Path, fault: str, released: threading.Event
 ) -> None:
+    trainer, engine = pair
     trainer.store.bucket_bytes = 4096
     store = Faulty(tmp_path, fault, 0, released)
-    following = follower(trainer.index, store, engine, SwapPolicy(tolerance=1e-3, timeout=0.5))
+    following = follower(trainer.index, store, engine, SwapPolicy(tolerance=1e-3, timeout=20))
     await trainer.publish()
     assert await following._take()
+    before = await response(engine)
+    assert {version for version, _ in before.versions} == {1}
     store.times = 1
     await trainer.publish()
+    if fault == "stalls":
+        following.policy = replace(following.policy, timeout=0.5)
     assert not await following._take()
-    assert engine.version == 1, "nothing of it was loaded"
+    assert engine.version == 1
+    after = await response(engine)
+    assert after.versions == before.versions
+    assert torch.equal(after.token_ids, before.token_ids)
+    assert torch.equal(after.logprobs, before.logprobs), "nothing of it was loaded: these are the old weights' tokens"
     (kept,) = await told(trainer.index, "worker")
     assert kept["change"] == "kept its weights"
     assert "version 2" in kept["reason"]
     assert ("bucket" if fault != "stalls" else "sync.timeout = 0.5 s") in kept["reason"]
     released.set()
+    following.policy = replace(following.policy, timeout=20)
     assert await following._take(), "the next attempt finds it whole"
     assert engine.version == 2
+    new = await response(engine)
+    assert {version for version, _ in new.versions} == {2}
+    assert not torch.equal(new.logprobs, before.logprobs)
+    taken = [event["version"] for event in await told(trainer.index, "sync")]
+    assert taken == [1, 2]
 
 
 async def test_a_stuck_reading_is_the_only_one(
@@ -570,17 +607,17 @@ async def test_a_dead_replica_does_not_keep_the_turn(trainer: Trainer, tmp_path:
 
 async def test_a_turn_ends_with_its_lease(trainer: Trainer) -> None:
     index: Any = trainer.index
-    assert (await index.call("swap_turn", worker="a", most=1, lease=150))["granted"]
-    refused = await index.call("swap_turn", worker="b", most=1, lease=150)
+    assert (await index.call("swap_turn", worker="a", most=1, lease=1500))["granted"]
+    refused = await index.call("swap_turn", worker="b", most=1, lease=1500)
     assert not refused["granted"]
-    assert 0 < refused["due"] <= 150
-    assert (await index.call("swap_turn", worker="b", most=2, lease=150))["granted"], "there is room for two"
+    assert 0 < refused["due"] <= 1500
+    assert (await index.call("swap_turn", worker="b", most=2, lease=1500))["granted"], "there is room for two"
 
     async def until(again: Callable[[], Awaitable[Any]]) -> None:
         while not (at := await again())["granted"]:
             await index.wait("swap", at["wait"], at["due"] / 1000)
 
-    await asyncio.wait_for(until(lambda: index.call("swap_turn", worker="c", most=1, lease=150)), 10)
+    await asyncio.wait_for(until(lambda: index.call("swap_turn", worker="c", most=1, lease=1500)), 10)
 
 
 def test_the_gap_of_two_engines() -> None:
@@ -610,11 +647,6 @@ async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index:
     following = [
         follower(index, WeightStore(tmp_path), e, policy, worker=f"rollout-{i}") for i, e in enumerate(engines)
     ]
-
-    async def response(engine: TorchRolloutEngine) -> Completion:
-        request = GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=5), seed=0)
-        (completion,) = [completion async for completion in engine.generate([request])]
-        return completion
 
     try:
         async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
