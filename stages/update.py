@@ -173,12 +173,12 @@ class Update:
         """Publish again what an engine has found damaged: until nothing more will be trained and, where that was the last
         step, all of ``engines`` have its version."""
         seen = ""
-        while not self._over.is_set() or (self.trained >= self.steps and not await self._done_with(engines)):
+        while not self._over.is_set() or (self.trained >= self.steps and not await self._all_have_last(engines)):
             await self._publish_again()
             seen = await self._asked(seen)
 
-    async def _done_with(self, engines: Sequence[str]) -> bool:
-        return all([await self.dock.index.get(done_with(engine)) for engine in engines])
+    async def _all_have_last(self, engines: Sequence[str]) -> bool:
+        return all([await self.dock.index.get(done_with(engine)) == str(self.steps) for engine in engines])
 
     async def _asked(self, seen: str) -> str:
         """Wait until somebody asks after ``seen``, or all is over, which ends the wait only once; where it was asked."""

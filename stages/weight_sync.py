@@ -143,7 +143,7 @@ def damaged(version: int, edition: int) -> str:
 
 
 def done_with(worker: str) -> str:
-    """The document of the index that says that ``worker`` has the last version, and needs no other."""
+    """The document of the index that says of which version ``worker`` needs no more: the last one that it has taken."""
     return f"has-last-weights:{worker}"
 
 
