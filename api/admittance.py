@@ -122,6 +122,10 @@ def _code(settings: Settings, data: Mapping[str, Any]) -> Iterator[Found]:
     name = _at(data, "algorithm", "name")
     if _is_code(name, settings.allow_algorithms):
         yield Problem("algorithm.name", name, "is code that this server does not run", _ask("algorithm")), "grpo"
+    for side in ("rollout", "train"):
+        name = _at(data, side, "engine")
+        if _is_code(name, settings.allow_engines):
+            yield Problem(f"{side}.engine", name, "is code that this server does not run", _ask("engine")), "torch"
     path = _at(data, "prompts", "path")
     if _is_code(path, settings.allow_datasets):
         yield Problem("prompts.path", path, "could name code that this server does not run", _ask("dataset")), "refused"

@@ -52,6 +52,9 @@ def serve_command(
     allow_algorithm: Annotated[
         list[str] | None, typer.Option("--allow-algorithm", metavar="MODULE:CLASS", help="Repeatable.")
     ] = None,
+    allow_engine: Annotated[
+        list[str] | None, typer.Option("--allow-engine", metavar="MODULE:FACTORY", help="Repeatable.")
+    ] = None,
     allow_dataset: Annotated[
         list[str] | None, typer.Option("--allow-dataset", metavar="MODULE:FUNCTION", help="Repeatable.")
     ] = None,
@@ -83,6 +86,7 @@ def serve_command(
             recipes=_folders("--recipes", recipes),
             allow_rewards=frozenset(allow_reward or ()),
             allow_algorithms=frozenset(allow_algorithm or ()),
+            allow_engines=frozenset(allow_engine or ()),
             allow_datasets=frozenset(allow_dataset or ()),
             require_token=require_token,
             hosts=tuple(host_name or ()),

@@ -53,6 +53,7 @@ class Settings(BaseModel):
     recipes: tuple[Path, ...] = ()
     allow_rewards: frozenset[str] = frozenset()
     allow_algorithms: frozenset[str] = frozenset()
+    allow_engines: frozenset[str] = frozenset()
     allow_datasets: frozenset[str] = frozenset()
     require_token: bool = False
     hosts: tuple[str, ...] = ()

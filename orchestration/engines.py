@@ -1,6 +1,7 @@
 """From a recipe to engines, tokenizer and prompts: the one place that knows which adapter a name stands for.
 
-Adapters are imported here, when they are asked for: a mock run loads no model code.
+Adapters are imported here, when they are asked for: a mock run loads no model code. Engines of others are made by their
+factories (:mod:`stages.engines.factories`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from orchestration.recipe import Recipe
 from pipeline.warehouse import shared_memory_directory
 from stages import device as devices
+from stages.engines.factories import BUILT_IN, EngineUnknown, Side, find_factory
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.external import Terms
@@ -89,6 +91,9 @@ def rollout_engine(
     """``shared`` is a folder in shared memory for this engine alone, that need not be there yet; None makes one."""
     if recipe.colocated:
         return colocated_engine(recipe, Ranks(0, recipe.train.dp, recipe.train.tp), version=version, weights=weights)
+    if recipe.rollout.engine not in BUILT_IN["rollout"]:
+        engine: RolloutEngine = _foreign("rollout", recipe, RolloutEngine, version=version, weights=weights)
+        return engine
     if recipe.rollout.engine == "mock":
         from stages.engines.mock import MockRolloutEngine
         from stages.engines.mock_options import MockRolloutOptions
@@ -107,6 +112,19 @@ def rollout_engine(
             shutil.rmtree(shared, ignore_errors=True)
             raise
     return _torch_engine(recipe, version, weights, devices.select(recipe.rollout.device))
+
+
+def _foreign(side: Side, recipe: Recipe, protocol: type, **told: Any) -> Any:
+    """The engine that somebody else's factory makes. Raises EngineUnknown when it is none."""
+    section = recipe.rollout if side == "rollout" else recipe.train
+    engine = find_factory(side, section.engine)(recipe, **told, **section.options)
+    lacks = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(engine, name)]
+    if lacks:
+        raise EngineUnknown(
+            f"{side}.engine = {section.engine!r} has made a {type(engine).__name__}, which has no {' and no '.join(lacks)}; "
+            f"make what has all of {protocol.__name__} in stages/engines/protocols.py"
+        )
+    return engine
 
 
 def colocated_engine(
@@ -145,7 +163,7 @@ def weight_publisher(recipe: Recipe, shared: Path) -> Publisher:
 
     device = devices.of_rank(devices.select("cpu" if recipe.train.engine == "mock" else recipe.train.device), 0)
     try:
-        return WeightSender(store, device, host=recipe.sync.serve, timeout=recipe.sync.timeout)
+        return WeightSender(store, device, host=recipe.sync.serve)
     except OSError as error:
         fix = "give the address under which engines reach the node that trains"
         raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error
@@ -158,7 +176,7 @@ def weight_reader(recipe: Recipe, shared: Path) -> Reader:
     from stages.weight_link import WeightReceiver
 
     device = devices.select("cpu" if recipe.rollout.engine == "mock" else recipe.rollout.device)
-    return WeightReceiver(device, timeout=recipe.sync.timeout)
+    return WeightReceiver(device)
 
 
 def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Path) -> RolloutEngine:
@@ -190,6 +208,10 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
     """The whole engine in this process, or that of one of the ``ranks`` of a run, which find each other by the file
     ``meeting``; then all of them make this call."""
     train = recipe.train
+    if train.engine not in BUILT_IN["train"]:
+        told = {"ranks": ranks or Ranks(0), "meeting": meeting}
+        engine: TrainEngine = _foreign("train", recipe, TrainEngine, **told)
+        return engine
     if train.engine == "mock":
         from stages.engines.mock import MockTrainEngine
         from stages.engines.mock_options import MockTrainOptions
@@ -216,7 +238,7 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
 
 def reference_engine(recipe: Recipe) -> TrainEngine:
     """The recipe's policy on one rank, all of it in model.dtype: what a frozen reference is."""
-    if recipe.train.engine == "mock":
+    if recipe.train.engine != "torch":
         return train_engine(recipe)
     from stages.engines.torch_train import TorchTrainEngine
 

@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pipeline.staleness import StalenessPlan, passing_steps
+from stages.engines.factories import BUILT_IN, TOLD, EngineUnknown, Side, engine_names, find_factory
 from stages.prompts import PromptOptions
 
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -102,12 +103,15 @@ class VllmSection(Section):
 
 
 class RolloutSection(Section):
-    """``max_rows``: responses that one worker decodes at the same time. ``threads`` = 0: shared out by the launcher.
+    """``engine``: ``torch``, ``vllm``, ``mock``, an installed entry point or ``module:factory``, to which ``options`` go
+    (:mod:`stages.engines.factories`). ``max_rows``: responses that one worker decodes at the same time. ``threads`` = 0:
+    shared out by the launcher.
     ``device``: see :func:`stages.device.select`. ``budget``: tokens of a response in one visit to an engine, after which it
     is put aside for whichever worker is free (0: it stays until it ends). ``on_update``: what is in flight when weights
     arrive goes on through the swap, with the KV cache it has, or is cut there and continued with a new one."""
 
-    engine: Literal["torch", "vllm", "mock"] = "torch"
+    engine: str = Field(default="torch", min_length=1, examples=["torch", "vllm", "mock", "my_engines:fast"])
+    options: dict[str, Any] = {}
     device: str = Field(default="auto", min_length=1)
     workers: Count = 1
     max_rows: Count = 32
@@ -144,12 +148,15 @@ class AlgorithmSection(Section):
 
 
 class TrainSection(Section):
-    """``token_budget``: tokens of one forward and backward pass of one rank. ``threads`` = 0: shared out by the launcher.
+    """``engine``: ``torch``, ``mock``, an installed entry point or ``module:factory``, to which ``options`` go
+    (:mod:`stages.engines.factories`). ``token_budget``: tokens of one forward and backward pass of one rank. ``threads`` =
+    0: shared out by the launcher.
     ``dp``: replicas that share out a step's rows, and each layer's weights. ``tp``: ranks that cut each replica's matrices
     between them. ``precision``: ``model`` keeps weights, gradients and optimizer in model.dtype; ``mixed`` keeps them in
     float32 and computes in model.dtype. ``device``: see :func:`stages.device.select`."""
 
-    engine: Literal["torch", "mock"] = "torch"
+    engine: str = Field(default="torch", min_length=1, examples=["torch", "mock", "my_engines:trainer"])
+    options: dict[str, Any] = {}
     device: str = Field(default="auto", min_length=1)
     dp: Count = 1
     tp: Count = 1
@@ -474,6 +481,15 @@ TYPES = {
 }
 
 
+# Keys that [train] will have: what is not there yet, and with which layout a plan shows where its weights would lie.
+LATER = {
+    "train.pp": ("pipeline", "dp=2,pp=2"),
+    "train.cp": ("context", "dp=4"),  # dp=2 times cp=2
+    "train.ep": ("expert", "dp=2,ep=2"),
+    "train.etp": ("expert tensor", "dp=2,tp=2,etp=2"),
+}
+
+
 def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
     """``error`` is one of pydantic's; ``allowed`` are the keys that the table it stands in may have."""
     loc, kind, context = error["loc"], error["type"], error.get("ctx", {})
@@ -484,6 +500,12 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
         wanted = _annotation(loc)
         table = isinstance(wanted, type) and issubclass(wanted, BaseModel)
         return Problem(key, None, "is missing", f"add a [{key}] section" if table else f"add {loc[-1]} = ...")
+    if kind == "extra_forbidden" and key in LATER:
+        what, layout = LATER[key]
+        wrong = f"is not there yet: the train engine has no {what} parallelism, only dp and tp"
+        shares = ", in which ranks of cp count as dp," if key == "train.cp" else ""
+        plan = f"`asyncdock plan reshard RECIPE --train {layout}`{shares} plans such a layout"
+        return Problem(key, value, wrong, f"take it out and set train.dp and train.tp; {plan}")
     if kind == "extra_forbidden":
         return Problem(key, value, "is not a known key", suggest(str(loc[-1]), allowed))
     if kind == "literal_error":
@@ -597,11 +619,34 @@ def _touches(key: str, unsound: set[str]) -> bool:
 # Relations between keys: each yields what does not fit together
 
 
+def _engines_resolve(recipe: Recipe) -> Iterator[Problem]:
+    sections: dict[Side, RolloutSection | TrainSection] = {"rollout": recipe.rollout, "train": recipe.train}
+    for side, section in sections.items():
+        key, name, options = f"{side}.engine", section.engine, section.options
+        if name in BUILT_IN[side]:
+            if options:
+                yield Problem(f"{side}.options", options, f"has no effect with engine {name!r}", "remove the table")
+            continue
+        try:
+            factory = find_factory(side, name)
+        except EngineUnknown as error:
+            wrong, fix = _said_of(name, error)
+            named = f"{suggest(name, engine_names(side))}; or name a factory as 'module:factory'"
+            yield Problem(key, name, wrong, fix if ":" in name else named)
+            continue
+        try:
+            inspect.signature(factory).bind(recipe, **dict.fromkeys(TOLD[side]), **options)
+        except (TypeError, ValueError) as error:
+            takes = f"it is called with the recipe, {', '.join(TOLD[side])} and what {side}.options holds"
+            at, value = (f"{side}.options", options) if options else (key, name)
+            yield Problem(at, value, f"does not fit what makes the engine ({error})", takes)
+
+
 def _mock_goes_with_mock(recipe: Recipe) -> Iterator[Problem]:
     engines = {"rollout.engine": recipe.rollout.engine, "train.engine": recipe.train.engine}
     mock = recipe.model.source == "mock"
     for key, engine in engines.items():
-        if mock and engine != "mock":
+        if mock and engine in ("torch", "vllm"):
             yield Problem(key, engine, "cannot run model.source = 'mock'", f"set {key} = 'mock', or choose a model")
         if not mock and engine == "mock":
             fix = f"set model.source = 'mock', or {key} = 'torch'"
@@ -935,6 +980,7 @@ def _turns_can_be_taken(recipe: Recipe) -> Iterator[Problem]:
 
 # Each with the keys (or sections) it reads: it is left out when one of them is already known to be wrong.
 CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...] = (
+    (_engines_resolve, ("rollout.engine", "rollout.options", "train.engine", "train.options")),
     (_mock_goes_with_mock, ("model.source", "rollout.engine", "train.engine")),
     (_mock_takes_options, ("rollout.engine", "rollout.mock", "train.engine", "train.mock")),
     (

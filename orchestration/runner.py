@@ -133,7 +133,9 @@ def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None
     options = parser.parse_args(arguments)
     configure(terminal=False)
     structlog.contextvars.bind_contextvars(run=options.run, process="runner")
-    sys.path.append(os.getcwd())  # rewards and algorithms given as module:name; last, so that nothing is shadowed
+    sys.path.append(
+        os.getcwd()
+    )  # rewards, algorithms and engines given as module:name; last, so that nothing is shadowed
     token = os.environ.pop(LEASE_VARIABLE)  # not for its workers
     sys.exit(asyncio.run(_until_ended(os.environ[INDEX_VARIABLE], options.run, token, forks)))
 

@@ -54,6 +54,7 @@ from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
 from stages.colocated import ColocatedMate, ColocatedUpdate, SharedDevice, Turn
 from stages.device import DeviceMissing
+from stages.engines.factories import EngineUnknown
 from stages.engines.plans import Ranks
 from stages.engines.protocols import EngineMissing, RolloutEngine
 from stages.evaluate import Evaluator, distinct_prompts
@@ -87,6 +88,7 @@ FATAL = (
     ColumnError,
     DeviceMissing,
     EngineMissing,
+    EngineUnknown,
     ModelNotFound,
     PromptError,
     RewardError,
@@ -458,7 +460,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", required=True)
     options = parser.parse_args(arguments)
     configure(terminal=False)
-    sys.path.append(os.getcwd())  # rewards and algorithms given as module:name; last, so that nothing is shadowed
+    sys.path.append(
+        os.getcwd()
+    )  # rewards, algorithms and engines given as module:name; last, so that nothing is shadowed
     try:
         asyncio.run(Worker(options.run, os.environ[INDEX_VARIABLE], options.kind, options.number, options.name).run())
     except FATAL:

@@ -6,8 +6,9 @@
         └─▶ host memory beside generation, each bucket's checksum against the record in the index
 
 Both ends join a group of two of the devices' own backend (nccl, hccl; gloo between CPUs, and between devices of different
-kinds). It lives for one request, so whichever end dies, the other gets an error at once and nothing is left of it for the
-next. Buckets are in flight two at a time, and on a device they take no more memory than that.
+kinds). It lives for one request: an end whose other end dies has an error at once, or after ``timeout`` where the backend
+does not notice (gloo in the middle of a message), and nothing is left of it for the next. Buckets are in flight two at a
+time, and on a device they take no more memory than that.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from stages.weight_sync import (
 log = structlog.get_logger()
 
 CONNECT_SECONDS = 5.0  # a trainer that is gone is found out in as long
+STALL_SECONDS = 30.0  # for which one end waits for the other
 IN_FLIGHT = 2  # buckets
 _ASKED, _END = "asked", b"end"
 _CPU = torch.device("cpu")
@@ -52,10 +54,11 @@ class WeightSender:
     """Publishes into ``store`` as the store itself does, and sends what lies there to engines that ask.
 
     ``device`` is the trainer's; ``host`` the address under which engines reach this process, and the one that it listens on;
-    ``timeout`` in seconds, of one request. Raises ``OSError`` where ``host`` is no address of this machine.
+    ``timeout``: seconds for which it waits for the other end at each bucket. Raises ``OSError`` where ``host`` is no address
+    of this machine.
     """
 
-    def __init__(self, store: WeightStore, device: torch.device, *, host: str, timeout: float) -> None:
+    def __init__(self, store: WeightStore, device: torch.device, *, host: str, timeout: float = STALL_SECONDS) -> None:
         self._store, self._device, self._timeout = store, device, timedelta(seconds=timeout)
         self._server, port = rendezvous(host, self._timeout)
         self.source = json.dumps([host, port, device.type])
@@ -120,9 +123,10 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Asks a :class:`WeightSender` for published versions. ``device``: the engine's; ``timeout``: seconds of one request."""
+    """Asks a :class:`WeightSender` for published versions. ``device``: the engine's; ``timeout``: seconds for which it waits
+    for the other end at each bucket."""
 
-    def __init__(self, device: torch.device, *, timeout: float) -> None:
+    def __init__(self, device: torch.device, *, timeout: float = STALL_SECONDS) -> None:
         self._device, self._timeout = device, timedelta(seconds=timeout)
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:

@@ -78,7 +78,7 @@ class _Row:
     versions: list[tuple[int, int]] = field(default_factory=list)
     asked: str = ""  # the vLLM request that is under way
     begun: int = 0  # tokens of earlier visits
-    cut: bool = False  # by a swap
+    cut: bool = False  # by a swap, if it has got a token in this visit
 
     def __post_init__(self) -> None:
         if has := self.request.begun.get(self.place):
@@ -154,10 +154,10 @@ class VllmRolloutEngine:
         self._version = initial_version
         self._layout = _layout(model, dtype)
         self._store = WeightStore(shared, slots=1)
-        self._timeout = timedelta(seconds=transfer_timeout)
         # Where vLLM's workers say that weights have landed.
-        self._told, self._port = rendezvous("127.0.0.1", self._timeout)
+        self._told, self._port = rendezvous("127.0.0.1", timedelta(seconds=transfer_timeout))
         self._updating = False  # vLLM has been told that an update begins
+        self._loading = False  # it is paused for it
         self._rows: dict[_Row, asyncio.Task[None]] = {}
         self._numbers = itertools.count()
         self._starting, self._swaps = asyncio.Lock(), asyncio.Lock()
@@ -223,7 +223,11 @@ class VllmRolloutEngine:
             try:
                 return await asyncio.shield(swap)
             except asyncio.CancelledError:
-                await asyncio.wait([swap])  # the caller's tensors are still being read
+                if not self._loading:  # until vLLM is paused, an update can be given up
+                    swap.cancel()
+                ended, _ = await asyncio.wait([swap], timeout=SHUTDOWN_SECONDS)
+                if not ended:
+                    self._fail(TimeoutError(f"vLLM has not ended its update to version {version}"))
                 raise
 
     async def score(
@@ -294,7 +298,8 @@ class VllmRolloutEngine:
                 await self._swapped.wait()
                 reason = await self._ask(row)
                 short = len(row.tokens) < row.request.params.max_tokens
-                if (reason is None and row.cut) or (reason == "length" and short):
+                cut = row.cut and len(row.tokens) > row.begun
+                if (reason is None and cut) or (reason == "length" and short):
                     reason = "cut"
             row.responses.put(row.completion(reason))
         except asyncio.CancelledError:
@@ -307,7 +312,7 @@ class VllmRolloutEngine:
 
     async def _ask(self, row: _Row) -> FinishReason | None:
         """Have the rest of the row made; None when it was aborted before its end."""
-        begun = len(row.tokens)
+        begun, row.cut = len(row.tokens), False
         row.asked = f"{row.request.group}-{row.place}-{next(self._numbers)}"
         version = self._version
         prompt = {"prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens, "cache_salt": str(version)}
@@ -370,7 +375,6 @@ class VllmRolloutEngine:
         async with self._starting:
             if not self._started:
                 where = {"directory": str(self._store.directory), "port": self._port}
-                where["timeout"] = self._timeout.total_seconds()
                 await self._llm.init_weight_transfer_engine(self._vllm.WeightTransferInitRequest(where))
                 await self._llm.update_weight_version(str(self._version))
                 self._started = True
@@ -381,10 +385,12 @@ class VllmRolloutEngine:
         published = await self._bring(version, weights)
         ready = time.perf_counter()
         self._swapped.clear()
+        self._loading = True
         try:
             await self._update(version, published, cut)
             self._paused = self._paused or hold
         finally:
+            self._loading = False
             if self._failed is None and not self._closed and not self._paused:
                 await self._llm.resume_generation()
             self._swapped.set()
@@ -421,7 +427,7 @@ class VllmRolloutEngine:
         try:
             await self._llm.pause_generation(mode="abort" if cut else self._pause, clear_cache=self._rebuild)
             for row in self._rows if cut else ():
-                row.cut = len(row.tokens) > row.begun
+                row.cut = True
             await self._llm.abort([row.asked for row in self._rows if row.asked and not row.tokens])
             await self._tell(published)
             await self._llm.finish_weight_update(str(version))

@@ -51,7 +51,6 @@ class WorkerExtension:
 class InitInfo(WeightTransferInitInfo):
     directory: str  # of the WeightStore that the engine's processes share
     port: int  # of the rendezvous, on the node, where the engine waits for what has landed
-    timeout: float  # seconds that receiving a version may take
 
 
 @dataclass
@@ -67,7 +66,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._store, self._timeout = WeightStore(Path(init_info.directory), slots=1), init_info.timeout
+        self._store = WeightStore(Path(init_info.directory), slots=1)
         self._landing = ThreadPoolExecutor(1, "weights-land")  # one at a time: they write to the same memory
         self._engine = TCPStore("127.0.0.1", init_info.port, is_master=False)
 
@@ -132,8 +131,7 @@ class CollectiveTransfer(SharedMemoryTransfer):
         """Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
         if not published.source:  # the engine was offered tensors, and has written them
             return super().land(published)
-        receiver = WeightReceiver(self.device, timeout=self._timeout)
-        receiver.receive(published, self._store.memory(published.slot, published.nbytes))
+        WeightReceiver(self.device).receive(published, self._store.memory(published.slot, published.nbytes))
 
 
 def end_with(engine: int) -> None:

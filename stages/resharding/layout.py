@@ -12,6 +12,10 @@ tensor-parallel ranks. The experts of a stage are laid over the same ranks anew:
 
     dense    (pp, dp_replicate, dp_shard, tp)
     experts  (pp, data-parallel rest, ep, etp), or with ``ep_order = "outer"`` (pp, ep, data-parallel rest, etp)
+
+Context parallelism cuts sequences and no weights: to a layout its ranks are further data-parallel shards (``dp_shard`` is
+dp · cp, cp counting faster, as in torchtitan), so that there is no ``cp`` here. The train engine has dp and tp so far, and
+plans are made for all of these.
 """
 
 from __future__ import annotations
@@ -368,6 +372,8 @@ def parse_layout(text: str, side: Side) -> Layout:
     for item in filter(None, (item.strip() for item in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         name = {"dp": "dp_shard" if side == "train" else "dp_replicate"}.get(key, key)
+        if name == "cp":
+            raise LayoutError(f"{side}.cp: cuts no weights, its ranks share dp_shard; give dp times cp as dp_shard")
         if name not in known:
             raise LayoutError(f"{side}.{key}: is no part of a layout; use dp, {', '.join(known)}, as in 'dp=2,tp=2'")
         if name in values:

@@ -67,6 +67,8 @@ def test_a_sound_recipe_is_what_it_says() -> None:
         (recipe(prompts={"source": "datasets", "path": f"{CANARY}:rows"}), "prompts.path"),
         (recipe(prompts={"source": "jsonl", "path": f"{CANARY}:rows"}), "prompts.path"),
         (recipe(reward={"functions": [{"name": "os:system"}]}), "reward.functions.0.name"),
+        (recipe(rollout__engine=f"{CANARY}:engine"), "rollout.engine"),
+        (recipe(train__engine=f"{CANARY}:engine", train__options={"command": "id"}), "train.engine"),
         (recipe(reward={"functions": [{"name": f"{CANARY}:reward", "weight": "x"}]}), "reward.functions.0.name"),
     ],
 )
@@ -96,6 +98,14 @@ def test_code_that_the_operator_allows_is_taken_and_only_that(canary: Path) -> N
     other = recipe(reward={"functions": [{"name": f"{CANARY}:Algorithm"}]})
     assert "reward.functions.0.name" in refused(other, allow_rewards={name})
     assert "algorithm.name" in refused(recipe(algorithm__name=name), allow_rewards={name})
+    assert "rollout.engine" in refused(recipe(rollout__engine=name), allow_rewards={name}, allow_algorithms={name})
+
+
+def test_an_engine_that_the_operator_allows_is_taken() -> None:
+    name = "tests.engines.echo:engine"
+    data = recipe(rollout={"engine": name, "max_rows": 32, "max_tokens": 4})
+    assert accept(Settings(data=Path(), allow_engines=frozenset([name])), data, {}).rollout.engine == name
+    assert "rollout.engine" in refused(data, allow_engines={"tests.engines.counting:engine"})
 
 
 @pytest.mark.parametrize(

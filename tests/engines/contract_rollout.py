@@ -218,6 +218,42 @@ class RolloutContract(ABC):
         if number:
             await self.load(engine, 0)
 
+    async def test_a_swap_that_cuts_ends_what_it_meets_with_tokens_of_the_old_weights_alone(
+        self, engine: RolloutEngine
+    ) -> None:
+        """The swap has to come between two tokens, and is tried again, as above. What was cut goes on with the new ones."""
+        until, number, request = time.monotonic() + self.deadline, 0, self.ask(0, (0,), max_tokens=self.long_tokens)
+        cut = None
+        while cut is None or cut.finish_reason != "cut":
+            assert time.monotonic() < until, "no swap came while a response was being made"
+            old, number = engine.version, 1 - number
+            stream = engine.generate([request, self.ask(1, (0,), max_tokens=1)])
+            async with asyncio.timeout(self.deadline):
+                await anext(stream)
+                await engine.load_weights(old + 1, self.weights(number), cut=True)
+                cut = (await collect(stream))[0, 0]
+        count = len(cut.token_ids)
+        assert 0 < count == len(cut.logprobs) < self.long_tokens
+        assert cut.versions == ((old, count),)
+        begun = Begun(cut.token_ids, cut.logprobs, cut.versions)
+        done = (await self.made(engine, replace(request, begun={0: begun})))[0, 0]
+        assert torch.equal(done.token_ids[:count], cut.token_ids)
+        assert torch.equal(done.logprobs[:count], cut.logprobs)
+        assert done.versions == (*cut.versions, (old + 1, len(done.token_ids) - count))
+        if number:
+            await self.load(engine, 0)
+
+    async def test_a_swap_that_cuts_leaves_what_has_no_token_yet(self, engine: RolloutEngine) -> None:
+        await engine.pause()
+        stream = engine.generate([self.ask(1, (0,))])
+        async with asyncio.timeout(self.deadline):
+            await engine.load_weights(engine.version + 1, self.weights(1), cut=True)
+            await engine.resume()
+            done = (await collect(stream))[1, 0]
+        assert done.finish_reason != "cut"
+        assert done.versions == ((engine.version, len(done.token_ids)),)
+        await self.load(engine, 0)
+
     async def test_weights_loaded_while_it_is_paused_are_used_when_it_goes_on(self, engine: RolloutEngine) -> None:
         await engine.pause()
         await self.load(engine, 1)

@@ -1,7 +1,11 @@
 """The smallest engine that keeps the contract: it says its prompt again, each token moved on by the one weight it has.
 
+    [rollout]
+    engine = "tests.engines.echo:engine"
+
 generate ── one task per row ──▶ a token a turn, while the gate is open ──▶ Responses
 pause, resume ── shut and open the gate;  load_weights ── between two turns, so that it is a token boundary
+cut ── whoever has got a token leaves with what it has
 """
 
 from __future__ import annotations
@@ -9,20 +13,49 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
+from orchestration.engines import tokenizer_of
+from orchestration.recipe import Recipe
 from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes, WeightMismatch
 from stages.engines.responses import Responses
+
+
+def engine(recipe: Recipe, *, version: int, weights: Path | None, vocabulary: int = 0) -> EchoRolloutEngine:
+    """``vocabulary`` may be given in rollout.options; else it is the tokenizer's."""
+    made = EchoRolloutEngine(vocabulary=vocabulary or len(tokenizer_of(recipe)), version=version)
+    if weights is not None:  # of a checkpoint from which the run goes on
+        made.step = load_file(weights / "model.safetensors")["step"]
+    return made
+
+
+@dataclass(eq=False)
+class _Row:
+    request: GroupRequest
+    place: int
+    responses: Responses
+    tokens: list[int]
+    versions: list[tuple[int, int]]
+    begun: int  # tokens of earlier visits
+
+    def end(self, reason: FinishReason) -> None:
+        made = torch.tensor(self.tokens)
+        certain = torch.zeros(len(self.tokens))  # logprobs: it never says anything else
+        versions = tuple(self.versions)
+        self.responses.put(Completion(self.request.group, self.place, made, certain, versions, reason))
 
 
 class EchoRolloutEngine:
     def __init__(self, *, vocabulary: int = 97, version: int = 0) -> None:
         self._vocabulary, self._version = vocabulary, version
-        self._step = torch.ones(1, dtype=torch.int64)
+        self.step = torch.ones(1, dtype=torch.int64)
         self._gate = asyncio.Event()
         self._gate.set()
-        self._rows: dict[asyncio.Task[None], Responses] = {}
+        self._rows: dict[_Row, asyncio.Task[None]] = {}
         self._closed = False
 
     @property
@@ -39,7 +72,11 @@ class EchoRolloutEngine:
         responses = Responses(sum(len(request.places) for request in requests), self._abort)
         for request in requests:
             for place in request.places:
-                self._rows[asyncio.create_task(self._make(request, place, responses))] = responses
+                row = _Row(request, place, responses, [], [], 0)
+                if begun := request.begun.get(place):
+                    row.tokens, row.versions = begun.token_ids.tolist(), list(begun.versions)
+                    row.begun = len(row.tokens)
+                self._rows[row] = asyncio.create_task(self._make(row))
         return responses
 
     async def load_weights(
@@ -50,9 +87,12 @@ class EchoRolloutEngine:
             if name not in weights or name != "step":
                 raise WeightMismatch(f"{name}: {'missing' if name == 'step' else 'unknown'}")
         step = weights["step"]
-        if step.shape != self._step.shape or step.dtype != self._step.dtype:
+        if step.shape != self.step.shape or step.dtype != self.step.dtype:
             raise WeightMismatch(f"step: {step.dtype} {tuple(step.shape)} offered, the engine has int64 (1,)")
-        self._step, self._version = step.clone(), version
+        self.step, self._version = step.clone(), version
+        for row in [row for row in self._rows if cut and len(row.tokens) > row.begun]:
+            row.end("cut")
+            self._rows.pop(row).cancel()
         if hold:
             self._gate.clear()
         return SwapTimes(exposed=0.0, hidden=0.0)
@@ -70,40 +110,33 @@ class EchoRolloutEngine:
 
     async def close(self) -> None:
         self._closed = True
-        for task, responses in self._rows.items():
-            responses.put(EngineClosed("the rollout engine was closed"))
+        for row, task in self._rows.items():
+            row.responses.put(EngineClosed("the rollout engine was closed"))
             task.cancel()
-        await asyncio.gather(*self._rows, return_exceptions=True)
+        await asyncio.gather(*self._rows.values(), return_exceptions=True)
         self._rows.clear()
 
-    async def _make(self, request: GroupRequest, place: int, responses: Responses) -> None:
-        params, tokens, versions = request.params, list[int](), list[tuple[int, int]]()
-        offset = int.from_bytes(hashlib.blake2b(f"{request.seed} {place}".encode(), digest_size=4).digest(), "big")
-        reason: FinishReason = "length"
-        if begun := request.begun.get(place):
-            tokens, versions = begun.token_ids.tolist(), list(begun.versions)
-        limit = min(params.max_tokens, len(tokens) + params.budget) if params.budget else params.max_tokens
-        while len(tokens) < limit and reason == "length":
+    async def _make(self, row: _Row) -> None:
+        params, prompt = row.request.params, row.request.prompt_ids
+        place = f"{row.request.seed} {row.place}".encode()
+        offset = int.from_bytes(hashlib.blake2b(place, digest_size=4).digest(), "big")
+        limit = min(params.max_tokens, row.begun + params.budget) if params.budget else params.max_tokens
+        reason: FinishReason = "length" if limit == params.max_tokens else "cut"
+        while len(row.tokens) < limit and reason != "stop":
             await asyncio.sleep(0)  # a turn for the others
             await self._gate.wait()
-            said = int(request.prompt_ids[len(tokens) % len(request.prompt_ids)])
-            tokens.append((said + offset * int(self._step)) % self._vocabulary)
-            count = versions.pop()[1] if versions and versions[-1][0] == self._version else 0
-            versions.append((self._version, count + 1))
-            if tokens[-1] in params.stop_token_ids:
+            said = int(prompt[len(row.tokens) % len(prompt)])
+            row.tokens.append((said + offset * int(self.step)) % self._vocabulary)
+            count = row.versions.pop()[1] if row.versions and row.versions[-1][0] == self._version else 0
+            row.versions.append((self._version, count + 1))
+            if row.tokens[-1] in params.stop_token_ids:
                 reason = "stop"
-        if reason == "length" and limit < params.max_tokens:
-            reason = "cut"
-        made = torch.tensor(tokens)
-        certain = torch.zeros(len(tokens))  # logprobs: it never says anything else
-        responses.put(Completion(request.group, place, made, certain, tuple(versions), reason))
-        self._rows.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+        row.end(reason)
+        del self._rows[row]
 
     def _abort(self, responses: Responses) -> None:
-        for task, its in list(self._rows.items()):
-            if its is responses:
-                task.cancel()
-                del self._rows[task]
+        for row in [row for row in self._rows if row.responses is responses]:
+            self._rows.pop(row).cancel()
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestration.planner import plan
-from orchestration.recipe import Problem, Recipe, RecipeError, format_size, load_recipe, parse_recipe, parse_size
+from orchestration.recipe import LATER, Problem, Recipe, RecipeError, format_size, load_recipe, parse_recipe, parse_size
+from stages.resharding.layout import parse_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -144,6 +145,9 @@ FAULTS = [
     ("train.tp=3", "train.tp", "use one of: 1, 2"),
     (f"train.dp={(os.cpu_count() or 1) + 1}", "train.dp", f"train.tp <= {os.cpu_count() or 1}"),
     ("train.dp=33", "train.dp", "<= 32"),
+    ("train.pp=2", "train.pp", "set train.dp and train.tp; `asyncdock plan reshard RECIPE --train dp=2,pp=2`"),
+    ("train.cp=2", "train.cp", "`asyncdock plan reshard RECIPE --train dp=4`, in which ranks of cp count as dp"),
+    ("train.ep=2", "train.ep", "only dp and tp"),
     ("nonsense", "--set", "train.steps=10"),
     ("train.steps.more=1", "--set", "section"),
     ("reward.functions.7.weight=1", "--set", "section"),
@@ -161,6 +165,13 @@ def test_a_fault_names_its_key_its_value_and_its_fix(minimal: Path, override: st
     assert fix in blamed.wrong + "; " + blamed.fix
     assert blamed.wrong
     assert str(blamed).startswith(key)
+
+
+@pytest.mark.parametrize("key", sorted(LATER))
+def test_the_layout_that_is_named_instead_of_what_is_not_there_yet_can_be_planned(minimal: Path, key: str) -> None:
+    [blamed] = [problem for problem in problems(minimal, f"{key}=2") if problem.key == key]
+    found = parse_layout(blamed.fix.partition("--train ")[2].partition("`")[0], "train")
+    assert getattr(found, key.removeprefix("train."), found.dp_shard // 2) == 2
 
 
 # And for what cannot take turns.

@@ -193,6 +193,7 @@ def test_dp_means_what_the_side_does_with_it() -> None:
     [
         ("dp=two", r"train\.dp: 'two' is no number of ranks; write for example dp=2"),
         ("dp=0", r"train\.dp_shard: 0 is no number of ranks; use a whole number >= 1"),
+        ("cp=2", r"train\.cp: cuts no weights, .* give dp times cp as dp_shard"),
         ("tensor=2", r"train\.tensor: is no part of a layout; use dp, .*tp"),
         ("tp=2,tp=2", r"train\.tp: 'tp=2' gives tp a second time"),
         ("dp=2,dp_shard=4", r"train\.dp_shard: 'dp_shard=4' gives dp_shard a second time"),
