@@ -213,9 +213,13 @@ class SyncSection(Section):
     """How rollout engines take new weights. ``rolling``: several replicas swap one after the other, so that generation never
     stops as a whole. ``probe``: after a swap the engine scores a few tokens, whose logprobs must be the trainer's within
     ``probe_tolerance`` (0: by the model's dtype). ``timeout``: seconds that reading or loading a version may take.
+    ``transport``: engines read the trainer's memory on the same node, or get the bytes by torch.distributed (``collective``:
+    trainer and engines have devices or nodes of their own), from the address ``serve`` of the trainer's node.
     ``prefetch``, ``bucket``: of a colocated run; training's memory comes back as soon as nothing is left to generate, not
     only when a batch is claimed; bytes of each of the two buffers through which ranks exchange weights."""
 
+    transport: Literal["shared_memory", "collective"] = "shared_memory"
+    serve: str = Field(default="127.0.0.1", min_length=1)
     rolling: bool = True
     prefetch: bool = True
     bucket: Annotated[int, BeforeValidator(parse_size), Field(ge=1024)] = 4 * 2**20
@@ -966,6 +970,9 @@ def _turns_can_be_taken(recipe: Recipe) -> Iterator[Problem]:
         if stage in recipe.external.stages:
             wrong = f"gives {stage!r} to another program, while {together} has both of the run's own on one device"
             yield Problem("external.stages", recipe.external.stages, wrong, "set launch.placement = 'separate'")
+    if recipe.sync.transport != "shared_memory":
+        wrong = f"is between separate devices, and with {together} trainer and engine share theirs"
+        yield Problem("sync.transport", recipe.sync.transport, wrong, "leave it out: they exchange slices")
     if rollout.device != train.device:
         wrong = f"is not train.device = {train.device!r}, which it takes turns with by {together}"
         yield Problem("rollout.device", rollout.device, wrong, f"set rollout.device = {train.device!r}")
@@ -1040,6 +1047,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
         (
             "launch.placement",
             "external",
+            "sync.transport",
             "rollout.engine",
             "rollout.workers",
             "rollout.device",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -21,10 +21,10 @@ import torch
 
 from pipeline.controller import Controller
 from pipeline.index import Index
-from stages.engines.protocols import SwapTimes, WeightMismatch
+from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.evaluate import Evaluator, evaluate_once
 from stages.rollout import Rollout
-from stages.weight_sync import Gap, Published, WeightsDamaged, WeightStore
+from stages.weight_sync import Gap, Published, Reader, WeightsDamaged, WeightsUnreachable
 
 log = structlog.get_logger()
 
@@ -57,7 +57,7 @@ class Follower:
     def __init__(
         self,
         index: Index,
-        store: WeightStore,
+        reader: Reader,
         stage: Rollout,
         controller: Controller,
         evaluator: Evaluator | None,
@@ -69,11 +69,18 @@ class Follower:
         policy: SwapPolicy,
         cut: bool = False,
     ) -> None:
-        self.index, self.store, self.stage, self.controller, self.evaluator = index, store, stage, controller, evaluator
+        self.index, self.reader, self.stage, self.controller, self.evaluator = (
+            index,
+            reader,
+            stage,
+            controller,
+            evaluator,
+        )
         self.worker, self.every, self.steps, self.overlap, self.policy = worker, every, steps, overlap, policy
         self.cut = cut
         self._held: Published | None = None  # what the engine has; None: what it was built with
         self._failed: dict[int, int] = {}  # attempts at the version that is published now
+        self._alone = 0.0  # since when the trainer has not answered (monotonic); 0: it does
 
     async def begin(self) -> None:
         """Take what is published already: the worker is new, the run may not be."""
@@ -91,7 +98,8 @@ class Follower:
                 self.controller.stop()
                 return
             while not await self._take():
-                await self.index.wait("version", self._seen, AGAIN_SECONDS if self._failed else WAIT_SECONDS)
+                again = bool(self._failed or self._alone)
+                await self.index.wait("version", self._seen, AGAIN_SECONDS if again else WAIT_SECONDS)
 
     async def _take(self) -> bool:
         """Load the published version when it is newer; whether the engine's version has changed."""
@@ -100,12 +108,17 @@ class Follower:
         if at["version"] <= engine.version or not at["record"]:
             return False
         published = Published.from_record(at["record"])
+        began = time.monotonic()
         try:
             weights = await self._read(published)
+            reading, self._alone = time.monotonic() - began, 0.0
             async with self._turn():
                 self.stage.held_back = self._due(published.version) and not self.overlap
                 with self.controller.spans.during("swap", version=published.version):
                     times, gap = await self._swap(published, weights)
+        except WeightsUnreachable as gone:
+            await self._wait_for_trainer(published, gone)
+            return False
         except (WeightsDamaged, WeightMismatch, SwapRefused) as refused:
             await self._keep_old(published, refused)
             return False
@@ -117,26 +130,41 @@ class Follower:
                 "version": published.version,
                 "bytes": published.nbytes,
                 "exposed_seconds": times.exposed,
-                "hidden_seconds": times.hidden,
+                "hidden_seconds": times.hidden + reading,
                 "publish_seconds": 0.0,
                 **({} if gap is None else {"gap_max": gap.max, "gap_mean": gap.mean, "gap_k3": gap.k3}),
             },
         )
         return True
 
-    async def _keep_old(self, published: Published, refused: Exception) -> None:
-        """Say that the engine stays where it is; raise when trying again has not helped."""
+    async def _say_kept(self, published: Published, refused: Exception) -> None:
+        """Say that the engine stays where it is."""
         log.warning("weights not taken", offered=published.version, kept=self.stage.engine.version, reason=str(refused))
         told = {"stage": "rollout", "worker": self.worker, "change": "kept its weights", "reason": str(refused)}
         await self.index.emit("worker", told)
+
+    async def _wait_for_trainer(self, published: Published, gone: WeightsUnreachable) -> None:
+        """The trainer is being started anew and will publish again, or is gone for good: raise when that took too long."""
+        if not self._alone:
+            self._alone = time.monotonic()
+            await self._say_kept(published, gone)
+        elif time.monotonic() - self._alone > self.policy.timeout:
+            raise gone
+
+    async def _keep_old(self, published: Published, refused: Exception) -> None:
+        """Stay at the old version; raise when trying again has not helped."""
+        await self._say_kept(published, refused)
         self._failed = {published.version: self._failed.get(published.version, 0) + 1}
         if self._failed[published.version] >= ATTEMPTS:
             raise refused  # not overwritten by a newer version, or that would be here by now
 
-    async def _read(self, published: Published) -> dict[str, torch.Tensor]:
+    async def _read(self, published: Published) -> Mapping[str, torch.Tensor]:
+        engine = self.stage.engine
         try:
             async with asyncio.timeout(self.policy.timeout):
-                return await asyncio.to_thread(self.store.read, published)
+                if isinstance(engine, ReceivingEngine):
+                    return await engine.receive(published)
+                return await asyncio.to_thread(self.reader.read, published)
         except TimeoutError:
             raise SwapRefused(
                 f"weights of version {published.version}: not read within sync.timeout = {self.policy.timeout:g} s; is the "
@@ -157,7 +185,7 @@ class Follower:
         finally:
             await asyncio.shield(self.index.call("swapped", worker=self.worker))
 
-    async def _swap(self, published: Published, weights: dict[str, torch.Tensor]) -> tuple[SwapTimes, Gap | None]:
+    async def _swap(self, published: Published, weights: Mapping[str, torch.Tensor]) -> tuple[SwapTimes, Gap | None]:
         """Load and probe. Raises SwapRefused with the old weights back in place."""
         probe, engine = published.probe if self.policy.tolerance else None, self.stage.engine
         if probe is None:
@@ -175,7 +203,7 @@ class Follower:
         finally:
             await engine.resume()
 
-    async def _load(self, version: int, weights: dict[str, torch.Tensor], hold: bool = False) -> SwapTimes:
+    async def _load(self, version: int, weights: Mapping[str, torch.Tensor], hold: bool = False) -> SwapTimes:
         engine = self.stage.engine
         try:
             async with asyncio.timeout(self.policy.timeout):
@@ -200,7 +228,7 @@ class Follower:
             raise RuntimeError(f"{wrong}, and what it had before was never published; the worker begins anew")
         try:
             await self._load(self._held.version, await self._read(self._held), hold=True)
-        except (WeightsDamaged, SwapRefused) as gone:
+        except (WeightsDamaged, WeightsUnreachable, SwapRefused) as gone:
             raise RuntimeError(f"{wrong}, and what it had before is gone ({gone}); the worker begins anew") from None
         raise SwapRefused(wrong)
 

@@ -28,7 +28,7 @@ from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
 from stages.gang import Gang, trained_columns
 from stages.samplebook import Recorder, Sample
-from stages.weight_sync import Published, WeightStore, probed
+from stages.weight_sync import Published, Publisher, probed
 
 log = structlog.get_logger()
 
@@ -47,7 +47,7 @@ class Update:
         dock: Dock,
         engine: TrainEngine,
         algorithm: Algorithm,
-        store: WeightStore,
+        store: Publisher,
         *,
         steps: int,
         staleness: int,
@@ -83,7 +83,7 @@ class Update:
             await self._train(await self.dock.index.replay(self.trained))
             log.info("step replayed", step=self.trained)
             self.trained += 1
-        if at["published"] < self.trained or (self._publish_first and not await self._published()):
+        if at["published"] < self.trained or not await self._reachable():
             await self.publish()
         if self.trained > began:
             await self._end_step()  # who made the last of these steps may not have come to it
@@ -149,9 +149,11 @@ class Update:
         with self.spans.during("train", rows=len(claim), version=self.trained):
             return await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
 
-    async def _published(self) -> bool:
-        """Whether the published version's weights are there, and not only its number."""
-        return bool((await self.dock.index.call("published"))["record"])
+    async def _reachable(self) -> bool:
+        """Whether engines can have the published version's weights: a trainer that is gone sends them no more. Those that
+        the run begins with were not published, unless somebody needs them."""
+        record = (await self.dock.index.call("published"))["record"]
+        return record.get("source", "") == self.store.source if record else not self._publish_first
 
     async def publish(self) -> None:
         """Put the engine's weights into host memory as the current version, and tell the index."""

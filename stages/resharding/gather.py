@@ -1,26 +1,24 @@
 """A plan carried out by one rank: its slices gathered from the other ranks through two bounded buckets.
 
-    round k      pack ─▶ ║ all-to-all ║ ─▶ wait ─▶ unpack          bucket k mod 2
-    round k + 1          pack ─▶ ║ all-to-all ║ ─▶ wait ─▶ unpack  bucket (k + 1) mod 2
+    round k      pack ─▶ ║ exchange ║ ─▶ unpack          bucket k mod 2
+    round k + 1          pack ─▶ ║ exchange ║ ─▶ unpack  bucket (k + 1) mod 2
 
-Only the slices of the plan cross. All-to-alls were measured on gloo beside batches of sends and receives: as fast at
-4 MiB, faster below. When all has arrived, the checksums that the senders took of their messages are compared.
+Only the slices of the plan cross, in shared memory or by all-to-alls (stages/resharding/exchange.py). When all has arrived,
+the checksums that the senders took of their messages are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
-from stages.resharding.plan import ReshardPlan, Round, Slice
+from stages.resharding.exchange import Exchange, connect, part_of, temporary_bytes
+from stages.resharding.plan import ReshardPlan
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,36 +26,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class GatherError(RuntimeError):
     """Slices did not arrive, or not as they were sent: the message names the rank, the round and the reason. What the
     gather was to fill is not to be used."""
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """A rank's part in one round. In its bucket, seen as ``dtype``, lie what it sends, by receiver, and then what it
-    receives, by sender; each slice with where it begins. ``sends`` and ``receives`` are elements by peer."""
-
-    dtype: torch.dtype
-    sends: list[int]
-    receives: list[int]
-    packed: tuple[tuple[Slice, int], ...]
-    unpacked: tuple[tuple[Slice, int], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return (sum(self.sends) + sum(self.receives)) * self.dtype.itemsize
-
-
-def _exchange(slices: Round, rank: int, world: int) -> _Exchange:
-    out = sorted((s for s in slices if s.sender == rank), key=lambda s: s.receiver)
-    into = sorted((s for s in slices if s.receiver == rank), key=lambda s: s.sender)
-    sends, receives, places, at = [0] * world, [0] * world, [], 0
-    for s in (*out, *into):
-        places.append((s, at))
-        at += prod(s.sizes)
-    for s in out:
-        sends[s.receiver] += prod(s.sizes)
-    for s in into:
-        receives[s.sender] += prod(s.sizes)
-    return _Exchange(slices[0].dtype, sends, receives, tuple(places[: len(out)]), tuple(places[len(out) :]))
 
 
 class Gather:
@@ -84,9 +52,11 @@ class Gather:
             )
         self.rank, self.world, self.device, self.group = rank, plan.world, device, group
         self._deadline, self._watch = deadline, watch
-        self._exchanges = [_exchange(one, rank, plan.world) for one in plan.rounds]
+        self._parts = [part_of(rank, one, plan.world) for one in plan.rounds]
         self._local = tuple(plan.local(rank))
-        self._buckets: list[torch.Tensor] = []
+        self._exchange: Exchange | None = None
+        self.exchange = "none"
+        """How the last call's messages went: ``shared memory``, the group's backend, or ``none`` if there were none."""
 
     def __call__(self, sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
         """Fill ``targets`` from everybody's ``sources``, tensors by the names of the plan's target and source. Raises
@@ -94,59 +64,52 @@ class Gather:
         not answer."""
         for s in self._local:
             _part(targets[s.target], s.target_at, s.sizes).copy_(_part(sources[s.source], s.source_at, s.sizes))
-        sizes = [max((e.nbytes for e in self._exchanges[lane::2]), default=0) for lane in (0, 1)]
-        self._buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        told = torch.zeros(len(self._exchanges), self.world, dtype=torch.int64, device=self.device)
+        if not self._parts:  # on no rank
+            return
+        told = torch.zeros(len(self._parts), self.world, dtype=torch.int64, device=self.device)
         found = torch.zeros_like(told)
-        flying: list[tuple[int, Any]] = []
+        with self._reported(0):
+            self._exchange = connect(
+                self._parts, self.rank, device=self.device, group=self.group, deadline=self._deadline
+            )
+        self.exchange = self._exchange.name
         try:
-            for number in range(len(self._exchanges)):
-                if len(flying) == 2:
-                    self._land(*flying.pop(0), targets, found)
-                flying.append((number, self._start(number, sources, told)))
-            for one in flying:
-                self._land(*one, targets, found)
+            for number in range(len(self._parts)):
+                self._send(self._exchange, number, sources, told)
+                if number:
+                    self._land(self._exchange, number - 1, targets, found)
+            self._land(self._exchange, len(self._parts) - 1, targets, found)
         finally:
-            self._buckets = []
+            self._exchange.close()
+            self._exchange = None
         self._compare(told, found)
 
     def temporary_bytes(self) -> int:
-        """Bytes of the buckets that are alive."""
-        return sum(bucket.untyped_storage().nbytes() for bucket in self._buckets)
+        """Bytes of the buckets that are alive; what lies in shared memory counts for its sender and its receiver."""
+        return temporary_bytes(self._parts) if self._exchange else 0
 
-    def _values(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is sent and what is received in a round, flat."""
-        exchange = self._exchanges[number]
-        values = self._buckets[number % 2][: exchange.nbytes].view(exchange.dtype)
-        sent, received = values.split([sum(exchange.sends), sum(exchange.receives)])
-        return sent, received
-
-    def _start(self, number: int, sources: Mapping[str, torch.Tensor], told: torch.Tensor) -> Any:
-        exchange, (sent, received) = self._exchanges[number], self._values(number)
-        for s, at in exchange.packed:
-            sent[at : at + prod(s.sizes)].view(s.sizes).copy_(_part(sources[s.source], s.source_at, s.sizes))
-        told[number] = _checksums(sent, exchange.sends)
+    def _send(self, exchange: Exchange, number: int, sources: Mapping[str, torch.Tensor], told: torch.Tensor) -> None:
+        part = self._parts[number]
         with self._reported(number):
-            return dist.all_to_all_single(
-                received, sent, exchange.receives, exchange.sends, group=self.group, async_op=True
-            )
-
-    def _land(self, number: int, work: Any, targets: Mapping[str, torch.Tensor], found: torch.Tensor) -> None:
-        exchange, (sent, received) = self._exchanges[number], self._values(number)
+            room = exchange.room(number)
+        for s, at in part.packed:
+            room[at : at + prod(s.sizes)].view(s.sizes).copy_(_part(sources[s.source], s.source_at, s.sizes))
+        told[number] = _checksums(room.split(part.sends))
         with self._reported(number):
-            work.wait(timedelta(seconds=self._deadline))
-        found[number] = _checksums(received, exchange.receives)
-        for s, at in exchange.unpacked:
-            first = at - len(sent)
-            values = received[first : first + prod(s.sizes)].view(s.sizes)
+            exchange.start(number)
+
+    def _land(self, exchange: Exchange, number: int, targets: Mapping[str, torch.Tensor], found: torch.Tensor) -> None:
+        with self._reported(number):
+            messages = exchange.messages(number)
+        found[number] = _checksums(messages)
+        for s, at in self._parts[number].unpacked:
+            values = messages[s.sender][at : at + prod(s.sizes)].view(s.sizes)
             _part(targets[s.target], s.target_at, s.sizes).copy_(values)
         self._watch()
 
     def _compare(self, told: torch.Tensor, found: torch.Tensor) -> None:
         """Raise when a message is not what its sender sent: ``told`` [rounds, receivers], ``found`` [rounds, senders]."""
-        if not self._exchanges:  # on no rank
-            return
-        with self._reported(len(self._exchanges)):
+        with self._reported(len(self._parts)):
             mine = told.t().contiguous()
             theirs = torch.empty_like(mine)
             dist.all_to_all_single(theirs, mine, group=self.group)
@@ -161,8 +124,8 @@ class Gather:
     def _reported(self, number: int) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
-            rounds = len(self._exchanges)
+        except (RuntimeError, OSError) as error:
+            rounds = len(self._parts)
             what = f"round {number} of {rounds}" if number < rounds else "the comparison of checksums"
             raise GatherError(
                 f"rank {self.rank}: {what} did not come about ({error}); restart the ranks that are gone and make a new "
@@ -174,11 +137,11 @@ def _part(tensor: torch.Tensor, at: tuple[int, ...], sizes: tuple[int, ...]) -> 
     return tensor[tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))]
 
 
-def _checksums(values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """int64 [peers] on the device of ``values``, of its messages one after the other: xxh3 on a CPU; elsewhere the sum of
-    the bits as integers, which no single wrong element leaves unchanged and which waits for no copy to the host."""
-    messages = values.view(_BITS[values.element_size()]).split(sizes)
-    if values.device.type == "cpu":
+def _checksums(messages: Sequence[torch.Tensor]) -> torch.Tensor:
+    """int64 [peers] on the device of ``messages``: xxh3 on a CPU; elsewhere the sum of the bits as integers, which no single
+    wrong element leaves unchanged and which waits for no copy to the host."""
+    messages = [message.view(_BITS[message.element_size()]) for message in messages]
+    if messages[0].device.type == "cpu":
         digests = [xxhash.xxh3_64_intdigest(message.numpy().data) - 2**63 for message in messages]
         return torch.tensor(digests, dtype=torch.int64)
     return torch.stack([message.sum(dtype=torch.int64) for message in messages])

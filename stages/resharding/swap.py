@@ -303,6 +303,11 @@ class Swap:
         """Bytes of the buckets that are alive."""
         return self._gather.temporary_bytes()
 
+    @property
+    def exchange(self) -> str:
+        """How the last gather's messages went: ``shared memory``, the group's backend, or ``none`` if there were none."""
+        return self._gather.exchange
+
     def training_bytes(self) -> int:
         """Bytes on the device of weights, gradients and optimizer state."""
         state = [t for t in self._training_state() if t.device.type == self.device.type]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.weight_sync import ARMS, config, main
+from benchmarks.weight_sync import ARMS, config, least_seconds, main
 from stages.resharding.layout import Layout, model_state, place
-from stages.resharding.plan import adamw_bytes, memory, plan_reshard
+from stages.resharding.plan import Phase, adamw_bytes, memory, plan_reshard
 
 
 def test_the_smoke_run_counts_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,12 +20,14 @@ def test_the_smoke_run_counts_what_the_plan_says(tmp_path: Path, capsys: pytest.
     plan = plan_reshard(train, place(state, Layout(dp_replicate=2), names="vllm"), bucket_bytes=2**16)
     figures = {one.phase.value: one for one in memory(plan, adamw_bytes(train))}
 
-    assert [one["phase"] for one in told["phases"]] == ["offload state", "gather", "offload weights", "bring back"]
+    gathers = ["gather", "gather: bare all-to-alls", "gather: one copy"]
+    rows = [one["phase"] for one in told["phases"]]
+    assert rows == ["offload state", *gathers, "offload weights", "bring back"]
     for one in told["phases"]:
         assert one["ratio"] > 0
         assert one["rate"] == pytest.approx(one["nbytes"] / one["seconds"])
     sizes = {one["phase"]: one["nbytes"] for one in told["phases"]}
-    assert sizes["gather"] == state.nbytes
+    assert [sizes[name] for name in gathers] == [state.nbytes] * 3
     assert sizes["offload state"] + sizes["offload weights"] == sizes["bring back"]
 
     arms = {one["arm"]: one for one in told["arms"]}
@@ -44,6 +46,21 @@ def test_the_smoke_run_counts_what_the_plan_says(tmp_path: Path, capsys: pytest.
         arms["swap"]["exposed"] - arms["swap, prefetch"]["exposed"]
     )
     assert told["goals"]["temporary of two buckets or less"]
+    assert "gather at 0.7 of its floor or more" in told["goals"]
 
     lines = capsys.readouterr().out.splitlines()
+    assert told["exchange"] == "shared memory"
+    assert lines[0].endswith("buckets of 64 KiB, exchanged by shared memory")
     assert [line.split("  ")[0].strip() for line in lines if line.startswith(("naive", "swap"))] == list(ARMS)
+
+
+def test_what_crosses_is_copied_twice_in_the_gathers_floor() -> None:
+    """Of 100 bytes that arrive the rank has 40 itself, and it sends 50: at 10 bytes a second 4 + 5 + 6 seconds of copies."""
+    nbytes = {Phase.OFFLOAD_STATE: 80, Phase.GATHER: 100, Phase.OFFLOAD_WEIGHTS: 40, "bring back": 120}
+    result = {"bytes": nbytes, "kept": 40, "copied": 40 + 50 + 60}
+    one = {"rates": {"to host": 20.0, "back": 10.0}, "raw gather": 30.0}
+    copies = {"offload state": 4.0, "offload weights": 2.0, "bring back": 12.0}
+    gathers = {"gather: bare all-to-alls": 34.0, "gather: one copy": 10.0}
+    for device, floor in (("cpu", 15.0), ("cuda", 34.0)):
+        found = {row: seconds for row, (_, seconds) in least_seconds(result, one, device).items()}
+        assert found == {**copies, **gathers, "gather": floor}

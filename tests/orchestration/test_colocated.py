@@ -18,6 +18,7 @@ from orchestration.recipe import Recipe
 from orchestration.run import Run
 from orchestration.synchronous import SynchronousStep, synchronous_run
 from stages.algorithms.grpo import GRPO
+from stages.resharding.exchange import SharedExchange
 from stages.resharding.plan import Phase, memory
 from stages.resharding.swap import Swap
 from tests.orchestration.runs import TINY, Watched, complete, early_letters, executing, recipe
@@ -162,16 +163,15 @@ class Laborious(GRPO):
                 os.unlink(self.damage)
             except FileNotFoundError:
                 return super().loss(tokens)
-            sound = dist.all_to_all_single
+            sound = SharedExchange.messages
 
-            def damaging(received: torch.Tensor, *args: Any, **options: Any) -> Any:
-                work = sound(received, *args, **options)
-                work.wait()
-                received.view(torch.uint8)[5] ^= 4
-                dist.all_to_all_single = sound
-                return work
+            def damaging(self: SharedExchange, number: int) -> Any:
+                messages = sound(self, number)
+                messages[0].view(torch.uint8)[5] ^= 4
+                SharedExchange.messages = sound  # type: ignore[method-assign]
+                return messages
 
-            dist.all_to_all_single = damaging
+            SharedExchange.messages = damaging  # type: ignore[method-assign]
         return super().loss(tokens)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+import stat
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,10 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
+from stages.resharding.exchange import GroupExchange, SharedExchange
 from stages.resharding.layout import Layout, ModelState, Names, Placement, model_state, place
 from stages.resharding.plan import Phase, PhaseMemory, ReshardPlan, memory, plan_reshard
 from stages.resharding.swap import State, Swap, SwapError, live_bytes, local_weights, training_state
-from tests.stages.resharding.models import SMALL, moe_config
+from tests.stages.resharding.models import SMALL, fused_config, moe_config
 
 CPU = torch.device("cpu")
 BUCKET = 3000  # small, so that every case takes many rounds
@@ -29,6 +36,7 @@ TIED = model_state(LlamaConfig(**{**SMALL, "vocab_size": 51, "intermediate_size"
 THREE_HEADS = model_state(
     LlamaConfig(**{**SMALL, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 53})
 )
+FUSED = model_state(fused_config(intermediate_size=23))
 MOE = model_state(moe_config())
 FIVE_EXPERTS = model_state(moe_config(num_experts=5, moe_intermediate_size=7, num_hidden_layers=3))
 
@@ -53,6 +61,7 @@ CASES = {
         Case("TP2 to DP2, nine heads on three", THREE_HEADS, Layout(tp=2), Layout(dp_replicate=2)),
         Case("PP2 to TP2, tied", TIED, Layout(pp=2), Layout(tp=2)),
         Case("the same to the same", DENSE, Layout(tp=2), Layout(tp=2), "hf"),
+        Case("FSDP2 to TP2, fused at the source", FUSED, Layout(dp_shard=2), Layout(tp=2)),
     ],
     4: [
         Case("TP2·DP2 to TP1·DP4", DENSE, Layout(dp_replicate=2, tp=2), Layout(dp_replicate=4)),
@@ -62,6 +71,7 @@ CASES = {
         Case("Fig. 3: EP2·TP2·DP2 to EP4·DP4", MOE, Layout(dp_replicate=2, tp=2, ep=2), Layout(dp_replicate=4, ep=4)),
         Case("FSDP2·TP2 to TP4, nine heads", THREE_HEADS, Layout(dp_shard=2, tp=2), Layout(tp=4)),
         Case("EP2·FSDP4 to TP4, five experts", FIVE_EXPERTS, Layout(dp_shard=4, ep=2), Layout(tp=4)),
+        Case("FSDP2·TP2 to TP4, fused at the source", FUSED, Layout(dp_shard=2, tp=2), Layout(tp=4)),
         Case("FSDP3 of four to two ranks", DENSE, Layout(dp_shard=3), Layout(dp_replicate=2, tp=2)),
     ],
     8: [
@@ -95,11 +105,20 @@ def bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: t.detach().clone().flatten().view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
 
 
-def swapped_twice(rank: int, world: int, cases: list[Case]) -> list[str]:
-    return [case.name for case in cases if _round_trips(rank, case)]
+@contextmanager
+def shared_in(folder: str) -> Iterator[None]:
+    """Buckets are shared in ``folder``; where there is no such folder, ranks exchange by gloo."""
+    with patch("stages.resharding.exchange.shared_memory_directory", lambda: Path(folder)):
+        yield
 
 
-def _round_trips(rank: int, case: Case) -> bool:
+def swapped_twice(rank: int, world: int, cases: list[Case], folder: str) -> list[tuple[str, str]]:
+    """The cases, and how their ranks exchanged."""
+    with shared_in(folder):
+        return [(case.name, _round_trips(rank, case)) for case in cases]
+
+
+def _round_trips(rank: int, case: Case) -> str:
     plan = case.plan()
     full = full_state(case.state)
     weights = laid_out(full, plan.source, rank)
@@ -131,6 +150,12 @@ def _round_trips(rank: int, case: Case) -> bool:
         rollout = swap.to_rollout()
         assert bits(rollout) == expected
         assert live_bytes([*weights.values(), *state.values()]) == 0  # device bytes of training
+        assert swap.arena.used == sum(
+            figures[phase].host[rank] for phase in (Phase.OFFLOAD_STATE, Phase.OFFLOAD_WEIGHTS)
+        )
+        assert swap.arena.used == figures[Phase.PREFETCH].host[rank]
+        # The arena itself: each storage begins at a multiple of 512 bytes.
+        assert 0 <= swap.arena.nbytes - swap.arena.used < 512 * max(1, len(weights) + len(state))
         assert live() == figures[Phase.GENERATE].live[rank]
         if again:
             assert swap.arena.nbytes == arena  # reused
@@ -140,7 +165,7 @@ def _round_trips(rank: int, case: Case) -> bool:
         assert live() == figures[Phase.PREFETCH].after[rank]
         assert live_bytes(rollout.values()) == 0
     _reached(seen, figures, plan, rank)
-    return True
+    return swap.exchange
 
 
 def _reached(seen: dict[Phase, list[int]], figures: dict[Phase, PhaseMemory], plan: ReshardPlan, rank: int) -> None:
@@ -253,42 +278,116 @@ def _refused(swap: Swap) -> str:
     raise AssertionError("the swap took place")
 
 
-def a_byte_is_wrong(rank: int, world: int) -> str:
+def a_byte_is_wrong(rank: int, world: int, folder: str) -> list[str]:
     """One bit that rank 1 receives in the third round is not what was sent; the swap after it is undisturbed."""
-    made, rounds = bench(rank, world), 0
-    sound = dist.all_to_all_single
+    made = bench(rank, world)
 
-    def damaging(received: torch.Tensor, *args: Any, **options: Any) -> Any:
-        nonlocal rounds
-        work = sound(received, *args, **options)
-        rounds += 1
-        if rounds == 3 and rank == 1:
-            work.wait()
-            received.view(torch.uint8)[5] ^= 4
-        return work
+    def damaged(exchange: type[SharedExchange] | type[GroupExchange]) -> Any:
+        sound = exchange.messages
 
-    with patch("torch.distributed.all_to_all_single", damaging):
-        said = _refused(made.swap)
+        def messages(self: Any, number: int) -> Sequence[torch.Tensor]:
+            found = sound(self, number)
+            if number == 2 and rank == 1:
+                next(message for message in found if len(message)).view(torch.uint8)[5] ^= 4
+            return found
+
+        return patch.object(exchange, "messages", messages)
+
+    with shared_in(folder):
+        with damaged(SharedExchange), damaged(GroupExchange):
+            said = _refused(made.swap)
+        assert made.whole
+        assert bits(made.swap.to_rollout()) == made.expected
+        made.swap.ready()
     assert made.whole
-    assert bits(made.swap.to_rollout()) == made.expected
-    made.swap.ready()
-    assert made.whole
-    return said
+    return [made.swap.exchange, said]
 
 
-def a_rank_dies(rank: int, world: int) -> str:
-    rounds = 0
+def a_rank_dies(rank: int, world: int, folder: str) -> list[Any]:
+    """Rank 1 is killed in the second round; how long the others then took, and what they were told."""
+    rounds, at = 0, 0.0
 
     def dying(phase: Phase) -> None:
+        nonlocal rounds, at
+        rounds += phase is Phase.GATHER
+        if rounds == 2:
+            assert not any(Path(folder).glob("*"))
+            mapped = folder in Path("/proc/self/maps").read_text()
+            assert mapped == (made.swap.exchange == "shared memory")
+            at = time.monotonic()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    made = bench(rank, world, dying)
+    with shared_in(folder):
+        said = _refused(made.swap)
+    assert made.whole
+    assert folder not in Path("/proc/self/maps").read_text()  # the memory is gone with its last mapping
+    return [made.swap.exchange, time.monotonic() - at, said]
+
+
+def a_rank_is_late(rank: int, world: int, folder: str) -> str:
+    """Rank 1 stays away from the third round until rank 0 has given up."""
+    store, rounds = dist.distributed_c10d._get_default_store(), 0
+
+    def late(phase: Phase) -> None:
         nonlocal rounds
         rounds += phase is Phase.GATHER
         if rank == 1 and rounds == 2:
-            os._exit(1)
+            store.wait(["refused-0"])
 
-    made = bench(rank, world, dying)
-    said = _refused(made.swap)
+    made = bench(rank, world, late, deadline=1.0)
+    with shared_in(folder):
+        said = _refused(made.swap)
     assert made.whole
+    store.set(f"refused-{rank}", "")
     return said
+
+
+def one_cannot_share(rank: int, world: int, folder: str) -> list[str]:
+    """How all ranks exchange, and with what they end up, when rank 1 is where it cannot share memory with the others."""
+
+    def full(*size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    elsewhere = "1b4e28ba-2fa1-11d2-883f-0016d3cca427"
+    read = Path.read_text
+    hindered: dict[str, Any] = {
+        "no folder": shared_in(f"{folder}/none"),
+        "no room": patch("os.posix_fallocate", full),
+        "another node": patch.object(
+            Path, "read_text", lambda path, *a: elsewhere if path.name == "boot_id" else read(path, *a)
+        ),
+        "another container's process": patch("os.getpid", os.getppid),
+    }
+    found = []
+    with shared_in(folder):
+        for hindrance in hindered.values():
+            made, opened = bench(rank, world), len(os.listdir("/proc/self/fd"))
+            with ExitStack() as stack:
+                if rank == 1:
+                    stack.enter_context(hindrance)
+                assert bits(made.swap.to_rollout()) == made.expected
+            made.swap.ready()
+            assert len(os.listdir("/proc/self/fd")) == opened
+            found.append(made.swap.exchange)
+    return found
+
+
+def what_is_shared(rank: int, world: int, folder: str) -> tuple[int, int, int]:
+    """Names and mode of the file that a rank shares, and how many descriptors it keeps."""
+    seen: list[os.stat_result] = []
+    reserve = os.posix_fallocate
+
+    def watching(opened: int, *size: int) -> None:
+        seen.append(os.fstat(opened))
+        reserve(opened, *size)
+
+    made, opened = bench(rank, world), len(os.listdir("/proc/self/fd"))
+    with shared_in(folder), patch("os.posix_fallocate", watching):
+        made.swap.to_rollout()
+    (one,) = seen
+    return one.st_nlink, stat.S_IMODE(one.st_mode), len(os.listdir("/proc/self/fd")) - opened
 
 
 def a_rank_does_not_come(rank: int, world: int) -> str:

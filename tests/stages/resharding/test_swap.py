@@ -4,20 +4,41 @@ holds more than the plan says."""
 from __future__ import annotations
 
 import re
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 
+from pipeline.warehouse import shared_memory_directory
 from tests.stages.resharding import swaps
 from tests.stages.resharding.ranks import run_ranks
 from tests.stages.resharding.swaps import CASES
 
 
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """A folder in shared memory of which nothing is left when the test ends."""
+    with tempfile.TemporaryDirectory(prefix="test-swap-", dir=shared_memory_directory()) as made:
+        yield made
+
+
+@pytest.fixture(params=["shared memory", "gloo"])
+def exchange(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def of(exchange: str, folder: str) -> str:
+    """Where ranks are told to share memory, so that they use ``exchange``."""
+    return folder if exchange == "shared memory" else f"{folder}/none"
+
+
 @pytest.mark.parametrize("world", CASES)
-def test_the_rollout_gets_its_slices_and_training_comes_back(world: int) -> None:
+def test_the_rollout_gets_its_slices_and_training_comes_back(world: int, exchange: str, folder: str) -> None:
     for case in CASES[world]:
         assert case.plan().world == world, case.name
-    names = run_ranks(world, swaps.swapped_twice, CASES[world])
-    assert names == [[case.name for case in CASES[world]]] * world
+    found = run_ranks(world, swaps.swapped_twice, CASES[world], of(exchange, folder))
+    ways = [(case.name, exchange if case.plan().rounds else "none") for case in CASES[world]]
+    assert found == [ways] * world
 
 
 def test_torch_lays_out_as_we_do() -> None:
@@ -28,20 +49,41 @@ def test_sharded_training_does_not_notice_a_swap() -> None:
     assert run_ranks(4, swaps.training_does_not_notice) == [["equal"]] * 4
 
 
-def test_a_wrong_byte_is_noticed_by_all_and_the_next_swap_is_sound() -> None:
-    said = run_ranks(3, swaps.a_byte_is_wrong)
+def test_a_wrong_byte_is_noticed_by_all_and_the_next_swap_is_sound(exchange: str, folder: str) -> None:
+    found = run_ranks(3, swaps.a_byte_is_wrong, of(exchange, folder))
+    assert [way for way, _ in found] == [exchange] * 3
+    said = [text for _, text in found]
     assert all("1 messages are not what was sent" in text for text in said)
     assert re.search("rank 1: .* here from rank [02] in round 2;", said[1])
     assert "here none" in said[0]
 
 
-def test_when_a_rank_dies_the_others_have_their_training_state() -> None:
-    said = run_ranks(3, swaps.a_rank_dies)
-    assert said[1] is None
+def test_when_a_rank_is_killed_the_others_are_told_at_once_and_have_their_training_state(
+    exchange: str, folder: str
+) -> None:
+    found = run_ranks(3, swaps.a_rank_dies, of(exchange, folder))
+    assert found[1] is None
     for rank in (0, 2):
+        way, seconds, said = found[rank]
+        assert way == exchange
+        assert seconds < 15, "it waited for its deadline"
         assert re.search(
-            rf"rank {rank}: (round \d+ of \d+|the comparison).* did not come about .*make a new group", said[rank]
+            rf"rank {rank}: (round \d+ of \d+|the comparison).* did not come about .*make a new group", said
         )
+
+
+def test_a_rank_that_is_late_is_named_and_hears_that_it_was_given_up(folder: str) -> None:
+    said = run_ranks(2, swaps.a_rank_is_late, folder)
+    assert re.search(r"rank 0: round 3 of \d+ did not come about \(rank 1 has not come within 1 s\)", said[0])
+    assert re.search(r"rank 1: round 3 of \d+ did not come about \((rank 0 has left|.*Broken pipe)\)", said[1])
+
+
+def test_where_one_rank_cannot_share_memory_all_use_the_group(folder: str) -> None:
+    assert run_ranks(3, swaps.one_cannot_share, folder) == [["gloo"] * 4] * 3
+
+
+def test_what_is_shared_has_no_name_and_is_the_users_own(folder: str) -> None:
+    assert run_ranks(3, swaps.what_is_shared, folder) == [(0, 0o600, 0)] * 3
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
