@@ -24,6 +24,7 @@ from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.external import Terms
 from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder
+from stages.weight_sync import Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
     from stages.engines.torch_rollout import TorchRolloutEngine
@@ -152,8 +153,34 @@ def _torch_engine(
     )
 
 
+def weight_publisher(recipe: Recipe, shared: Path) -> Publisher:
+    """Where the train engine of this process (the first of its ranks) puts its weights; ``shared`` is the run's folder in
+    shared memory."""
+    store = WeightStore(shared)
+    if recipe.sync.transport == "shared_memory":
+        return store
+    from stages.weight_link import WeightSender
+
+    device = devices.of_rank(devices.select("cpu" if recipe.train.engine == "mock" else recipe.train.device), 0)
+    try:
+        return WeightSender(store, device, host=recipe.sync.serve)
+    except OSError as error:
+        fix = "give the address under which engines reach the node that trains"
+        raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error
+
+
+def weight_reader(recipe: Recipe, shared: Path) -> Reader:
+    """Where a rollout engine gets the weights that :func:`weight_publisher` has."""
+    if recipe.sync.transport == "shared_memory":
+        return WeightStore(shared)
+    from stages.weight_link import WeightReceiver
+
+    device = devices.select("cpu" if recipe.rollout.engine == "mock" else recipe.rollout.device)
+    return WeightReceiver(device)
+
+
 def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Path) -> RolloutEngine:
-    from stages.engines.vllm_rollout import VllmRolloutEngine
+    from stages.engines.vllm_rollout import VllmCollectiveEngine, VllmRolloutEngine
 
     rollout = recipe.rollout
     folder = weights or shared / "model"
@@ -163,13 +190,15 @@ def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Pat
         model, tokenizer = _model(recipe, None)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    return VllmRolloutEngine(
+    engine = VllmCollectiveEngine if recipe.sync.transport == "collective" else VllmRolloutEngine
+    return engine(
         folder,
         shared=shared,
         dtype=getattr(torch, recipe.model.dtype),
         max_rows=rollout.max_rows,
         filters=bool(rollout.top_k) or rollout.top_p < 1,
         threads=threads_of(recipe, rollout.threads),
+        transfer_timeout=recipe.sync.timeout,
         initial_version=version,
         **rollout.vllm.model_dump(),
     )

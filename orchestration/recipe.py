@@ -213,9 +213,13 @@ class SyncSection(Section):
     """How rollout engines take new weights. ``rolling``: several replicas swap one after the other, so that generation never
     stops as a whole. ``probe``: after a swap the engine scores a few tokens, whose logprobs must be the trainer's within
     ``probe_tolerance`` (0: by the model's dtype). ``timeout``: seconds that reading or loading a version may take.
+    ``transport``: engines read the trainer's memory on the same node, or get the bytes by torch.distributed (``collective``:
+    trainer and engines have devices or nodes of their own), from the address ``serve`` of the trainer's node.
     ``prefetch``, ``bucket``: of a colocated run; training's memory comes back as soon as nothing is left to generate, not
     only when a batch is claimed; bytes of each of the two buffers through which ranks exchange weights."""
 
+    transport: Literal["shared_memory", "collective"] = "shared_memory"
+    serve: str = Field(default="127.0.0.1", min_length=1)
     rolling: bool = True
     prefetch: bool = True
     bucket: Annotated[int, BeforeValidator(parse_size), Field(ge=1024)] = 4 * 2**20
@@ -486,6 +490,11 @@ LATER = {
 }
 
 
+def lacking(key: str) -> str:
+    """What the train engine does not have, of the keys in :data:`LATER`."""
+    return f"the train engine has no {LATER[key][0]} parallelism, only dp and tp"
+
+
 def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
     """``error`` is one of pydantic's; ``allowed`` are the keys that the table it stands in may have."""
     loc, kind, context = error["loc"], error["type"], error.get("ctx", {})
@@ -497,8 +506,7 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
         table = isinstance(wanted, type) and issubclass(wanted, BaseModel)
         return Problem(key, None, "is missing", f"add a [{key}] section" if table else f"add {loc[-1]} = ...")
     if kind == "extra_forbidden" and key in LATER:
-        what, layout = LATER[key]
-        wrong = f"is not there yet: the train engine has no {what} parallelism, only dp and tp"
+        layout, wrong = LATER[key][1], f"is not there yet: {lacking(key)}"
         shares = ", in which ranks of cp count as dp," if key == "train.cp" else ""
         plan = f"`asyncdock plan reshard RECIPE --train {layout}`{shares} plans such a layout"
         return Problem(key, value, wrong, f"take it out and set train.dp and train.tp; {plan}")
@@ -966,6 +974,9 @@ def _turns_can_be_taken(recipe: Recipe) -> Iterator[Problem]:
         if stage in recipe.external.stages:
             wrong = f"gives {stage!r} to another program, while {together} has both of the run's own on one device"
             yield Problem("external.stages", recipe.external.stages, wrong, "set launch.placement = 'separate'")
+    if recipe.sync.transport != "shared_memory":
+        wrong = f"is between separate devices, and with {together} trainer and engine share theirs"
+        yield Problem("sync.transport", recipe.sync.transport, wrong, "leave it out: they exchange slices")
     if rollout.device != train.device:
         wrong = f"is not train.device = {train.device!r}, which it takes turns with by {together}"
         yield Problem("rollout.device", rollout.device, wrong, f"set rollout.device = {train.device!r}")
@@ -1040,6 +1051,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
         (
             "launch.placement",
             "external",
+            "sync.transport",
             "rollout.engine",
             "rollout.workers",
             "rollout.device",

@@ -36,6 +36,8 @@ from orchestration.engines import (
     terms_of,
     tokenizer_of,
     train_engine,
+    weight_publisher,
+    weight_reader,
 )
 from orchestration.launchers import EXIT_FAILED, EXIT_FATAL
 from orchestration.logs import Current, configure
@@ -70,7 +72,6 @@ from stages.reward_functions import RewardError
 from stages.rollout import Rollout
 from stages.samplebook import FOLDER, Recorder, SampleBook
 from stages.update import Update
-from stages.weight_sync import WeightStore
 
 if TYPE_CHECKING:
     from stages.engines.torch_rollout import TorchRolloutEngine
@@ -272,7 +273,7 @@ class Worker:
         overlap = recipe.staleness_plan.slack > 0
         follower = Follower(
             self.index,
-            WeightStore(self.place.shared),
+            weight_reader(recipe, self.place.shared),
             stage,
             controller,
             evaluator,
@@ -411,12 +412,14 @@ class Worker:
                 await tell(saved, requested=False)  # whoever wrote it was killed before it could say so
             await self.index.call("release", before=saved.version)
 
+        publisher = weight_publisher(recipe, self.place.shared)
+        self._close.append(publisher.close)
         make_update = Update if shared is None else functools.partial(ColocatedUpdate, shared.turn)
         stage: Update = make_update(
             self.dock,
             engine,
             algorithm,
-            WeightStore(self.place.shared),
+            publisher,
             steps=steps,
             staleness=recipe.pipeline.staleness,
             version=version,
@@ -434,6 +437,10 @@ class Worker:
         if shared is not None and isinstance(stage, ColocatedUpdate):
             controller.on_nothing, controller.on_end = shared.turn.no_batch, shared.turn.over
             self._work_till_end.append(lambda: shared.until(shared.turn.run(stage)))
+        else:
+            controller.on_end = stage.over
+            replicas = recipe.replicas if recipe.ours("rollout") else 0
+            self._beside.append(lambda: stage.answer([f"rollout-{number}" for number in range(replicas)]))
 
 
 def _first(error: BaseException) -> BaseException:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
+import torch.distributed
 
 AUTO = "auto"
 INSTALL_NPU = "install CANN 9.1, source its set_env.sh, then pip install 'asyncdock[ascend]' (torch and torch-npu 2.10)"
@@ -80,6 +82,23 @@ def use(device: torch.device) -> None:
 def backend(device: torch.device) -> str:
     """The ``torch.distributed`` backend that moves this device's tensors: gloo, nccl, hccl."""
     return torch.distributed.get_default_backend_for_device(device)
+
+
+def group(
+    device: torch.device, store: torch.distributed.Store, rank: int, size: int, timeout: timedelta
+) -> torch.distributed.ProcessGroup:
+    """A group of processes beside the default one, and without one: ``size`` of them that meet in ``store`` move this
+    device's tensors (:func:`backend`). torch makes such a group from its class alone. Raises ``RuntimeError`` when they do
+    not meet within ``timeout``."""
+    if device.type == "cpu":
+        return cast("torch.distributed.ProcessGroup", torch.distributed.ProcessGroupGloo(store, rank, size, timeout))
+    if device.type == "npu":
+        kind = importlib.import_module("torch_npu._C._distributed_c10d").ProcessGroupHCCL
+    else:
+        kind = torch.distributed.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timeout
+    return kind(store, rank, size, options)
 
 
 def can_pin(device: torch.device) -> bool:

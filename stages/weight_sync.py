@@ -5,7 +5,8 @@
               token boundary ─▶ claims groups that need v
 
 A slot that is overwritten while it is read fails its checksums: the follower keeps its version, says so, and takes the
-newest. Versions come as the optimizer makes them; a slow follower skips some.
+newest. Versions come as the optimizer makes them; a slow follower skips some. One that finds the newest damaged where it
+lies asks for it: the trainer publishes the same version again, in another edition (``damaged`` names what is asked for).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +27,16 @@ from tensordict import TensorDict
 from stages.engines.protocols import TrainEngine
 
 BUCKET_BYTES = 32 * 2**20
+ASKED = "weights"  # the index's topic of whoever wants something of the trainer's weights, or nothing more of them
 _ALIGN = 64
 
 
 class WeightsDamaged(RuntimeError):
     """A bucket's bytes are not those that were published: overwritten by a later version, or corrupted."""
+
+
+class WeightsUnreachable(RuntimeError):
+    """The trainer that published a version does not send it: it has ended, or the network between them is gone."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,9 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> Gap:
 
 @dataclass(frozen=True)
 class Published:
-    """What the index keeps of a version: where it lies and what it must be. ``buckets`` are (offset, bytes, xxh3)."""
+    """What the index keeps of a version: where it lies and what it must be. ``buckets`` are (offset, bytes, xxh3);
+    ``source`` is the trainer that sends it (``stages.weight_link``; "": it is read on the trainer's node), ``edition`` the
+    number of times that it had been published before."""
 
     version: int
     slot: int
@@ -92,6 +100,8 @@ class Published:
     tensors: tuple[Tensor, ...]
     buckets: tuple[tuple[int, int, str], ...]
     probe: Probe | None = None
+    source: str = ""
+    edition: int = 0
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -107,6 +117,8 @@ class Published:
             Probe(**{name: tuple(values) for name, values in probe.items()})
             if (probe := record.get("probe"))
             else None,
+            record.get("source", ""),
+            record.get("edition", 0),
         )
 
     def check(self) -> None:
@@ -125,12 +137,51 @@ class Published:
             )
 
 
+def damaged(version: int, edition: int) -> str:
+    """The document of the index that says that somebody has found this edition damaged."""
+    return f"damaged:{version}:{edition}"
+
+
+def done_with(worker: str) -> str:
+    """The document of the index that says of which version ``worker`` needs no more: the last one that it has taken."""
+    return f"has-last-weights:{worker}"
+
+
+class Publisher(Protocol):
+    """Where a trainer puts its weights: a :class:`WeightStore`, or one that is also sent from."""
+
+    source: str  # of what it publishes, see Published
+
+    def publish(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+    ) -> Published: ...
+
+    def close(self) -> None: ...
+
+
+class Reader(Protocol):
+    """Where a rollout engine gets published weights from."""
+
+    def read(self, published: Published) -> dict[str, torch.Tensor]:
+        """A private, verified copy in host memory, by parameter name. Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
+
+
 class WeightStore:
     """Versions of a model's weights in shared memory under ``directory``, ``slots`` of them at a time."""
+
+    source = ""  # of what it publishes: nobody sends it
 
     def __init__(self, directory: Path, *, slots: int = 2, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.directory, self.slots, self.bucket_bytes = directory, slots, bucket_bytes
         self._maps: dict[int, mmap.mmap] = {}
+
+    def slot(self, version: int) -> int:
+        """Where ``version`` is published."""
+        return version % self.slots
+
+    def memory(self, slot: int, nbytes: int) -> np.ndarray:
+        """A slot's first bytes, uint8 [``nbytes``], for whoever fills or sends them; the file grows to hold them."""
+        return np.frombuffer(self._open(slot, max(nbytes, 1)), np.uint8, nbytes)
 
     def publish(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
@@ -138,7 +189,7 @@ class WeightStore:
         """Write ``weights`` as ``version`` into the slot that holds the oldest. Each byte is copied once, and read once
         for its checksum while it is warm; one tensor is held at a time, so that a sharded engine may gather them one by
         one."""
-        layout, buckets, slot = [], [], version % self.slots
+        layout, buckets, slot = [], [], self.slot(version)
         at = written = start = 0
         memory = np.frombuffer(self._open(slot, 1), np.uint8)
         for name, value in weights:
@@ -166,16 +217,19 @@ class WeightStore:
         copy = np.empty(len(source), np.uint8)
         for number, (offset, nbytes, _) in enumerate(published.buckets):
             copy[offset : offset + nbytes] = source[offset : offset + nbytes]
-            _verify(copy, published, number)
-        return _tensors(copy, published)
+            verify(copy, published, number)
+        return tensors_of(copy, published)
 
-    def view(self, published: Published) -> dict[str, torch.Tensor]:
-        """A published version where it lies, verified and not copied, by parameter name: for a reader whose writer
-        overwrites nothing before it is done. Raises WeightsDamaged."""
+    def verify(self, published: Published) -> None:
+        """Compare the bytes where they lie with their checksums. Raises WeightsDamaged."""
         source = self._mapped(published)
         for number in range(len(published.buckets)):
-            _verify(source, published, number)
-        return _tensors(source, published)
+            verify(source, published, number)
+
+    def view(self, published: Published) -> dict[str, torch.Tensor]:
+        """A published version where it lies, neither copied nor verified, by parameter name: for a reader that has seen it
+        verified, and whose writer overwrites nothing before it is done. Raises WeightsDamaged when it is not there."""
+        return tensors_of(self._mapped(published), published)
 
     def close(self) -> None:
         self._maps.clear()
@@ -213,7 +267,8 @@ class WeightStore:
         return self._maps[slot]
 
 
-def _verify(data: np.ndarray, published: Published, number: int) -> None:
+def verify(data: np.ndarray, published: Published, number: int) -> None:
+    """Compare bucket ``number`` of ``data``, all bytes of ``published``, with its checksum. Raises WeightsDamaged."""
     offset, nbytes, digest = published.buckets[number]
     if _digest(data[offset : offset + nbytes]) != digest:
         raise WeightsDamaged(
@@ -222,7 +277,8 @@ def _verify(data: np.ndarray, published: Published, number: int) -> None:
         )
 
 
-def _tensors(data: np.ndarray, published: Published) -> dict[str, torch.Tensor]:
+def tensors_of(data: np.ndarray, published: Published) -> dict[str, torch.Tensor]:
+    """The tensors in ``data``, all bytes of ``published``, by name."""
     flat = torch.from_numpy(data)
     return {
         t.name: flat[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)

