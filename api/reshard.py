@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestration.planner import beyond_engine, reshard_plan, rollout_layout, train_layout, trained_state
-from orchestration.recipe import Recipe, format_size, heads_divide, parse_size
+from orchestration.recipe import LATER, Recipe, format_size, heads_divide, lacking, parse_size
 
 if TYPE_CHECKING:
     from stages.resharding.layout import Layout
@@ -116,7 +116,10 @@ def reshard_report(
 def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
     """Why the train engine cannot run ``layout``, in the words of the check of recipes where that has any."""
     if beyond := beyond_engine(layout):
-        yield f"the train engine does not run this layout: it shards by dp and tp, and has no {', '.join(beyond)}"
+        for part in beyond:
+            key = f"train.{part.partition('=')[0]}"
+            why = lacking(key) if key in LATER else "the train engine shards over all replicas"
+            yield f"the train engine does not run this layout: {part}: {why}"
         return
     train = recipe.train.model_copy(update={"dp": layout.dp_shard, "tp": layout.tp})
     said = [str(problem) for problem in heads_divide(recipe.model_copy(update={"train": train}))]

@@ -2,6 +2,7 @@
 
     make gpu-check                                            # or: python benchmarks/gpu_check.py [--json FILE]
     python benchmarks/gpu_check.py --device cpu --smoke       # does it run; its speeds then mean nothing
+    make gpu-wheels                                           # what to carry to a machine that has torch and no network
 
   numerics   tiny models, float32. Rollout: the device's responses, scored by transformers' plain forward on the CPU,
              before and after a swap of weights. Update: one step on the device and one on the CPU from equal weights.
@@ -32,6 +33,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gpu_wheels import missing
+
+if said := missing():  # before anything of it is imported
+    print(said, file=sys.stderr)
+    sys.exit(2)
 
 import torch
 from tensordict import TensorDict

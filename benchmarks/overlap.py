@@ -33,7 +33,8 @@ weights as soon as they can (together), and one after the other (rolling). A swa
 With ``--engine torch`` the replicas are real engines with a real model, and so is the trainer. Nobody knows beforehand what
 such an engine could do at most, so there is no bound and no synchronous arm: the two manners of swapping run in turns,
 ``--repeats`` times each, and medians are told. A replica stops for the last ``exposed_seconds`` of its swap (a span of its
-worker); it makes tokens while it holds responses and is not stopped. "longest gap": the longest time in which none did.
+worker); it makes tokens while it holds responses and is not stopped. "longest gap": the longest time in which none did,
+stopped or because the gate was shut, as the trainer was behind.
 """
 
 from __future__ import annotations
@@ -43,14 +44,17 @@ import asyncio
 import itertools
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
 
+from orchestration.forkserver import ForkServer
 from orchestration.logs import configure
 from orchestration.recipe import Recipe, parse_recipe
 from orchestration.run import Run
@@ -260,17 +264,18 @@ async def asynchronous(workload: Workload, bound: int, home: Path, rolling: bool
     waits = _update_waits(events, first.time, last.time)
     name = f"η = {bound}{'' if workload.replicas == 1 else _manner(rolling)}"
     arm = measured(workload, name, bound, _steps(told), publishing, waits)
-    stop = _all_stop(workload.replicas, [swap.stopped for swap in swaps(events)], first.time, last.time)
-    return replace(arm, all_stop_share=stop)
+    stops = all_stops(workload.replicas, [swap.stopped for swap in swaps(events)], first.time, last.time)
+    return replace(arm, all_stop_share=sum(stops) / (last.time - first.time))
 
 
 def _manner(rolling: bool) -> str:
     return ", rolling" if rolling else ", together"
 
 
-async def _executed(recipe: Recipe, out: Path) -> list[Event]:
-    """All events of a run. Raises RuntimeError when it does not finish."""
+async def _executed(recipe: Recipe, out: Path, forks: ForkServer | None = None) -> list[Event]:
+    """All events of a run, whose workers come from ``forks``. Raises RuntimeError when it does not finish."""
     run, events = Run.create(recipe, out), list[Event]()
+    run.forks = forks
 
     async def follow() -> None:
         async for event in run.events():
@@ -314,24 +319,21 @@ class Swap:
 
 
 def swaps(events: Sequence[Event]) -> list[Swap]:
-    """All swaps, when they were by the workers' own clocks: a `sync` event is told a moment after its swap is over."""
-    exposed = {
-        (e.data["worker"], e.data["version"]): e.data["exposed_seconds"]
-        for e in events
-        if e.kind == "sync" and e.data["worker"].startswith("rollout-")
-    }
-    turns = ((worker, span) for worker, span in _spans(events, "swap") if (worker, span["version"]) in exposed)
-    return [Swap(worker, span["version"], _interval(span), exposed[worker, span["version"]]) for worker, span in turns]
+    """All swaps, when they were by the workers' own clocks: a `sync` event is told a moment after its swap is over. That is
+    what is left of a swap whose span was among too many to be told."""
+    turns = {(worker, span["version"]): _interval(span) for worker, span in _spans(events, "swap")}
+    found = []
+    for event in events:
+        if event.kind == "sync" and event.data["worker"].startswith("rollout-"):
+            who, exposed = (event.data["worker"], event.data["version"]), event.data["exposed_seconds"]
+            found.append(Swap(*who, turns.get(who, (event.time - exposed, event.time)), exposed))
+    return found
 
 
 def _spans(events: Sequence[Event], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Spans of the rollout workers with this name. Raises RuntimeError when some were too many to be told."""
+    """Spans of the rollout workers with this name."""
     for event in events:
         if event.kind == "span" and event.data["stage"] == "rollout":
-            if event.data["left_out"]:
-                raise RuntimeError(
-                    f"{event.data['worker']} left out {event.data['left_out']} spans; use longer responses"
-                )
             yield from ((event.data["worker"], span) for span in event.data["spans"] if span["name"] == name)
 
 
@@ -339,15 +341,16 @@ def _interval(span: Mapping[str, Any]) -> Interval:
     return span["start"], span["start"] + span["seconds"]
 
 
-def _all_stop(replicas: int, stops: Sequence[Interval], begin: float, end: float) -> float:
-    """The share of the time between two moments in which every replica was swapping."""
+def all_stops(replicas: int, stops: Sequence[Interval], begin: float, end: float) -> list[float]:
+    """How many seconds each of the times took, between two moments, in which every replica was stopped by its swap."""
     within = [(max(since, begin), min(until, end)) for since, until in stops if since < end and until > begin]
     edges = sorted(edge for since, until in within for edge in ((since, 1), (until, -1)))
-    stopped, since, total = 0, begin, 0.0
+    stopped, since, found = 0, begin, list[float]()
     for at, change in edges:
-        total += at - since if stopped == replicas else 0.0
+        if stopped == replicas:
+            found.append(at - since)
         stopped, since = stopped + change, at
-    return total / (end - begin)
+    return found
 
 
 def longest_gap(made: Sequence[Interval], begin: float, end: float) -> float:
@@ -372,13 +375,15 @@ def without(made: Sequence[Interval], stops: Sequence[Interval]) -> Iterator[Int
 
 @dataclass(frozen=True)
 class TorchRun:
-    """One run between the ends of two steps. ``exposed_seconds``: of the median swap; ``longest_gap``: seconds in which no
-    replica made a token; ``at_once``: replicas that were in their swaps at the same moment, at most."""
+    """One run between the ends of two steps. ``exposed_seconds``: of the median swap; ``longest_stop``: seconds in which all
+    replicas were stopped by a swap; ``longest_gap``: in which none made a token, for this or for want of work; ``at_once``:
+    replicas that were in their swaps at the same moment, at most."""
 
     rolling: bool
     bound: int
     tokens_per_second: float
     all_stop_share: float
+    longest_stop: float
     longest_gap: float
     exposed_seconds: float
     swaps: int
@@ -386,8 +391,15 @@ class TorchRun:
     staleness_max: int
 
 
-async def torch_run(workload: TorchWorkload, bound: int, home: Path, rolling: bool) -> TorchRun:
-    events = await _executed(workload.recipe(bound, rolling), home)
+async def torch_run(
+    workload: TorchWorkload, bound: int, home: Path, rolling: bool, forks: ForkServer | None
+) -> TorchRun:
+    events = await _executed(workload.recipe(bound, rolling), home, forks)
+    told = (event.data for event in events if event.kind == "span" and event.data["stage"] == "rollout")
+    if hidden := sum(data["left_out"] for data in told):
+        raise RuntimeError(
+            f"{hidden} spans were too many to be told, so nobody knows who was generating; use fewer groups"
+        )
     steps = _steps([event for event in events if event.kind == "step"])
     begin, end = steps[workload.margin - 1].at, steps[-workload.margin].at
     tokens = sum(step.tokens for step in steps[workload.margin : len(steps) - workload.margin + 1])
@@ -395,12 +407,14 @@ async def torch_run(workload: TorchWorkload, bound: int, home: Path, rolling: bo
     for worker in sorted({swap.worker for swap in found}):
         held = [_interval(span) for who, span in _spans(events, "rollout") if who == worker]
         made += without(held, sorted(swap.stopped for swap in found if swap.worker == worker))
+    stops = all_stops(workload.replicas, [swap.stopped for swap in found], begin, end)
     edges = sorted(edge for swap in found for edge in ((swap.whole[0], 1), (swap.whole[1], -1)))
     return TorchRun(
         rolling,
         bound,
         tokens / (end - begin),
-        _all_stop(workload.replicas, [swap.stopped for swap in found], begin, end),
+        sum(stops) / (end - begin),
+        max(stops, default=0.0),
         longest_gap(made, begin, end),
         median(swap.exposed for swap in found if begin < swap.whole[1] < end),
         len(found),
@@ -412,27 +426,30 @@ async def torch_run(workload: TorchWorkload, bound: int, home: Path, rolling: bo
 async def measure_torch(workload: TorchWorkload, bounds: Sequence[int]) -> list[TorchRun]:
     """The two manners in turns; every other time the second goes first."""
     runs = []
-    with tempfile.TemporaryDirectory(prefix="overlap-") as home:
+    with ExitStack() as stack:
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="overlap-"))
+        # One for all runs, so that libraries are imported once.
+        forks = stack.enter_context(closing(ForkServer.start())) if sys.platform == "linux" else None
         for bound, repeat in itertools.product(bounds, range(workload.repeats)):
             for rolling in (False, True) if repeat % 2 == 0 else (True, False):
                 out = Path(home) / f"bound-{bound}-{repeat}{_manner(rolling)[2:]}"
-                runs.append(await torch_run(workload, bound, out, rolling))
+                runs.append(await torch_run(workload, bound, out, rolling, forks))
     return runs
 
 
 def torch_table(runs: Sequence[TorchRun]) -> str:
     """Medians of each arm's runs."""
     lines = [
-        "                      trained    all stop   longest gap    exposed    replicas swapping   staleness",
-        "arm                   tokens/s   (share)    (seconds)      ms a swap  at once, at most          max",
+        "                      trained   all stop    longest all   longest gap     exposed   replicas swapping  staleness",
+        "arm                   tokens/s    (share)   stop, seconds       seconds   ms a swap    at once, at most        max",
     ]
     for bound, rolling in sorted({(run.bound, run.rolling) for run in runs}):
         arm = [run for run in runs if (run.bound, run.rolling) == (bound, rolling)]
         lines.append(
             f"{f'η = {bound}{_manner(rolling)}':<18}{median(run.tokens_per_second for run in arm):>12.0f}"
-            f"{median(run.all_stop_share for run in arm):>12.5f}{median(run.longest_gap for run in arm):>13.3f}"
-            f"{1e3 * median(run.exposed_seconds for run in arm):>14.1f}{max(run.at_once for run in arm):>20}"
-            f"{max(run.staleness_max for run in arm):>12}"
+            f"{median(run.all_stop_share for run in arm):>11.5f}{median(run.longest_stop for run in arm):>16.4f}"
+            f"{median(run.longest_gap for run in arm):>14.3f}{1e3 * median(run.exposed_seconds for run in arm):>12.1f}"
+            f"{max(run.at_once for run in arm):>20}{max(run.staleness_max for run in arm):>11}"
         )
     return "\n".join(lines)
 

@@ -71,8 +71,8 @@ class Plan:
     """Of one rank: its shards of weights, gradients and AdamW's two moments, all in the model's dtype, or in float32 with
     mixed precision. Activations and the layers that are gathered to be computed come on top."""
     rollout_bytes: int
-    """Weights of all rollout engines, and the copy that each verifies before it swaps (not in a colocated run). KV caches
-    come on top."""
+    """Weights of all rollout engines, and the copy that each verifies before it swaps (not in a colocated run, nor where
+    vLLM's workers receive by themselves). KV caches come on top."""
     reference_bytes: int
     slot_bytes: int
     """Versions of the weights in shared memory: those that the trainer publishes, and what each vLLM engine hands to its
@@ -88,6 +88,8 @@ def plan(recipe: Recipe) -> Plan:
     parameters = parameters_of(recipe)
     weights = (parameters or 0) * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
     masters = 4 if recipe.train.precision == "mixed" else {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+    # vLLM's workers then receive into the slot that is counted below.
+    straight = recipe.rollout.engine == "vllm" and recipe.sync.transport == "collective"
     return Plan(
         bound=flow.bound,
         window=flow.window,
@@ -104,7 +106,7 @@ def plan(recipe: Recipe) -> Plan:
         parameters=parameters,
         train_ranks=recipe.train.ranks,
         train_bytes=-(-4 * (parameters or 0) * masters // recipe.train.ranks),
-        rollout_bytes=(1 if recipe.colocated else 2) * weights * recipe.replicas,
+        rollout_bytes=(1 if recipe.colocated or straight else 2) * weights * recipe.replicas,
         reference_bytes=weights if recipe.needs_reference else 0,
         slot_bytes=0 if recipe.colocated else _slots(recipe) * weights,
         turns=turns(recipe) if recipe.colocated and parameters else None,

@@ -490,6 +490,11 @@ LATER = {
 }
 
 
+def lacking(key: str) -> str:
+    """What the train engine does not have, of the keys in :data:`LATER`."""
+    return f"the train engine has no {LATER[key][0]} parallelism, only dp and tp"
+
+
 def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
     """``error`` is one of pydantic's; ``allowed`` are the keys that the table it stands in may have."""
     loc, kind, context = error["loc"], error["type"], error.get("ctx", {})
@@ -501,8 +506,7 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
         table = isinstance(wanted, type) and issubclass(wanted, BaseModel)
         return Problem(key, None, "is missing", f"add a [{key}] section" if table else f"add {loc[-1]} = ...")
     if kind == "extra_forbidden" and key in LATER:
-        what, layout = LATER[key]
-        wrong = f"is not there yet: the train engine has no {what} parallelism, only dp and tp"
+        layout, wrong = LATER[key][1], f"is not there yet: {lacking(key)}"
         shares = ", in which ranks of cp count as dp," if key == "train.cp" else ""
         plan = f"`asyncdock plan reshard RECIPE --train {layout}`{shares} plans such a layout"
         return Problem(key, value, wrong, f"take it out and set train.dp and train.tp; {plan}")

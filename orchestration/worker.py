@@ -437,6 +437,10 @@ class Worker:
         if shared is not None and isinstance(stage, ColocatedUpdate):
             controller.on_nothing, controller.on_end = shared.turn.no_batch, shared.turn.over
             self._work_till_end.append(lambda: shared.until(shared.turn.run(stage)))
+        else:
+            controller.on_end = stage.over
+            replicas = recipe.replicas if recipe.ours("rollout") else 0
+            self._beside.append(lambda: stage.answer([f"rollout-{number}" for number in range(replicas)]))
 
 
 def _first(error: BaseException) -> BaseException:

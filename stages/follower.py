@@ -3,6 +3,7 @@
     v is published ─▶ read a verified copy (beside generation) ─▶ its turn? ─▶ load ─▶ probe ─▶ `sync` told ─▶ claims go on
                         │ damaged, or too slow                                   │ logprobs are not the trainer's
                         └─▶ the old version stays, and is said; tried again      └─▶ the old weights come back; as left
+                            (damaged: and the trainer is asked to publish it again)
 
 With several replicas only one swaps at a time, so that generation never stops as a whole. A probe holds the engine between
 the swap and its verdict: no token is made by weights that are not what they should be.
@@ -12,22 +13,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 import torch
 
 from pipeline.controller import Controller
 from pipeline.index import Index
+from stages.aside import aside
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.evaluate import Evaluator, evaluate_once
 from stages.rollout import Rollout
-from stages.weight_sync import Gap, Published, Reader, WeightsDamaged, WeightsUnreachable
+from stages.weight_sync import (
+    ASKED,
+    Gap,
+    Probe,
+    Published,
+    Reader,
+    WeightsDamaged,
+    WeightsUnreachable,
+    damaged,
+    done_with,
+)
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 ATTEMPTS = 3  # at one published version
 AGAIN_SECONDS = 0.5  # until the next attempt
 WAIT_SECONDS = 10.0
@@ -40,7 +54,8 @@ class SwapRefused(RuntimeError):
 @dataclass(frozen=True)
 class SwapPolicy:
     """``tolerance``: by how much a probed logprob may differ from the trainer's (0: nothing is probed). ``timeout``: seconds
-    that reading, and loading, may take. ``rolling``: replicas swap one after the other."""
+    that reading, loading, probing and going on may take, and an engine to undo what it has begun of them. ``rolling``:
+    replicas swap one after the other."""
 
     tolerance: float = 0.0
     timeout: float = 120.0
@@ -80,6 +95,10 @@ class Follower:
         self.cut = cut
         self._held: Published | None = None  # what the engine has; None: what it was built with
         self._failed: dict[int, int] = {}  # attempts at the version that is published now
+        self._damaged: Published | None = None  # what was found damaged last, and asked for again
+        self._till = 0.0  # until when that is not read once more (monotonic)
+        self._pause = WAIT_SECONDS  # until a take is tried again, if nothing is published meanwhile
+        self._reading: asyncio.Future[Mapping[str, torch.Tensor]] | None = None  # the last one, if it was given up
         self._alone = 0.0  # since when the trainer has not answered (monotonic); 0: it does
 
     async def begin(self) -> None:
@@ -95,20 +114,24 @@ class Follower:
             self.stage.held_back = False
             self.controller.nudge()
             if self.stage.engine.version >= self.steps:
+                await self.index.put(done_with(self.worker), str(self.steps))
+                await self.index.call("nudge", topic=ASKED)
                 self.controller.stop()
                 return
             while not await self._take():
-                again = bool(self._failed or self._alone)
-                await self.index.wait("version", self._seen, AGAIN_SECONDS if again else WAIT_SECONDS)
+                await self.index.wait("version", self._seen, self._pause)
 
     async def _take(self) -> bool:
         """Load the published version when it is newer; whether the engine's version has changed."""
         at = await self.index.call("published")
-        self._seen, engine = at["wait"], self.stage.engine
+        self._seen, self._pause, engine = at["wait"], WAIT_SECONDS, self.stage.engine
         if at["version"] <= engine.version or not at["record"]:
             return False
         published = Published.from_record(at["record"])
         began = time.monotonic()
+        if published == self._damaged and began < self._till:
+            self._pause = self._till - began
+            return False
         try:
             weights = await self._read(published)
             reading, self._alone = time.monotonic() - began, 0.0
@@ -121,6 +144,8 @@ class Follower:
             return False
         except (WeightsDamaged, WeightMismatch, SwapRefused) as refused:
             await self._keep_old(published, refused)
+            if isinstance(refused, WeightsDamaged):
+                await self._ask_again(published)
             return False
         self._held, self._failed = published, {}
         await self.index.emit(
@@ -145,6 +170,7 @@ class Follower:
 
     async def _wait_for_trainer(self, published: Published, gone: WeightsUnreachable) -> None:
         """The trainer is being started anew and will publish again, or is gone for good: raise when that took too long."""
+        self._pause = AGAIN_SECONDS
         if not self._alone:
             self._alone = time.monotonic()
             await self._say_kept(published, gone)
@@ -153,23 +179,45 @@ class Follower:
 
     async def _keep_old(self, published: Published, refused: Exception) -> None:
         """Stay at the old version; raise when trying again has not helped."""
+        self._pause = AGAIN_SECONDS
         await self._say_kept(published, refused)
         self._failed = {published.version: self._failed.get(published.version, 0) + 1}
         if self._failed[published.version] >= ATTEMPTS:
             raise refused  # not overwritten by a newer version, or that would be here by now
 
+    async def _ask_again(self, published: Published) -> None:
+        """Have damaged weights published again. It is read once more at once, as the damage may be the way's; then it lies
+        where it lies, and only another edition, or version, can help."""
+        if published == self._damaged:
+            self._pause = self.policy.timeout
+            self._till = time.monotonic() + self._pause
+            return
+        self._damaged = published
+        await self.index.put(damaged(published.version, published.edition), self.worker)
+        await self.index.call("nudge", topic=ASKED)
+
     async def _read(self, published: Published) -> Mapping[str, torch.Tensor]:
-        engine = self.stage.engine
+        engine, stuck = self.stage.engine, self._reading is not None and not self._reading.done()
         try:
             async with asyncio.timeout(self.policy.timeout):
                 if isinstance(engine, ReceivingEngine):
                     return await engine.receive(published)
-                return await asyncio.to_thread(self.reader.read, published)
+                return await self._read_aside(published)
         except TimeoutError:
+            what = "the attempt before is still reading after" if stuck else "not read within"
             raise SwapRefused(
-                f"weights of version {published.version}: not read within sync.timeout = {self.policy.timeout:g} s; is the "
-                "memory that they lie in reachable?"
+                f"weights of version {published.version}: {what} sync.timeout = {self.policy.timeout:g} s; is the memory "
+                "that they lie in reachable?"
             ) from None
+
+    async def _read_aside(self, published: Published) -> Mapping[str, torch.Tensor]:
+        """A copy, in a thread that the worker's end does not wait for; never a second one beside one that is stuck."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+        self._reading = aside(lambda: self.reader.read(published), "weights-read")
+        weights = await asyncio.shield(self._reading)
+        self._reading = None  # nor is this one kept
+        return weights
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -177,7 +225,7 @@ class Follower:
         if not self.policy.rolling:
             yield
             return
-        lease = int(3000 * self.policy.timeout)  # loading, probing, and going back if need be
+        lease = int(9000 * self.policy.timeout)  # loading, probing, going back and going on, each with its undoing
         while not (at := await self.index.call("swap_turn", worker=self.worker, most=1, lease=lease))["granted"]:
             await self.index.wait("swap", at["wait"], at["due"] / 1000)
         try:
@@ -188,49 +236,84 @@ class Follower:
     async def _swap(self, published: Published, weights: Mapping[str, torch.Tensor]) -> tuple[SwapTimes, Gap | None]:
         """Load and probe. Raises SwapRefused with the old weights back in place."""
         probe, engine = published.probe if self.policy.tolerance else None, self.stage.engine
-        if probe is None:
-            return await self._load(published.version, weights), None
+        hold, was, changed = probe is not None, engine.version, False
         try:
-            times = await self._load(published.version, weights, hold=True)
+            try:
+                times = await self._load(published.version, weights, hold)
+            finally:
+                changed = engine.version != was  # also by a load that has failed, or was given up too late
+            if probe is None:
+                return times, None
             swapped = time.monotonic()
-            prompt, response = torch.tensor(probe.prompt_ids), torch.tensor(probe.response_ids)
-            temperature = self.stage.params.temperature
-            found = await engine.score(prompt, response, temperature=temperature)
-            gap = None if found is None else probe.gap(found)
-            if gap is not None and not gap.max <= self.policy.tolerance:
-                await self._go_back(published, gap)
+            gap = await self._probe(published.version, probe)
             return SwapTimes(times.exposed + time.monotonic() - swapped, times.hidden), gap
+        except SwapRefused as refused:
+            if changed:
+                await self._go_back(refused, hold)
+            raise
         finally:
-            await engine.resume()
+            if changed and hold:
+                await self._go_on()
 
-    async def _load(self, version: int, weights: Mapping[str, torch.Tensor], hold: bool = False) -> SwapTimes:
+    async def _load(self, version: int, weights: Mapping[str, torch.Tensor], hold: bool) -> SwapTimes:
         engine = self.stage.engine
-        try:
-            async with asyncio.timeout(self.policy.timeout):
-                times = await engine.load_weights(version, weights, hold=hold, cut=self.cut)
-        except TimeoutError:
-            raise SwapRefused(
-                f"weights of version {version}: not loaded within sync.timeout = {self.policy.timeout:g} s"
-            ) from None
+        times = await self._in_time(
+            engine.load_weights(version, weights, hold=hold, cut=self.cut), f"weights of version {version}: not loaded"
+        )
         if engine.version != version:
             raise SwapRefused(
                 f"weights of version {version}: the engine reports version {engine.version} after loading"
             )
         return times
 
-    async def _go_back(self, published: Published, gap: Gap) -> None:
-        """The old weights again. When they are gone (overwritten, or never published), the worker must begin anew."""
-        wrong = (
-            f"weights of version {published.version}: the engine's logprobs differ from the trainer's by {gap.max:.3g} "
-            f"(sync.probe_tolerance is {self.policy.tolerance:g})"
-        )
-        if self._held is None:
-            raise RuntimeError(f"{wrong}, and what it had before was never published; the worker begins anew")
+    async def _probe(self, version: int, probe: Probe) -> Gap | None:
+        """How far what the engine finds lies from what the trainer found. Raises SwapRefused when that is too far."""
+        prompt, response = torch.tensor(probe.prompt_ids), torch.tensor(probe.response_ids)
+        scoring = self.stage.engine.score(prompt, response, temperature=self.stage.params.temperature)
+        found = await self._in_time(scoring, f"weights of version {version}: not probed")
+        gap = None if found is None else probe.gap(found)
+        if gap is not None and not gap.max <= self.policy.tolerance:
+            raise SwapRefused(
+                f"weights of version {version}: the engine's logprobs differ from the trainer's by {gap.max:.3g} "
+                f"(sync.probe_tolerance is {self.policy.tolerance:g})"
+            )
+        return gap
+
+    async def _go_on(self) -> None:
+        """The engine makes tokens again; one that does not is of no more use."""
+        engine = self.stage.engine
         try:
-            await self._load(self._held.version, await self._read(self._held), hold=True)
+            await self._in_time(engine.resume(), f"the engine, held at version {engine.version}, does not go on")
+        except SwapRefused as late:
+            raise RuntimeError(f"{late}; the worker begins anew") from None
+
+    async def _in_time(self, call: Coroutine[Any, Any, T], late: str) -> T:
+        """What the engine's ``call`` returns. Raises SwapRefused when it was given up and has undone what it had begun, and
+        RuntimeError when it does not even do that: nobody knows then what the engine will do."""
+        calling, timeout = asyncio.create_task(call), self.policy.timeout
+        try:
+            if not (await asyncio.wait([calling], timeout=timeout))[0]:
+                calling.cancel()
+                if not (await asyncio.wait([calling], timeout=timeout))[0]:
+                    raise RuntimeError(
+                        f"{late} within sync.timeout = {timeout:g} s, nor given up in as long again; the worker begins anew"
+                    )
+        except asyncio.CancelledError:
+            calling.cancel()
+            await asyncio.wait([calling], timeout=timeout)
+            raise
+        if calling.cancelled():
+            raise SwapRefused(f"{late} within sync.timeout = {timeout:g} s")
+        return calling.result()
+
+    async def _go_back(self, refused: SwapRefused, hold: bool) -> None:
+        """The old weights again. When they are gone (overwritten, or never published), the worker must begin anew."""
+        if self._held is None:
+            raise RuntimeError(f"{refused}, and what it had before was never published; the worker begins anew")
+        try:
+            await self._load(self._held.version, await self._read(self._held), hold)
         except (WeightsDamaged, WeightsUnreachable, SwapRefused) as gone:
-            raise RuntimeError(f"{wrong}, and what it had before is gone ({gone}); the worker begins anew") from None
-        raise SwapRefused(wrong)
+            raise RuntimeError(f"{refused}, and what it had before is gone ({gone}); the worker begins anew") from None
 
     def _due(self, version: int | None = None) -> bool:
         version = self.stage.engine.version if version is None else version

@@ -2,6 +2,7 @@
 
     claim P groups (the window) ─▶ check the bound ─▶ train ─▶ commit the step and its event, atomically
        ▲                                                          └─▶ publish v + 1: the gate opens ─▶ checkpoint?
+    between two steps: an engine has found v damaged ─▶ publish v again
 
 A killed worker's successor loads the last checkpoint and replays the steps that the index has recorded since: their rows
 are still there, the arithmetic is deterministic, so it arrives at the very weights that were lost. Where the engine has
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -28,10 +30,11 @@ from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
 from stages.gang import Gang, trained_columns
 from stages.samplebook import Recorder, Sample
-from stages.weight_sync import Published, Publisher, probed
+from stages.weight_sync import ASKED, Published, Publisher, damaged, done_with, probed
 
 log = structlog.get_logger()
 
+WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
 PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of what a swap is probed with
 
 
@@ -68,6 +71,8 @@ class Update:
         self.spans, self.recorder = spans or Spans(), recorder
         self._since = time.monotonic()
         self._publish_first = publish_first
+        self._turn = asyncio.Lock()  # of whoever calls the engine, and tells the gang what all ranks call
+        self._over = asyncio.Event()
         self._probes, self._probe = probe, tuple[list[int], ...]()  # prompt and response of a row of the last batch
 
     def room(self, held: int) -> int:
@@ -91,31 +96,32 @@ class Update:
             self._after_last()
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        stale = (self.trained - claim.oldest_version.astype(int)).tolist()
-        if max(stale) > self.staleness or min(stale) < 0:
-            raise BoundBroken(
-                f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
-            )
-        metrics, seconds, samples = await self._train_and_read(claim, stale)
-        ledger = await self.dock.index.ledger()
-        trained_tokens = int(claim.tokens.sum())
-        event = {
-            **step_event(self.trained, claim, rows["reward"], stale, metrics),
-            "tokens_generated": ledger["generated_tokens"],
-            "tokens_trained": ledger["trained_tokens"] + trained_tokens,
-            "tokens_filtered": ledger["filtered_tokens"],
-            "seconds": time.monotonic() - self._since,
-            "train_seconds": seconds,
-        }
-        self._since = time.monotonic()
-        yield Output(step=self.trained, event=event, tokens=trained_tokens)
-        self.trained += 1
-        await self.publish()
-        if self.recorder is not None:
-            await self.recorder.write(samples)
-        await self._end_step()
-        if self.trained >= self.steps:
-            self._after_last()
+        async with self._turn:
+            stale = (self.trained - claim.oldest_version.astype(int)).tolist()
+            if max(stale) > self.staleness or min(stale) < 0:
+                raise BoundBroken(
+                    f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
+                )
+            metrics, seconds, samples = await self._train_and_read(claim, stale)
+            ledger = await self.dock.index.ledger()
+            trained_tokens = int(claim.tokens.sum())
+            event = {
+                **step_event(self.trained, claim, rows["reward"], stale, metrics),
+                "tokens_generated": ledger["generated_tokens"],
+                "tokens_trained": ledger["trained_tokens"] + trained_tokens,
+                "tokens_filtered": ledger["filtered_tokens"],
+                "seconds": time.monotonic() - self._since,
+                "train_seconds": seconds,
+            }
+            self._since = time.monotonic()
+            yield Output(step=self.trained, event=event, tokens=trained_tokens)
+            self.trained += 1
+            await self.publish()
+            if self.recorder is not None:
+                await self.recorder.write(samples)
+            await self._end_step()
+            if self.trained >= self.steps:
+                self._after_last()
 
     async def _end_step(self) -> None:
         await self._after_step(self.trained)
@@ -157,10 +163,58 @@ class Update:
 
     async def publish(self) -> None:
         """Put the engine's weights into host memory as the current version, and tell the index."""
+        await self._offer(edition=0)
+
+    def over(self) -> None:
+        """Nothing more will be trained."""
+        self._over.set()
+
+    async def answer(self, engines: Sequence[str]) -> None:
+        """Publish again what an engine has found damaged: until nothing more will be trained and, where that was the last
+        step, all of ``engines`` have its version."""
+        seen = ""
+        while not self._over.is_set() or (self.trained >= self.steps and not await self._all_have_last(engines)):
+            await self._publish_again()
+            seen = await self._asked(seen)
+
+    async def _all_have_last(self, engines: Sequence[str]) -> bool:
+        return all([await self.dock.index.get(done_with(engine)) == str(self.steps) for engine in engines])
+
+    async def _asked(self, seen: str) -> str:
+        """Wait until somebody asks after ``seen``, or all is over, which ends the wait only once; where it was asked."""
+        asked = asyncio.create_task(self.dock.index.woken(ASKED, seen, WAIT_SECONDS))
+        over = [] if self._over.is_set() else [asyncio.create_task(self._over.wait())]
+        try:
+            await asyncio.wait([asked, *over], return_when=asyncio.FIRST_COMPLETED)
+            return asked.result() if asked.done() else seen
+        finally:
+            for task in (asked, *over):
+                task.cancel()
+            await asyncio.gather(asked, *over, return_exceptions=True)
+
+    async def _publish_again(self) -> None:
+        """Publish the current version in another edition, if the present one is known to be damaged."""
+        async with self._turn:
+            at = await self.dock.index.call("published")
+            if at["version"] != self.trained or not at["record"]:
+                return
+            edition = Published.from_record(at["record"]).edition
+            finder = await self.dock.index.get(damaged(self.trained, edition))
+            if finder is None:
+                return
+            log.warning("weights published again", version=self.trained, found_damaged_by=finder)
+            publishing = asyncio.create_task(self._offer(edition + 1))
+            try:
+                await asyncio.shield(publishing)
+            except asyncio.CancelledError:
+                await asyncio.wait([publishing])  # the other ranks have been told, and the engine is being called
+                raise
+
+    async def _offer(self, edition: int) -> None:
         began = time.monotonic()
         with self.spans.during("publish", version=self.trained):
             await self.gang.tell("publish", probe=self._probe)
-            published = await asyncio.to_thread(self._write)
+            published = replace(await asyncio.to_thread(self._write), edition=edition)
             await self.dock.index.call("publish", version=self.trained, record=published.record())
         await self.dock.index.emit(
             "sync",

@@ -5,7 +5,8 @@
               token boundary ─▶ claims groups that need v
 
 A slot that is overwritten while it is read fails its checksums: the follower keeps its version, says so, and takes the
-newest. Versions come as the optimizer makes them; a slow follower skips some.
+newest. Versions come as the optimizer makes them; a slow follower skips some. One that finds the newest damaged where it
+lies asks for it: the trainer publishes the same version again, in another edition (``damaged`` names what is asked for).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tensordict import TensorDict
 from stages.engines.protocols import TrainEngine
 
 BUCKET_BYTES = 32 * 2**20
+ASKED = "weights"  # the index's topic of whoever wants something of the trainer's weights, or nothing more of them
 _ALIGN = 64
 
 
@@ -89,7 +91,8 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> Gap:
 @dataclass(frozen=True)
 class Published:
     """What the index keeps of a version: where it lies and what it must be. ``buckets`` are (offset, bytes, xxh3);
-    ``source`` is the trainer that sends it (``stages.weight_link``; "": it is read on the trainer's node)."""
+    ``source`` is the trainer that sends it (``stages.weight_link``; "": it is read on the trainer's node), ``edition`` the
+    number of times that it had been published before."""
 
     version: int
     slot: int
@@ -98,6 +101,7 @@ class Published:
     buckets: tuple[tuple[int, int, str], ...]
     probe: Probe | None = None
     source: str = ""
+    edition: int = 0
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,6 +118,7 @@ class Published:
             if (probe := record.get("probe"))
             else None,
             record.get("source", ""),
+            record.get("edition", 0),
         )
 
     def check(self) -> None:
@@ -130,6 +135,16 @@ class Published:
             raise WeightsDamaged(
                 f"weights of version {self.version}: bytes {at}..{end} are in no bucket; publish again"
             )
+
+
+def damaged(version: int, edition: int) -> str:
+    """The document of the index that says that somebody has found this edition damaged."""
+    return f"damaged:{version}:{edition}"
+
+
+def done_with(worker: str) -> str:
+    """The document of the index that says of which version ``worker`` needs no more: the last one that it has taken."""
+    return f"has-last-weights:{worker}"
 
 
 class Publisher(Protocol):

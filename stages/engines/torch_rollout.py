@@ -13,7 +13,7 @@ an admission, a row that ended) first brings the rows up to date.
 
 A token boundary is one turn of that loop. Waiting rows are a first-in-first-out queue, a submission enters it whole,
 and a turn depends on nothing but the queue and the rows: the same submissions give the same batches and the same bits.
-A swap prepares the new weights beside the old ones in a loader thread and exchanges references at a boundary: rows in
+A swap prepares the new weights beside the old ones in a thread of its own and exchanges references at a boundary: rows in
 flight keep their KV, and their next tokens carry the new version. Rows that start after a swap get a fresh prefill.
 
 Where training takes turns with it on the device, it sleeps meanwhile: rows with tokens leave as cut, the others wait, and
@@ -29,13 +29,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import structlog
 import torch
 
 from stages import device as devices
+from stages.aside import aside
 from stages.engines.protocols import (
     Completion,
     EngineClosed,
@@ -47,8 +49,13 @@ from stages.engines.protocols import (
 from stages.engines.sampling import Drawn, draw, uniform
 from stages.engines.torch_decoder import Prompt, TorchDecoder, WeightSet
 
+log = structlog.get_logger()
+
 T = TypeVar("T")
 STOP_SLACK = 8  # tokens decoded beyond a stop string's length: its first byte may lie inside a token
+BEGUN_SECONDS = (
+    30.0  # for what has begun at a token boundary when its caller gives up, and for the last step at the end
+)
 
 
 class Decodes(Protocol):
@@ -194,7 +201,6 @@ class TorchRolloutEngine:
         self._posting = threading.RLock()  # re-entrant: a collected iterator posts its abort from anywhere
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loading = asyncio.Lock()
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="rollout-weights")
         self._threads = threads
         self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
         self._thread.start()
@@ -232,15 +238,16 @@ class TorchRolloutEngine:
             self._refuse_asleep()
             began = time.perf_counter()
             self._decoder.check(weights)
-            preparing = asyncio.get_running_loop().run_in_executor(self._loader, self._decoder.prepare, weights)
+            preparing = aside(lambda: self._decoder.prepare(weights), "rollout-weights")
             try:
                 prepared = await asyncio.shield(preparing)
             except asyncio.CancelledError:
-                await asyncio.wait([preparing])  # the caller's tensors are still being read
+                # The caller's tensors are still being read. Whoever will not wait for that cancels once more.
+                await asyncio.wait([preparing])
                 raise
             exposed, replaced = await self._at_boundary(lambda: self._swap(version, prepared, hold, cut))
             prepared.clear()
-            self._loader.submit(replaced.clear)
+            aside(replaced.clear, "rollout-weights")
             return SwapTimes(exposed=exposed, hidden=time.perf_counter() - began - exposed)
 
     async def score(
@@ -282,8 +289,9 @@ class TorchRolloutEngine:
             if not self._closed:
                 self._closed = True
                 self._inbox.put(self._finish)
-        await asyncio.to_thread(self._thread.join)
-        self._loader.shutdown(wait=False)
+        ended = aside(self._thread.join, "rollout-end")
+        if not (await asyncio.wait([ended], timeout=BEGUN_SECONDS))[0]:
+            log.warning("the rollout engine is closed in the middle of a step", waited=BEGUN_SECONDS)
 
     def _post(self, act: Callable[[], None]) -> None:
         with self._posting:
@@ -304,17 +312,28 @@ class TorchRolloutEngine:
                 self._inbox.put(lambda: self._abort(submission))
 
     async def _at_boundary(self, act: Callable[[], T]) -> T:
-        """Run ``act`` in the compute thread before its next token."""
+        """Run ``act`` in the compute thread before its next token. When this is cancelled ``act`` has run to its end, or
+        never will; raises EngineFailed where neither can be had in time."""
         outcome: Future[T] = Future()
 
         def run() -> None:
+            if not outcome.set_running_or_notify_cancel():
+                return  # whoever asked has given up
             try:
                 outcome.set_result(act())
             except BaseException as error:
                 outcome.set_exception(error)
 
         self._post(run)
-        return await asyncio.shield(asyncio.wrap_future(outcome))
+        answer = asyncio.wrap_future(outcome)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if not outcome.cancel() and not (await asyncio.wait([answer], timeout=BEGUN_SECONDS))[0]:
+                raise EngineFailed(
+                    f"the rollout engine failed: what it began at a token boundary has not ended in {BEGUN_SECONDS:g} s"
+                ) from None
+            raise
 
     def _check(self, request: GroupRequest) -> None:
         ids, params = request.prompt_ids, request.params

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 
 import torch
 import torch.distributed as dist
 import xxhash
 
-from stages.resharding.exchange import Exchange, connect, part_of, temporary_bytes
+from stages.resharding.exchange import Exchange, connect, part_index, part_of, temporary_bytes
 from stages.resharding.plan import ReshardPlan
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +52,10 @@ class Gather:
         self.rank, self.world, self.device, self.group = rank, plan.world, device, group
         self._deadline, self._watch = deadline, watch
         self._parts = [part_of(rank, one, plan.world) for one in plan.rounds]
-        self._local = tuple(plan.local(rank))
+        self._local = [
+            (s.target, part_index(s.target_at, s.sizes), s.source, part_index(s.source_at, s.sizes))
+            for s in plan.local(rank)
+        ]
         self._exchange: Exchange | None = None
         self.exchange = "none"
         """How the last call's messages went: ``shared memory``, the group's backend, or ``none`` if there were none."""
@@ -62,8 +64,8 @@ class Gather:
         """Fill ``targets`` from everybody's ``sources``, tensors by the names of the plan's target and source. Raises
         :class:`GatherError` on all ranks when a message is not what was sent, on those that notice when a rank does
         not answer."""
-        for s in self._local:
-            _part(targets[s.target], s.target_at, s.sizes).copy_(_part(sources[s.source], s.source_at, s.sizes))
+        for target, into, source, part in self._local:
+            targets[target][into].copy_(sources[source][part])
         if not self._parts:  # on no rank
             return
         told = torch.zeros(len(self._parts), self.world, dtype=torch.int64, device=self.device)
@@ -92,8 +94,8 @@ class Gather:
         part = self._parts[number]
         with self._reported(number):
             room = exchange.room(number)
-        for s, at in part.packed:
-            room[at : at + prod(s.sizes)].view(s.sizes).copy_(_part(sources[s.source], s.source_at, s.sizes))
+        for source, index, place, sizes in part.packed:
+            room[place].view(sizes).copy_(sources[source][index])
         told[number] = _checksums(room.split(part.sends))
         with self._reported(number):
             exchange.start(number)
@@ -102,9 +104,8 @@ class Gather:
         with self._reported(number):
             messages = exchange.messages(number)
         found[number] = _checksums(messages)
-        for s, at in self._parts[number].unpacked:
-            values = messages[s.sender][at : at + prod(s.sizes)].view(s.sizes)
-            _part(targets[s.target], s.target_at, s.sizes).copy_(values)
+        for sender, (target, index, place, sizes) in self._parts[number].unpacked:
+            targets[target][index].copy_(messages[sender][place].view(sizes))
         self._watch()
 
     def _compare(self, told: torch.Tensor, found: torch.Tensor) -> None:
@@ -131,10 +132,6 @@ class Gather:
                 f"rank {self.rank}: {what} did not come about ({error}); restart the ranks that are gone and make a new "
                 "group"
             ) from error
-
-
-def _part(tensor: torch.Tensor, at: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    return tensor[tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))]
 
 
 def _checksums(messages: Sequence[torch.Tensor]) -> torch.Tensor:

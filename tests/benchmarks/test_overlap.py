@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.overlap import Trained, Workload, longest_gap, main, measured, without
+from benchmarks.overlap import Trained, Workload, all_stops, longest_gap, main, measured, without
 
 
 @pytest.mark.parametrize("balance", [0.5, 1.0, 2.0])
@@ -67,11 +67,18 @@ def test_torch_replicas_in_processes_swap_one_after_the_other(tmp_path: Path) ->
     together, rolling = told["runs"]
     assert (together["rolling"], rolling["rolling"]) == (False, True)
     assert rolling["at_once"] == 1, "by the workers' own clocks never two in their swaps"
-    assert rolling["all_stop_share"] == 0
+    assert rolling["all_stop_share"] == rolling["longest_stop"] == 0
     for run in told["runs"]:
         assert 2 <= run["swaps"] <= 2 * told["workload"]["steps"], "each replica has taken the last version"
         assert run["tokens_per_second"] > 0 < run["exposed_seconds"]
         assert run["staleness_max"] <= run["bound"] == 2
+
+
+def test_all_stop_only_while_every_replica_is_stopped() -> None:
+    stops = [(1.0, 3.0), (2.0, 4.0), (6.0, 9.0), (8.5, 12.0)]
+    assert all_stops(2, stops, 0.0, 20.0) == [1.0, 0.5]
+    assert all_stops(2, stops, 2.5, 8.75) == [0.5, 0.25]
+    assert all_stops(3, stops, 0.0, 20.0) == []
 
 
 def test_the_longest_gap_is_where_nobody_made_anything() -> None:

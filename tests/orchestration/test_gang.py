@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from tests.orchestration.test_run import (
     synchronous,
     trained,
 )
+
+NOTICED = 2.0  # seconds, from a kill to the event that tells of it: far less than any timeout
 
 Told = tuple[list[tuple[float, float]], Weights]
 GANG: dict[str, Any] = {
@@ -72,19 +75,25 @@ async def test_any_rank_may_be_killed_and_the_weights_are_those_of_an_undisturbe
     undisturbed: Told, tmp_path: Path
 ) -> None:
     """Rank 1 between two checkpoints, then rank 0 after the next one: bit for bit, since each rank adds up in one order."""
-    of = recipe(TINY, **GANG)
+    of, killed = recipe(TINY, **GANG), list[float]()
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         for steps, worker in ((2, "update-1"), (4, "update-0")):
             await watched.until(lambda: len(watched.of("step")) >= steps)  # noqa: B023
             assert watched.run.supervisor is not None
             os.kill(watched.run.supervisor.pids()[worker], signal.SIGKILL)
+            killed.append(time.time())
             await watched.until(
                 lambda: [w["worker"] for w in watched.of("worker") if w["change"] == "died"][-1:] == [worker]  # noqa: B023
             )
         result = await work
         assert watched.run.supervisor.restarts == 2, "one for each gang, not for each rank"
     assert result.state == "finished", result.reason
-    deaths = [(w["worker"], w["reason"]) for w in watched.of("worker") if w["change"] == "died"]
+    told_of = [event for event in watched.events if event.kind == "worker" and event.data["change"] == "died"]
+    for at, event in zip(killed, told_of, strict=True):
+        assert event.time - at < NOTICED, (
+            f"{event.data['worker']} was dead for {event.time - at:.1f} s before anybody knew"
+        )
+    deaths = [(event.data["worker"], event.data["reason"]) for event in told_of]
     assert deaths == [(worker, "ended by signal 9") for worker in ("update-1", "update-0")]
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
@@ -119,6 +128,28 @@ async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> N
         assert (weights[name] - weight).norm() < 1e-4 * weight.norm(), name
     with pytest.raises(RunError, match="nothing to resume"):
         Run.resume(tmp_path / "run", ["train.tp=1"])
+
+
+async def test_a_run_of_two_ranks_is_resumed_in_one_process(undisturbed: Told, tmp_path: Path) -> None:
+    """The other way round: shards of two ranks become one process's whole tensors."""
+    of = recipe(TINY, **GANG)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 4)
+        watched.stop.set()
+        assert (await work).state == "stopped"
+    before = {step["step"]: step["grad_norm"] for step in watched.of("step")}
+    resumed = Run.resume(tmp_path / "run", ["train.dp=1", "launch.launcher=inline"])
+    assert resumed.start is not None
+    first = resumed.start.version
+    watched, result = await complete(resumed)
+    assert result.state == "finished", result.reason
+    after = {step["step"]: step["grad_norm"] for step in watched.of("step")}
+    assert sorted(after) == list(range(first, 6)), "steps since the checkpoint are made again"
+    assert first >= 3
+    told, weights = undisturbed
+    assert [(before | after)[step] for step in range(6)] == pytest.approx([norm for _, norm in told], rel=1e-4)
+    for name, weight in trained(resumed.recipe, result).items():
+        assert (weights[name] - weight).norm() < 1e-4 * weights[name].norm(), name
 
 
 async def test_mixed_precision_on_one_rank_is_the_synchronous_run_bit_for_bit(tmp_path: Path) -> None:

@@ -70,6 +70,9 @@ def test_each_vllm_engine_has_a_version_in_shared_memory_too() -> None:
     assert torch_engine.parameters is not None
     assert torch_engine.slot_bytes == 2 * 4 * torch_engine.parameters
     assert vllm.slot_bytes == (2 + 3) * 4 * torch_engine.parameters
+    straight = of(rollout={"engine": "vllm", "workers": 3}, sync={"transport": "collective"})
+    assert straight.slot_bytes == vllm.slot_bytes
+    assert straight.rollout_bytes == vllm.rollout_bytes / 2 == 3 * 4 * torch_engine.parameters
     elsewhere = of(rollout={"engine": "vllm", "workers": 3}, external={"stages": ["rollout"]})
     assert elsewhere.slot_bytes == torch_engine.slot_bytes, "its engines are another program's"
 

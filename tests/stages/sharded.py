@@ -15,6 +15,7 @@ from stages.engines import torch_sharded
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch_decoder import TorchDecoder
 from stages.engines.torch_sharded import ShardedTrainEngine, _whole, placement
+from stages.models import load_model
 from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap, local_weights
@@ -163,6 +164,12 @@ def written(ranks: Ranks, kind: str, folder: str, file_bytes: int) -> None:
     engine.save_pretrained(Path(folder))
 
 
+def opened(ranks: Ranks, folder: str) -> dict[str, Any]:
+    """The weights of an engine whose model was read from ``folder``."""
+    model, _ = load_model(folder, dtype=torch.float32, seed=0)
+    return _plain(weights_of(ShardedTrainEngine(model, ranks, **OPTIONS)))
+
+
 def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
     """Steps in mixed precision: dtypes of what is computed, kept and published, and what came of it."""
     engine = ShardedTrainEngine(model_of("qwen3"), ranks, compute=torch.bfloat16, **{**OPTIONS, "learning_rate": 1e-4})
@@ -170,7 +177,8 @@ def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
     layer = engine.model.model.layers[0]
     layer.mlp.register_forward_hook(lambda module, args, out: seen.update(computed=str(out.dtype)))
     first = [row.tolist() for row in engine.logprobs(share(ranks)).unbind()]
-    for seed in range(count):
+    gradients, metrics = gradients_of_step(engine, share(ranks, seed=0), algorithm())
+    for seed in range(1, count):
         metrics = engine.train_batch(share(ranks, seed=seed), algorithm())
     published = weights_of(engine)
     return {
@@ -179,6 +187,7 @@ def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
         | {str(value.dtype) for value in engine.state_dict()["model"].values()},
         "published": {str(value.dtype) for value in published.values()},
         "logprobs": first,
+        "gradients": _plain(gradients),
         "loss": metrics["loss"],
         "masters": _plain({name: _whole(value) for name, value in engine.state_dict()["model"].items()}),
         "weights": _plain(published),

@@ -25,7 +25,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from stages.engines.protocols import Completion, GroupRequest, SamplingParams
+from stages.engines import torch_rollout
+from stages.engines.protocols import Completion, EngineClosed, GroupRequest, SamplingParams
 from stages.engines.sampling import draw, invert, keep_from, uniform
 from stages.engines.torch_decoder import TorchDecoder
 from stages.engines.torch_rollout import TorchRolloutEngine
@@ -283,6 +284,51 @@ def piecewise(old: Any, new: Any, request: GroupRequest, done: Completion, befor
         second = new(input_ids=ids[None, seen:-1], past_key_values=first.past_key_values)
     logits = torch.cat([first.logits[0, len(request.prompt_ids) - 1 :], second.logits[0]]) / request.params.temperature
     return logits.log_softmax(-1).gather(-1, done.token_ids[:, None])[:, 0]
+
+
+async def test_a_cancelled_swap_never_happens_or_has_happened() -> None:
+    request = ask(0, places=1, max_tokens=100)
+    async with running() as engine:
+        brake, stream = Brake(engine, 5), engine.generate([request])
+        await brake.reached()
+        waiting = asyncio.create_task(engine.load_weights(1, parameters(llama(1)), hold=True))
+        with pytest.raises(TimeoutError):  # its turn has not come
+            await asyncio.wait_for(waiting, 0.3)
+        brake.let_go()
+        assert (await collect(stream))[0, 0].versions == ((0, 100),)
+        assert engine.version == 0
+        assert not engine._paused
+
+        begun, go_on, install = threading.Event(), threading.Event(), engine._decoder.install
+
+        def slow(prepared: Any) -> Any:
+            begun.set()
+            assert go_on.wait(DEADLINE)
+            return install(prepared)
+
+        engine._decoder.install = slow  # type: ignore[method-assign]
+        swapping = asyncio.create_task(engine.load_weights(1, parameters(llama(1))))
+        assert await asyncio.to_thread(begun.wait, DEADLINE)
+        swapping.cancel()
+        await asyncio.wait([swapping], timeout=0.1)
+        assert not swapping.done(), "half of it cannot be undone"
+        go_on.set()
+        await asyncio.wait([swapping])
+        assert swapping.cancelled()
+        assert engine.version == 1
+
+
+async def test_an_engine_whose_step_never_ends_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_rollout, "BEGUN_SECONDS", 0.1)
+    engine = TorchRolloutEngine(llama(), max_rows=2)
+    brake = Brake(engine, 2)
+    stream = engine.generate([ask(0, places=1)])
+    await brake.reached()
+    await asyncio.wait_for(engine.close(), DEADLINE)
+    assert engine._thread.daemon, "it does not keep the process either"
+    brake.let_go()
+    with pytest.raises(EngineClosed):
+        await anext(stream)
 
 
 async def test_rows_that_begin_after_a_swap_have_a_fresh_prompt() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from transformers import Qwen3MoeConfig
+from transformers import Phi3Config, Qwen3MoeConfig
 
 from stages.resharding.layout import Layout, LayoutError, ModelState, Parameter, Split, Tensor, place
 
@@ -23,6 +23,11 @@ MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermed
 
 def moe_config(**changes: Any) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(**{**SMALL, **MOE, "head_dim": 8, **changes})
+
+
+def fused_config(**changes: Any) -> Phi3Config:
+    """A model that has q, k and v, and gate and up, as one tensor each by Hugging Face's names, too."""
+    return Phi3Config(**{**SMALL, "pad_token_id": 0, **changes})
 
 
 @st.composite

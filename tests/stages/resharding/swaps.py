@@ -26,7 +26,7 @@ from stages.resharding.exchange import GroupExchange, SharedExchange
 from stages.resharding.layout import Layout, ModelState, Names, Placement, model_state, place
 from stages.resharding.plan import Phase, PhaseMemory, ReshardPlan, memory, plan_reshard
 from stages.resharding.swap import State, Swap, SwapError, live_bytes, local_weights, training_state
-from tests.stages.resharding.models import SMALL, moe_config
+from tests.stages.resharding.models import SMALL, fused_config, moe_config
 
 CPU = torch.device("cpu")
 BUCKET = 3000  # small, so that every case takes many rounds
@@ -36,6 +36,7 @@ TIED = model_state(LlamaConfig(**{**SMALL, "vocab_size": 51, "intermediate_size"
 THREE_HEADS = model_state(
     LlamaConfig(**{**SMALL, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 53})
 )
+FUSED = model_state(fused_config(intermediate_size=23))
 MOE = model_state(moe_config())
 FIVE_EXPERTS = model_state(moe_config(num_experts=5, moe_intermediate_size=7, num_hidden_layers=3))
 
@@ -60,6 +61,7 @@ CASES = {
         Case("TP2 to DP2, nine heads on three", THREE_HEADS, Layout(tp=2), Layout(dp_replicate=2)),
         Case("PP2 to TP2, tied", TIED, Layout(pp=2), Layout(tp=2)),
         Case("the same to the same", DENSE, Layout(tp=2), Layout(tp=2), "hf"),
+        Case("FSDP2 to TP2, fused at the source", FUSED, Layout(dp_shard=2), Layout(tp=2)),
     ],
     4: [
         Case("TP2·DP2 to TP1·DP4", DENSE, Layout(dp_replicate=2, tp=2), Layout(dp_replicate=4)),
@@ -69,6 +71,7 @@ CASES = {
         Case("Fig. 3: EP2·TP2·DP2 to EP4·DP4", MOE, Layout(dp_replicate=2, tp=2, ep=2), Layout(dp_replicate=4, ep=4)),
         Case("FSDP2·TP2 to TP4, nine heads", THREE_HEADS, Layout(dp_shard=2, tp=2), Layout(tp=4)),
         Case("EP2·FSDP4 to TP4, five experts", FIVE_EXPERTS, Layout(dp_shard=4, ep=2), Layout(tp=4)),
+        Case("FSDP2·TP2 to TP4, fused at the source", FUSED, Layout(dp_shard=2, tp=2), Layout(tp=4)),
         Case("FSDP3 of four to two ranks", DENSE, Layout(dp_shard=3), Layout(dp_replicate=2, tp=2)),
     ],
     8: [
@@ -147,6 +150,12 @@ def _round_trips(rank: int, case: Case) -> str:
         rollout = swap.to_rollout()
         assert bits(rollout) == expected
         assert live_bytes([*weights.values(), *state.values()]) == 0  # device bytes of training
+        assert swap.arena.used == sum(
+            figures[phase].host[rank] for phase in (Phase.OFFLOAD_STATE, Phase.OFFLOAD_WEIGHTS)
+        )
+        assert swap.arena.used == figures[Phase.PREFETCH].host[rank]
+        # The arena itself: each storage begins at a multiple of 512 bytes.
+        assert 0 <= swap.arena.nbytes - swap.arena.used < 512 * max(1, len(weights) + len(state))
         assert live() == figures[Phase.GENERATE].live[rank]
         if again:
             assert swap.arena.nbytes == arena  # reused

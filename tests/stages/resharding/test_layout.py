@@ -30,7 +30,7 @@ from stages.resharding.layout import (
     subtract,
     volume,
 )
-from tests.stages.resharding.models import MOE, SMALL, layouts, moe_config, states
+from tests.stages.resharding.models import MOE, SMALL, fused_config, layouts, moe_config, states
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -112,6 +112,7 @@ def _copies(layout: Layout, parameter: Parameter) -> int:
         Qwen3Config(**SMALL, head_dim=8),
         Qwen3MoeConfig(**SMALL, **MOE, head_dim=8),
         Qwen2MoeConfig(**SMALL, **MOE, shared_expert_intermediate_size=16),
+        fused_config(),
     ],
     ids=lambda config: config.model_type,
 )
@@ -141,6 +142,29 @@ def test_a_fused_expert_tensor_is_cut_in_both_its_halves() -> None:
         ((wide // 2, wide), wide // 2),
     ]
     assert rank1["model.layers.0.mlp.experts.w2_weight"].shape == (experts, hidden, wide // 2)
+
+
+def test_what_the_source_has_fused_is_cut_part_by_part() -> None:
+    """4 heads on 2 of 8 elements: the rows of q, k and v, and of gate and up, each cut by its own rule."""
+    state = model_state(fused_config())
+    assert {t.name: t.parts for t in state.tensors}["model.layers.1.mlp.gate_up_proj.weight"] == (
+        "model.layers.1.mlp.gate_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    )
+    rank1 = {t.name: t for t in place(state, Layout(tp=2)).ranks[1]}
+    qkv = rank1["model.layers.0.self_attn.qkv_proj.weight"]
+    assert qkv.shape == (32, SMALL["hidden_size"])
+    assert [(piece.parameter.rsplit(".", 2)[1], piece.box[0], piece.at[0]) for piece in qkv.pieces] == [
+        ("q_proj", (16, 32), 0),
+        ("k_proj", (8, 16), 16),
+        ("v_proj", (8, 16), 24),
+    ]
+    gate_up = rank1["model.layers.0.mlp.gate_up_proj.weight"]
+    assert gate_up.shape == (24, SMALL["hidden_size"])
+    assert [(piece.parameter.rsplit(".", 2)[1], piece.box[0], piece.at[0]) for piece in gate_up.pieces] == [
+        ("gate_proj", (12, 24), 0),
+        ("up_proj", (12, 24), 12),
+    ]
 
 
 def test_key_value_heads_are_held_twice_when_there_are_more_ranks_than_heads() -> None:
