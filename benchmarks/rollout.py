@@ -240,20 +240,22 @@ def continuous(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[Cos
 class Vllm:
     """vLLM in a process of another interpreter, which answers lines of JSON."""
 
-    def __init__(self, python: Path, folder: Path, cases: Sequence[Case], threads: int) -> None:
+    def __init__(self, python: Path, folder: Path, cases: Sequence[Case], threads: int, bind: str) -> None:
         rows, context = max(case.rows for case in cases), max(case.prompt + case.tokens for case in cases)
         script = Path(__file__).with_name("vllm_calls.py")
         options = ["--model", str(folder), "--rows", str(rows), "--context", str(context)]
         environment = {
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Threads are counted, not placed, and wait without spinning: on a busy machine vLLM is slower otherwise.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_OMP_THREADS_BIND": bind,
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
         environment.pop("PYTHONPATH", None)
+        if (
+            bind == "nobind"
+        ):  # threads that have no core of their own wait without spinning: it would cost the others theirs
+            environment["OMP_WAIT_POLICY"] = "PASSIVE"
         self.process = subprocess.Popen(
             [str(python), str(script), *options],
             stdin=subprocess.PIPE,
@@ -360,6 +362,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--vllm-python", type=Path, help="an interpreter that has vLLM; without it that arm is left out"
     )
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0)))) if hasattr(os, "sched_getaffinity") else "auto"
+    parser.add_argument(
+        "--vllm-bind",
+        default=cores,
+        help="where vLLM puts its threads, as VLLM_CPU_OMP_THREADS_BIND says (default: %(default)s, all cores of this "
+        "process, the fastest on an idle machine; nobind where other work is done on them)",
+    )
     parser.add_argument("--without", action="append", default=[], choices=["generate", "continuous"], help="leave out")
     parser.add_argument("--case", action="append", help="ROWSxGROUPxTOKENS, e.g. 64x8x16, in place of the usual ones")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and cases of seconds: does it run")
@@ -388,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             elif source == "tiny":
                 print("vllm: left out (the tiny model lies in no directory)")
             else:
-                arms["vllm"] = vllm = Vllm(args.vllm_python, model_folder(source), cases, args.threads)
+                arms["vllm"] = vllm = Vllm(args.vllm_python, model_folder(source), cases, args.threads, args.vllm_bind)
                 closing.append(vllm)
             print(
                 f"{source} float32, {args.threads} threads, prompts of {cases[0].prompt} tokens, medians of {repeat}; new "
