@@ -4,8 +4,9 @@
 
 Logprobs: ``groups`` prompts, 8 responses each, sampled at several temperatures; each token's logprob as vLLM reports it
 against what the torch trainer computes for the same tokens. Updates: with rows in flight, the seconds in which no token
-could be made (exposed) and those beside generation (hidden), for each way of treating the rows; beside them the seconds of
-a plain copy of the same bytes, taken in the same run. Medians.
+could be made (exposed) and those beside generation (hidden), for each transport and way of treating the rows. Of the exposed
+ones, ``pause`` is until vLLM has stopped between two tokens, ``load`` until its workers have split, fused and packed the
+weights. Beside them the seconds of a plain copy of the same bytes, taken in the same run. Medians.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +27,23 @@ from tensordict import TensorDict
 from pipeline.warehouse import shared_memory_directory
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch_train import TorchTrainEngine
-from stages.engines.vllm_rollout import VllmRolloutEngine
+from stages.engines.vllm_rollout import VllmCollectiveEngine, VllmRolloutEngine
 from stages.models import load_model, load_tokenizer, model_folder
+from stages.weight_link import WeightSender
+from stages.weight_sync import WeightStore
 
 GROUP = 8
-ARMS = [("keep", "keep"), ("keep", "rebuild"), ("abort", "rebuild")]
+ARMS: list[tuple[type[VllmRolloutEngine], str, str]] = [
+    (VllmRolloutEngine, "keep", "keep"),
+    (VllmRolloutEngine, "keep", "rebuild"),
+    (VllmRolloutEngine, "abort", "rebuild"),
+    (VllmCollectiveEngine, "keep", "keep"),
+]
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 
-def build(source: str, threads: int, pause: Any, kv_cache: Any) -> VllmRolloutEngine:
-    return VllmRolloutEngine(
+def build(kind: type[VllmRolloutEngine], source: str, threads: int, pause: Any, kv_cache: Any) -> VllmRolloutEngine:
+    return kind(
         model_folder(source),
         shared=shared_memory_directory() / f"asyncdock-benchmark-{time.monotonic_ns()}",
         dtype=torch.float32,
@@ -75,27 +85,49 @@ def jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.nested_tensor(tensors, layout=torch.jagged)
 
 
-async def updates(engine: VllmRolloutEngine, asked: list[GroupRequest], weights: Any, repeats: int) -> dict[str, float]:
-    exposed, hidden, copies = [], [], []
+class Timed:
+    """Calls of ``act``, each one's seconds."""
+
+    def __init__(self, act: Callable[..., Awaitable[Any]]) -> None:
+        self.act, self.seconds = act, list[float]()
+
+    async def __call__(self, *arguments: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return await self.act(*arguments, **options)
+        finally:
+            self.seconds.append(time.perf_counter() - began)
+
+
+async def updates(
+    engine: VllmRolloutEngine, sender: WeightSender, asked: list[GroupRequest], weights: Any, repeats: int
+) -> dict[str, float]:
+    found: dict[str, list[float]] = {name: [] for name in ("exposed", "hidden", "pause", "load", "copy")}
     target = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    pause = engine._llm.pause_generation = Timed(engine._llm.pause_generation)
+    load = engine._llm.update_weights = Timed(engine._llm.update_weights)
     for repeat in range(repeats + 1):
         stream = engine.generate(asked)
         await anext(stream)
-        times = await engine.load_weights(engine.version + 1, weights)
+        received, version = 0.0, engine.version + 1
+        if isinstance(engine, VllmCollectiveEngine):
+            published = await asyncio.to_thread(sender.publish, version, weights.items())
+            began = time.perf_counter()
+            landed = await engine.receive(published)
+            received = time.perf_counter() - began
+            times = await engine.load_weights(version, landed)
+        else:
+            times = await engine.load_weights(version, weights)
         began = time.perf_counter()
         for name, tensor in weights.items():
             target[name].copy_(tensor)
         copied = time.perf_counter() - began
         await stream.aclose()  # type: ignore[attr-defined]
         if repeat:  # the first one finds no page of the shared memory in place
-            exposed.append(times.exposed)
-            hidden.append(times.hidden)
-            copies.append(copied)
-    return {
-        "exposed": statistics.median(exposed),
-        "hidden": statistics.median(hidden),
-        "copy": statistics.median(copies),
-    }
+            took = (times.exposed, times.hidden + received, pause.seconds[-1], load.seconds[-1], copied)
+            for name, seconds in zip(found, took, strict=True):
+                found[name].append(seconds)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -105,9 +137,20 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     result: dict[str, Any] = {"model": options.model, "bytes": nbytes, "gap": [], "update": []}
     print(f"{options.model}: weights of {nbytes / 2**20:.0f} MiB\n")
-    for arm, (pause, kv_cache) in enumerate(ARMS):
+    directory = shared_memory_directory() / f"asyncdock-benchmark-trainer-{time.monotonic_ns()}"
+    sender = WeightSender(WeightStore(directory), torch.device("cpu"), host="127.0.0.1")
+    try:
+        await arms(options, sender, weights, result)
+    finally:
+        sender.close()
+        shutil.rmtree(directory, ignore_errors=True)
+    return result
+
+
+async def arms(options: argparse.Namespace, sender: WeightSender, weights: Any, result: dict[str, Any]) -> None:
+    for arm, (kind, pause, kv_cache) in enumerate(ARMS):
         began = time.perf_counter()
-        engine = await asyncio.to_thread(build, options.model, options.threads, pause, kv_cache)
+        engine = await asyncio.to_thread(build, kind, options.model, options.threads, pause, kv_cache)
         start = time.perf_counter() - began
         try:
             if not arm:
@@ -121,23 +164,24 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                     row |= {"max": float(found.max()), "mean": float(found.mean())}
                     result["gap"].append(row)
                     print(f"{temperature:<14}{len(found):>8}{row['max']:>12.2e}{row['mean']:>12.2e}", flush=True)
-                names = ("exposed s", "hidden s", "copy s", "exposed/copy", "start s")
-                print(f"\n{'rows':<8}{'their KV':<10}" + "".join(f"{name:>14}" for name in names))
+                names = ("exposed s", "pause s", "load s", "hidden s", "copy s", "exposed/copy", "start s")
+                print(f"\n{'transport':<15}{'rows':<7}{'their KV':<10}" + "".join(f"{name:>13}" for name in names))
             # One response of a token, so that an update begins when the other 31 are being made.
             first, *rest = requests(options.model, 4, SamplingParams(max_tokens=400))
             short = GroupRequest(9, (0,), first.prompt_ids, SamplingParams(max_tokens=1), 9)
             asked = [short, GroupRequest(0, first.places[1:], first.prompt_ids, first.params, 0), *rest]
-            row = {"pause": pause, "kv_cache": kv_cache, "start": start}
-            row |= await updates(engine, asked, weights, options.repeats)
+            transport = kind.transport.removeprefix("asyncdock_")
+            row = {"transport": transport, "rows": pause, "kv_cache": kv_cache, "start": start}
+            row |= await updates(engine, sender, asked, weights, options.repeats)
         finally:
             await engine.close()
         result["update"].append(row)
         print(
-            f"{pause:<8}{kv_cache:<10}{row['exposed']:>14.2f}{row['hidden']:>14.2f}{row['copy']:>14.2f}"
-            f"{row['exposed'] / row['copy']:>14.1f}{start:>14.0f}",
+            f"{transport:<15}{pause:<7}{kv_cache:<10}"
+            + "".join(f"{row[name]:>13.2f}" for name in ("exposed", "pause", "load", "hidden", "copy"))
+            + f"{row['exposed'] / row['copy']:>13.1f}{start:>13.0f}",
             flush=True,
         )
-    return result
 
 
 def main() -> None:

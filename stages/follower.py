@@ -6,7 +6,7 @@
                             (damaged: and the trainer is asked to publish it again)
 
 With several replicas only one swaps at a time, so that generation never stops as a whole. A probe holds the engine between
-the swap and its verdict: no token is made by weights that are not what they should be.
+the swap and its verdict: no token is made by weights that are not what they should be (but by vLLM, see its adapter).
 """
 
 from __future__ import annotations

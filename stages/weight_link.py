@@ -86,6 +86,7 @@ class WeightSender:
         with suppress(RuntimeError):  # the rendezvous failed, and its thread has ended
             _connect(self.source).queue_push(_ASKED, _END)
         self._doorman.join()
+        del self._server
         self._store.close()
 
     def _answer(self) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,10 +19,12 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.warehouse import shared_memory_directory
-from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
-from stages.engines.vllm_rollout import VllmRolloutEngine
+from stages.engines import vllm_rollout
+from stages.engines.protocols import Completion, EngineFailed, GroupRequest, RolloutEngine, SamplingParams
+from stages.engines.vllm_rollout import VllmCollectiveEngine, VllmRolloutEngine
 from stages.models import load_model, load_tokenizer, model_folder
-from stages.weight_sync import WeightsDamaged
+from stages.weight_link import WeightSender
+from stages.weight_sync import Published, WeightsDamaged, WeightStore, WeightsUnreachable
 from tests.engines.contract_rollout import ModelContract, collect, new_processes
 
 pytestmark = pytest.mark.timeout(900)
@@ -47,13 +50,15 @@ class OnSmolLM2(ModelContract):
     deadline = 240.0  # vLLM starts in half a minute on idle cores
     processes: ClassVar[dict[RolloutEngine, list[psutil.Process]]] = {}
 
-    async def build(self, version: int, **options: Any) -> VllmRolloutEngine:
+    async def build(
+        self, version: int, kind: type[VllmRolloutEngine] = VllmRolloutEngine, **options: Any
+    ) -> VllmRolloutEngine:
         before = set(psutil.Process().children(recursive=True))
         settings: dict[str, Any] = {"max_rows": 16, "max_model_len": 512, "block_size": 32, "kv_cache_bytes": 2**28}
         settings |= {"enforce_eager": True, "threads": 2} | options
         shared = shared_memory_directory() / f"asyncdock-test-{time.monotonic_ns()}"
         engine = await asyncio.to_thread(
-            lambda: VllmRolloutEngine(
+            lambda: kind(
                 model_folder("smollm2"), shared=shared, dtype=torch.float32, initial_version=version, **settings
             )
         )
@@ -110,6 +115,24 @@ class TestVllm(OnSmolLM2):
         found = await collect(stream)
         assert all(self.same(done, found[place]) for place, done in undisturbed.items())
         assert {done.versions for done in found.values()} == {((version, 60),)}
+        monkeypatch.undo()
+        await self.load(engine, 0)
+
+    async def test_a_bucket_that_is_dropped_is_found_before_the_model_is_touched(
+        self, engine: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before, version, publish = await self.made(engine, self.ask(1)), engine.version, engine._store.publish
+
+        def dropping(*arguments: Any) -> Published:
+            published = publish(*arguments)
+            return replace(published, buckets=published.buckets[:1] + published.buckets[2:])
+
+        monkeypatch.setattr(engine._store, "publish", dropping)
+        with pytest.raises(WeightsDamaged, match=rf"keeps version {version}.*in no bucket"):
+            await engine.load_weights(version + 1, self.weights(1))
+        after = await self.made(engine, self.ask(1))
+        assert engine.version == version
+        assert all(self.same(done, after[place]) for place, done in before.items())
         monkeypatch.undo()
         await self.load(engine, 0)
 
@@ -174,6 +197,77 @@ async def test_a_swap_that_computes_anew_leaves_nothing_of_the_old_weights(optio
             engine.generate([contract.ask(1, temperature=0.7)])
     finally:
         await engine.close()
+
+
+async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(tmp_path: Path) -> None:
+    """While vLLM goes on generating; what goes wrong on the way leaves it at its version."""
+    contract = OnSmolLM2()
+    engine = await contract.build(0, VllmCollectiveEngine)
+    assert isinstance(engine, VllmCollectiveEngine)
+    sender = WeightSender(WeightStore(tmp_path), torch.device("cpu"), host="127.0.0.1")
+    try:
+        published = sender.publish(1, contract.weights(1).items())
+        memory = sender._store.memory(published.slot, published.nbytes)
+        memory[-1] ^= 1
+        with pytest.raises(WeightsDamaged, match=r"keeps version 0: .*checksum"):
+            await engine.receive(published)
+        memory[-1] ^= 1
+        with pytest.raises(WeightsDamaged, match=r"keeps version 0: .*in no bucket"):
+            await engine.receive(replace(published, buckets=published.buckets[1:]))
+
+        request = contract.ask(1, (0,), max_tokens=contract.long_tokens)
+        stream = engine.generate([request])
+        landed = await engine.receive(published)
+        assert (engine.version, engine.rows) == (0, 1)
+        assert {name: tensor.shape for name, tensor in landed.items()} == {
+            name: tensor.shape for name, tensor in contract.weights(1).items()
+        }
+        await engine.load_weights(1, landed)
+        (done,) = (await collect(stream)).values()
+        (old, before), (new, after) = done.versions
+        assert (old, new, before + after) == (0, 1, contract.long_tokens)
+        (fresh,) = (await contract.made(engine, request)).values()
+        expected = contract.teacher_forced(1, request, fresh)
+        assert torch.allclose(fresh.logprobs, expected, atol=contract.atol)
+
+        sender.close()
+        with pytest.raises(WeightsUnreachable, match=r"keeps version 1: .*not received from the trainer"):
+            await engine.receive(published)
+        await engine.load_weights(2, contract.weights(0))  # tensors, as any engine takes them
+        (again,) = (await contract.made(engine, request)).values()
+        assert torch.allclose(again.logprobs, contract.teacher_forced(0, request, again), atol=contract.atol)
+    finally:
+        await engine.close()
+
+
+async def test_an_update_that_vllm_never_ends_fails_the_engine_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker stops in the middle, as one that waits for a device would; whoever waits for rows gets to know."""
+    monkeypatch.setattr(vllm_rollout, "SHUTDOWN_SECONDS", 2.0)
+    contract = OnSmolLM2()
+    engine = await contract.build(0)
+    try:
+        await contract.load(engine, 1)
+        update = engine._update
+
+        async def stalling(*arguments: Any) -> None:
+            for process in contract.processes[engine]:
+                process.suspend()
+            await update(*arguments)
+
+        monkeypatch.setattr(engine, "_update", stalling)
+        stream = engine.generate([contract.ask(1, max_tokens=contract.long_tokens)])
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await engine.load_weights(9, contract.weights(0))
+        assert time.monotonic() - began < 30
+        with pytest.raises(EngineFailed, match="has not ended its update to version 9"):
+            await collect(stream)
+        assert engine.version != 9
+    finally:
+        await asyncio.wait_for(engine.close(), 60)
+    _, alive = psutil.wait_procs(contract.processes[engine], timeout=30)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 OWNER = """
