@@ -56,6 +56,7 @@ class Gather:
             (s.target, part_index(s.target_at, s.sizes), s.source, part_index(s.source_at, s.sizes))
             for s in plan.local(rank)
         ]
+        self._temporary = temporary_bytes(self._parts)  # asked for after each round
         self._exchange: Exchange | None = None
         self.exchange = "none"
         """How the last call's messages went: ``shared memory``, the group's backend, or ``none`` if there were none."""
@@ -88,7 +89,7 @@ class Gather:
 
     def temporary_bytes(self) -> int:
         """Bytes of the buckets that are alive; what lies in shared memory counts for its sender and its receiver."""
-        return temporary_bytes(self._parts) if self._exchange else 0
+        return self._temporary if self._exchange else 0
 
     def _send(self, exchange: Exchange, number: int, sources: Mapping[str, torch.Tensor], told: torch.Tensor) -> None:
         part = self._parts[number]
