@@ -60,6 +60,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -606,8 +607,11 @@ async def erase(url: str, run: str) -> None:
 # ── all cells, and what they say ──
 
 
-def measure_all(work: Work, nodes: Sequence[int], repeats: int, names: Sequence[str]) -> list[list[Cell]]:
-    """Repeats of all cells. Arms take turns within a node count, so that other work on the machine slows all of them."""
+def measure_all(
+    work: Work, nodes: Sequence[int], repeats: int, names: Sequence[str], ended: threading.Event
+) -> list[list[Cell]]:
+    """Repeats of all cells, until ``ended``. Arms take turns within a node count, so that other work on the machine slows
+    all of them."""
     rounds = []
     arms = [arm for arm in work.arms if arm.name in names]
     with (
@@ -620,6 +624,8 @@ def measure_all(work: Work, nodes: Sequence[int], repeats: int, names: Sequence[
             cells = []
             for count in nodes:
                 for arm in arms:
+                    if ended.is_set():  # Python drops an exception of a signal's handler that comes in a destructor
+                        raise KeyboardInterrupt
                     cell = measure(work, arm, count, network, index, f"scale{next(numbers)}")
                     print(f"round {turn + 1}: {arm.name}, {count} nodes: {cell.rate:.1f} samples/s", file=sys.stderr)
                     cells.append(cell)
@@ -713,8 +719,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--apart: hosts go in pairs; give even --nodes"
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down
+    ended = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        ended.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        rounds = measure_all(work, nodes, repeats, options.arms or [arm.name for arm in work.arms])
+        rounds = measure_all(work, nodes, repeats, options.arms or [arm.name for arm in work.arms], ended)
     except Infeasible as missing:
         print(f"cannot run here: {missing}", file=sys.stderr)
         return 2

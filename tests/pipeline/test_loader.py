@@ -371,12 +371,13 @@ async def test_a_shared_batch_stays_until_its_slowest_reader_is_done(flow: Flow)
 
 async def test_replicas_out_of_lockstep_take_what_they_can(flow: Flow) -> None:
     await flow.put(range(24))
-    taken = threading.Event()
+    began, taken = threading.Event(), threading.Event()
 
     def fast() -> list[list[int]]:
         found = []
         for batch in flow.stream(replica=0, replicas=2, lockstep=False):
             found.append(batch["number"].tolist())
+            assert began.wait(10), "or nothing would be left for the other"
             if len(found) == 5:
                 taken.set()
         return found
@@ -384,6 +385,7 @@ async def test_replicas_out_of_lockstep_take_what_they_can(flow: Flow) -> None:
     def slow() -> list[list[int]]:
         batches = iter(flow.stream(replica=1, replicas=2, lockstep=False))
         first = [next(batches)["number"].tolist()]
+        began.set()
         assert taken.wait(10)
         return first + checked(batches)
 
