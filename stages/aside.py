@@ -1,6 +1,12 @@
-"""Work in a thread that nobody has to wait for: one that never returns does not keep its process from ending.
+"""Work in a thread of its own, which ends with it.
 
-``asyncio.to_thread`` is for what surely ends: its threads are joined, without a limit, before the loop and the process end.
+``aside``: nobody has to wait for it, so one that never returns does not keep its process from ending. ``asyncio.to_thread``
+is for what surely ends: its threads are joined, without a limit, before the loop and the process end.
+
+``apart``: for what computes in parallel once, beside a thread that does so all the time. OpenMP keeps helpers for each
+thread that has used it, until that thread ends, and where all threads together have more of them than there are cores,
+libgomp has none of them wait awake: every parallel loop then begins with a system call. A decode step of 64 rows took
+1.6 times as long so (two cores, two threads; ``benchmarks/rollout.py``).
 """
 
 from __future__ import annotations
@@ -28,3 +34,19 @@ def aside(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return asyncio.wrap_future(outcome)
+
+
+def apart(work: Callable[[], T]) -> T:
+    """What ``work`` returns or raises, once its thread and the helpers that OpenMP gave it are gone."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return outcome.result()

@@ -37,7 +37,7 @@ import structlog
 import torch
 
 from stages import device as devices
-from stages.aside import aside
+from stages.aside import apart, aside
 from stages.engines.protocols import (
     Completion,
     EngineClosed,
@@ -187,9 +187,8 @@ class TorchRolloutEngine:
             raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
         chosen = devices.select() if device is None else torch.device(device)
         self._launch_ahead = chosen.type != "cpu" if accelerated is None else accelerated
-        self._decoder = TorchDecoder(
-            model if dtype is None else model.to(dtype), chosen, static=self._launch_ahead, packed=packed
-        )
+        model = model if dtype is None else model.to(dtype)
+        self._decoder = apart(lambda: TorchDecoder(model, chosen, static=self._launch_ahead, packed=packed))
         self._tokenizer, self._max_rows, self._prefill_tokens = tokenizer, max_rows, prefill_tokens
         self._version = initial_version
         self._waiting: deque[_Row] = deque()

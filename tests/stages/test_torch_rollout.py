@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -482,3 +485,38 @@ def test_uniform_numbers_are_told_apart_by_seed_place_and_index() -> None:
     assert all(0 <= point < 1 for point in points)
     many = torch.tensor([uniform(0, 0, index) for index in range(4000)])
     assert abs(float(many.mean()) - 0.5) < 0.02
+
+
+ONE_POOL = """
+import asyncio, os, time, torch
+from stages.engines.protocols import GroupRequest, SamplingParams
+from stages.engines.torch_rollout import TorchRolloutEngine
+from stages.models import tiny_model
+
+torch.set_num_threads(2)
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+async def main():
+    engine = TorchRolloutEngine(model, max_rows=64, threads=2, device="cpu")
+    end = time.monotonic() + 30  # nothing tells of a thread that has ended
+    while tasks() != before + 1 and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    made = tasks() - before
+    asked = [GroupRequest(i, (0,), torch.arange(3, 40), SamplingParams(4, temperature=0.0), seed=i) for i in range(64)]
+    async for _ in engine.generate(asked):
+        pass
+    print(made, tasks() - before)
+    await engine.close()
+
+model, before = tiny_model(0), tasks()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them")
+def test_one_thread_alone_computes_in_parallel() -> None:
+    """The engine's own thread, later with a helper for the second core; whoever made the engine has none."""
+    told = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, check=True, timeout=120)
+    assert told.stdout.split() == ["1", "2"]
