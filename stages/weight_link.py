@@ -92,10 +92,11 @@ class WeightSender:
     def _answer(self) -> None:
         door = _connect(self.source, timedelta(days=10_000))
         while (asked := door.queue_pop(_ASKED)) != _END:
-            threading.Thread(target=self._send, args=json.loads(asked), name="weights-sent", daemon=True).start()
+            threading.Thread(target=self._send, args=(asked,), name="weights-sent", daemon=True).start()
 
-    def _send(self, group: str, version: int, kind: str) -> None:
+    def _send(self, asked: bytes) -> None:
         try:
+            group, version, kind = json.loads(asked)
             devices.use(self._device)
             store, common = _connect(self.source), self._common(kind)
             with closing(_Line(common, store, group, 0, self._timeout)) as line, self._reading(version) as published:
@@ -103,7 +104,7 @@ class WeightSender:
                 if published is not None:
                     line.move(_buckets(self._store.memory(published.slot, published.nbytes), published))
         except Exception as error:  # the engine's process has ended, most likely; if not, it asks again
-            log.warning("weights not sent", version=version, reason=str(error))
+            log.warning("weights not sent", asked=asked.decode(errors="replace"), reason=str(error))
 
     def _common(self, kind: str) -> torch.device:
         return self._device if kind == self._device.type else _CPU

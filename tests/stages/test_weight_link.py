@@ -246,12 +246,13 @@ def test_an_engine_that_dies_in_the_middle_costs_the_others_nothing(
 
 
 def test_an_engine_that_never_joins_is_given_up(tmp_path: Path) -> None:
-    """It asked and is gone: its request ends with the timeout, others are served meanwhile."""
+    """It asked and is gone, or asked nonsense: its request ends, with the timeout at the latest; others are served."""
     sender = WeightSender(WeightStore(tmp_path), CPU, host="127.0.0.1", timeout=1.0)
     try:
         published = sender.publish(1, weights(1).items())
         store = weight_link._connect(sender.source, timedelta(seconds=5))
         store.queue_push("asked", json.dumps(["nobody", 1, "cpu"]))
+        store.queue_push("asked", "what nobody can read")
         assert same(WeightReceiver(CPU, timeout=TIMEOUT).read(published), 1)
         for thread in threading.enumerate():
             if thread.name == "weights-sent":
