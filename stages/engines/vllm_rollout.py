@@ -424,10 +424,10 @@ class VllmRolloutEngine:
         await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update))
 
     async def _update(self, version: int, published: Published, cut: bool) -> None:
+        for row in self._rows if cut else ():
+            row.cut = True  # before vLLM drops it, as its task goes on then
         try:
             await self._llm.pause_generation(mode="abort" if cut else self._pause, clear_cache=self._rebuild)
-            for row in self._rows if cut else ():
-                row.cut = True
             await self._llm.abort([row.asked for row in self._rows if row.asked and not row.tokens])
             await self._tell(published)
             await self._llm.finish_weight_update(str(version))
