@@ -276,7 +276,7 @@ async def test_every_row_comes_once_whatever_the_number_of_workers(flow: Flow, w
     loader = flow.loader(workers)
     found = await thread(lambda: checked(iter(loader)))
     assert sorted(itertools.chain(*found)) == list(range(30))
-    assert {len(batch) for batch in found[:-2]} == {4}
+    assert sorted(map(len, found)) == [2, *[4] * 7], "the short one comes wherever its worker's turn is"
     assert await flow.left() == (0, 0, 0)
 
 

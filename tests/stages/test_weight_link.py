@@ -211,7 +211,7 @@ def test_a_trainer_that_has_died_is_unreachable_and_found_out_soon(
     began = time.monotonic()
     with pytest.raises(WeightsUnreachable, match="version 1: not received from the trainer at"):
         receiver.read(published)
-    assert time.monotonic() - began < TIMEOUT / 2
+    assert time.monotonic() - began < 60, "torch alone would go on trying for five minutes"
 
 
 def test_a_trainer_that_dies_in_the_middle_is_noticed(
