@@ -5,8 +5,8 @@ is for what surely ends: its threads are joined, without a limit, before the loo
 
 ``apart``: for what computes in parallel once, beside a thread that does so all the time. OpenMP keeps helpers for each
 thread that has used it, until that thread ends, and where all threads together have more of them than there are cores,
-libgomp has none of them wait awake: every parallel loop then begins with a system call. A decode step of 64 rows took
-1.6 times as long so (two cores, two threads; ``benchmarks/rollout.py``).
+libgomp has none of them wait awake: every parallel loop then begins with a system call, which for small ones is most of
+their time.
 """
 
 from __future__ import annotations
