@@ -462,9 +462,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", required=True)
     options = parser.parse_args(arguments)
     configure(terminal=False)
-    sys.path.append(
-        os.getcwd()
-    )  # rewards, algorithms and engines given as module:name; last, so that nothing is shadowed
+    # For rewards, algorithms and engines given as module:name; last, so that nothing is shadowed.
+    sys.path.append(os.getcwd())
     try:
         asyncio.run(Worker(options.run, os.environ[INDEX_VARIABLE], options.kind, options.number, options.name).run())
     except FATAL:

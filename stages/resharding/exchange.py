@@ -7,7 +7,7 @@ Both have two buckets, of which round k takes number k mod 2, so that a rank pac
 shared ones are a file in memory that never has a name, and pipes; the others open them below ``/proc/PID/fd``, which the
 kernel grants to the same user. So nothing is left behind by whoever is killed, and a rank that ends is noticed at once.
 
-A meeting by a byte in a pipe was measured beside gloo's smallest all-to-all: 60 µs and 1,340 µs on a busy machine.
+Ranks meet by a byte in a pipe, which wakes no thread beside theirs, as gloo's smallest collective would.
 """
 
 from __future__ import annotations
