@@ -16,6 +16,7 @@ import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from api.checks import Checks
 from api.outside import Outside
 from api.problems import Problem
 from api.tokens import Scope, Token, Tokens
@@ -80,10 +81,15 @@ class Settings(BaseModel):
 
 
 class Service:
-    """``closing`` is set when the server goes down: streams then say so to their readers, and end."""
+    """``closing`` is set when the server goes down: streams then say so to their readers, and end. ``checks`` that are
+    given are closed by whoever made them."""
 
-    def __init__(self, settings: Settings, url: str, registry: Registry, tokens: Tokens) -> None:
+    def __init__(
+        self, settings: Settings, url: str, registry: Registry, tokens: Tokens, checks: Checks | None = None
+    ) -> None:
         self.settings, self.url, self.registry, self.tokens = settings, url, registry, tokens
+        self.checks = checks or Checks()
+        self._own_checks = checks is None
         self.closing = asyncio.Event()
         self.watching = Watching()
         self.outside = Outside(url, settings.data, registry)
@@ -158,6 +164,8 @@ class Service:
         self._indexes.clear()
         await self.outside.close()
         await self.tokens.close()
+        if self._own_checks:
+            await asyncio.to_thread(self.checks.close)
 
 
 SERVICE = web.AppKey("service", Service)
