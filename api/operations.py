@@ -124,8 +124,9 @@ class Operation:
         seconds = service.settings.handler_seconds if self.seconds is None else self.seconds
         deadline = asyncio.timeout(seconds or None)
         try:
-            async with deadline:
-                answer = await self.handler(service, **arguments)
+            with service.using(request.match_info.get("run")):
+                async with deadline:
+                    answer = await self.handler(service, **arguments)
         except TimeoutError:
             if not deadline.expired():
                 raise

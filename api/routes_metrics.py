@@ -23,7 +23,8 @@ from orchestration.metrics import METRICS
 from orchestration.registry import ENDED, RunRecord
 
 KIND = r"^[a-z]+(,[a-z]+)*$"
-EVENT_ID = r"^(\d{1,18}(-\d{1,18})?|\$)$"
+EVENT_ID = r"^([0-9]{1,18}(-[0-9]{1,18})?|\$)$"
+FINEST_SECONDS = 1e-3  # of a point; events have their times in milliseconds
 MOST_READERS = 2000  # of all streams of one server
 Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./,-]*$", max_length=1000)]
 Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
@@ -123,7 +124,10 @@ class RangeQuery(Strict):
 
 class HistoryQuery(RangeQuery):
     every: float | None = Field(
-        None, ge=0, le=1e7, description="Seconds that a point stands for; 0: each event; none: as suits the range."
+        None,
+        ge=0,
+        le=1e7,
+        description="Seconds that a point stands for; 0 (or less than a millisecond): each event; none: as suits the range.",
     )
     names: Names = Field("", description="Series and numbers, with commas: step, stage/rollout-0, step.reward_mean.")
 
@@ -135,6 +139,7 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
     record = await service.registry.get(path.run)
     begin, end = _range(record, query)
     every = width(end - begin) if query.every is None else query.every
+    every = 0.0 if every < FINEST_SECONDS else every
     series = Series(every, Wanted(name for name in query.names.split(",") if name))
     kinds = series.wanted.kinds
     try:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, RootModel, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from api.problems import Text
 from orchestration.planner import Plan
 from orchestration.recipe import Recipe
 
@@ -212,8 +213,8 @@ class SampleView(BaseModel):
     group: int
     place: int = Field(description="In its group.")
     step: int = Field(description="That trained it.")
-    prompt: str
-    response: str
+    prompt: Text
+    response: Text
     reward: float
     rewards: dict[str, float | None] = Field(description="Of each reward function; null where it does not apply.")
     advantage: float | None
