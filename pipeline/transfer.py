@@ -83,7 +83,8 @@ class Limits:
 
     rows: int = 1 << 18  # of one read or one block
     nbytes: int = 4 << 30  # of one payload
-    connections: int = 64
+    connections: int = 64  # of peers that have proven the secret
+    handshakes: int = 64  # connections that have not; one more ends the oldest of them
     hello_seconds: float = 5.0  # for all of the handshake
     idle_seconds: float = 300.0  # between two requests
     frame_seconds: float = 30.0  # for a frame, and on top of it
@@ -673,6 +674,7 @@ class WarehouseServer:
         self._words = np.frombuffer(arena.slice(0, arena.nbytes), np.int64, arena.nbytes // 8)
         self._serving: asyncio.Task[None] | None = None
         self._open = set[_Stream | socket.socket]()
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # of peers that have not proven the secret, oldest first
         self._sent = self._received = self.payload_sent = self.payload_received = 0
 
     @property
@@ -724,16 +726,22 @@ class WarehouseServer:
                         log.warning("a connection could not be accepted", error=str(error))
                         await asyncio.sleep(0.1)
                         continue
-                    if len(self._open) >= self.limits.connections:
-                        log.warning("connection refused: too many", peer=peer, connections=len(self._open))
-                        sock.close()
-                        continue
+                    if len(self._handshakes) >= self.limits.handshakes:
+                        # A peer that knows the secret proves it within a round trip: the oldest is the least likely to.
+                        oldest = next(iter(self._handshakes))
+                        del self._handshakes[oldest]
+                        oldest.cancel()
+                        log.warning("handshake ended: too many at once", handshakes=self.limits.handshakes)
                     self._open.add(sock)
-                    tasks.create_task(self._peer(sock, peer))
+                    task = tasks.create_task(self._peer(sock, peer))
+                    self._handshakes[task] = None
+                    task.add_done_callback(lambda task: self._handshakes.pop(task, None))
 
     async def _peer(self, sock: socket.socket, peer: object) -> None:
         """All of one connection's life. Whatever goes wrong in it ends it alone."""
         held: _Stream | socket.socket = sock
+        task = asyncio.current_task()
+        assert task is not None
         try:
             async with asyncio.timeout(self.limits.hello_seconds):
                 stream = await _Stream.open(sock, self._ssl, None)
@@ -742,6 +750,10 @@ class WarehouseServer:
                 if not await self._known(stream):
                     log.warning("handshake refused: version or secret", peer=peer)
                     return
+                self._handshakes.pop(task, None)
+            if self.connections - len(self._handshakes) > self.limits.connections:
+                log.warning("connection refused: too many", peer=peer, connections=self.limits.connections)
+                return
             while await self._turn(stream):
                 pass
         except (OSError, TimeoutError) as error:
