@@ -115,11 +115,12 @@ async def get_experience(
                 version=body.version,
                 wait=body.wait,
                 lease=body.lease,
+                owner=_owner(service, request),
             )
         else:
             answer = await external.replayed(body.replay)
         if answer.experience is not None and _gone(request):  # nobody would hear of this lease
-            await external.release(answer.experience.claim.token)
+            await external.release(answer.experience.claim.token, owner=_owner(service, request))
         view = await _view(external, answer, body)
         experience = answer.experience
         if BINARY not in request.headers.get("Accept", ""):
@@ -197,13 +198,15 @@ async def put_experience(service: Service, request: web.Request, path: RunPath, 
             raise Problem(400, f"The body cannot be read: {error}.", kind="body", field="body", fix=fix) from None
         except ValidationError as error:
             raise of_validation(422, error) from None
+    owner = _owner(service, request)
     with refusals():
         if body.step is not None:
-            version = await external.train(body.token, body.step, body.metrics)
+            version = await external.train(body.token, body.step, body.metrics, owner=owner)
             return PutView(left=0, version=version)
         if body.columns:
             columns |= from_lists(external.schema, body.columns)
-        return PutView(left=await external.put_experience(body.token, body.rows, columns, park=body.park), version=None)
+        left = await external.put_experience(body.token, body.rows, columns, park=body.park, owner=owner)
+        return PutView(left=left, version=None)
 
 
 @operation(
@@ -214,11 +217,12 @@ async def put_experience(service: Service, request: web.Request, path: RunPath, 
     tag=TAG,
     errors=(404, 409),
 )
-async def renew_lease(service: Service, path: LeasePath, query: LeaseQuery) -> LeaseView:
+async def renew_lease(service: Service, request: web.Request, path: LeasePath, query: LeaseQuery) -> LeaseView:
     """Hold a lease for another `lease` seconds from now."""
     external = (await service.outside.run(path.run)).external
     with refusals():
-        return LeaseView(token=path.token, lease=await external.renew(path.token, query.lease))
+        held = await external.renew(path.token, query.lease, owner=_owner(service, request))
+        return LeaseView(token=path.token, lease=held)
 
 
 @operation(
@@ -229,11 +233,11 @@ async def renew_lease(service: Service, path: LeasePath, query: LeaseQuery) -> L
     tag=TAG,
     errors=(404, 409),
 )
-async def release_lease(service: Service, path: LeasePath) -> None:
+async def release_lease(service: Service, request: web.Request, path: LeasePath) -> None:
     """Give back what is left under a lease. Harmless when it has ended."""
     external = (await service.outside.run(path.run)).external
     with refusals():
-        await external.release(path.token)
+        await external.release(path.token, owner=_owner(service, request))
 
 
 @operation(
@@ -356,12 +360,19 @@ async def _receive(request: web.Request, file: IO[bytes]) -> None:
     tag=TAG,
     errors=(404, 409),
 )
-async def weight_sync_notify(service: Service, path: RunPath, body: Notify) -> None:
+async def weight_sync_notify(service: Service, request: web.Request, path: RunPath, body: Notify) -> None:
     """A rollout says which version it has loaded, and the seconds that it took: `exposed` while it could make no token,
     `hidden` beside generation."""
     external = (await service.outside.run(path.run)).external
     with refusals():
-        await external.notify(body.worker, body.version, exposed=body.exposed, hidden=body.hidden)
+        await external.notify(
+            body.worker, body.version, exposed=body.exposed, hidden=body.hidden, owner=_owner(service, request)
+        )
+
+
+def _owner(service: Service, request: web.Request) -> str:
+    """The owner of what is claimed by this request: the bearer token, which each further call for the lease must present."""
+    return f"bearer:{service.principal(request).id}"
 
 
 def _gone(request: web.Request) -> bool:

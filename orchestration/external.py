@@ -37,6 +37,7 @@ from stages.weight_sync import Published, WeightsDamaged, WeightStore
 CLAIMED = "running"  # the state in which there is something to claim: a run that starts has no warehouse yet
 MOST_ROWS = 4096  # of one claim
 WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
+DIRECT = "index"  # the owner of what is claimed by the index's URL; not "", which owns what the run's own workers claim
 GROUPS = ("rollout", "reference")  # stages that take whole groups
 
 
@@ -145,17 +146,19 @@ class External:
         version: int | None = None,
         wait: float = 0.0,
         lease: float | None = None,
+        owner: str = DIRECT,
     ) -> Answer:
         """Lease what is ready for ``stage`` to ``worker``: up to ``most`` rows, groups for stages that take groups, or a
         train batch; waiting up to ``wait`` seconds for some. ``columns``: which to fetch, those that the stage needs by
         default. ``version``: the policy version that a rollout has loaded, by default what it was last told to be by
-        :meth:`notify`. ``lease`` in seconds. Raises NotExternal, WeightsTooOld, Misfit, ColumnError."""
+        :meth:`notify`. ``lease`` in seconds. ``owner`` (of the whole interface: who is asking, as far as it was proven) binds
+        the lease: the calls for it must come from the same one. Raises NotExternal, WeightsTooOld, Misfit, ColumnError."""
         self._external(stage)
         if stage == "rollout":
-            version = await self._version(worker, version)
+            version = await self._version(worker, version, owner)
         lease = lease or self.recipe.pipeline.lease_seconds
         with self._timesheets.claiming(stage, worker) as sheet:
-            return await self._claimed(stage, worker, most, columns, version, wait, lease, sheet)
+            return await self._claimed(stage, worker, most, columns, version, wait, lease, sheet, owner)
 
     async def _claimed(
         self,
@@ -167,6 +170,7 @@ class External:
         wait: float,
         lease: float,
         sheet: Timesheet,
+        owner: str,
     ) -> Answer:
         deadline = time.monotonic() + wait
         most = min(most, MOST_ROWS // (self.recipe.algorithm.group_size if stage in GROUPS else 1))
@@ -176,7 +180,8 @@ class External:
             if state == CLAIMED:
                 dock = await self._warehouses()
                 generated = version if stage == "rollout" else None
-                found = await self.index.claim(stage, f"{PREFIX}{worker}", max(most, 1), lease, generated, dock.home)
+                lessee = f"{PREFIX}{worker}"
+                found = await self.index.claim(stage, lessee, max(most, 1), lease, generated, dock.home, owner=owner)
                 if isinstance(found, Claim):
                     experience = await self._experience(found, columns)
                     self._timesheets.took(sheet, found.token, len(found), lease, version)
@@ -193,10 +198,10 @@ class External:
         at = await self.index.call("gates", versions=[])
         return Answer(experience, state or "created", reason, at["published"], at["trained"])
 
-    async def _version(self, worker: str, version: int | None) -> int:
+    async def _version(self, worker: str, version: int | None, owner: str) -> int:
         """The version that a rollout's claim is made with."""
         if version is None:
-            told = await self.index.get(f"loaded:{worker}")
+            told = await self.index.get(_loaded(worker, owner))
             if told is None:
                 raise Misfit(
                     "version", "is not known of this worker", "give it, or tell weight_sync_notify what was loaded"
@@ -232,7 +237,7 @@ class External:
                 if positions:
                     progress = await dock.gather(refs[positions], list(PROGRESS))
         except BaseException:
-            await asyncio.shield(self.index.call("hand_back", token=claim.token))
+            await asyncio.shield(self.index.hand_back(claim))
             raise
         seeds = [group_seed(self.recipe.seed, group) for group in claim.group.tolist()]
         return Experience(claim, found, (positions, progress), seeds)
@@ -241,11 +246,12 @@ class External:
         dock, config = await self._warehouses(), await self.index.config()
         return dock.schema.names(next(s["needs"] for s in config["stages"] if s["name"] == stage))
 
-    async def put_experience(self, token: int, rows: Sequence[int], columns: Columns, *, park: bool = False) -> int:
+    async def put_experience(
+        self, token: str, rows: Sequence[int], columns: Columns, *, park: bool = False, owner: str = DIRECT
+    ) -> int:
         """Commit what was made of ``rows`` (ids) under a lease, or ``park`` it to be continued by whoever claims it next.
         Returns how many rows are left under the token. Raises LeaseLost, NotExternal, Misfit, ColumnError, IndexRefused."""
-        claim, left = await self._lease(token)
-        self._external(claim.stage)
+        claim, left = await self._lease(token, owner)
         positions = _positions(claim, rows)
         dock, part = await self._warehouses(), claim.part(positions)
         if claim.stage == "update":
@@ -287,12 +293,11 @@ class External:
                     f"{gates[version]}; generate with the version that was claimed for, or with a newer one"
                 )
 
-    async def train(self, token: int, step: int, metrics: Mapping[str, float]) -> int:
+    async def train(self, token: str, step: int, metrics: Mapping[str, float], *, owner: str = DIRECT) -> int:
         """An optimizer step was made of all rows under the token: ``step`` is the version that the claim told as trained.
         ``metrics`` go into the step's event. Returns the trainer's new version, to be published next. Raises LeaseLost,
         NotExternal, BoundBroken, IndexRefused."""
-        claim, _ = await self._lease(token)
-        self._external(claim.stage)
+        claim, _ = await self._lease(token, owner)
         if claim.stage != "update":
             raise Misfit("step", f"is not for stage {claim.stage!r}", "put the columns that it makes")
         reward = (await (await self._warehouses()).fetch_packed(claim, ["reward"]))["reward"].values
@@ -328,26 +333,35 @@ class External:
         state, reason, _ = await self.index.state()
         return await self._answer(experience, state, reason)
 
-    async def renew(self, token: int, lease: float | None = None) -> float:
-        """Hold a lease for another ``lease`` seconds from now, which are returned. Raises LeaseLost."""
-        claim, _ = await self._lease(token)
+    async def renew(self, token: str, lease: float | None = None, *, owner: str = DIRECT) -> float:
+        """Hold a lease for another ``lease`` seconds from now, which are returned. Raises LeaseLost, NotExternal."""
+        claim, _ = await self._lease(token, owner)
         lease = lease or self.recipe.pipeline.lease_seconds
-        if token not in await self.index.renew(claim.stage, [token], lease):
+        if token not in await self.index.renew(claim.stage, [token], lease, owner):
             self._timesheets.ended(token)
             raise LeaseLost(f"token {token} has no lease any more: it expired")
         self._timesheets.renewed(token, lease)
         return lease
 
-    async def release(self, token: int) -> None:
-        """Give back what is left under a lease, to be claimed by others at once. Harmless when it has ended."""
-        await self.index.call("hand_back", token=token)
+    async def release(self, token: str, *, owner: str = DIRECT) -> None:
+        """Give back what is left under a lease, to be claimed by others at once. Harmless when it has ended, or is not the
+        owner's."""
+        found = await self.index.lease(token, owner)
+        if found is None:
+            return
+        self._external(found[0].stage)
+        await self.index.hand_back(found[0])
         self._timesheets.ended(token)
 
-    async def _lease(self, token: int) -> tuple[Claim, int]:
-        found = await self.index.lease(token)
+    async def _lease(self, token: str, owner: str) -> tuple[Claim, int]:
+        """The claim under ``token``, and how many of its rows are left. A lease of another owner is answered as an ended one
+        is, so that nothing can be learnt of it."""
+        found = await self.index.lease(token, owner)
         if found is None:
-            self._timesheets.ended(token)
-            raise LeaseLost(f"token {token} has no lease any more: it expired, or all of its rows are committed")
+            raise LeaseLost(
+                f"token {token} has no lease any more: it expired, all of its rows are committed, or another caller claimed it"
+            )
+        self._external(found[0].stage)
         return found
 
     # ── weights ──
@@ -381,12 +395,19 @@ class External:
             raise WeightsGone(f"{damaged}; ask for the newest") from None
 
     async def notify(
-        self, worker: str, version: int, *, exposed: float = 0.0, hidden: float = 0.0, nbytes: int = 0
+        self,
+        worker: str,
+        version: int,
+        *,
+        exposed: float = 0.0,
+        hidden: float = 0.0,
+        nbytes: int = 0,
+        owner: str = DIRECT,
     ) -> None:
         """``worker`` has loaded ``version``: its claims are made with it from now on. ``exposed`` seconds it could make no
         token for that, ``hidden`` it went on beside. Raises Misfit for a version that is not published."""
         await self._refuse_unpublished(version)
-        await self.index.put(f"loaded:{worker}", str(version))
+        await self.index.put(_loaded(worker, owner), str(version))
         record = await self.index.call("weights", version=version)
         event = {
             "worker": f"{PREFIX}{worker}",
@@ -472,6 +493,11 @@ class External:
                 await dock.enter()
                 self._dock = dock
             return self._dock
+
+
+def _loaded(worker: str, owner: str) -> str:
+    """The document of the index that says which version a worker has loaded. Owners cannot name each other's workers."""
+    return f"loaded:{owner}:{worker}"
 
 
 def _positions(claim: Claim, rows: Sequence[int]) -> list[int]:
