@@ -107,6 +107,9 @@ class ExperienceView(BaseModel):
     begun: Begun | None = None
 
 
+Metric = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}$")]
+
+
 class PutExperience(Strict):
     """``rows`` are ids that the lease holds, ``columns`` what its stage makes of them. A trainer gives ``step`` (what
     ``trained`` was when it got the batch) and ``metrics`` instead."""
@@ -116,7 +119,7 @@ class PutExperience(Strict):
     columns: dict[str, list[Any]] = Field({}, max_length=31)
     park: bool = False
     step: Version | None = None
-    metrics: dict[str, float] = Field({}, max_length=256)
+    metrics: dict[Metric, float] = Field({}, max_length=256)
 
 
 class PutView(BaseModel):

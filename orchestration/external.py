@@ -12,6 +12,7 @@ and no version makes tokens of a group that it is too old for.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +26,22 @@ from orchestration.planner import flow_of
 from orchestration.recipe import Recipe
 from orchestration.timesheet import OVER, PREFIX, Timesheet, Timesheets
 from pipeline.columns import Packed, Schema
-from pipeline.dock import Dock
+from pipeline.dock import Dock, NoRoom
 from pipeline.index import Claim, Index, LeaseLost, redacted
-from stages.external import TERMS, Columns, Misfit, Terms, check_columns, check_logprobs, check_responses
+from stages.external import (
+    TERMS,
+    Columns,
+    Layout,
+    Misfit,
+    Terms,
+    check_columns,
+    check_layout,
+    check_logprobs,
+    check_responses,
+    check_rewards,
+    checked_weights,
+    nbytes_of,
+)
 from stages.feed import put_prompts
 from stages.rollout import PROGRESS, group_seed
 from stages.sample import RESPONSE
@@ -151,8 +165,8 @@ class External:
         """Lease what is ready for ``stage`` to ``worker``: up to ``most`` rows, groups for stages that take groups, or a
         train batch; waiting up to ``wait`` seconds for some. ``columns``: which to fetch, those that the stage needs by
         default. ``version``: the policy version that a rollout has loaded, by default what it was last told to be by
-        :meth:`notify`. ``lease`` in seconds. ``owner`` (of the whole interface: who is asking, as far as it was proven) binds
-        the lease: the calls for it must come from the same one. Raises NotExternal, WeightsTooOld, Misfit, ColumnError."""
+        :meth:`notify`. ``lease`` in seconds. ``owner``, here and in all calls: the proven identity of the caller, to which
+        the lease is bound. Raises NotExternal, WeightsTooOld, Misfit, ColumnError."""
         self._external(stage)
         if stage == "rollout":
             version = await self._version(worker, version, owner)
@@ -264,6 +278,8 @@ class External:
             config = await self.index.config()
             makes = next(s["makes"] for s in config["stages"] if s["name"] == claim.stage)
             check_columns(dock.schema, columns, dock.schema.names(makes), len(positions))
+            if claim.stage == "reward":
+                check_rewards(columns)
             if claim.stage == "reference":
                 check_logprobs("ref_logprobs", columns["ref_logprobs"], torch.from_numpy(part.tokens.astype("int64")))
             await dock.commit(claim, positions, columns)
@@ -359,7 +375,7 @@ class External:
         found = await self.index.lease(token, owner)
         if found is None:
             raise LeaseLost(
-                f"token {token} has no lease any more: it expired, all of its rows are committed, or another caller claimed it"
+                f"token {token} has no lease any more: it expired, all of its rows are committed, or another caller has it"
             )
         self._external(found[0].stage)
         return found
@@ -423,9 +439,9 @@ class External:
         """An external trainer's weights after its step: ``version`` is what :meth:`train` returned, or the version that the
         run begins with. Its own checkpoint covers the steps below ``covered``; at most checkpoint.every steps are kept for
         :meth:`replay`. Raises NotExternal, Misfit."""
-        await self.may_publish(version)
-        began = time.monotonic()
-        published = await asyncio.to_thread((await self._weight_store()).publish, version, weights)
+        wanted = await self.may_publish(version)
+        began, store = time.monotonic(), await self._weight_store()
+        published = await asyncio.to_thread(store.publish, version, checked_weights(weights, wanted))
         await self.index.call("publish", version=version, record=published.record())
         told = {"worker": f"{PREFIX}update", "version": version, "bytes": published.nbytes}
         seconds = {"publish_seconds": time.monotonic() - began, "exposed_seconds": 0.0, "hidden_seconds": 0.0}
@@ -433,10 +449,12 @@ class External:
         await self.index.call("release", before=max(covered, version - self.recipe.checkpoint.every))
         return published
 
-    async def may_publish(self, version: int) -> None:
-        """Raises NotExternal, NotBegun, and Misfit unless ``version`` is what has to be published next."""
+    async def may_publish(self, version: int, layout: Layout | None = None) -> Layout | None:
+        """The names, dtypes and shapes that the weights of ``version`` must have (None: any, the model is not known). Raises
+        NotExternal, NotBegun, Misfit unless ``version`` is what has to be published next, and unless ``layout`` fits where
+        it is given, and NoRoom when shared memory has not the bytes for it."""
         self._external("update")
-        await self.place()
+        place, terms = await self.place(), await self.terms()
         at = await self.index.call("published")
         trained = (await self.index.call("gates", versions=[]))["trained"]
         if version != trained or (at["record"] and version <= at["version"]):
@@ -446,6 +464,14 @@ class External:
                 f"{version} cannot be published: the trainer is at {trained}, and {newest}",
                 f"publish {trained}",
             )
+        wanted = terms.weights
+        if wanted is None and at["record"]:
+            wanted = {t.name: (t.dtype, t.shape) for t in Published.from_record(at["record"]).tensors}
+        if layout is not None:
+            check_layout(layout, wanted)
+            if nbytes_of(layout) > (free := shutil.disk_usage(place.shared).free):
+                raise NoRoom(f"weights: {nbytes_of(layout)} bytes do not fit into shared memory, where {free} are free")
+        return wanted
 
     # ── what is known of the run ──
 

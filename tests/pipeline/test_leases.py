@@ -1,4 +1,4 @@
-"""Leases against a caller who has not claimed them: tokens that cannot be guessed, and an owner and a stage that must fit."""
+"""Leases against a caller who has not claimed them: tokens cannot be guessed, and run, stage and owner must fit."""
 
 from __future__ import annotations
 
