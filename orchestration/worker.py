@@ -90,6 +90,7 @@ FATAL = (
     DeviceMissing,
     EngineMissing,
     EngineUnknown,
+    FloatingPointError,  # training is deterministic: the same batch gives the same loss
     ModelNotFound,
     PromptError,
     RewardError,

@@ -36,7 +36,8 @@
 --   begun:STAGE       rows with progress: parked at least once and not committed. b of the stage says where the progress lies
 --                     (its columns are not set in s), g who made it and how many tokens it has
 --   parked:STAGE      those of them that nobody holds: they are claimed first
---   leases            token → {stage, worker, row ranges, rows not committed, home, when it was claimed in ms}
+--   leases            token → {stage, worker, row ranges, rows not committed, home, when it was claimed in ms, owner}. A token is
+--                     128 random bits that the claimant made. Who shows one must be its owner: '' for the run's own workers
 --   due:STAGE         token → deadline in ms
 --   steps             step → groups trained in it, until released
 --   blocks            block → {warehouse, offset, bytes, worker}   refs   block → rows that point to it, + 1 while it is open
@@ -485,6 +486,12 @@ local function lease_of(run, token)
   return packed and cmsgpack.unpack(packed)
 end
 
+-- The lease when `token` is one of `owner` (nil: the run's own workers). A foreign token is answered as an ended one is.
+local function lease_of_owner(run, token, owner)
+  local lease = lease_of(run, token)
+  return lease and lease[7] == (owner or '') and lease
+end
+
 local function drop_lease(run, token, lease)
   call('ZREM', run .. 'due:' .. lease[1], token)
   call('HDEL', run .. 'leases', token)
@@ -892,7 +899,7 @@ local function not_done(run, stage, groups)
   return rows
 end
 
--- {stage, worker, home, most, least, lease, version, patient} → {token, rows, fixed, made, refs}, or {wait, topic, due = ms
+-- {stage, worker, home, most, least, lease, version, patient, token, owner?} → {rows, fixed, made, refs}, or {wait, topic, due = ms
 -- until the next lease or headstart ends}. `most` and `least` count rows or groups as the stage takes them: fewer than
 -- `least` are not given out. A stage that generates gives the policy version it has loaded, and gets no group that this
 -- version may not touch. Parked rows come first, each taking its share of a group, and `refs` tells where their progress lies.
@@ -947,7 +954,7 @@ define('claim', function(run, a)
   elseif n > 0 then
     count(run, 'ready:' .. stage.name, -n)
   end
-  local token, pairs_of, left = count(run, 'token', 1), {}, 0
+  local pairs_of, left = {}, 0
   for i = 1, #rows, 2 do
     pairs_of[#pairs_of + 1] = { rows[i], rows[i + 1] }
     left = left + rows[i + 1] - rows[i] + 1
@@ -955,23 +962,20 @@ define('claim', function(run, a)
   table.sort(pairs_of, function(x, y) return x[1] < y[1] end)
   local held = {}
   for _, pair in ipairs(pairs_of) do append(held, pair[1], pair[2]) end
-  call('HSET', run .. 'leases', token, cmsgpack.pack({ stage.name, a.worker, held, left, int(home), t }))
-  call('ZADD', run .. 'due:' .. stage.name, t + a.lease, token)
-  local out = describe(run, cfg, rows, reads)
-  out.token = token
-  return out, { token, rows, reads }
+  local owner = a.owner or ''
+  call('HSET', run .. 'leases', a.token, cmsgpack.pack({ stage.name, a.worker, held, left, int(home), t, owner }))
+  call('ZADD', run .. 'due:' .. stage.name, t + a.lease, a.token)
+  return describe(run, cfg, rows, reads), { rows, reads }
 end, false, function(run, kept)
-  if not kept[1] then return kept end
-  local out = describe(run, config(run), kept[2], kept[3])
-  out.token = kept[1]
-  return out
+  return kept[1] and describe(run, config(run), kept[1], kept[2]) or kept
 end)
 
--- {stage, tokens, lease} → the tokens that still hold.
+-- {stage, tokens, lease, owner?} → the tokens that still hold.
 define('renew', function(run, a)
   local t, kept = now(), {}
   for _, token in ipairs(a.tokens) do
-    if call('ZSCORE', run .. 'due:' .. a.stage, token) then
+    local lease = lease_of_owner(run, token, a.owner)
+    if lease and lease[1] == a.stage then
       call('ZADD', run .. 'due:' .. a.stage, t + a.lease, token)
       kept[#kept + 1] = token
     end
@@ -979,26 +983,28 @@ define('renew', function(run, a)
   return kept
 end)
 
--- {token} → what its claim told, without what was parked since, and {stage, worker, left = rows neither committed nor parked};
--- false when it has ended. For who was told a token and nothing else.
+-- {token, owner?} → what its claim told, without what was parked since, and {stage, worker, left = rows neither committed nor
+-- parked}; false when it has ended. For who was told a token and nothing else.
 define('lease', function(run, a)
-  local cfg, lease = config(run), lease_of(run, a.token)
+  local lease = lease_of_owner(run, a.token, a.owner)
   if not lease then return false end
+  local cfg = config(run)
   local out = describe(run, cfg, lease[3], stage_of(cfg, lease[1]).reads)
   out.stage, out.worker, out.left = lease[1], lease[2], lease[4]
   return out
 end, true)
 
--- {token}: its worker will not finish these rows; they can be claimed again at once.
+-- {stage, token, owner?}: its worker will not finish these rows; they can be claimed again at once.
 define('hand_back', function(run, a)
-  if lease_of(run, a.token) then expire(run, config(run), a.token) end
+  local lease = lease_of_owner(run, a.token, a.owner)
+  if lease and lease[1] == a.stage then expire(run, config(run), a.token) end
   return true
 end)
 
--- Checks that rows {first, last, …} (ascending) are there and held under `token`. Returns the lease, how many they are, and
--- for each range the stretches {first, last, columns, done, state} of equal state.
-local function held(run, stage, token, rows)
-  local lease, total, out, at = lease_of(run, token), 0, {}, 1
+-- Checks that rows {first, last, …} (ascending) are there and held under `token` by `owner`. Returns the lease, how many they
+-- are, and for each range the stretches {first, last, columns, done, state} of equal state.
+local function held(run, stage, token, owner, rows)
+  local lease, total, out, at = lease_of_owner(run, token, owner), 0, {}, 1
   if lease and lease[1] ~= stage.name then lease = nil end
   for i = 1, #rows, 2 do
     local from, to = rows[i], rows[i + 1]
@@ -1046,7 +1052,7 @@ local function check_progress(run, stage, rows, made)
   end
 end
 
--- {stage, worker, home, token, block, close, mask, rows = {first, last, …}, refs, made}: what was made of these rows so far.
+-- {stage, worker, home, token, owner?, block, close, mask, rows = {first, last, …}, refs, made}: what was made of these rows so far.
 -- They leave the lease without being done, and can be claimed one by one; earlier progress of theirs is let go.
 define('park', function(run, a)
   local cfg, freed = config(run), {}
@@ -1054,7 +1060,7 @@ define('park', function(run, a)
   if stage.takes ~= 'groups' or stage.producer < 0 then
     fail('BAD', 'stage ' .. stage.name .. ' takes ' .. stage.takes .. '; only one that takes groups and makes columns can park rows')
   end
-  local lease, total, ranges = held(run, stage, a.token, a.rows)
+  local lease, total, ranges = held(run, stage, a.token, a.owner, a.rows)
   if a.mask == 0 or band(a.mask, stage.makes) ~= a.mask then
     fail('BAD', 'stage ' .. stage.name .. ' parks columns that it does not declare as produced')
   end
@@ -1094,12 +1100,12 @@ define('park', function(run, a)
   return true
 end)
 
--- {stage, worker, home, token, block, close, mask, rows = {first, last, …}, refs, made?}: outputs written, lease released.
+-- {stage, worker, home, token, owner?, block, close, mask, rows = {first, last, …}, refs, made?}: outputs written, lease released.
 -- `refs` are the rows' places in the block; `made` (oldest version, tokens) is given by a stage that generates.
 define('commit', function(run, a)
   local cfg, offers, freed = config(run), {}, {}
   local stage = stage_of(cfg, a.stage)
-  local lease, total, ranges = held(run, stage, a.token, a.rows)
+  local lease, total, ranges = held(run, stage, a.token, a.owner, a.rows)
   if band(a.mask, stage.makes) ~= a.mask then
     fail('BAD', 'stage ' .. stage.name .. ' writes columns that it does not declare as produced')
   end
@@ -1186,13 +1192,13 @@ local function tally(run, rows, name)
   count(run, name .. '_tokens', tokens)
 end
 
--- {stage, token, step, rows, event?}: an optimizer step was made of these rows; the trainer is at version step + 1.
+-- {stage, token, owner?, step, rows, event?}: an optimizer step was made of these rows; the trainer is at version step + 1.
 define('train', function(run, a)
   local cfg = config(run)
   local stage = stage_of(cfg, a.stage)
   local trained = value(run, 'trained')
   if a.step ~= trained then fail('BAD', 'step ' .. a.step .. ' is not next: the trainer is at version ' .. trained) end
-  local lease, total, ranges = held(run, stage, a.token, a.rows)
+  local lease, total, ranges = held(run, stage, a.token, a.owner, a.rows)
   local groups = {}
   for r, parts in ipairs(ranges) do
     local from, to = a.rows[2 * r - 1], a.rows[2 * r]
@@ -1262,7 +1268,7 @@ define('filter', function(run, a)
   for _, group in ipairs(a.groups) do append(groups, group, group) end
   local rows = rows_in(run, groups)
   table.sort(rows)  -- groups that were made again may have later rows
-  local lease, total = held(run, stage, a.token, rows)
+  local lease, total = held(run, stage, a.token, a.owner, rows)
   tally(run, rows, 'filtered_rows')
   settle(run, a.token, lease, total)
   erase_groups(run, cfg, groups, freed)
@@ -1637,7 +1643,7 @@ define('stats', function(run, a)
       local lease = lease_of(run, due[i])
       leased = leased + lease[4]
       out.leases[#out.leases + 1] = {
-        token = int(due[i]), stage = stage.name, worker = lease[2], rows = lease[4],
+        lease = sub(due[i], 1, 8), stage = stage.name, worker = lease[2], rows = lease[4],
         since = lease[6] / 1000, due = due[i + 1] / 1000,
       }
     end

@@ -91,8 +91,10 @@ class Feed:
                     rows.append(row)
                     continue
                 reason = f"it has more than max_prompt_tokens = {self.form.options.max_prompt_tokens} tokens"
-            except PromptError as error:
-                reason = str(error)
+            except (
+                Exception
+            ) as error:  # a chat template, for one, raises what it likes; another program's prompt ends no run
+                reason = str(error) if isinstance(error, PromptError) else f"{type(error).__name__}: {error}"
             log.warning("prompt left out", position=position, reason=reason)
             await self.index.emit("prompt", {"position": position, "change": "left out", "reason": reason})
         with self.path.open("a", encoding="utf-8") as file:

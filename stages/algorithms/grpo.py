@@ -12,6 +12,9 @@ if TYPE_CHECKING:  # its options are checked without torch
     import torch
 
 ADVANTAGE_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up
+# Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio overflows float32, and the
+# derivative of what clipping leaves out is 0 · inf.
+MOST_LOG_RATIO = 20.0
 
 
 class GRPO(BaseModel):
@@ -52,7 +55,7 @@ class GRPO(BaseModel):
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """The micro-batch's share of the loss; metrics but ``max_ratio`` are means over the train batch's tokens."""
-        log_ratio = tokens.logprobs - tokens.rollout_logprobs
+        log_ratio = (tokens.logprobs - tokens.rollout_logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
         ratio = log_ratio.exp()
         weight = ratio if self.max_ratio is None else ratio.clamp(max=self.max_ratio)
         unclipped = weight * tokens.advantage
@@ -70,7 +73,7 @@ class GRPO(BaseModel):
                 raise ValueError(
                     f"kl_coef={self.kl_coef} needs the column ref_logprobs; add the reference stage, or set kl_coef=0"
                 )
-            to_reference = tokens.ref_logprobs - tokens.logprobs
+            to_reference = (tokens.ref_logprobs - tokens.logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
             kl_reference = to_reference.exp() - 1 - to_reference
             per_token = per_token + self.kl_coef * kl_reference
             means["kl_reference"] = kl_reference
