@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from api.agent_cli import agent_command
@@ -186,8 +187,19 @@ def check(recipe: RecipeArgument, set_: SetOption = None, as_json: DocumentOptio
 
 
 @app.command()
-def recipes(as_json: DocumentOption = False) -> None:
-    """List the recipes that can be run by name."""
+def recipes(
+    keys: Annotated[bool, typer.Option("--keys", help="Print the reference of a recipe's keys instead.")] = False,
+    section: Annotated[
+        str | None, typer.Argument(metavar="[SECTION]", help="With --keys: only of this section, as rollout.vllm.")
+    ] = None,
+    as_json: DocumentOption = False,
+) -> None:
+    """List the recipes that can be run by name, or with --keys what a recipe may say."""
+    if section and not keys:
+        _refuse(f"recipes: {section!r} is given without --keys; write `asyncdock recipes --keys {section}`")
+    if keys:
+        _print_keys(section or "", as_json=as_json)
+        return
     if as_json:
         found = _recipes().items()
         print(
@@ -200,6 +212,25 @@ def recipes(as_json: DocumentOption = False) -> None:
     for name, path in _recipes().items():
         table.add_row(name, _description(path))
     Console().print(table)
+
+
+def _print_keys(section: str, *, as_json: bool) -> None:
+    from orchestration.recipe import suggest
+    from orchestration.recipe_keys import sections
+
+    known = [key for part in sections() for key in part.keys]
+    wanted = [key for key in known if f"{key.key}.".startswith(f"{section}." if section else "")]
+    if not wanted:
+        _refuse(f"recipes: {section!r} is no section of a recipe; {suggest(section, [s.name for s in sections()][1:])}")
+    if as_json:
+        print(json.dumps([asdict(key) for key in wanted]))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for key in wanted:
+        kind = f"{key.type}, in {key.unit}" if key.unit else key.type
+        default = f"default {key.default}" if key.default not in ("", "required") else key.default
+        console.print(f"[bold]{key.key}[/]  {escape('; '.join(filter(None, (kind, default))))}")
+        console.print(f"    {escape(key.meaning)}")
 
 
 @plan_app.command("reshard")

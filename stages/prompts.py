@@ -18,12 +18,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
-from stages.tasks import TASKS
+from stages.json_schema import only_where, schema_of, unit
+from stages.tasks import CONFIGS, TASKS
 
 if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch: it takes seconds to import
     import torch
@@ -71,33 +72,54 @@ class PromptError(ValueError):
 
 
 class PromptOptions(BaseModel):
-    """Where prompts come from and how they are put to the model (the recipe's ``[prompts]``)."""
+    """Where prompts come from and how they are put to the model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "external"]
-    """external: other programs put prompts into the run while it goes on (:mod:`stages.feed`)."""
-    path: str | None = None
-    """jsonl and parquet: the file. datasets: a folder written by ``save_to_disk``, or ``module:function`` that returns
-    a dataset (anything with ``len`` and rows as mappings)."""
-    task: str | None = None
-    """reasoning_gym: the name of its task. builtin: a name of :data:`stages.tasks.TASKS`."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    """Options of the task. With ``size`` a reasoning_gym task is a table of that many rows, without it has no end."""
-    split: str | None = None
-    """datasets: which split, when there are several."""
-    column: str = "prompt"
-    """The column that holds the prompt: a string, or a list of messages with ``role`` and ``content``."""
-    template: str = "{prompt}"
-    """What string prompts become: ``{prompt}``, and any other column by its name."""
-    system: str | None = None
-    """A system message before each conversation that does not begin with one. Needs a chat template."""
-    chat: bool | None = None
-    """Put string prompts into the tokenizer's chat template as the user's message: by default when it has one."""
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
-    too_long: Literal["error", "skip"] = "error"
-    held_out: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """The share of distinct prompts that training never sees."""
+    source: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "external"] = Field(
+        description="Kind of source. `external`: other programs put prompts into the run while it goes on."
+    )
+    path: str | None = Field(
+        default=None,
+        description="`jsonl`, `parquet`: the file. `datasets`: a folder written by `save_to_disk`, or `module:function` "
+        "that returns a data set (anything with `len` and rows as mappings).",
+    )
+    task: str | None = Field(
+        default=None, description="`reasoning_gym`: the name of its task. `builtin`: `repeat`.", examples=["repeat"]
+    )
+    config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = Field(
+        default_factory=dict,
+        description="Options of the task. With `size` a reasoning_gym task is a table of that many rows; without it has no "
+        "end. Those of `repeat` follow.",
+    )
+    split: str | None = Field(default=None, description="`datasets`: which split, when there are several.")
+    column: str = Field(
+        default="prompt",
+        description="Column with the prompt: a string, or a list of messages with `role` and `content`. The other columns "
+        "go to the reward functions.",
+    )
+    template: str = Field(
+        default="{prompt}", description="What string prompts become: `{prompt}`, and any other column by its name."
+    )
+    system: str | None = Field(
+        default=None,
+        description="System message before each conversation that does not begin with one. Needs a chat template.",
+    )
+    chat: bool | None = Field(
+        default=None,
+        description="Put string prompts into the tokenizer's chat template as the user's message. Default: when it has one.",
+    )
+    max_prompt_tokens: Annotated[int, Field(ge=1), unit("tokens")] | None = Field(
+        default=None, description="Longest prompt. Default: no limit."
+    )
+    too_long: Literal["error", "skip"] = Field(default="error", description="What becomes of a longer prompt.")
+    held_out: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="Share of distinct prompts that training never sees, for evaluation."
+    )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return only_where({"source": "builtin", "task": "repeat"}, "config", core, handler)
 
     @model_validator(mode="after")
     def _fits_source(self) -> PromptOptions:
