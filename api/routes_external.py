@@ -86,8 +86,9 @@ async def put_prompts(service: Service, path: RunPath, body: PutPrompts) -> FedV
     """Put prompts into a run with `prompts.source = "external"`, in the order in which they will be asked. With `first`, the
     position of the first of them, a repeat changes nothing. Waits up to `wait` seconds while too many wait already."""
     external = (await service.outside.run(path.run)).external
-    with refusals():
-        put = await external.put_prompts(body.prompts, first=body.first, last=body.last, timeout=body.wait)
+    with refusals(), service.held() as room:
+        wait = body.wait if room else 0.0
+        put = await external.put_prompts(body.prompts, first=body.first, last=body.last, timeout=wait)
     return FedView(next=put)
 
 
@@ -109,7 +110,7 @@ async def get_experience(
     external = (await service.outside.run(path.run)).external
     from api.experience import to_lists
 
-    with refusals():
+    with refusals(), service.held() as room:
         if body.replay is None:
             answer = await external.get_experience(
                 body.stage,
@@ -117,7 +118,7 @@ async def get_experience(
                 body.count,
                 columns=body.columns,
                 version=body.version,
-                wait=body.wait,
+                wait=body.wait if room else 0.0,
                 lease=body.lease,
                 owner=_owner(service, request),
             )
@@ -256,8 +257,8 @@ async def release_lease(service: Service, request: web.Request, path: LeasePath)
 async def get_published(service: Service, path: RunPath, query: WeightsQuery) -> WeightsView:
     """Which weights are published, when they are newer than `after`; waits up to `wait` seconds for them."""
     external = (await service.outside.run(path.run)).external
-    with refusals():
-        published = await external.weights(query.after, query.wait)
+    with refusals(), service.held() as room:
+        published = await external.weights(query.after, query.wait if room else 0.0)
         state, _, _ = await external.index.state()
         return await _weights(external, published, state or "created")
 

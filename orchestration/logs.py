@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 import structlog.tracebacks
+
+LIMITED = ("warning", "error", "exception", "critical")
+MOST_KINDS = 1000  # of lines that are counted
 
 # Without the values of variables, which structlog's own choice writes down: a password may be among them.
 _TRACEBACKS = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
@@ -24,6 +30,54 @@ class Current:
 
     def __repr__(self) -> str:
         return repr(self._look_up())
+
+
+class Repeats:
+    """Writes at most ``burst`` equal warnings or errors in each ``window`` of seconds: what clients cause a million times
+    fills no disk. The first one of the next window says how many were left out."""
+
+    def __init__(self, burst: int = 20, window: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.burst, self.window, self._clock = burst, window, clock
+        self._seen: OrderedDict[object, tuple[float, int]] = OrderedDict()  # when the window began, and how many came
+
+    def count(self, key: object) -> int:
+        """Count one more. Returns how many like it were left out until now, or -1 when this one is to be left out."""
+        now = self._clock()
+        began, came = self._seen.pop(key, (now, 0))
+        left_out = 0
+        if now - began >= self.window:
+            left_out, began, came = max(0, came - self.burst), now, 0
+        self._seen[key] = began, came + 1
+        while len(self._seen) > MOST_KINDS:
+            self._seen.popitem(last=False)
+        return left_out if came < self.burst else -1
+
+    def __call__(self, logger: Any, name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        """As a processor of structlog."""
+        if name in LIMITED:
+            if (left_out := self.count(event.get("event"))) < 0:
+                raise structlog.DropEvent
+            if left_out:
+                event["left_out"] = left_out
+        return event
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """As a filter of the standard library's loggers."""
+        if record.levelno >= logging.WARNING:
+            if (left_out := self.count(record.msg)) < 0:
+                return False
+            if left_out:
+                record.msg = f"{record.msg} ({left_out} more were left out)"
+        return True
+
+
+def limit_repeats() -> None:
+    """In a process that answers others: write the same warning or error only so often."""
+    repeats, configured = Repeats(), structlog.get_config()["processors"]
+    if not any(isinstance(processor, Repeats) for processor in configured):
+        structlog.configure(processors=[repeats, *configured])
+        for library in ("asyncio", "aiohttp.server"):
+            logging.getLogger(library).addFilter(repeats)
 
 
 def configure(*, terminal: bool | None = None) -> None:
