@@ -80,6 +80,10 @@ class WrittenTwice(IndexRefused):
     """A column, or a sample's training, was written a second time."""
 
 
+class FieldsChanged(IndexRefused):
+    """The fields of a partition are not those that the put was made for; it must be made again for what they are now."""
+
+
 class NeverFits(IndexRefused):
     """A block is larger than the warehouse can ever hold."""
 
@@ -98,6 +102,7 @@ _ERRORS: dict[str, type[Exception]] = {
     "STALE": BoundBroken,
     "GATE": GateClosed,
     "TWICE": WrittenTwice,
+    "FIELDS": FieldsChanged,
     "NOFIT": NeverFits,
     "NOHOUSE": WarehouseGone,
     "GONE": StaleHandle,

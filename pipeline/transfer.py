@@ -42,7 +42,7 @@ import numpy as np
 import structlog
 import torch
 
-from pipeline.columns import _MAGIC, Column, Packed, PackedRows, Schema
+from pipeline.columns import _MAGIC, MAX_COLUMNS, Column, Packed, PackedRows, Schema
 from pipeline.warehouse import Arena, StaleHandle
 
 log = structlog.get_logger()
@@ -180,19 +180,25 @@ def parse_request(
 def _parse_read(control: bytes | bytearray | memoryview, payload: int, schema: Schema, limits: Limits) -> ReadRequest:
     if payload:
         raise TransferError(f"read: payload is {payload} bytes; a read has none")
-    if len(control) < 8:
-        raise TransferError(f"read: control is {len(control)} bytes; 8 tell columns and rows")
-    mask, rows = struct.unpack_from("<II", control)
+    head = _read_head(schema)
+    if len(control) < head.size:
+        raise TransferError(f"read: control is {len(control)} bytes; {head.size} tell columns and rows")
+    mask, rows = head.unpack_from(control)
     if not 0 < mask < 1 << len(schema.columns):
         raise TransferError(
             f"read: column bits {mask:#x}, the schema has {len(schema.columns)} columns; name some of them"
         )
     if not 0 < rows <= limits.rows:
         raise TransferError(f"read: {rows} rows, must be 1 to {limits.rows}; ask for them in parts")
-    if len(control) != 8 + 24 * rows:
-        raise TransferError(f"read: control is {len(control)} bytes, must be {8 + 24 * rows} for {rows} rows")
-    blocks, offsets, slots = np.frombuffer(control, "<i8", 3 * rows, 8).reshape(3, rows)
+    if len(control) != head.size + 24 * rows:
+        raise TransferError(f"read: control is {len(control)} bytes, must be {head.size + 24 * rows} for {rows} rows")
+    blocks, offsets, slots = np.frombuffer(control, "<i8", 3 * rows, head.size).reshape(3, rows)
     return ReadRequest(mask, blocks, offsets, slots)
+
+
+def _read_head(schema: Schema) -> struct.Struct:
+    """Columns as bits, and rows; the partitions of a transfer queue have more columns than a run."""
+    return struct.Struct("<II" if len(schema.columns) <= MAX_COLUMNS else "<QQ")
 
 
 def _parse_write(
@@ -889,9 +895,9 @@ class _Connection:
         await (self.stream.send(head) if payload is None else self.stream.send(head, payload))
         status, told, size = _HEAD.unpack(await self.stream.receive(_HEAD.size))
         if status == _OK:
-            if told > 8 * 32:
+            if told > 8 * 64:
                 raise TransferError(
-                    f"reply: {told} bytes of control, at most 256 are taken; both ends must run the same version"
+                    f"reply: {told} bytes of control, at most 512 are taken; both ends must run the same version"
                 )
             return bytes(await self.stream.receive(told)), size
         if status not in (_REFUSED, _STALE) or told > _MAX_MESSAGE or size:
@@ -966,7 +972,7 @@ class RemoteWarehouse:
                 raise TransferError(f"read: {name} is {array.dtype} {list(array.shape)}, must be int64 [{rows}]")
         if not rows or not asked:
             return {name: _nothing(self._schema[name]) for name in columns}
-        control = struct.pack("<II", mask, rows) + np.stack([blocks, offsets, slots]).tobytes()
+        control = _read_head(self._schema).pack(mask, rows) + np.stack([blocks, offsets, slots]).tobytes()
 
         async def work(connection: _Connection, deadline: float) -> dict[str, Packed]:
             if rows > connection.rows:
