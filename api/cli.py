@@ -24,7 +24,6 @@ import os
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -293,8 +292,10 @@ def _recipes() -> dict[str, Path]:
 
 
 def _description(path: Path) -> str:
+    from orchestration.recipe_bounds import read_toml
+
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = read_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return f"(cannot be read: {error})"
     return str(data.get("description", ""))

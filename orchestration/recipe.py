@@ -18,7 +18,6 @@ import math
 import os
 import re
 import ssl
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
 
+from orchestration.recipe_bounds import LARGEST, NotToml, out_of_bounds, read_toml
 from pipeline.staleness import StalenessPlan, passing_steps
 from stages.algorithms.grpo import GRPO
 from stages.engines.factories import BUILT_IN, TOLD, EngineUnknown, Side, engine_names, find_factory
@@ -35,6 +35,8 @@ from stages.prompts import PromptOptions
 from stages.tasks import CONFIGS
 
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+MOST_PROBLEMS = 100  # keys of a recipe that are wrong by themselves; more are counted
+LONGEST_SUGGESTED = 64  # characters of a name that are compared with those there are
 INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
 NAMES_ITS_KEY = re.compile(r"(?P<key>\w+\.\w+)(?: = .*?)? (?P<wrong>(?:is|means|must|needs) .*)", re.DOTALL)
 
@@ -43,7 +45,7 @@ def parse_size(value: object) -> object:
     """Bytes from ``64MiB``, ``1.5 GiB`` or a whole number. Raises ``ValueError`` with the accepted forms."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)?\s*", value)
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{1,3})?", value.strip())
     unit = (match[2] or "B").upper() if match else ""
     if match is None or unit not in UNITS:
         raise ValueError("not a size; write a whole number of bytes or a text like '64MiB', '1.5GiB' or '500MB'")
@@ -66,8 +68,8 @@ def _index_url(value: object) -> object:
 
 
 _BYTES = BeforeValidator(parse_size, json_schema_input_type=int | str)
-Size = Annotated[int, _BYTES, Field(gt=0), unit("bytes")]
-SizeOrNone = Annotated[int, _BYTES, Field(ge=0), unit("bytes")]
+Size = Annotated[int, _BYTES, Field(gt=0, le=LARGEST), unit("bytes")]
+SizeOrNone = Annotated[int, _BYTES, Field(ge=0, le=LARGEST), unit("bytes")]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
 Tokens = Annotated[int, Field(ge=1), unit("tokens")]
@@ -170,7 +172,9 @@ class RolloutSection(Section):
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of training responses.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling: probability mass kept. 1.0: all.")
     top_k: TokensOrNone = Field(default=0, description="Sample from the so many likeliest tokens. 0: all.")
-    stop: list[str] = Field(default=[], description="A response ends once it contains one of these texts.")
+    stop: list[str] = Field(
+        default=[], max_length=64, description="A response ends once it contains one of these texts."
+    )
     budget: TokensOrNone = Field(
         default=0,
         description="Tokens of a response in one visit to an engine; then it is parked, and the next free worker continues "
@@ -203,7 +207,9 @@ class RewardFunction(Section):
 class RewardSection(Section):
     """Scoring of responses."""
 
-    functions: list[RewardFunction] = Field(min_length=1, description="Reward functions; their weighted scores add up.")
+    functions: list[RewardFunction] = Field(
+        min_length=1, max_length=64, description="Reward functions; their weighted scores add up."
+    )
     workers: Count = Field(default=1, description="Reward controllers, which score at the same time.")
 
 
@@ -415,7 +421,9 @@ class ExternalSection(Section):
     """Stages that other programs do (docs/external.md)."""
 
     stages: list[ExternalStage] = Field(
-        default=[], description="The run starts no workers for these: other programs join it and do them."
+        default=[],
+        max_length=16,
+        description="The run starts no workers for these: other programs join it and do them.",
     )
 
 
@@ -515,11 +523,11 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[s
     :class:`RecipeError` when there is no TOML."""
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = read_toml(path.read_text(encoding="utf-8"))
+    except NotToml as error:
+        raise RecipeError(str(path), [Problem("file", None, f"is not TOML: {error}")]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(str(path), [Problem("file", str(path), f"cannot be read ({error})")]) from error
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(str(path), [Problem("file", None, f"is not TOML: {error}")]) from error
     data.setdefault("name", path.stem)
     return data, [problem for text in overrides if (problem := _override(data, text))]
 
@@ -529,12 +537,16 @@ def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Seque
     to ``problems`` found before. Relations between keys are checked as far as the keys themselves are sound: no check looks
     at one of which there is a problem."""
     found = list(problems)
+    if beyond := [Problem(key, None, *said) for key, *said in out_of_bounds(data)]:
+        raise RecipeError(where, [*found, *beyond])  # nothing else is asked of such a thing
     try:
         recipe = Recipe.model_validate(data, strict=True)
         unsound: set[str] = set()
     except ValidationError as error:
         recipe, unsound, errors = _sound_part(data, error)
-        found += [_field_problem(item, list(_fields(item["loc"][:-1]))) for item in errors]
+        found += [_field_problem(item, list(_fields(item["loc"][:-1]))) for item in errors[:MOST_PROBLEMS]]
+        if len(errors) > MOST_PROBLEMS:
+            found.append(Problem("recipe", None, f"has {len(errors) - MOST_PROBLEMS} more keys that are wrong"))
     unsound |= {problem.key for problem in problems}
     sound = (check for check, keys in CHECKS if not any(_touches(key, unsound) for key in keys))
     found += [problem for check in sound for problem in check(recipe)]
@@ -610,8 +622,8 @@ def _table(at: Any, part: str) -> Any:
 def toml_value(text: str) -> Any:
     """The value of ``key=text`` as TOML reads it; what is no TOML value is a string."""
     try:
-        parsed = tomllib.loads(f"value = {text.strip()}")
-    except tomllib.TOMLDecodeError:
+        parsed = read_toml(f"value = {text.strip()}")
+    except NotToml:
         return text.strip()
     return parsed["value"] if set(parsed) == {"value"} else text.strip()
 
@@ -698,7 +710,7 @@ def _said_of(name: str, error: Exception) -> tuple[str, str]:
 
 def suggest(given: str, allowed: Sequence[str]) -> str:
     """What to write instead of ``given``: the most alike of ``allowed``, or all of them."""
-    close = difflib.get_close_matches(given, allowed, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(given[:LONGEST_SUGGESTED], allowed, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
 
 
@@ -900,8 +912,9 @@ def _prompts_exist(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
-    from stages.reward_functions import RewardError, find_reward
+    from stages.reward_functions import RewardError, RewardFunctions
 
+    there = RewardFunctions()
     names = [function.name for function in recipe.reward.functions]
     for at, name in enumerate(names):
         key = f"reward.functions.{at}.name"
@@ -910,7 +923,7 @@ def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
         if not recipe.ours("reward"):
             continue  # the names of what another program scores
         try:
-            find_reward(name)
+            there.find(name)
         except RewardError as error:
             wrong, fix = _said_of(name, error)
             yield Problem(key, name, wrong, fix or "put its directory on PYTHONPATH, or correct the name")
