@@ -21,6 +21,7 @@ from typing import Any
 
 from api.service import Settings
 from orchestration.recipe import TLS_FILES, Problem, Recipe, RecipeError, format_size, override, parse_recipe, suggest
+from stages.prompt_files import Reading
 
 DEEPEST = 32  # tables and lists inside each other
 LARGEST = 2**53  # of whole numbers; beyond it JSON's readers disagree on what was said
@@ -50,8 +51,11 @@ def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
     return data
 
 
-def accept(settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe that ``data`` with ``overrides`` is. Raises RecipeError with everything that is wrong."""
+def accept(
+    settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, Any], reading: Reading | None = None
+) -> Recipe:
+    """The recipe that ``data`` with ``overrides`` is. Of files below the operator's roots it reads what ``reading`` allows
+    (default: what a check reads). Raises RecipeError with everything that is wrong."""
     wild = [*_wild(data, ""), *_wild(overrides, "overrides")]
     wild += [
         Problem("overrides", None, f"a key has more than {DEEPEST} parts", "shorten it")
@@ -66,7 +70,7 @@ def accept(settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, 
         problems.append(problem)
         override(changed, problem.key, instead)
     _below_roots(settings, changed, problems)
-    recipe = parse_recipe(changed, problems=problems)
+    recipe = parse_recipe(changed, problems=problems, reading=reading, folder=settings.data, devices=settings.runs > 0)
     if problems := list(_too_much(settings, recipe)):
         raise RecipeError("recipe", problems)
     return recipe

@@ -14,14 +14,15 @@ from typing import Any
 
 Completions = list[str | list[dict[str, str]]]
 
+LONGEST = 10_000  # answer of the task ``repeat``, in characters
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 
 
 def repeat(number: int, seed: int, *, length: int = 4, letters: str = "abcdefgh") -> dict[str, str]:
     """``be=`` wants ``bbbb``: the first of two letters, again and again. A model made from scratch learns it in seconds
     when ``max_tokens`` is ``length``, so that it need not find out first how to stop."""
-    if length < 1 or not letters:
-        raise ValueError(f"repeat: length = {length}, letters = {letters!r}; both must be at least one")
+    if not 1 <= length <= LONGEST or not letters:
+        raise ValueError(f"repeat: length = {length}, letters = {letters!r}; one at least, and a length <= {LONGEST}")
     first, other = random.Random(f"repeat:{seed}:{number}").choices(letters, k=2)
     return {"prompt": f"{first}{other}=", "answer": first * length}
 
