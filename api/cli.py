@@ -125,7 +125,7 @@ def run(
     """Train as RECIPE says, and show it live. Ctrl-C stops cleanly, a second one at once."""
     path = _find(recipe)
     with _forks() as forks:
-        loaded = _load(path, set_)
+        loaded = _load(path, set_, out)
         from orchestration.run import Run, RunError
 
         folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -313,11 +313,12 @@ def _find(name: str) -> Path:
     _refuse(f"recipe: {name!r} is neither a file nor a known name; {hint}")
 
 
-def _load(path: Path, overrides: list[str] | None) -> Recipe:
+def _load(path: Path, overrides: list[str] | None, folder: Path | None = None) -> Recipe:
+    """The recipe at ``path``, whose run will lie in ``folder``."""
     from orchestration.recipe import RecipeError, load_recipe
 
     try:
-        return load_recipe(path, overrides or [])
+        return load_recipe(path, overrides or [], folder)
     except RecipeError as error:
         _refuse(str(error))
 

@@ -19,10 +19,12 @@ from rich.table import Table
 from api.progress import Progress
 from api.terminal import duration, number
 from orchestration.metrics import METRICS, finite, read_metrics
-from orchestration.planner import Plan
+from orchestration.planner import Plan, prompt_limits
 from orchestration.recipe import Recipe, format_size
+from stages.prompts import LISTED
 
 SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
+TOO_LONG = {"skip": "longer ones are skipped", "cut": "longer ones are cut", "fail": "a longer one fails the run"}
 ENDS = 5  # steps at each end of a run that the summary compares
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
@@ -93,6 +95,8 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
         "restarts": progress.restarts,
+        "prompts_skipped": progress.prompts_skipped,
+        "prompts_cut": progress.prompts_cut,
         "stages": {
             worker: {**stage.shares(recent=False), "rows": stage.latest["rows"], "tokens": stage.latest["tokens"]}
             for worker, stage in progress.stages.items()
@@ -123,6 +127,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
         ("tokens", f"{tokens}, {number(summary['tokens_per_second'], ',.0f')} per second"),
     ]
+    if summary["prompts_skipped"] or summary["prompts_cut"]:
+        skipped, cut = summary["prompts_skipped"], summary["prompts_cut"]
+        rows.append(("prompts", f"{skipped} skipped and {cut} cut as too long, listed in {LISTED}"))
     if summary["restarts"]:
         rows.append(("restarts", str(summary["restarts"])))
     if summary["reason"]:
@@ -154,6 +161,10 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
         ("in flight", f"≤ {plan.groups_in_flight} groups, {plan.rows_in_flight} samples"),
         ("decoding", f"≤ {plan.decode_rows} samples at once"),
         ("kept for replay", f"≤ {plan.rows_retained} samples, until the next checkpoint"),
+        (
+            "prompts",
+            f"≤ {plan.prompt_tokens:,} tokens: {prompt_limits(recipe).why}; {TOO_LONG[recipe.prompts.too_long]}",
+        ),
         ("arena", f"{format_size(recipe.pipeline.arena)}, of which ≤ {format_size(plan.arena_bytes)} are needed"),
     ]
     if plan.parameters:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -19,24 +18,29 @@ import os
 import re
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
 
+from orchestration.problems import Problem as Problem
+from orchestration.problems import RecipeError as RecipeError
+from orchestration.problems import format_size as format_size
+from orchestration.problems import suggest as suggest
+from orchestration.problems import wrong_and_fix
 from orchestration.recipe_bounds import LARGEST, NotToml, out_of_bounds, read_toml
+from orchestration.recipe_files import READING_CHECKS, Surroundings
 from pipeline.staleness import StalenessPlan, passing_steps
 from stages.algorithms.grpo import GRPO
 from stages.engines.factories import BUILT_IN, TOLD, EngineUnknown, Side, engine_names, find_factory
 from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
 from stages.json_schema import only_where, schema_of, unit
+from stages.prompt_files import Reading
 from stages.prompts import PromptOptions
 from stages.tasks import CONFIGS
 
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 MOST_PROBLEMS = 100  # keys of a recipe that are wrong by themselves; more are counted
-LONGEST_SUGGESTED = 64  # characters of a name that are compared with those there are
 INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
 NAMES_ITS_KEY = re.compile(r"(?P<key>\w+\.\w+)(?: = .*?)? (?P<wrong>(?:is|means|must|needs) .*)", re.DOTALL)
 
@@ -50,15 +54,6 @@ def parse_size(value: object) -> object:
     if match is None or unit not in UNITS:
         raise ValueError("not a size; write a whole number of bytes or a text like '64MiB', '1.5GiB' or '500MB'")
     return int(float(match[1]) * UNITS[unit])
-
-
-def format_size(size: float) -> str:
-    """``67108864`` as ``64 MiB``."""
-    for suffix in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {suffix}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 def _index_url(value: object) -> object:
@@ -488,34 +483,12 @@ class Recipe(Section):
         return cls.model_validate_json(text)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong in a recipe: the dotted key, its value, what is wrong with it, and what to do."""
-
-    key: str
-    value: Any
-    wrong: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {_short(self.value)}"
-        return f"{self.key}{shown}: {self.wrong}" + (f"; {self.fix}" if self.fix else "")
-
-
-class RecipeError(ValueError):
-    """Everything that is wrong with a recipe, in ``problems``."""
-
-    def __init__(self, where: str, problems: Sequence[Problem]) -> None:
-        self.where, self.problems = where, list(problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Recipe:
     """Read, override and check the recipe at ``path``. ``overrides`` are ``section.key=value`` with a TOML value;
-    what is no TOML value is a string. A recipe without a name is called like its file. Raises :class:`RecipeError`."""
+    what is no TOML value is a string. A recipe without a name is called like its file. ``folder``: see
+    :func:`parse_recipe`. Raises :class:`RecipeError`."""
     data, problems = read_recipe(path, overrides)
-    return parse_recipe(data, where=str(path), problems=problems)
+    return parse_recipe(data, where=str(path), problems=problems, folder=folder)
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
@@ -532,10 +505,20 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[s
     return data, [problem for text in overrides if (problem := _override(data, text))]
 
 
-def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Sequence[Problem] = ()) -> Recipe:
+def parse_recipe(
+    data: Mapping[str, Any],
+    where: str = "recipe",
+    problems: Sequence[Problem] = (),
+    *,
+    reading: Reading | None = None,
+    folder: Path | None = None,
+    devices: bool = True,
+) -> Recipe:
     """Check ``data`` (nested tables) and return the recipe, or raise :class:`RecipeError` with all that is wrong, added
     to ``problems`` found before. Relations between keys are checked as far as the keys themselves are sound: no check looks
-    at one of which there is a problem."""
+    at one of which there is a problem. The files that the recipe names are read as far as ``reading`` allows; the run's own
+    will lie below ``folder`` (default: the present directory), on whose disk there must be room. ``devices``: whether the
+    run will be executed on this machine, so that its devices must be here."""
     found = list(problems)
     if beyond := [Problem(key, None, *said) for key, *said in out_of_bounds(data)]:
         raise RecipeError(where, [*found, *beyond])  # nothing else is asked of such a thing
@@ -550,12 +533,16 @@ def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Seque
     unsound |= {problem.key for problem in problems}
     sound = (check for check, keys in CHECKS if not any(_touches(key, unsound) for key in keys))
     found += [problem for check in sound for problem in check(recipe)]
+    place = Surroundings(reading or Reading(), folder or Path.cwd(), devices)
+    reads = (check for check, keys in READING_CHECKS if not any(_touches(key, unsound) for key in keys))
+    found += [problem for check in reads for problem in check(recipe, place)]
     if found:
         raise RecipeError(where, found)
     return recipe
 
 
-# What a run may have otherwise when it is resumed: where and how it is computed, not what.
+# What a run may have otherwise when it is resumed: where and how it is computed, not what; and what becomes of prompts that
+# it cannot ask.
 HOW = (
     "train.dp",
     "train.tp",
@@ -567,6 +554,7 @@ HOW = (
     "rollout.threads",
     "rollout.workers",
     "pipeline.keep_samples",
+    "prompts.too_long",
     "launch",
 )
 
@@ -683,8 +671,8 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
     if kind == "value_error":
         message = str(context["error"])
         if named := NAMES_ITS_KEY.fullmatch(message):  # said of a section as a whole
-            return Problem(named["key"], value.get(named["key"].split(".")[1]), *_wrong_and_fix(named["wrong"]))
-        return Problem(key, value, *_wrong_and_fix(f"is {message}"))
+            return Problem(named["key"], value.get(named["key"].split(".")[1]), *wrong_and_fix(named["wrong"]))
+        return Problem(key, value, *wrong_and_fix(f"is {message}"))
     if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
         sign = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}[kind]
         limit = next(iter(context.values()))
@@ -698,20 +686,9 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
     return Problem(key, value, error["msg"])
 
 
-def _wrong_and_fix(message: str) -> tuple[str, str]:
-    wrong, _, fix = message.partition("; ")
-    return wrong, fix
-
-
 def _said_of(name: str, error: Exception) -> tuple[str, str]:
     """Wrong and fix of a message that begins with whose it is and ``name``."""
-    return _wrong_and_fix(str(error).partition(f"{name!r} ")[2] or str(error))
-
-
-def suggest(given: str, allowed: Sequence[str]) -> str:
-    """What to write instead of ``given``: the most alike of ``allowed``, or all of them."""
-    close = difflib.get_close_matches(given[:LONGEST_SUGGESTED], allowed, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
+    return wrong_and_fix(str(error).partition(f"{name!r} ")[2] or str(error))
 
 
 def _device_fix(given: str) -> str:
@@ -743,11 +720,6 @@ def _fields(loc: Sequence[int | str]) -> Mapping[str, Any]:
 def _toml_type(value: object) -> str:
     names: dict[type, str] = {bool: "boolean", int: "whole number", float: "number", str: "text", list: "list"}
     return names.get(type(value), "table" if isinstance(value, Mapping) else type(value).__name__)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # Stands in for what is missing or wrong, so that the relations of the rest can be checked all the same.
@@ -885,30 +857,10 @@ def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, A
         yield Problem(key, options, f"is refused ({error})", f"it takes {', '.join(allowed)}")
 
 
-def _model_exists(recipe: Recipe) -> Iterator[Problem]:
-    source = recipe.model.source
-    if source not in (known := ("smollm2", "tiny", "mock")) and not Path(source).is_dir():
-        fix = suggest(source, known) + " or give the directory of a Hugging Face checkpoint"
-        yield Problem("model.source", source, "is neither a known model nor a directory", fix)
-
-
-def _prompts_exist(recipe: Recipe) -> Iterator[Problem]:
+def _task_takes_config(recipe: Recipe) -> Iterator[Problem]:
     prompts = recipe.prompts
-    needed = {"reasoning_gym": "quickstart", "parquet": "data", "datasets": "data"}.get(prompts.source)
-    package = {"parquet": "pyarrow"}.get(prompts.source, prompts.source)
-    if needed and importlib.util.find_spec(package) is None:
-        fix = f"pip install 'asyncdock[{needed}]'"
-        yield Problem("prompts.source", prompts.source, f"needs the package {package}", fix)
-    elif prompts.source == "reasoning_gym" and prompts.task:
-        from reasoning_gym.factory import DATASETS
-
-        if prompts.task not in DATASETS:
-            fix = suggest(prompts.task, list(DATASETS))
-            yield Problem("prompts.task", prompts.task, "is not a task of reasoning_gym", fix)
-    elif prompts.source == "builtin":
+    if prompts.source == "builtin":
         yield from _refusals("prompts.config", CONFIGS[str(prompts.task)], prompts.config)
-    if prompts.path and ":" not in prompts.path and not Path(prompts.path).expanduser().exists():
-        yield Problem("prompts.path", prompts.path, f"does not exist, seen from {Path.cwd()}", "give another path")
 
 
 def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
@@ -1175,8 +1127,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
             "prompts.max_prompt_tokens",
         ),
     ),
-    (_model_exists, ("model.source",)),
-    (_prompts_exist, ("prompts",)),
+    (_task_takes_config, ("prompts",)),
     (_rewards_resolve, ("reward.functions", "external")),
     (_external_fits, ("external", "evaluate.every", "train.dp", "train.tp")),
     (_reference_is_asked, ("external", "algorithm")),

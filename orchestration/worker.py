@@ -42,7 +42,7 @@ from orchestration.engines import (
 from orchestration.launchers import EXIT_FAILED, EXIT_FATAL
 from orchestration.logs import Current, configure
 from orchestration.place import Place
-from orchestration.planner import flow_of, reshard_plan, slab_bytes
+from orchestration.planner import flow_of, prompt_limits, reshard_plan, slab_bytes
 from orchestration.recipe import Recipe
 from orchestration.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
 from pipeline.columns import ColumnError
@@ -65,7 +65,7 @@ from stages.follower import Follower, SwapPolicy
 from stages.gang import Gang, Mate
 from stages.gate import Gate
 from stages.models import ModelNotFound, Tokenizer
-from stages.prompts import PromptError, PromptForm, PromptSource, load_prompts
+from stages.prompts import LISTED, PromptError, PromptForm, PromptSource, load_prompts
 from stages.reference import Reference
 from stages.resharding.swap import empty
 from stages.reward import Reward, RewardSet
@@ -243,8 +243,17 @@ class Worker:
 
     async def _prompts(self, tokenizer: Tokenizer) -> PromptSource:
         if self.recipe.prompts.source != "external":
-            return load_prompts(self.recipe.prompts, tokenizer, self.recipe.seed).train
-        feed = Feed(self.index, self.place.out / FED, PromptForm(self.recipe.prompts, tokenizer))
+            split = await asyncio.to_thread(
+                load_prompts,
+                self.recipe.prompts,
+                tokenizer,
+                self.recipe.seed,
+                limits=prompt_limits(self.recipe),
+                listed=self.place.out / LISTED,
+            )
+            return split.train
+        form = PromptForm(self.recipe.prompts, tokenizer, prompt_limits(self.recipe))
+        feed = Feed(self.index, self.place.out / FED, form)
         await feed.begin()
         self._beside.append(feed.run)
         return feed
@@ -311,7 +320,7 @@ class Worker:
         )
         evaluator = None
         if recipe.evaluate.every and self.number == 0:
-            held_out = load_prompts(recipe.prompts, tokenizer, recipe.seed).held_out
+            held_out = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)).held_out
             assert held_out is not None, "checked with the recipe"
             prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
             evaluator = Evaluator(engine, sampling, self._rewards(), tokenizer, prompts, recipe.evaluate.samples)

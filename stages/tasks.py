@@ -18,6 +18,7 @@ from stages.json_schema import options_model
 
 Completions = list[str | list[dict[str, str]]]
 
+LONGEST = 10_000  # answer of the task ``repeat``, in characters
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -30,8 +31,8 @@ def repeat(
 ) -> dict[str, str]:
     """``be=`` wants ``bbbb``: the first of two letters, again and again. A model made from scratch learns it in seconds
     when ``max_tokens`` is ``length``, so that it need not find out first how to stop."""
-    if length < 1 or not letters:
-        raise ValueError(f"repeat: length = {length}, letters = {letters!r}; both must be at least one")
+    if not 1 <= length <= LONGEST or not letters:
+        raise ValueError(f"repeat: length = {length}, letters = {letters!r}; one at least, and a length <= {LONGEST}")
     first, other = random.Random(f"repeat:{seed}:{number}").choices(letters, k=2)
     return {"prompt": f"{first}{other}=", "answer": first * length}
 
