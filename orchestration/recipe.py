@@ -247,15 +247,16 @@ class LaunchSection(Section):
     """``start_method``: worker processes are forked from one that has imported everything (Linux only), or each starts from
     nothing (``spawn``). ``placement``: rollout engines have workers of their own, or each rank of the train engine has one
     too and they take turns on its device (``colocated``; ``rollout.workers`` then follows from the ranks). ``max_restarts``:
-    of dead workers, in one run. ``collective_timeout``: seconds for which a rank of the train engine waits for another in a
-    call that they make together."""
+    of dead workers, in one run. ``stop_timeout``: seconds that workers have to finish what they hold when the run is stopped,
+    and the trainer to write a checkpoint. ``collective_timeout``: seconds for which a rank of the train engine waits for
+    another in a call that they make together."""
 
     launcher: Literal["process", "inline"] = "process"
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     placement: Literal["separate", "colocated"] = "separate"
     max_restarts: CountOrNone = 3
     startup_timeout: Seconds = 300.0
-    stop_timeout: Seconds = 30.0
+    stop_timeout: Seconds = 60.0
     collective_timeout: Seconds = 300.0
 
 
