@@ -39,13 +39,14 @@ class Report:
     missing: list[str]
 
 
-def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None) -> Report:
+def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None, saved: int = 0) -> Report:
     """Make the summary, the plot and the samples of the run in ``out_dir`` from its metrics. ``seconds`` is how long it
-    took, ``checkpoint`` the model that it made."""
+    took, ``checkpoint`` the model that it made, ``saved`` the steps that its newest checkpoint holds."""
     progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness)
     for event in read_metrics(out_dir / METRICS):
         progress.apply(event)
     summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
+    summary["resume_after_step"] = None if progress.state == "finished" else saved
     files, missing = [out_dir / SUMMARY], []
     (out_dir / SUMMARY).write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
     if progress.evaluations:
@@ -136,9 +137,24 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         rows.append(("reason", summary["reason"]))
     if summary["checkpoint"]:
         rows.append(("model", summary["checkpoint"]))
+    if (saved := summary.get("resume_after_step")) is not None:
+        rows.append(("resume", resume_text(saved, summary["steps_planned"], summary["steps"])))
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def resume_text(saved: int, steps: int, done: int = 0) -> str:
+    """Where a resume begins, of a run of ``steps`` whose newest checkpoint holds ``saved`` of the ``done`` ones.
+
+    >>> resume_text(40, 200, 42)
+    'after step 40 of 200; steps 41 to 42 are made again'
+    """
+    begins = f"after step {saved} of {steps}" if saved else "from the beginning"
+    if done <= saved:
+        return begins
+    again = f"steps {saved + 1} to {done} are" if done > saved + 1 else f"step {done} is"
+    return f"{begins}; {again} made again"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -402,7 +402,9 @@ class LaunchSection(Section):
     )
     startup_timeout: Seconds = Field(default=300.0, description="Longest time until all workers are ready.")
     stop_timeout: Seconds = Field(
-        default=30.0, description="Time that a worker has to end by itself, before it is killed."
+        default=60.0,
+        description="Time that workers have, when the run is stopped, to finish what they hold, and the trainer to write a "
+        "checkpoint.",
     )
     collective_timeout: Seconds = Field(
         default=300.0, description="Longest wait of a rank for another in a call that they make together."

@@ -365,9 +365,13 @@ class Worker:
         controller.on_nothing = turn.no_rows
         return _Shared(device, turn, controller)
 
-    def _recorder(self, tokenizer: Tokenizer) -> Recorder | None:
+    async def _recorder(self, tokenizer: Tokenizer) -> Recorder | None:
         most, names = self.recipe.pipeline.keep_samples, [function.name for function in self.recipe.reward.functions]
-        return Recorder(self.dock, tokenizer, names, SampleBook(self.place.out / FOLDER, most)) if most else None
+        if not most:
+            return None
+        book = SampleBook(self.place.out / FOLDER, most)
+        await asyncio.to_thread(book.rewind, (await self.index.call("room_at_gate"))["trained"])
+        return Recorder(self.dock, tokenizer, names, book)
 
     async def _build_update(self, beside: TorchRolloutEngine | None = None) -> None:
         """``beside``: the rollout engine that takes turns with this rank on its device."""
@@ -391,7 +395,6 @@ class Worker:
             self._version = lambda: mate.trained
             self._work_till_end.append(mate.run if shared is None else lambda: shared.until(mate.run()))
             return
-        self._farewell.append(lambda: gang.tell("end"))
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
         spans = Spans()
 
@@ -400,11 +403,10 @@ class Worker:
             await self.index.emit("checkpoint", told)
             await self.index.put(CHECKPOINT_TOLD, str(written.version))
 
-        async def after_step(done: int) -> None:
-            asked = await self.index.get(CHECKPOINT_ASKED)
-            requested = asked is not None and asked != await self.index.get(CHECKPOINT_WRITTEN)
-            if done % every and done < steps and not requested:
-                return
+        newest = version  # of the checkpoints
+
+        async def save(done: int, requested: bool = False) -> None:
+            nonlocal newest
             state = await self.index.call("snapshot")
             state["remake"] = list(state["remake"] or ())
             with spans.during("checkpoint", version=done):
@@ -414,10 +416,27 @@ class Worker:
                 written = await asyncio.to_thread(
                     checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep
                 )
+            newest = done
             await tell(written, requested)
+
+        async def after_step(done: int) -> None:
+            asked = await self.index.get(CHECKPOINT_ASKED)
+            requested = asked is not None and asked != await self.index.get(CHECKPOINT_WRITTEN)
+            if done % every and done < steps and not requested:
+                return
+            await save(done, requested)
             if requested:
                 await self.index.put(CHECKPOINT_WRITTEN, asked or "")
             await self.index.call("release", before=done)
+
+        async def save_when_stopped() -> None:
+            """No step that was made is lost when the run is stopped."""
+            if stage.trained > newest and (await self.index.state())[0] == "stopping":
+                if shared is not None:
+                    await shared.turn.give_to_training()
+                await save(stage.trained)
+
+        self._farewell += [save_when_stopped, lambda: gang.tell("end")]
 
         if saved is not None and saved.path != self.place.start:
             if saved.version > int(await self.index.get(CHECKPOINT_TOLD) or 0):
@@ -440,7 +459,7 @@ class Worker:
             gang=gang,
             probe=recipe.probe_tolerance > 0,
             spans=spans,
-            recorder=self._recorder(tokenizer),
+            recorder=await self._recorder(tokenizer),
             publish_first=not recipe.ours("rollout"),
         )
         self._version = lambda: stage.trained

@@ -75,6 +75,19 @@ class SampleBook:
         self._forget(sizes, room)
         return True
 
+    def rewind(self, step: int) -> None:
+        """Remove the samples of ``step`` and of later ones, which a run that goes on from there makes again."""
+        self._sizes = None
+        for number in reversed(_files(self.folder)):
+            path = _path(self.folder, number)
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) < step]
+            if len(kept) == len(lines):
+                return
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(b"".join(kept))
+            os.replace(partial, path)
+
     def _room(self, taken: int) -> int:
         """Bytes for all samples, ``taken`` of which are in use."""
         disk = shutil.disk_usage(self.folder)
@@ -132,6 +145,13 @@ def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
             begin = data.rfind(b"\n", 0, place - 1) + 1
             yield number, begin, data[begin : place - 1]
             place = begin
+
+
+def _step_of(line: bytes) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:  # a kill cut it short
+        return -1
 
 
 def _files(folder: Path) -> list[int]:
