@@ -21,6 +21,7 @@ from api import problems as answers
 from api.service import Settings
 from orchestration.recipe import TLS_FILES, Problem, Recipe, RecipeError, format_size, override, parse_recipe, suggest
 from orchestration.recipe_bounds import out_of_bounds, read_toml
+from stages.prompt_files import Reading
 
 LONGEST_NAME = 64
 MODELS = ("smollm2", "tiny", "mock")
@@ -54,8 +55,11 @@ def unknown_recipe(settings: Settings, name: str, status: int, field: str) -> an
     return answers.Problem(status, detail, kind="unknown-recipe", field=field, value=name, fix=fix)
 
 
-def accept(settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe that ``data`` with ``overrides`` is. Raises RecipeError with everything that is wrong."""
+def accept(
+    settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, Any], reading: Reading | None = None
+) -> Recipe:
+    """The recipe that ``data`` with ``overrides`` is. Of files below the operator's roots it reads what ``reading`` allows
+    (default: what a check reads). Raises RecipeError with everything that is wrong."""
     beyond = [
         Problem(key, None, *said)
         for table, where in ((data, ""), (overrides, "overrides"))
@@ -69,7 +73,7 @@ def accept(settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, 
         problems.append(problem)
         override(changed, problem.key, instead)
     _below_roots(settings, changed, problems)
-    recipe = parse_recipe(changed, problems=problems)
+    recipe = parse_recipe(changed, problems=problems, reading=reading, folder=settings.data, devices=settings.runs > 0)
     if problems := list(_too_much(settings, recipe)):
         raise RecipeError("recipe", problems)
     return recipe

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from api.problems import Problem, Wrong, of_validation, several
 from api.schemas import Strict as Strict  # what handlers' models of requests derive from
-from api.service import SERVICE
+from api.service import SERVICE, Service
 from api.tokens import Scope
 
 T = TypeVar("T")
@@ -118,8 +118,12 @@ class Operation:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The whole of one request."""
         service = request.app[SERVICE]
-        if self.scope is not None:
-            await service.authorise(request, self.scope)
+        if self.scope is None:
+            return await self._handle(service, request)
+        async with service.authorised(request, self.scope):
+            return await self._handle(service, request)
+
+    async def _handle(self, service: Service, request: web.Request) -> web.StreamResponse:
         arguments = await self._arguments(request)
         seconds = service.settings.handler_seconds if self.seconds is None else self.seconds
         deadline = asyncio.timeout(seconds or None)

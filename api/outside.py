@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from orchestration.external import External
 
 IDLE_SECONDS = 600.0  # after which a run's connections are closed, to be opened again when it is asked for
-INDEX_SECONDS = 10.0  # for which a request waits for an index that is being started again
 VERSIONS = 2  # of weights, kept for further readers
 
 
@@ -36,13 +35,14 @@ class Weights:
 
 
 class OutsideRun:
-    """A run's interface, and the newest versions that were asked for."""
+    """A run's interface, and the newest versions that were asked for. An upload of weights holds ``publishing``: the disk
+    holds one at a time."""
 
     def __init__(self, external: External, folder: Path) -> None:
         self.external, self.used = external, time.monotonic()
         self._folder = folder
         self._held: dict[int, Weights] = {}
-        self._copying = asyncio.Lock()
+        self._copying, self.publishing = asyncio.Lock(), asyncio.Lock()
 
     async def weights(self, version: int) -> Weights:
         """A verified copy of a published version. Raises WeightsGone."""
@@ -74,9 +74,9 @@ def _interface() -> type[External]:
 class Outside:
     """The runs that were asked for lately."""
 
-    def __init__(self, url: str, data: Path, registry: Registry, in_use: Container[str] = ()) -> None:
+    def __init__(self, data: Path, registry: Registry, in_use: Container[str] = ()) -> None:
         """``in_use``: the runs that requests are about at the moment; their connections stay open."""
-        self._url, self._data, self._registry, self._in_use = url, data, registry, in_use
+        self._data, self._registry, self._in_use = data, registry, in_use
         self._runs: dict[str, OutsideRun] = {}
 
     async def run(self, run: str) -> OutsideRun:
@@ -86,7 +86,7 @@ class Outside:
         if run not in self._runs:
             interface = await asyncio.to_thread(_interface)
             if run not in self._runs:  # another request may have been faster
-                index = Index(self._url, run, timeout=INDEX_SECONDS)
+                index = Index(self._registry.link, run)
                 recipe = Recipe.model_validate(record.recipe)
                 self._runs[run] = OutsideRun(interface(index, recipe, worker="service"), self._data)
         self._runs[run].used = time.monotonic()

@@ -97,6 +97,11 @@ class Problem(Exception):
             errors=list(errors),
         )
 
+    def body(self) -> bytes:
+        """The problem as JSON."""
+        details = self.details.model_dump(mode="json", exclude_none=True)
+        return json.dumps(details, ensure_ascii=False, allow_nan=False).encode()
+
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> Problem:
         """The problem that another process made."""
@@ -105,9 +110,8 @@ class Problem(Exception):
         return problem
 
     def response(self) -> web.Response:
-        told = self.details.model_dump(mode="json", exclude_none=True)
-        text = json.dumps(told, ensure_ascii=False, allow_nan=False)
-        return web.Response(status=self.status, text=text, content_type=MEDIA_TYPE, headers=self.headers)
+        headers = {"Content-Type": f"{MEDIA_TYPE}; charset=utf-8", **self.headers}
+        return web.Response(status=self.status, body=self.body(), headers=headers)
 
 
 def shown(value: object) -> Any:

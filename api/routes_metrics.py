@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -25,7 +26,6 @@ from orchestration.registry import ENDED, RunRecord
 KIND = r"^[a-z]+(,[a-z]+)*$"
 EVENT_ID = r"^([0-9]{1,18}(-[0-9]{1,18})?|\$)$"
 FINEST_SECONDS = 1e-3  # of a point; events have their times in milliseconds
-MOST_READERS = 2000  # of all streams of one server
 Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./,-]*$", max_length=1000)]
 Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
 
@@ -96,10 +96,10 @@ async def stream(
 ) -> web.StreamResponse:
     record = await service.registry.get(path.run)
     watching = request.app[WATCHING]
-    if len(watching.feeds) >= MOST_READERS:
-        raise Problem(503, "Too many readers.", kind="readers", fix="try again later", headers={"Retry-After": "30"})
     reader = Reader(request, frozenset(query.kinds.split(",")) if query.kinds else None)
-    with watching.server.reading() as dropped:
+    with service.held() as room, watching.server.reading() as dropped:
+        if not room:
+            raise Problem(503, "Too many readers.", kind="readers", fix="try again", headers={"Retry-After": "30"})
         try:
             await reader.open()
         except ConnectionResetError:  # it has gone already
@@ -107,9 +107,14 @@ async def stream(
         try:
             async with watching.feeds.listening(record, reader) as feed:
                 await feed.join(reader, headers.last_event_id or query.last_event_id or "0")
-                dropped(await reader.done)
+                dropped(await asyncio.shield(reader.done))
         except (ConnectionError, LookupError):
             reader.drop("", "the index does not answer; connect again")
+        except asyncio.CancelledError:
+            if not reader.done.done():
+                reader.drop("token", "the token was revoked, or has expired")
+                dropped("token")
+            raise
     return reader.response
 
 

@@ -15,7 +15,6 @@ import fcntl
 import functools
 import gc
 import importlib.metadata
-import logging
 import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,7 +23,6 @@ from typing import Any
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from api import (
     routes_dashboard,
@@ -36,6 +34,7 @@ from api import (
     routes_service,
 )
 from api.checks import Checks
+from api.connections import Connections, admit_connection, raise_descriptor_limit
 from api.limits import admission, secure
 from api.operations import build_routes
 from api.problems import problems
@@ -43,6 +42,7 @@ from api.routes_metrics import watch
 from api.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
 from api.tokens import Tokens
 from orchestration.agent import Agent, AgentError
+from orchestration.logs import limit_repeats
 from orchestration.registry import Registry
 from orchestration.service_index import ServiceIndex
 
@@ -59,7 +59,6 @@ ROUTES = (
     routes_dashboard,
 )
 GC_THRESHOLD = (5_000, 2, 20)  # objects; searches of the youngest; searches of the younger ones
-BACKLOG = 1024  # readers that come back all at once, after a restart; who finds no place asks again after a second
 CLOSING_SECONDS = 5.0  # for requests that are under way when the server goes down
 LOCK = "server.lock"
 
@@ -70,8 +69,8 @@ class ServeError(RuntimeError):
 
 def build_app(settings: Settings, url: str, registry: Registry, checks: Checks | None = None) -> web.Application:
     """The application over the index at ``url``. It closes what it opens, and neither ``registry`` nor ``checks``."""
-    app = web.Application(middlewares=[problems, admission(settings)])
-    service = Service(settings, url, registry, Tokens(url), checks)
+    app = web.Application(middlewares=[problems, admit_connection, admission(settings)])
+    service = Service(settings, url, registry, Tokens(registry.link), checks)
     app[SERVICE] = service
     watch(app)
     document: Callable[[], dict[str, Any]] = functools.cache(_document)
@@ -95,43 +94,34 @@ async def _closing(app: web.Application) -> None:
 
 async def _service(app: web.Application) -> AsyncIterator[None]:
     service = app[SERVICE]
-    tidying = asyncio.create_task(service.close_idle())
+    beside = [asyncio.create_task(service.close_idle()), asyncio.create_task(service.sessions.watch())]
     yield
-    tidying.cancel()
-    await asyncio.gather(tidying, return_exceptions=True)
+    for task in beside:
+        task.cancel()
+    await asyncio.gather(*beside, return_exceptions=True)
     await service.close()
 
 
 async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunner, str]:
     """Open the port. Returns what to clean up at the end, and the URL. Raises ServeError when the port is taken."""
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        logger=_http_log(),
-        keepalive_timeout=settings.idle_seconds,
-        shutdown_timeout=CLOSING_SECONDS,
-    )
+    tls = _tls(settings)
+    runner = web.AppRunner(app, shutdown_timeout=CLOSING_SECONDS)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, settings.host, settings.port, ssl_context=_tls(settings), backlog=BACKLOG)
+        site = Connections(runner, settings, tls)
         await site.start()
+    except ValueError as error:
+        await runner.cleanup()
+        raise ServeError(str(error)) from None
     except OSError as error:
         await runner.cleanup()
         where = f"{settings.host}:{settings.port}"
         if error.errno == errno.EADDRINUSE:
             raise ServeError(f"listen: {where} is taken by another program; give another one with --listen") from None
         raise ServeError(f"listen: {where} cannot be used ({error.strerror or error}); give another one") from None
-    host, port = runner.addresses[0][:2]
+    host, port = site.sockets[0].getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     return runner, f"{'https' if settings.tls_certificate else 'http'}://{name}:{port}"
-
-
-def _http_log() -> logging.Logger:
-    """aiohttp's own log, without requests that are no HTTP: it would show the header that it stumbled over, whose value may
-    be a token."""
-    found = logging.getLogger("asyncdock.http")
-    found.filters[:] = [lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))]
-    return found
 
 
 def _tls(settings: Settings) -> ssl.SSLContext | None:
@@ -168,6 +158,8 @@ def only_server(data: Path) -> Iterator[None]:
 async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
     """Serve until ``stop`` is set, with an agent for ``settings.runs`` runs at once; ``ready`` is told the URL. Raises
     ServeError."""
+    limit_repeats()
+    raise_descriptor_limit()
     with only_server(settings.data):
         index = None if settings.index else ServiceIndex(settings.data)
         url = await _reach(settings, index)

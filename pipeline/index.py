@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 import time
 import uuid
 from collections import deque
@@ -44,6 +45,7 @@ INDEX_VARIABLE = (
 )
 EVENTS_KEPT = 100_000  # about; older ones are in the run's folder alone
 EVENTS_AT_ONCE = 500
+MOST_WAITS = 64  # connections of one link that wait; further ones wait for one of these
 
 # Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48 - 1 of the arena of
 # warehouse `place` >> 48, as part of `block`. Block 0: nowhere yet.
@@ -78,6 +80,10 @@ class WrittenTwice(IndexRefused):
     """A column, or a sample's training, was written a second time."""
 
 
+class FieldsChanged(IndexRefused):
+    """The fields of a partition are not those that the put was made for; it must be made again for what they are now."""
+
+
 class NeverFits(IndexRefused):
     """A block is larger than the warehouse can ever hold."""
 
@@ -96,6 +102,7 @@ _ERRORS: dict[str, type[Exception]] = {
     "STALE": BoundBroken,
     "GATE": GateClosed,
     "TWICE": WrittenTwice,
+    "FIELDS": FieldsChanged,
     "NOFIT": NeverFits,
     "NOHOUSE": WarehouseGone,
     "GONE": StaleHandle,
@@ -189,10 +196,10 @@ class Handle(NamedTuple):
 class Claim:
     """A lease on rows of a stage, as parallel arrays [B]: ``row``, ``group``, ``place``, ``oldest_version``, ``tokens``, and
     ``refs``, one array for each producer, that says where its columns lie. ``token`` fences: a commit under a lost lease
-    is refused."""
+    is refused, and so is any call for it by another ``owner``."""
 
-    def __init__(self, stage: str, token: int, reply: Mapping[str, Any]) -> None:
-        self.stage, self.token = stage, token
+    def __init__(self, stage: str, token: str, reply: Mapping[str, Any], owner: str = "") -> None:
+        self.stage, self.token, self.owner = stage, token, owner
         edges = np.array(reply["rows"] or (), np.int64).reshape(-1, 2)
         self.row = np.concatenate([np.arange(a, b + 1) for a, b in edges]) if len(edges) else np.zeros(0, np.int64)
         self._fixed = np.frombuffer(reply["fixed"], _FIXED)
@@ -232,7 +239,7 @@ class Claim:
     def part(self, positions: Sequence[int]) -> Claim:
         """The rows at ``positions`` under the same token."""
         at, part = np.asarray(positions, np.int64), Claim.__new__(Claim)
-        part.stage, part.token, part.row = self.stage, self.token, self.row[at]
+        part.stage, part.token, part.owner, part.row = self.stage, self.token, self.owner, self.row[at]
         part._fixed, part._made = self._fixed[at], self._made[at]
         part.refs = [refs[at] if len(refs) else refs for refs in self.refs]
         return part
@@ -240,7 +247,7 @@ class Claim:
     def only(self, position: int) -> Claim:
         """The claim narrowed to one of its rows."""
         out = object.__new__(Claim)
-        out.stage, out.token, at = self.stage, self.token, slice(position, position + 1)
+        out.stage, out.token, out.owner, at = self.stage, self.token, self.owner, slice(position, position + 1)
         out.row, out._fixed, out._made, out.refs = (
             self.row[at],
             self._fixed[at],
@@ -347,34 +354,160 @@ class _Line(asyncio.Protocol):
                 answer.set_exception(ConnectionError(f"the connection was lost ({error or 'closed'})"))
 
 
-class Index:
-    """The index of one run at ``url`` (``redis://``, ``rediss://`` or ``unix://``).
+class _Commands(redis.Redis):
+    """redis-py's commands over a link's one connection. Its own clients take a connection for each command under way, and
+    refuse commands when a hundred are."""
+
+    def __init__(self, link: Link, pool: redis.ConnectionPool) -> None:
+        super().__init__(connection_pool=pool)
+        self._link = link
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        name = args[0]
+        reply = await self._link.send((*name.split(), *args[1:]))
+        options.pop("keys", None)
+        callback = self.response_callbacks.get(name)
+        return callback(reply, **options) if callback else reply
+
+
+class Link:
+    """Connections to the server at ``url`` (``redis://``, ``rediss://`` or ``unix://``) that any number of indexes share:
+    one for all calls, and one for each position of streams that is waited on, however many wait there.
 
     ``timeout`` is the deadline of one call in seconds, all retries included; past it :class:`IndexUnreachable` is raised.
     """
 
-    def __init__(self, url: str, run: str, *, timeout: float = 30.0) -> None:
-        self.url, self.run, self.timeout = url, run, timeout
-        self.prefix = _prefix(run)
+    def __init__(self, url: str, *, timeout: float = 30.0) -> None:
+        self.url, self.timeout, self.closed = url, timeout, False
         # Deadlines are kept here: redis-py's own would make a task of each call.
-        self._redis = redis.from_url(url, socket_timeout=None, socket_connect_timeout=min(5.0, timeout / 3))
+        patience = min(5.0, timeout / 3)
+        pool = redis.ConnectionPool.from_url(url, socket_timeout=None, socket_connect_timeout=patience)
+        self.redis = _Commands(self, pool)
         # Waiting calls block for as long as they say; their deadline is kept here, not by the socket.
-        self._waiting = redis.from_url(url, socket_timeout=None, socket_connect_timeout=min(5.0, timeout))
-        self._closed = False
-        self._client = uuid.uuid4().hex[:12]
-        self._calls = itertools.count()
-        self._lanes: list[int] = []  # free ones; the server keeps the last answer of each
-        self._lane = itertools.count()
+        waits = redis.BlockingConnectionPool.from_url(
+            url, socket_timeout=None, socket_connect_timeout=patience, max_connections=MOST_WAITS, timeout=None
+        )
+        self._waiting = redis.Redis(connection_pool=waits)
+        self._reads: dict[Any, asyncio.Future[Any]] = {}
         self._line: _Line | None = None
         self._connecting = asyncio.Lock()
+        self.client = uuid.uuid4().hex[:12]
+        self.calls = itertools.count()
+        self.lanes: list[int] = []  # free ones; the server keeps the last answer of each
+        self.lane = itertools.count()
 
     async def close(self) -> None:
         """End every call under way; those that wait raise IndexUnreachable."""
-        self._closed = True
+        self.closed = True
         if self._line is not None:
             self._line.close()
-        await self._redis.aclose()
-        await self._waiting.aclose()
+        await self.redis.connection_pool.disconnect()
+        await self._waiting.connection_pool.disconnect()
+
+    @property
+    def line(self) -> _Line | None:
+        """The connection of the calls while it stands."""
+        return self._line if self._line is not None and not self._line.lost else None
+
+    async def send(self, command: tuple[Any, ...]) -> Any:
+        """One command and its answer, once; see :meth:`retry`."""
+        return await (self.line or await self._connect()).send(command)
+
+    async def send_all(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Commands in one round trip, and their answers."""
+        line = self.line or await self._connect()
+        return await asyncio.gather(*[line.send(command) for command in commands])
+
+    async def _connect(self) -> _Line:
+        async with self._connecting:
+            if self.closed:
+                raise ConnectionError("the index's client was closed")
+            if self.line is None:
+                connection = self.redis.connection_pool.make_connection()
+                await connection.connect()  # redis-py knows about URLs, TLS and passwords
+                self._line = _Line(connection, self.timeout / 3)
+            assert self._line is not None
+            return self._line
+
+    async def read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
+        """Block until one of ``streams`` has entries after its position, for at most ``timeout`` seconds. Calls that wait
+        for the same share one blocked connection."""
+        key, deadline = (tuple(sorted(streams.items())), count), time.monotonic() + timeout
+        while (shared := self._reads.get(key)) is not None:
+            await asyncio.wait([shared], timeout=max(0.0, deadline - time.monotonic()))
+            if shared.done() and (found := shared.result()):
+                return found
+            if time.monotonic() >= deadline:
+                return None
+        shared = self._reads[key] = asyncio.get_running_loop().create_future()
+        keys: Any = dict(streams)
+
+        async def once(again: bool) -> Any:
+            block = max(1, int((deadline - time.monotonic()) * 1000))
+            return await self._waiting.xread(keys, count=count, block=block)
+
+        try:
+            shared.set_result(await self.retry(once, timeout + self.timeout))
+        except IndexUnreachable as error:
+            shared.set_exception(error)
+        finally:
+            del self._reads[key]
+            if not shared.done():  # cancelled: one of the others that wait reads for itself
+                shared.set_result(None)
+        return shared.result()
+
+    async def retry(
+        self, attempt: Any, patience: float | None = None, *, began: float | None = None, failures: int = 0
+    ) -> Any:
+        """Try until the deadline, counted from ``began``; an attempt ends after ``patience`` seconds (a third of the
+        deadline). ``failures`` are attempts made before."""
+        deadline = (began or time.monotonic()) + self.timeout
+        backoff = ExponentialBackoff(cap=1.0, base=0.02)
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled = task.cancelling()
+        while True:
+            try:
+                async with asyncio.timeout(patience or self.timeout / 3):
+                    reply = await attempt(failures > 0)
+                if task.cancelling() > cancelled:  # redis-py loses a cancellation that comes while it reads a reply
+                    raise asyncio.CancelledError
+                return reply
+            except (RedisConnectionError, RedisTimeoutError, OSError) as lost:
+                failures += 1
+                pause = backoff.compute(failures)
+                if self.closed or time.monotonic() + pause > deadline:
+                    raise IndexUnreachable(
+                        f"index {redacted(self.url)}: no answer for {self.timeout:.0f} s, {failures} tries ({lost}); "
+                        "is the server up, and reachable from here?"
+                    ) from None
+                await asyncio.sleep(pause)
+            except ResponseError as refused:
+                if not _is_loading(refused) or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.05)
+
+
+class Index:
+    """The index of one run at ``where``: the URL of its server, or a :class:`Link` that it shares with others. ``timeout``
+    is that of a link of its own."""
+
+    def __init__(self, where: str | Link, run: str, *, timeout: float = 30.0) -> None:
+        self._link = where if isinstance(where, Link) else Link(where, timeout=timeout)
+        self._shared = isinstance(where, Link)
+        self.url, self.run, self.timeout = self._link.url, run, self._link.timeout
+        self.prefix = _prefix(run)
+        self._redis, self._retry = self._link.redis, self._link.retry
+        self._closed = False
+        self._waits: set[asyncio.Timeout] = set()
+
+    async def close(self) -> None:
+        """End every call under way; those that wait raise IndexUnreachable. A shared link stays."""
+        self._closed = True
+        for wait in self._waits:
+            wait.reschedule(0.0)
+        if not self._shared:
+            await self._link.close()
 
     @property
     def closed(self) -> bool:
@@ -395,13 +528,12 @@ class Index:
 
     async def _answer(self, name: str, arguments: Mapping[str, Any]) -> bytes:
         packed = msgpack.packb(arguments, use_bin_type=False)  # the server knows one kind of string
-        request, lane = f"{self._client}-{next(self._calls)}:", self._lanes.pop() if self._lanes else next(self._lane)
-        head, tail = ("FCALL", f"asyncdock_{name}", 1, self.prefix, packed, request), (self._client, lane)
+        link = self._link
+        request, lane = f"{link.client}-{next(link.calls)}:", link.lanes.pop() if link.lanes else next(link.lane)
+        head, tail = ("FCALL", f"asyncdock_{name}", 1, self.prefix, packed, request), (link.client, lane)
         began, tries = time.monotonic(), 0
         try:
-            if (
-                line := self._line
-            ) is not None and not line.lost:  # nearly always; the line watches over its own silence
+            if (line := link.line) is not None:  # nearly always; the line watches over its own silence
                 try:
                     return await line.send((*head, "0", *tail))
                 except ConnectionError:
@@ -409,61 +541,14 @@ class Index:
                 except ResponseError as refused:
                     if not _is_loading(refused):
                         raise
-            return await self._retry(
-                lambda again: self._send((*head, "1" if again or tries else "0", *tail)), began=began, failures=tries
+            return await link.retry(
+                lambda again: link.send((*head, "1" if again or tries else "0", *tail)), began=began, failures=tries
             )
         except ResponseError as refused:
             code, _, text = str(refused).partition(" ")
             raise _ERRORS.get(code, IndexRefused)(text or code) from None
         finally:
-            self._lanes.append(lane)
-
-    async def _send(self, command: tuple[Any, ...]) -> Any:
-        line = self._line
-        if line is None or line.lost:
-            line = await self._connect()
-        return await line.send(command)
-
-    async def _connect(self) -> _Line:
-        async with self._connecting:
-            if self._closed:
-                raise ConnectionError("the index's client was closed")
-            if self._line is None or self._line.lost:
-                connection = self._redis.connection_pool.make_connection()
-                await connection.connect()  # redis-py knows about URLs, TLS and passwords
-                self._line = _Line(connection, self.timeout / 3)
-            return self._line
-
-    async def _retry(
-        self, attempt: Any, patience: float | None = None, *, began: float | None = None, failures: int = 0
-    ) -> Any:
-        """Try until the deadline, counted from ``began``; an attempt ends after ``patience`` seconds (a third of the
-        deadline). ``failures`` are attempts made before."""
-        deadline = (began or time.monotonic()) + self.timeout
-        backoff = ExponentialBackoff(cap=1.0, base=0.02)
-        task = asyncio.current_task()
-        assert task is not None
-        cancelled = task.cancelling()
-        while True:
-            try:
-                async with asyncio.timeout(patience or self.timeout / 3):
-                    reply = await attempt(failures > 0)
-                if task.cancelling() > cancelled:  # redis-py loses a cancellation that comes while it reads a reply
-                    raise asyncio.CancelledError
-                return reply
-            except (RedisConnectionError, RedisTimeoutError, OSError) as lost:
-                failures += 1
-                pause = backoff.compute(failures)
-                if self._closed or time.monotonic() + pause > deadline:
-                    raise IndexUnreachable(
-                        f"index {redacted(self.url)}: no answer for {self.timeout:.0f} s, {failures} tries ({lost}); "
-                        "is the server up, and reachable from here?"
-                    ) from None
-                await asyncio.sleep(pause)
-            except ResponseError as refused:
-                if not _is_loading(refused) or time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.05)
+            link.lanes.append(lane)
 
     async def wait(self, topic: str, after: str, timeout: float) -> bool:
         """Block until ``topic`` is woken after position ``after``; False when ``timeout`` seconds pass first."""
@@ -479,13 +564,18 @@ class Index:
         return found[0][1][0][0].decode() if found else after
 
     async def _read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
-        keys: Any = {self.prefix + name: position for name, position in streams.items()}
-        block = max(1, int(timeout * 1000))
-
-        async def once(again: bool) -> Any:
-            return await self._waiting.xread(keys, count=count, block=block)
-
-        return await self._retry(once, timeout + self.timeout)
+        keys = {self.prefix + name: position for name, position in streams.items()}
+        if not self._shared:
+            return await self._link.read(keys, timeout, count)
+        try:
+            async with asyncio.timeout(None) as ending:
+                self._waits.add(ending)
+                try:
+                    return await self._link.read(keys, timeout, count)
+                finally:
+                    self._waits.discard(ending)
+        except TimeoutError:
+            raise IndexUnreachable(f"index {redacted(self.url)}: its client was closed") from None
 
     # ── the run ──
 
@@ -507,13 +597,8 @@ class Index:
     async def states(self, runs: Sequence[str]) -> list[tuple[str, str]]:
         """State and reason of several runs of this server, in one round trip; empty for one that it does not know."""
 
-        async def once(again: bool) -> Any:
-            asked = self._redis.pipeline(transaction=False)
-            for run in runs:
-                asked.hmget(_prefix(run) + "state", ["state", "reason"])
-            return await asked.execute()
-
-        found = await self._retry(once) if runs else []
+        asked = [("HMGET", _prefix(run) + "state", "state", "reason") for run in runs]
+        found = await self._retry(lambda again: self._link.send_all(asked)) if runs else []
         return [((state or b"").decode(), (reason or b"").decode()) for state, reason in found]
 
     async def put(self, name: str, value: str) -> None:
@@ -545,43 +630,53 @@ class Index:
         home: int = 0,
         least: int = 1,
         patient: bool = False,
+        owner: str = "",
     ) -> Claim | Nothing:
         """Lease what is ready, rows made ready on warehouse ``home`` first (``RunConfig.reach``): ``most`` rows (groups, as
         the stage takes them), and nothing while there are fewer than ``least``. A ``patient`` one leaves to other nodes what
-        has just become ready there (``RunConfig.headstart``)."""
+        has just become ready there (``RunConfig.headstart``). ``owner`` binds the lease: only calls that name the same owner
+        can renew, end or commit it ("": the run's own workers)."""
+        token = secrets.token_hex(16)  # made here, so that a repeated request needs no answer to know it
         limits = {"most": most, "least": least, "lease": int(lease * 1000), "version": version, "patient": patient}
-        reply = await self._call_raw("claim", stage=stage, worker=worker, home=home, **limits)
+        lessee = {"worker": worker, "home": home, "token": token, "owner": owner}
+        reply = await self._call_raw("claim", stage=stage, **lessee, **limits)
         if "wait" in reply:
             return Nothing(
                 reply["wait"].decode(), reply["due"] / 1000 if reply["due"] else None, reply["topic"].decode()
             )
-        return Claim(stage, reply["token"], reply)
+        return Claim(stage, token, reply, owner)
 
-    async def lease(self, token: int) -> tuple[Claim, int] | None:
+    async def lease(self, token: str, owner: str = "") -> tuple[Claim, int] | None:
         """The claim that goes by ``token``, as its holder was told it, and how many of its rows are left; None when it has
-        ended."""
-        reply = await self._call_raw("lease", token=token)
-        return (Claim(reply["stage"].decode(), token, reply), reply["left"]) if reply else None
+        ended, or is of another ``owner``."""
+        reply = await self._call_raw("lease", token=token, owner=owner)
+        return (Claim(reply["stage"].decode(), token, reply, owner), reply["left"]) if reply else None
 
-    async def renew(self, stage: str, tokens: Sequence[int], lease: float) -> set[int]:
-        kept = await self.call("renew", stage=stage, tokens=list(tokens), lease=int(lease * 1000))
-        return {int(token) for token in kept or ()}
+    async def renew(self, stage: str, tokens: Sequence[str], lease: float, owner: str = "") -> set[str]:
+        """Hold the leases of ``stage`` and ``owner`` for another ``lease`` seconds; returns the tokens that still hold."""
+        held = await self.call("renew", stage=stage, tokens=list(tokens), lease=int(lease * 1000), owner=owner)
+        return set(held or ())
+
+    async def hand_back(self, claim: Claim) -> None:
+        """Make what is left under the claim's lease ready for others at once. Harmless when it has ended."""
+        await self.call("hand_back", stage=claim.stage, token=claim.token, owner=claim.owner)
 
     async def replay(self, step: int) -> Claim:
         """The rows that made a step whose rows are not released yet."""
-        return Claim("", 0, await self._call_raw("replay", step=step))
+        return Claim("", "", await self._call_raw("replay", step=step))
 
     async def train(self, claim: Claim, step: int, event: Mapping[str, Any] | None = None) -> int:
         """The claim's rows made optimizer step ``step``; ``event`` becomes a `step` event in the same atomic step, so that
         every step is told exactly once. Returns the trainer's new version."""
         rows, _ = ranges(claim.row)
         told = None if event is None else _told(event)
-        return int(await self.call("train", stage=claim.stage, token=claim.token, step=step, rows=rows, event=told))
+        lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
+        return int(await self.call("train", **lease, step=step, rows=rows, event=told))
 
     async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
         """The rows of a group as a claim would bring them, and their states; None when it is not there."""
         reply = await self._call_raw("inspect", group=group)
-        return (Claim("", 0, reply), np.frombuffer(reply["states"], _STATE)) if reply else None
+        return (Claim("", "", reply), np.frombuffer(reply["states"], _STATE)) if reply else None
 
     async def ledger(self) -> dict[str, int]:
         return await self.call("ledger")
@@ -655,13 +750,10 @@ class Index:
     async def event_ends(self) -> tuple[str, str]:
         """The ids of the oldest and of the newest event that are there; "0" and "0" when none is."""
 
-        async def once(again: bool) -> list[Any]:
-            both = self._redis.pipeline(transaction=True)
-            both.xrange(f"{self.prefix}events", count=1)
-            both.xrevrange(f"{self.prefix}events", count=1)
-            return await both.execute()
-
-        oldest, newest = (found[0][0].decode() if found else "0" for found in await self._retry(once))
+        key = f"{self.prefix}events"
+        both = [("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1)]
+        found = await self._retry(lambda again: self._link.send_all(both))
+        oldest, newest = (entries[0][0].decode() if entries else "0" for entries in found)
         return oldest, newest
 
     async def newest(self, kind: str, within: int = 1000) -> Event | None:

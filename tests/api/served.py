@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -19,11 +20,12 @@ SECONDS = 120.0
 class Served:
     """``asyncdock serve`` on one port, which a second server can take again."""
 
-    def __init__(self, data: Path, *options: str) -> None:
+    def __init__(self, data: Path, *options: str, descriptors: int = 0) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
         self.data, self.options, self.url = data, options, f"http://127.0.0.1:{self.port}"
+        self.descriptors = descriptors  # that its process may have; 0: as many as this one
         self.process: subprocess.Popen[str] | None = None
         self.log = data.parent / "serve.log"
 
@@ -37,9 +39,13 @@ class Served:
                 text=True,
                 cwd=ROOT,
                 env=environment(),
+                preexec_fn=self._limit if self.descriptors else None,
             )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == f"AsyncDock serves {self.url}\n", self.log.read_text()
+
+    def _limit(self) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.descriptors, self.descriptors))
 
     def stop(self, number: int = signal.SIGINT) -> int:
         """The server alone, by a signal: its exit code. Harmless when it has ended."""

@@ -188,7 +188,7 @@ class Known:
 
 
 async def test_two_requests_may_close_idle_sessions_at_once(tmp_path: Path) -> None:
-    sessions = Outside("", tmp_path, Known(), in_use={"used"})  # type: ignore[arg-type]
+    sessions = Outside(tmp_path, Known(), in_use={"used"})  # type: ignore[arg-type]
     kept = {run: OutsideRun(Kept(), tmp_path) for run in ("a", "b", "c", "used")}  # type: ignore[arg-type]
     for one in kept.values():
         one.used = time.monotonic() - outside_module.IDLE_SECONDS - 1
