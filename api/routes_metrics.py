@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 from aiohttp import web
 from pydantic import BaseModel, Field
+from pydantic_core import to_json
 
 from api.events import History, id_at
 from api.exposition import Exposition, ServerMetrics
-from api.operations import Strict, operation
+from api.operations import JSON, Strict, operation
 from api.problems import Problem
 from api.schemas import MetricsView, RunPath
 from api.series import Series, TooMany, Wanted, width
@@ -156,7 +157,18 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
         raise Problem(
             422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
         ) from None
-    return MetricsView.model_validate({"from": begin, "to": end, "every": every, "series": series.columns()})
+    view = MetricsView.model_validate({"from": begin, "to": end, "every": every, "series": {}})
+    return web.Response(body=await asyncio.to_thread(_joined, view, series), content_type=JSON)  # type: ignore[return-value]
+
+
+def _joined(view: MetricsView, series: Series) -> bytes:
+    """``view`` with the columns of ``series`` as JSON: one column after the other, as writing holds the interpreter."""
+    parts = []
+    for name, columns in series.columns().items():
+        told = (to_json(key) + b":" + to_json(values, inf_nan_mode="null") for key, values in columns.items())
+        parts.append(to_json(name) + b":{" + b",".join(told) + b"}")
+    head = view.model_dump_json(by_alias=True).encode()
+    return head.removesuffix(b"{}}") + b"{" + b",".join(parts) + b"}}"
 
 
 class TraceDocument(BaseModel):

@@ -9,6 +9,7 @@ the feed is ended its lines are gone through again and again, as a table's.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -128,7 +129,7 @@ async def put_prompts(
                 f"prompts: prompt {i} has fields {taken}, which reward functions get from the run; rename"
             )
     try:
-        texts = [json.dumps(dict(row), allow_nan=False) for row in rows]
+        texts = await asyncio.to_thread(lambda: [json.dumps(dict(row), allow_nan=False) for row in rows])
     except (TypeError, ValueError, RecursionError) as error:
         raise PromptError(f"prompts: they cannot be kept as JSON ({error}); use texts, finite numbers, lists") from None
     asked = {"prompts": texts, "first": False if first is None else first, "last": last, "most": WAITING_BYTES}

@@ -21,7 +21,7 @@ import pytest
 from api.checks import Checks
 from api.operations import BODY_VALUES
 from api.problems import LONGEST_VALUE, shown, without_password
-from api.service import SERVICE
+from api.service import SERVICE, Service
 from tests.api.served import Served
 from tests.api.serving import Client, problem, serving
 from tests.orchestration.runs import MOCK
@@ -162,6 +162,35 @@ def test_passwords_of_urls_are_taken_out(text: str, safe: str) -> None:
 
 def test_a_password_that_is_cut_is_taken_out_too() -> None:
     assert "hunter2" not in json.dumps(shown({"index": "redis://:" + "hunter2" * 10_000 + "@host"}))
+
+
+async def test_logs_of_long_lines(client: Client) -> None:
+    """What workers print may be a model's: megabytes of letters, and of beginnings of URLs."""
+    service: Service = client.app[SERVICE]  # type: ignore[union-attr]
+    made = await (await client.post("/v1/runs", json={"recipe": MOCK})).json()
+    folder = service.folder(await service.registry.get(made["id"])) / "logs"
+    folder.mkdir(parents=True)
+    for worker, text in (
+        ("a-0", "a" * 10**6),
+        ("b-0", "a://" * 250_000),
+        ("c-0", "see redis://:hunter2@host\n" * 20_000),
+    ):
+        (folder / f"{worker}.log").write_text(f"{text}\n")
+    async with undisturbed(client):
+        for query in ("lines=5000", "worker=a-0", "worker=b-0", "worker=c-0&lines=5000"):
+            answer = await client.get(f"/v1/runs/{made['id']}/logs?{query}")
+            assert answer.status == 200
+            assert "hunter2" not in await answer.text()
+
+
+async def test_a_page_of_the_largest_recipes(client: Client) -> None:
+    """Each is as large as a recipe may be; the list brings them all."""
+    body = {"recipe": {**MOCK, "description": "é" * 60_000}}
+    for _ in range(12):
+        assert (await client.post("/v1/runs", json=body)).status == 201
+    async with undisturbed(client):
+        answer = await client.get("/v1/runs?limit=200")
+        assert len((await answer.json())["runs"]) >= 12
 
 
 # --- many values --------------------------------------------------------------------------------------------------------
