@@ -30,6 +30,7 @@ from orchestration.hosted import WHERE, shared_of
 from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.place import Place
 from orchestration.planner import flow_of, workers_of
+from orchestration.private import write_private
 from orchestration.recipe import Recipe, changed
 from orchestration.registry import ENDED
 from orchestration.starter import SPAWN
@@ -84,7 +85,7 @@ class Run:
                 f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`"
             )
         out_dir.mkdir(parents=True, exist_ok=True)
-        (out_dir / "recipe.json").write_text(recipe.to_json())
+        write_private(out_dir / "recipe.json", recipe.to_json())  # its index's URL may hold a password
         return cls(recipe, out_dir)
 
     @classmethod
@@ -98,7 +99,7 @@ class Run:
             raise RunError(f"run: {out_dir} holds no recipe.json ({error}); give the folder of a run") from None
         if overrides:
             recipe = changed(recipe, overrides)
-            (out_dir / "recipe.json").write_text(recipe.to_json())
+            write_private(out_dir / "recipe.json", recipe.to_json())
         start = checkpoint.latest(out_dir / "checkpoints")
         if start is not None and start.version >= recipe.train.steps:
             raise RunError(f"run: {out_dir} has done all of its {recipe.train.steps} steps; there is nothing to resume")
@@ -109,7 +110,7 @@ class Run:
         """The run ``run`` of a service, which may have begun: in other hands, with what they left in ``out_dir``."""
         out_dir.mkdir(parents=True, exist_ok=True)
         partial = out_dir / ".recipe.json"
-        partial.write_text(recipe.to_json())
+        write_private(partial, recipe.to_json())
         os.replace(partial, out_dir / "recipe.json")
         return cls(recipe, out_dir, checkpoint.latest(out_dir / "checkpoints"), hosted=run)
 
@@ -236,8 +237,7 @@ class Run:
 
     def _tell_where(self, url: str) -> None:
         """For whoever wants to look at the run while it is alive; the URL may hold a password."""
-        with open(os.open(self.out_dir / WHERE, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-            json.dump({"index": url, "run": self.id}, file)
+        write_private(self.out_dir / WHERE, json.dumps({"index": url, "run": self.id}))
 
     def _launcher(self) -> Launcher:
         launch = self.recipe.launch
