@@ -82,7 +82,7 @@ def status_view(told: Mapping[str, Any], now: float) -> RenderableType:
     for lease in stats["leases"] or ():
         age, left = now - lease["since"], lease["due"] - now
         leases.add_row(
-            str(lease["token"]), lease["stage"], lease["worker"], str(lease["rows"]), f"{age:.1f} s", f"{left:.1f} s"
+            lease["lease"], lease["stage"], lease["worker"], str(lease["rows"]), f"{age:.1f} s", f"{left:.1f} s"
         )
     books = _table("ledger", "samples", "tokens")
     for name in ("generated", "trained", "filtered", "remade", "in_flight"):

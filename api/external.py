@@ -60,7 +60,7 @@ class Experience:
     memory, valid while the lease is held. ``begun``: ids of rows that were parked, and what they have so far. ``token`` is
     None when nothing came, and ``over`` then says whether anything will."""
 
-    token: int | None
+    token: str | None
     over: bool
     published: int
     trained: int
@@ -331,7 +331,7 @@ def _experience(answer: Answer, sampling: Mapping[str, Any]) -> Experience:
     )
 
 
-def _token(experience: Experience) -> int:
+def _token(experience: Experience) -> str:
     if experience.token is None:
         raise ValueError("experience: nothing came with it; look whether it is true before it is used")
     return experience.token

@@ -34,13 +34,14 @@ class Weights:
 
 
 class OutsideRun:
-    """A run's interface, and the newest versions that were asked for."""
+    """A run's interface, and the newest versions that were asked for. An upload of weights holds ``publishing``: the disk
+    holds one at a time."""
 
     def __init__(self, external: External, folder: Path) -> None:
         self.external, self.used = external, time.monotonic()
         self._folder = folder
         self._held: dict[int, Weights] = {}
-        self._copying = asyncio.Lock()
+        self._copying, self.publishing = asyncio.Lock(), asyncio.Lock()
 
     async def weights(self, version: int) -> Weights:
         """A verified copy of a published version. Raises WeightsGone."""

@@ -14,8 +14,10 @@ import contextlib
 import os
 import platform
 import re
+import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -45,6 +47,7 @@ from api.schemas_external import (
     WeightsView,
 )
 from api.service import Service
+from api.weight_header import LENGTH_BYTES, HeaderUnreadable, WeightHeader, header_bytes, parse_header
 from pipeline.index import BoundBroken, IndexRefused, LeaseLost
 from pipeline.warehouse import StaleHandle
 from stages.feed import FeedFull
@@ -61,11 +64,13 @@ if TYPE_CHECKING:
 
 TAG = "external stages"
 MOST_BYTES = 128 * 2**20  # of one body of columns
-MOST_WEIGHTS = 256 * 2**30
 PROMPTS_BYTES = 16 * 2**20
+JSON_VALUES = 500_000  # of one JSON body; columns with more come as safetensors
 WAITING_SECONDS = 90.0  # what a request may take that may wait for 60
 PIECE = 2**20
 SILENT_SECONDS = 30.0  # for which a body of weights may stop
+SLOWEST = 2**17  # bytes a second of a body of weights, at least
+SPARE_DISK = 256 * 2**20  # bytes that weights on their way leave free on the disk
 
 
 @operation(
@@ -77,6 +82,7 @@ SILENT_SECONDS = 30.0  # for which a body of weights may stop
     errors=(404, 409),
     seconds=WAITING_SECONDS,
     body_limit=PROMPTS_BYTES,
+    body_values=JSON_VALUES,
 )
 async def put_prompts(service: Service, path: RunPath, body: PutPrompts) -> FedView:
     """Put prompts into a run with `prompts.source = "external"`, in the order in which they will be asked. With `first`, the
@@ -116,21 +122,22 @@ async def get_experience(
                 version=body.version,
                 wait=body.wait if room else 0.0,
                 lease=body.lease,
+                owner=_owner(service, request),
             )
         else:
             answer = await external.replayed(body.replay)
         if answer.experience is not None and _gone(request):  # nobody would hear of this lease
-            await external.release(answer.experience.claim.token)
+            await external.release(answer.experience.claim.token, owner=_owner(service, request))
         view = await _view(external, answer, body)
         experience = answer.experience
         if BINARY not in request.headers.get("Accept", ""):
             if experience is not None:
                 schema = external.schema
-                view.columns = to_lists(schema, experience.columns)
+                view.columns = await asyncio.to_thread(to_lists, schema, experience.columns)
                 if view.begun is not None:
-                    view.begun.columns = to_lists(schema, experience.begun[1])
+                    view.begun.columns = await asyncio.to_thread(to_lists, schema, experience.begun[1])
             return view
-        return web.Response(body=_body(external, view, experience), content_type=BINARY)
+        return web.Response(body=await asyncio.to_thread(_body, external, view, experience), content_type=BINARY)
 
 
 async def _view(external: External, answer: Answer, asked: GetExperience) -> ExperienceView:
@@ -180,6 +187,7 @@ def _body(external: External, view: ExperienceView, experience: Experience | Non
     tag=TAG,
     errors=(404, 409),
     body_limit=MOST_BYTES,
+    body_values=JSON_VALUES,
     binary=("body",),
 )
 async def put_experience(service: Service, request: web.Request, path: RunPath, body: PutExperience | None) -> PutView:
@@ -198,13 +206,15 @@ async def put_experience(service: Service, request: web.Request, path: RunPath, 
             raise Problem(400, f"The body cannot be read: {error}.", kind="body", field="body", fix=fix) from None
         except ValidationError as error:
             raise of_validation(422, error) from None
+    owner = _owner(service, request)
     with refusals():
         if body.step is not None:
-            version = await external.train(body.token, body.step, body.metrics)
+            version = await external.train(body.token, body.step, body.metrics, owner=owner)
             return PutView(left=0, version=version)
         if body.columns:
-            columns |= from_lists(external.schema, body.columns)
-        return PutView(left=await external.put_experience(body.token, body.rows, columns, park=body.park), version=None)
+            columns |= await asyncio.to_thread(from_lists, external.schema, body.columns)
+        left = await external.put_experience(body.token, body.rows, columns, park=body.park, owner=owner)
+        return PutView(left=left, version=None)
 
 
 @operation(
@@ -215,11 +225,12 @@ async def put_experience(service: Service, request: web.Request, path: RunPath, 
     tag=TAG,
     errors=(404, 409),
 )
-async def renew_lease(service: Service, path: LeasePath, query: LeaseQuery) -> LeaseView:
+async def renew_lease(service: Service, request: web.Request, path: LeasePath, query: LeaseQuery) -> LeaseView:
     """Hold a lease for another `lease` seconds from now."""
     external = (await service.outside.run(path.run)).external
     with refusals():
-        return LeaseView(token=path.token, lease=await external.renew(path.token, query.lease))
+        held = await external.renew(path.token, query.lease, owner=_owner(service, request))
+        return LeaseView(token=path.token, lease=held)
 
 
 @operation(
@@ -230,11 +241,11 @@ async def renew_lease(service: Service, path: LeasePath, query: LeaseQuery) -> L
     tag=TAG,
     errors=(404, 409),
 )
-async def release_lease(service: Service, path: LeasePath) -> None:
+async def release_lease(service: Service, request: web.Request, path: LeasePath) -> None:
     """Give back what is left under a lease. Harmless when it has ended."""
     external = (await service.outside.run(path.run)).external
     with refusals():
-        await external.release(path.token)
+        await external.release(path.token, owner=_owner(service, request))
 
 
 @operation(
@@ -308,29 +319,48 @@ async def publish_weights(
 ) -> WeightsView:
     """An external trainer publishes the version that its last step made, or the one that the run begins with (0), as a
     safetensors file. `covered`: its own checkpoint covers the steps below; they need not be kept for it any more."""
-    external = (await service.outside.run(path.run)).external
-    from safetensors.torch import load_file
+    outside = await service.outside.run(path.run)
+    external = outside.external
+
+    async def expect(header: WeightHeader) -> None:
+        await external.may_publish(path.version, header.layout)
+        if header.nbytes > (free := shutil.disk_usage(service.settings.data).free - SPARE_DISK):
+            detail = f"The file has {header.nbytes} bytes, and the server's disk has room for {max(0, free)}."
+            raise Problem(503, detail, kind="no-room", fix="ask the operator for room", headers={"Retry-After": "60"})
 
     with refusals():
         await external.may_publish(path.version)
-        with tempfile.NamedTemporaryFile(dir=service.settings.data, suffix=".safetensors") as file:
-            await _receive(request, file)
-            try:
-                tensors = await asyncio.to_thread(load_file, file.name)
-            except (SafetensorError, OSError, ValueError, KeyError) as error:
-                fix, detail = "send a safetensors file", f"The body cannot be read ({type(error).__name__})."
-                raise Problem(400, detail, kind="body", field="body", fix=fix) from None
-            published = await external.publish(path.version, tensors.items(), covered=query.covered)
+        async with outside.publishing:
+            published = await external.publish(
+                path.version, await _spooled(service, request, expect), covered=query.covered
+            )
         state, _, _ = await external.index.state()
         return await _weights(external, published, state)
 
 
-async def _receive(request: web.Request, file: IO[bytes]) -> None:
-    """Write the body to ``file``."""
+Expect = Callable[[WeightHeader], Awaitable[None]]
+
+
+async def _spooled(service: Service, request: web.Request, expect: Expect) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors of the body. They lie in a file that goes with them."""
+    from safetensors.torch import load_file
+
+    with tempfile.NamedTemporaryFile(dir=service.settings.data, suffix=".safetensors") as file:
+        await _receive(request, file, expect)
+        try:
+            return (await asyncio.to_thread(load_file, file.name)).items()
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise _unreadable(type(error).__name__) from None
+
+
+async def _receive(request: web.Request, file: IO[bytes], expect: Callable[[WeightHeader], Awaitable[None]]) -> None:
+    """Write the body, a safetensors file, to ``file``: its header first, for ``expect`` to refuse before the payload is
+    taken, and then as many bytes as the header says, at no less than SLOWEST bytes a second."""
     if request.content_type != BINARY:
         fix = f"send the header 'Content-Type: {BINARY}'"
         raise Problem(415, "The body is of another media type.", kind="media-type", field="body", fix=fix)
-    received, parts = 0, request.content.iter_chunked(PIECE)
+    received, parts, beginning, header = 0, request.content.iter_chunked(PIECE), bytearray(), None
+    began = time.monotonic()
     try:
         while True:
             async with asyncio.timeout(SILENT_SECONDS):
@@ -338,15 +368,40 @@ async def _receive(request: web.Request, file: IO[bytes]) -> None:
             if not part:
                 break
             received += len(part)
-            if received > MOST_WEIGHTS:
-                raise Problem(413, f"The body is larger than {MOST_WEIGHTS} bytes.", kind="too-large", field="body")
+            if time.monotonic() - began > SILENT_SECONDS + received / SLOWEST:
+                raise TimeoutError
+            if header is None:
+                beginning += part
+                header = _weight_header(beginning)
+                if header is None:
+                    continue
+                await expect(header)
+                part = bytes(beginning)
+            if received > header.nbytes or (request.content_length or header.nbytes) != header.nbytes:
+                raise _unreadable(f"its header tells of {header.nbytes} bytes in all, and it has others")
             await asyncio.to_thread(file.write, part)
     except TimeoutError:
-        detail = f"Nothing of the body came for {SILENT_SECONDS:.0f} s."
+        detail = f"The body stopped for {SILENT_SECONDS:.0f} s, or came at less than {SLOWEST} bytes a second."
         raise Problem(408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}) from None
     except (web.RequestPayloadError, ConnectionError):
         raise Problem(400, "The body was cut off.", kind="broken-body", field="body", fix="send all of it") from None
+    except HeaderUnreadable as error:
+        raise _unreadable(str(error)) from None
+    if header is None or received != header.nbytes:
+        raise _unreadable("it ends before what its header tells of")
     file.flush()
+
+
+def _weight_header(beginning: bytearray) -> WeightHeader | None:
+    """None when not all of it is there. Raises HeaderUnreadable."""
+    if len(beginning) < LENGTH_BYTES or len(beginning) < header_bytes(beginning):
+        return None
+    return parse_header(beginning)
+
+
+def _unreadable(why: str) -> Problem:
+    fix = "send a safetensors file of the model's parameters"
+    return Problem(400, f"The body cannot be read: {why}.", kind="body", field="body", fix=fix)
 
 
 @operation(
@@ -357,12 +412,19 @@ async def _receive(request: web.Request, file: IO[bytes]) -> None:
     tag=TAG,
     errors=(404, 409),
 )
-async def weight_sync_notify(service: Service, path: RunPath, body: Notify) -> None:
+async def weight_sync_notify(service: Service, request: web.Request, path: RunPath, body: Notify) -> None:
     """A rollout says which version it has loaded, and the seconds that it took: `exposed` while it could make no token,
     `hidden` beside generation."""
     external = (await service.outside.run(path.run)).external
     with refusals():
-        await external.notify(body.worker, body.version, exposed=body.exposed, hidden=body.hidden)
+        await external.notify(
+            body.worker, body.version, exposed=body.exposed, hidden=body.hidden, owner=_owner(service, request)
+        )
+
+
+def _owner(service: Service, request: web.Request) -> str:
+    """The owner of what is claimed by this request: the bearer token, which each further call for the lease must present."""
+    return f"bearer:{service.principal(request).id}"
 
 
 def _gone(request: web.Request) -> bool:
@@ -384,6 +446,8 @@ def refusals() -> Iterator[None]:
         field = (
             error.column
             if error.column in ("version", "rows", "park", "step", "columns")
+            else "body"
+            if error.column == "weights"
             else f"columns.{error.column}"
         )
         raise Problem(422, str(error), kind="misfit", field=field, fix=error.fix) from None

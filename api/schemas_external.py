@@ -28,7 +28,13 @@ Worker = Annotated[
     ),
 ]
 Version = Annotated[int, Field(ge=0, le=LARGEST), Whole]
-Token = Annotated[int, Field(ge=0, le=LARGEST), Whole]
+LeaseToken = Annotated[
+    str,
+    Field(
+        pattern=r"^[0-9a-f]{32}$",
+        description="A lease's token, as the claim answered it: 128 random bits, good for the bearer that claimed alone.",
+    ),
+]
 Wait = Annotated[float, Field(ge=0, le=60, description="Seconds.")]
 Lease = Annotated[float, Field(ge=0.1, le=3600, description="Seconds; by default pipeline.lease_seconds.")]
 
@@ -87,7 +93,7 @@ class ExperienceView(BaseModel):
     """``token`` is null when nothing came. As ``application/octet-stream`` it is a safetensors file, with this JSON under
     ``asyncdock`` in its metadata, and the columns as tensors."""
 
-    token: int | None
+    token: str | None
     stage: ExternalStage
     lease: float
     state: State
@@ -101,16 +107,19 @@ class ExperienceView(BaseModel):
     begun: Begun | None = None
 
 
+Metric = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}$")]
+
+
 class PutExperience(Strict):
     """``rows`` are ids that the lease holds, ``columns`` what its stage makes of them. A trainer gives ``step`` (what
     ``trained`` was when it got the batch) and ``metrics`` instead."""
 
-    token: Token
+    token: LeaseToken
     rows: list[Version] = Field([], max_length=MOST_ROWS)
     columns: dict[str, list[Any]] = Field({}, max_length=31)
     park: bool = False
     step: Version | None = None
-    metrics: dict[str, float] = Field({}, max_length=256)
+    metrics: dict[Metric, float] = Field({}, max_length=256)
 
 
 class PutView(BaseModel):
@@ -119,7 +128,7 @@ class PutView(BaseModel):
 
 
 class LeasePath(RunPath):
-    token: Token
+    token: LeaseToken
 
 
 class LeaseQuery(Strict):
@@ -127,7 +136,7 @@ class LeaseQuery(Strict):
 
 
 class LeaseView(BaseModel):
-    token: int
+    token: str
     lease: float = Field(description="Seconds from now.")
 
 

@@ -31,6 +31,7 @@ from api import (
     routes_samples,
     routes_service,
 )
+from api.checks import Checks
 from api.connections import Connections, admit_connection, raise_descriptor_limit
 from api.limits import admission, secure
 from api.operations import build_routes
@@ -66,10 +67,10 @@ class ServeError(RuntimeError):
     """The server cannot start; the message says why and what to do."""
 
 
-def build_app(settings: Settings, url: str, registry: Registry) -> web.Application:
-    """The application over the index at ``url``. It closes what it opens, and not ``registry``."""
+def build_app(settings: Settings, url: str, registry: Registry, checks: Checks | None = None) -> web.Application:
+    """The application over the index at ``url``. It closes what it opens, and neither ``registry`` nor ``checks``."""
     app = web.Application(middlewares=[problems, admit_connection, admission(settings)])
-    service = Service(settings, url, registry, Tokens(registry.link))
+    service = Service(settings, url, registry, Tokens(registry.link), checks)
     app[SERVICE] = service
     watch(app)
     document: Callable[[], dict[str, Any]] = functools.cache(_document)
@@ -163,7 +164,8 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
         registry = Registry(url, timeout=INDEX_SECONDS)
         beside: list[asyncio.Task[None]] = []
         try:
-            runner, where = await listen(build_app(settings, url, registry), settings)
+            app = build_app(settings, url, registry)
+            runner, where = await listen(app, settings)
             try:
                 if settings.runs:
                     agent = Agent(url, settings.data, settings.runs, index=index)
@@ -171,6 +173,7 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
                 elif index is not None:
                     beside.append(asyncio.create_task(index.keep()))
                 await _warn(settings, url)
+                app[SERVICE].checks.prepare()
                 settle()
                 ready(where)
                 stopped = asyncio.create_task(stop.wait())

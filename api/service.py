@@ -17,6 +17,7 @@ import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from api.checks import Checks
 from api.outside import Outside
 from api.problems import Problem
 from api.sessions import Sessions
@@ -88,11 +89,16 @@ class Settings(BaseModel):
 
 
 class Service:
-    """``closing`` is set when the server goes down: streams then say so to their readers, and end."""
+    """``closing`` is set when the server goes down: streams then say so to their readers, and end. ``checks`` that are
+    given are closed by whoever made them."""
 
-    def __init__(self, settings: Settings, url: str, registry: Registry, tokens: Tokens) -> None:
+    def __init__(
+        self, settings: Settings, url: str, registry: Registry, tokens: Tokens, checks: Checks | None = None
+    ) -> None:
         self.settings, self.url, self.registry, self.tokens = settings, url, registry, tokens
         self.sessions = Sessions(tokens)
+        self.checks = checks or Checks()
+        self._own_checks = checks is None
         self.closing = asyncio.Event()
         self.watching = Watching()
         self.outside = Outside(settings.data, registry)
@@ -187,6 +193,8 @@ class Service:
         self._indexes.clear()
         await self.outside.close()
         await self.tokens.close()
+        if self._own_checks:
+            await asyncio.to_thread(self.checks.close)
 
 
 SERVICE = web.AppKey("service", Service)

@@ -23,7 +23,7 @@ from stages.engines.factories import BUILT_IN, EngineUnknown, Side, find_factory
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.external import Terms
-from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder
+from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder, weight_shapes
 from stages.weight_sync import Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
@@ -70,7 +70,10 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
         config = load_config(source)
         vocabulary = int(getattr(config, "text_config", config).vocab_size)
     sampling = replace(sampling_of(recipe, tokenizer), budget=recipe.rollout.budget)
-    return Terms(vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions))
+    weights: dict[str, tuple[str, tuple[int, ...]]] | None = None
+    if source != "mock" and not recipe.ours("update"):
+        weights = {name: (recipe.model.dtype, shape) for name, shape in weight_shapes(source).items()}
+    return Terms(vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:

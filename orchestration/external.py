@@ -12,6 +12,7 @@ and no version makes tokens of a group that it is too old for.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +26,22 @@ from orchestration.planner import flow_of
 from orchestration.recipe import Recipe
 from orchestration.timesheet import OVER, PREFIX, Timesheet, Timesheets
 from pipeline.columns import Packed, Schema
-from pipeline.dock import Dock
+from pipeline.dock import Dock, NoRoom
 from pipeline.index import Claim, Index, LeaseLost, redacted
-from stages.external import TERMS, Columns, Misfit, Terms, check_columns, check_logprobs, check_responses
+from stages.external import (
+    TERMS,
+    Columns,
+    Layout,
+    Misfit,
+    Terms,
+    check_columns,
+    check_layout,
+    check_logprobs,
+    check_responses,
+    check_rewards,
+    checked_weights,
+    nbytes_of,
+)
 from stages.feed import put_prompts
 from stages.rollout import PROGRESS, group_seed
 from stages.sample import RESPONSE
@@ -37,6 +51,7 @@ from stages.weight_sync import Published, WeightsDamaged, WeightStore
 CLAIMED = "running"  # the state in which there is something to claim: a run that starts has no warehouse yet
 MOST_ROWS = 4096  # of one claim
 WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
+DIRECT = "index"  # the owner of what is claimed by the index's URL; not "", which owns what the run's own workers claim
 GROUPS = ("rollout", "reference")  # stages that take whole groups
 
 
@@ -145,17 +160,19 @@ class External:
         version: int | None = None,
         wait: float = 0.0,
         lease: float | None = None,
+        owner: str = DIRECT,
     ) -> Answer:
         """Lease what is ready for ``stage`` to ``worker``: up to ``most`` rows, groups for stages that take groups, or a
         train batch; waiting up to ``wait`` seconds for some. ``columns``: which to fetch, those that the stage needs by
         default. ``version``: the policy version that a rollout has loaded, by default what it was last told to be by
-        :meth:`notify`. ``lease`` in seconds. Raises NotExternal, WeightsTooOld, Misfit, ColumnError."""
+        :meth:`notify`. ``lease`` in seconds. ``owner``, here and in all calls: the proven identity of the caller, to which
+        the lease is bound. Raises NotExternal, WeightsTooOld, Misfit, ColumnError."""
         self._external(stage)
         if stage == "rollout":
-            version = await self._version(worker, version)
+            version = await self._version(worker, version, owner)
         lease = lease or self.recipe.pipeline.lease_seconds
         with self._timesheets.claiming(stage, worker) as sheet:
-            return await self._claimed(stage, worker, most, columns, version, wait, lease, sheet)
+            return await self._claimed(stage, worker, most, columns, version, wait, lease, sheet, owner)
 
     async def _claimed(
         self,
@@ -167,6 +184,7 @@ class External:
         wait: float,
         lease: float,
         sheet: Timesheet,
+        owner: str,
     ) -> Answer:
         deadline = time.monotonic() + wait
         most = min(most, MOST_ROWS // (self.recipe.algorithm.group_size if stage in GROUPS else 1))
@@ -176,7 +194,8 @@ class External:
             if state == CLAIMED:
                 dock = await self._warehouses()
                 generated = version if stage == "rollout" else None
-                found = await self.index.claim(stage, f"{PREFIX}{worker}", max(most, 1), lease, generated, dock.home)
+                lessee = f"{PREFIX}{worker}"
+                found = await self.index.claim(stage, lessee, max(most, 1), lease, generated, dock.home, owner=owner)
                 if isinstance(found, Claim):
                     experience = await self._experience(found, columns)
                     self._timesheets.took(sheet, found.token, len(found), lease, version)
@@ -193,10 +212,10 @@ class External:
         at = await self.index.call("gates", versions=[])
         return Answer(experience, state or "created", reason, at["published"], at["trained"])
 
-    async def _version(self, worker: str, version: int | None) -> int:
+    async def _version(self, worker: str, version: int | None, owner: str) -> int:
         """The version that a rollout's claim is made with."""
         if version is None:
-            told = await self.index.get(f"loaded:{worker}")
+            told = await self.index.get(_loaded(worker, owner))
             if told is None:
                 raise Misfit(
                     "version", "is not known of this worker", "give it, or tell weight_sync_notify what was loaded"
@@ -232,7 +251,7 @@ class External:
                 if positions:
                     progress = await dock.gather(refs[positions], list(PROGRESS))
         except BaseException:
-            await asyncio.shield(self.index.call("hand_back", token=claim.token))
+            await asyncio.shield(self.index.hand_back(claim))
             raise
         seeds = [group_seed(self.recipe.seed, group) for group in claim.group.tolist()]
         return Experience(claim, found, (positions, progress), seeds)
@@ -241,11 +260,12 @@ class External:
         dock, config = await self._warehouses(), await self.index.config()
         return dock.schema.names(next(s["needs"] for s in config["stages"] if s["name"] == stage))
 
-    async def put_experience(self, token: int, rows: Sequence[int], columns: Columns, *, park: bool = False) -> int:
+    async def put_experience(
+        self, token: str, rows: Sequence[int], columns: Columns, *, park: bool = False, owner: str = DIRECT
+    ) -> int:
         """Commit what was made of ``rows`` (ids) under a lease, or ``park`` it to be continued by whoever claims it next.
         Returns how many rows are left under the token. Raises LeaseLost, NotExternal, Misfit, ColumnError, IndexRefused."""
-        claim, left = await self._lease(token)
-        self._external(claim.stage)
+        claim, left = await self._lease(token, owner)
         positions = _positions(claim, rows)
         dock, part = await self._warehouses(), claim.part(positions)
         if claim.stage == "update":
@@ -258,6 +278,8 @@ class External:
             config = await self.index.config()
             makes = next(s["makes"] for s in config["stages"] if s["name"] == claim.stage)
             check_columns(dock.schema, columns, dock.schema.names(makes), len(positions))
+            if claim.stage == "reward":
+                check_rewards(columns)
             if claim.stage == "reference":
                 check_logprobs("ref_logprobs", columns["ref_logprobs"], torch.from_numpy(part.tokens.astype("int64")))
             await dock.commit(claim, positions, columns)
@@ -287,12 +309,11 @@ class External:
                     f"{gates[version]}; generate with the version that was claimed for, or with a newer one"
                 )
 
-    async def train(self, token: int, step: int, metrics: Mapping[str, float]) -> int:
+    async def train(self, token: str, step: int, metrics: Mapping[str, float], *, owner: str = DIRECT) -> int:
         """An optimizer step was made of all rows under the token: ``step`` is the version that the claim told as trained.
         ``metrics`` go into the step's event. Returns the trainer's new version, to be published next. Raises LeaseLost,
         NotExternal, BoundBroken, IndexRefused."""
-        claim, _ = await self._lease(token)
-        self._external(claim.stage)
+        claim, _ = await self._lease(token, owner)
         if claim.stage != "update":
             raise Misfit("step", f"is not for stage {claim.stage!r}", "put the columns that it makes")
         reward = (await (await self._warehouses()).fetch_packed(claim, ["reward"]))["reward"].values
@@ -328,26 +349,35 @@ class External:
         state, reason, _ = await self.index.state()
         return await self._answer(experience, state, reason)
 
-    async def renew(self, token: int, lease: float | None = None) -> float:
-        """Hold a lease for another ``lease`` seconds from now, which are returned. Raises LeaseLost."""
-        claim, _ = await self._lease(token)
+    async def renew(self, token: str, lease: float | None = None, *, owner: str = DIRECT) -> float:
+        """Hold a lease for another ``lease`` seconds from now, which are returned. Raises LeaseLost, NotExternal."""
+        claim, _ = await self._lease(token, owner)
         lease = lease or self.recipe.pipeline.lease_seconds
-        if token not in await self.index.renew(claim.stage, [token], lease):
+        if token not in await self.index.renew(claim.stage, [token], lease, owner):
             self._timesheets.ended(token)
             raise LeaseLost(f"token {token} has no lease any more: it expired")
         self._timesheets.renewed(token, lease)
         return lease
 
-    async def release(self, token: int) -> None:
-        """Give back what is left under a lease, to be claimed by others at once. Harmless when it has ended."""
-        await self.index.call("hand_back", token=token)
+    async def release(self, token: str, *, owner: str = DIRECT) -> None:
+        """Give back what is left under a lease, to be claimed by others at once. Harmless when it has ended, or is not the
+        owner's."""
+        found = await self.index.lease(token, owner)
+        if found is None:
+            return
+        self._external(found[0].stage)
+        await self.index.hand_back(found[0])
         self._timesheets.ended(token)
 
-    async def _lease(self, token: int) -> tuple[Claim, int]:
-        found = await self.index.lease(token)
+    async def _lease(self, token: str, owner: str) -> tuple[Claim, int]:
+        """The claim under ``token``, and how many of its rows are left. A lease of another owner is answered as an ended one
+        is, so that nothing can be learnt of it."""
+        found = await self.index.lease(token, owner)
         if found is None:
-            self._timesheets.ended(token)
-            raise LeaseLost(f"token {token} has no lease any more: it expired, or all of its rows are committed")
+            raise LeaseLost(
+                f"token {token} has no lease any more: it expired, all of its rows are committed, or another caller has it"
+            )
+        self._external(found[0].stage)
         return found
 
     # ── weights ──
@@ -381,12 +411,19 @@ class External:
             raise WeightsGone(f"{damaged}; ask for the newest") from None
 
     async def notify(
-        self, worker: str, version: int, *, exposed: float = 0.0, hidden: float = 0.0, nbytes: int = 0
+        self,
+        worker: str,
+        version: int,
+        *,
+        exposed: float = 0.0,
+        hidden: float = 0.0,
+        nbytes: int = 0,
+        owner: str = DIRECT,
     ) -> None:
         """``worker`` has loaded ``version``: its claims are made with it from now on. ``exposed`` seconds it could make no
         token for that, ``hidden`` it went on beside. Raises Misfit for a version that is not published."""
         await self._refuse_unpublished(version)
-        await self.index.put(f"loaded:{worker}", str(version))
+        await self.index.put(_loaded(worker, owner), str(version))
         record = await self.index.call("weights", version=version)
         event = {
             "worker": f"{PREFIX}{worker}",
@@ -402,9 +439,9 @@ class External:
         """An external trainer's weights after its step: ``version`` is what :meth:`train` returned, or the version that the
         run begins with. Its own checkpoint covers the steps below ``covered``; at most checkpoint.every steps are kept for
         :meth:`replay`. Raises NotExternal, Misfit."""
-        await self.may_publish(version)
-        began = time.monotonic()
-        published = await asyncio.to_thread((await self._weight_store()).publish, version, weights)
+        wanted = await self.may_publish(version)
+        began, store = time.monotonic(), await self._weight_store()
+        published = await asyncio.to_thread(store.publish, version, checked_weights(weights, wanted))
         await self.index.call("publish", version=version, record=published.record())
         told = {"worker": f"{PREFIX}update", "version": version, "bytes": published.nbytes}
         seconds = {"publish_seconds": time.monotonic() - began, "exposed_seconds": 0.0, "hidden_seconds": 0.0}
@@ -412,10 +449,12 @@ class External:
         await self.index.call("release", before=max(covered, version - self.recipe.checkpoint.every))
         return published
 
-    async def may_publish(self, version: int) -> None:
-        """Raises NotExternal, NotBegun, and Misfit unless ``version`` is what has to be published next."""
+    async def may_publish(self, version: int, layout: Layout | None = None) -> Layout | None:
+        """The names, dtypes and shapes that the weights of ``version`` must have (None: any, the model is not known). Raises
+        NotExternal, NotBegun, Misfit unless ``version`` is what has to be published next, and unless ``layout`` fits where
+        it is given, and NoRoom when shared memory has not the bytes for it."""
         self._external("update")
-        await self.place()
+        place, terms = await self.place(), await self.terms()
         at = await self.index.call("published")
         trained = (await self.index.call("gates", versions=[]))["trained"]
         if version != trained or (at["record"] and version <= at["version"]):
@@ -425,6 +464,14 @@ class External:
                 f"{version} cannot be published: the trainer is at {trained}, and {newest}",
                 f"publish {trained}",
             )
+        wanted = terms.weights
+        if wanted is None and at["record"]:
+            wanted = {t.name: (t.dtype, t.shape) for t in Published.from_record(at["record"]).tensors}
+        if layout is not None:
+            check_layout(layout, wanted)
+            if nbytes_of(layout) > (free := shutil.disk_usage(place.shared).free):
+                raise NoRoom(f"weights: {nbytes_of(layout)} bytes do not fit into shared memory, where {free} are free")
+        return wanted
 
     # ── what is known of the run ──
 
@@ -472,6 +519,11 @@ class External:
                 await dock.enter()
                 self._dock = dock
             return self._dock
+
+
+def _loaded(worker: str, owner: str) -> str:
+    """The document of the index that says which version a worker has loaded. Owners cannot name each other's workers."""
+    return f"loaded:{owner}:{worker}"
 
 
 def _positions(claim: Claim, rows: Sequence[int]) -> list[int]:

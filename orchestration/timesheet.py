@@ -49,7 +49,7 @@ class Timesheet:
     worker: str
     clock: Clock = field(default_factory=Clock)
     spans: Spans = field(default_factory=Spans)
-    held: dict[int, Held] = field(default_factory=dict)  # by token
+    held: dict[str, Held] = field(default_factory=dict)  # by token
     claims: int = 0  # that wait
     rows: int = 0
     tokens: int = 0
@@ -62,7 +62,7 @@ class Timesheet:
         self.clock.working, self.clock.waiting = len(self.held), self.claims > 0
         self.heard = time.monotonic()
 
-    def drop(self, token: int) -> None:
+    def drop(self, token: str) -> None:
         """Nothing is left under the lease."""
         if held := self.held.pop(token, None):
             self.spans.add(self.stage, held.began, time.time() - held.began, rows=held.rows, version=held.version)
@@ -107,17 +107,17 @@ class Timesheets:
             sheet.claims -= 1
             sheet.account()
 
-    def took(self, sheet: Timesheet, token: int, rows: int, lease: float, version: int | None) -> None:
+    def took(self, sheet: Timesheet, token: str, rows: int, lease: float, version: int | None) -> None:
         """The worker is answered with ``rows`` under a lease of so many seconds."""
         sheet.held[token] = Held(time.time(), time.monotonic() + lease, rows, rows, version)
         sheet.account()
 
-    def renewed(self, token: int, lease: float) -> None:
+    def renewed(self, token: str, lease: float) -> None:
         if sheet := self._of(token):
             sheet.held[token].until = time.monotonic() + lease
             sheet.account()
 
-    def put(self, token: int, rows: int, tokens: int, left: int, *, parked: bool = False) -> None:
+    def put(self, token: str, rows: int, tokens: int, left: int, *, parked: bool = False) -> None:
         """``rows`` were committed, or ``parked``; so many are ``left`` under the token."""
         if sheet := self._of(token):
             sheet.tokens += tokens
@@ -130,12 +130,12 @@ class Timesheets:
                 sheet.drop(token)
             sheet.account()
 
-    def ended(self, token: int) -> None:
+    def ended(self, token: str) -> None:
         """The lease is given back, or lost."""
         if sheet := self._of(token):
             sheet.drop(token)
 
-    def _of(self, token: int) -> Timesheet | None:
+    def _of(self, token: str) -> Timesheet | None:
         return next((sheet for sheet in self._sheets.values() if token in sheet.held), None)
 
     async def _report(self) -> None:

@@ -132,9 +132,9 @@ class Controller:
         self.dock, self.stage, self.number = dock, stage, number
         self.clock, self.spans = Clock(), spans or Spans()
         self.rows = self.tokens = self.parked = 0
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by token
-        self._held: dict[int, int] = {}  # rows not yet committed, by token
-        self._settled: set[int] = set()  # tokens whose lease ends by their own last commit: nothing to renew or to lose
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by token
+        self._held: dict[str, int] = {}  # rows not yet committed, by token
+        self._settled: set[str] = set()  # tokens whose lease ends by their own last commit: nothing to renew or to lose
         self._stopping = False
         self._running = asyncio.Event()
         self._running.set()
@@ -220,7 +220,7 @@ class Controller:
         except (LeaseLost, StaleHandle) as lost:
             # Somebody else has these rows now; what was made of them here is dropped, and nothing else is touched.
             log.warning("lease lost", stage=self.stage.name, rows=len(claim), reason=str(lost))
-            await self.dock.index.call("hand_back", token=claim.token)  # what is left of it, if anything
+            await self.dock.index.hand_back(claim)  # what is left of it, if anything
         finally:
             self._tasks.pop(claim.token, None)
             self._held.pop(claim.token, None)
@@ -253,7 +253,7 @@ class Controller:
             kept = await self.dock.index.renew(self.stage.name, held, self.dock.lease)
             for token in set(held) - kept:
                 if token in self._tasks and token not in self._settled and self._held.get(token, 0) > 0:
-                    log.warning("lease lost", stage=self.stage.name, token=token)
+                    log.warning("lease lost", stage=self.stage.name, lease=token[:8])
                     self._tasks[token].cancel()
 
     async def _report(self) -> None:

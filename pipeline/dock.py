@@ -675,7 +675,7 @@ class Dock:
             return
         held, order = ranges(claim.row[np.asarray(positions)])
         made = np.array(list(generated), _MADE)[order].tobytes() if generated is not None else None
-        await self._place("commit", rows, order, stage=claim.stage, token=claim.token, rows=held, made=made)
+        await self._place("commit", rows, order, **_lease(claim), rows=held, made=made)
 
     async def park(
         self, claim: Claim, positions: Sequence[int], rows: Rows, *, generated: Sequence[tuple[int, int]]
@@ -688,7 +688,7 @@ class Dock:
         held, order = ranges(claim.row[np.asarray(positions)])
         made = np.array(list(generated), _MADE)[order].tobytes()
         # Progress lives shorter than what lies beside it in a slab, whose bytes are free only all together.
-        await self._place("park", rows, order, apart=True, stage=claim.stage, token=claim.token, rows=held, made=made)
+        await self._place("park", rows, order, apart=True, **_lease(claim), rows=held, made=made)
 
     async def begun(self, claim: Claim, columns: Sequence[str]) -> tuple[list[int], TensorDict]:
         """Which of the claim's rows were parked before, as positions [b], and the ``columns`` that they were parked with,
@@ -767,3 +767,8 @@ class Dock:
                 ssl=self._tls[1] if self._tls else None,
             )
         return self._remotes[address]
+
+
+def _lease(claim: Claim) -> dict[str, Any]:
+    """The arguments by which the index knows a claim's lease."""
+    return {"stage": claim.stage, "token": claim.token, "owner": claim.owner}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 import time
 import uuid
 from collections import deque
@@ -79,6 +80,10 @@ class WrittenTwice(IndexRefused):
     """A column, or a sample's training, was written a second time."""
 
 
+class FieldsChanged(IndexRefused):
+    """The fields of a partition are not those that the put was made for; it must be made again for what they are now."""
+
+
 class NeverFits(IndexRefused):
     """A block is larger than the warehouse can ever hold."""
 
@@ -97,6 +102,7 @@ _ERRORS: dict[str, type[Exception]] = {
     "STALE": BoundBroken,
     "GATE": GateClosed,
     "TWICE": WrittenTwice,
+    "FIELDS": FieldsChanged,
     "NOFIT": NeverFits,
     "NOHOUSE": WarehouseGone,
     "GONE": StaleHandle,
@@ -190,10 +196,10 @@ class Handle(NamedTuple):
 class Claim:
     """A lease on rows of a stage, as parallel arrays [B]: ``row``, ``group``, ``place``, ``oldest_version``, ``tokens``, and
     ``refs``, one array for each producer, that says where its columns lie. ``token`` fences: a commit under a lost lease
-    is refused."""
+    is refused, and so is any call for it by another ``owner``."""
 
-    def __init__(self, stage: str, token: int, reply: Mapping[str, Any]) -> None:
-        self.stage, self.token = stage, token
+    def __init__(self, stage: str, token: str, reply: Mapping[str, Any], owner: str = "") -> None:
+        self.stage, self.token, self.owner = stage, token, owner
         edges = np.array(reply["rows"] or (), np.int64).reshape(-1, 2)
         self.row = np.concatenate([np.arange(a, b + 1) for a, b in edges]) if len(edges) else np.zeros(0, np.int64)
         self._fixed = np.frombuffer(reply["fixed"], _FIXED)
@@ -233,7 +239,7 @@ class Claim:
     def part(self, positions: Sequence[int]) -> Claim:
         """The rows at ``positions`` under the same token."""
         at, part = np.asarray(positions, np.int64), Claim.__new__(Claim)
-        part.stage, part.token, part.row = self.stage, self.token, self.row[at]
+        part.stage, part.token, part.owner, part.row = self.stage, self.token, self.owner, self.row[at]
         part._fixed, part._made = self._fixed[at], self._made[at]
         part.refs = [refs[at] if len(refs) else refs for refs in self.refs]
         return part
@@ -241,7 +247,7 @@ class Claim:
     def only(self, position: int) -> Claim:
         """The claim narrowed to one of its rows."""
         out = object.__new__(Claim)
-        out.stage, out.token, at = self.stage, self.token, slice(position, position + 1)
+        out.stage, out.token, out.owner, at = self.stage, self.token, self.owner, slice(position, position + 1)
         out.row, out._fixed, out._made, out.refs = (
             self.row[at],
             self._fixed[at],
@@ -624,43 +630,53 @@ class Index:
         home: int = 0,
         least: int = 1,
         patient: bool = False,
+        owner: str = "",
     ) -> Claim | Nothing:
         """Lease what is ready, rows made ready on warehouse ``home`` first (``RunConfig.reach``): ``most`` rows (groups, as
         the stage takes them), and nothing while there are fewer than ``least``. A ``patient`` one leaves to other nodes what
-        has just become ready there (``RunConfig.headstart``)."""
+        has just become ready there (``RunConfig.headstart``). ``owner`` binds the lease: only calls that name the same owner
+        can renew, end or commit it ("": the run's own workers)."""
+        token = secrets.token_hex(16)  # made here, so that a repeated request needs no answer to know it
         limits = {"most": most, "least": least, "lease": int(lease * 1000), "version": version, "patient": patient}
-        reply = await self._call_raw("claim", stage=stage, worker=worker, home=home, **limits)
+        lessee = {"worker": worker, "home": home, "token": token, "owner": owner}
+        reply = await self._call_raw("claim", stage=stage, **lessee, **limits)
         if "wait" in reply:
             return Nothing(
                 reply["wait"].decode(), reply["due"] / 1000 if reply["due"] else None, reply["topic"].decode()
             )
-        return Claim(stage, reply["token"], reply)
+        return Claim(stage, token, reply, owner)
 
-    async def lease(self, token: int) -> tuple[Claim, int] | None:
+    async def lease(self, token: str, owner: str = "") -> tuple[Claim, int] | None:
         """The claim that goes by ``token``, as its holder was told it, and how many of its rows are left; None when it has
-        ended."""
-        reply = await self._call_raw("lease", token=token)
-        return (Claim(reply["stage"].decode(), token, reply), reply["left"]) if reply else None
+        ended, or is of another ``owner``."""
+        reply = await self._call_raw("lease", token=token, owner=owner)
+        return (Claim(reply["stage"].decode(), token, reply, owner), reply["left"]) if reply else None
 
-    async def renew(self, stage: str, tokens: Sequence[int], lease: float) -> set[int]:
-        kept = await self.call("renew", stage=stage, tokens=list(tokens), lease=int(lease * 1000))
-        return {int(token) for token in kept or ()}
+    async def renew(self, stage: str, tokens: Sequence[str], lease: float, owner: str = "") -> set[str]:
+        """Hold the leases of ``stage`` and ``owner`` for another ``lease`` seconds; returns the tokens that still hold."""
+        held = await self.call("renew", stage=stage, tokens=list(tokens), lease=int(lease * 1000), owner=owner)
+        return set(held or ())
+
+    async def hand_back(self, claim: Claim) -> None:
+        """Make what is left under the claim's lease ready for others at once. Harmless when it has ended."""
+        await self.call("hand_back", stage=claim.stage, token=claim.token, owner=claim.owner)
 
     async def replay(self, step: int) -> Claim:
         """The rows that made a step whose rows are not released yet."""
-        return Claim("", 0, await self._call_raw("replay", step=step))
+        return Claim("", "", await self._call_raw("replay", step=step))
 
     async def train(self, claim: Claim, step: int, event: Mapping[str, Any] | None = None) -> int:
         """The claim's rows made optimizer step ``step``; ``event`` becomes a `step` event in the same atomic step, so that
         every step is told exactly once. Returns the trainer's new version."""
         rows, _ = ranges(claim.row)
         told = None if event is None else _told(event)
-        return int(await self.call("train", stage=claim.stage, token=claim.token, step=step, rows=rows, event=told))
+        lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
+        return int(await self.call("train", **lease, step=step, rows=rows, event=told))
 
     async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
         """The rows of a group as a claim would bring them, and their states; None when it is not there."""
         reply = await self._call_raw("inspect", group=group)
-        return (Claim("", 0, reply), np.frombuffer(reply["states"], _STATE)) if reply else None
+        return (Claim("", "", reply), np.frombuffer(reply["states"], _STATE)) if reply else None
 
     async def ledger(self) -> dict[str, int]:
         return await self.call("ledger")

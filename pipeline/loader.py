@@ -113,7 +113,7 @@ class Batch:
 
     number: int
     stage: str
-    token: int
+    token: str
     row: np.ndarray
     group: np.ndarray
     columns: dict[str, Packed]
@@ -315,7 +315,7 @@ class _Link:
 
     def __init__(self, stream: SampleStream) -> None:
         self.stream, self.worker = stream, worker_name(stream.family, 0)
-        self.held: set[int] = set()  # tokens
+        self.held: set[str] = set()  # tokens
         self._parent = os.getppid() if get_worker_info() else None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=self.worker, daemon=True).start()

@@ -66,6 +66,14 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
     return model.eval(), load_tokenizer(source)
 
 
+def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight of the model ``source``, by parameter name; no weights are loaded. Raises
+    :class:`ModelNotFound`."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(source))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
 def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of the model ``source``. Raises :class:`ModelNotFound`."""
     if source == "tiny":

@@ -359,8 +359,8 @@ class TorchTrainEngine:
 
     def train_batch(self, batch: TensorDictBase, algorithm: Algorithm) -> Mapping[str, float]:
         """One optimizer step; see :class:`stages.engines.protocols.TrainEngine`. ``fed_tokens`` in the result counts
-        the tokens that went through the model. Raises ``FloatingPointError``, and takes no step, when the gradient is
-        not finite."""
+        the tokens that went through the model. Raises ``FloatingPointError``, and takes no step, when the loss or the
+        gradient is not finite."""
         self._set_threads()
         groups, responses = _groups(batch)
         rollout_logprobs = _column(batch, "rollout_logprobs", like=responses)
@@ -404,7 +404,7 @@ class TorchTrainEngine:
             loss, fed_tokens = sums.pop("loss"), sums.pop("fed_tokens")
             gap, metrics = split_gap(sums | largest)
             grad_norm = self._clip()
-            if not math.isfinite(grad_norm):
+            if not (math.isfinite(grad_norm) and math.isfinite(loss)):
                 raise FloatingPointError(
                     f"gradient norm is {grad_norm} at step {self.step} (loss {loss}): no step was taken; lower "
                     "learning_rate or look for logprobs that are not finite in the batch"

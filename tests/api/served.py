@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from orchestration.service_index import FILE, ServiceIndex
+from tests.api.watchdog import HELD
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0
@@ -32,7 +33,7 @@ class Served:
         command = ["serve", "--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", *self.options]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "api.cli", *command],
+                [sys.executable, "-P", "-m", "tests.api.watched", *command],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -57,10 +58,11 @@ class Served:
         self.stop(signal.SIGKILL)
 
     def end(self) -> None:
-        """The server, cleanly, and its index."""
+        """The server, cleanly, and its index. No handler may have held the event loop."""
         self.stop()
         if (self.data / FILE).exists():
             ServiceIndex(self.data).stop()
+        assert not (held := [line for line in self.log.read_text().splitlines() if HELD in line]), held
 
 
 def environment() -> dict[str, str]:

@@ -43,6 +43,7 @@ from tests.outside.direct import respond
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ROOT / "tests" / "outside"
 BINARY = "application/octet-stream"
+UNKNOWN = "0" * 32  # a lease's token that nobody was given
 EXTERNAL: dict[str, Any] = {**MOCK, "external": {"stages": ["rollout"]}}
 
 
@@ -198,8 +199,8 @@ async def test_a_run_that_waits_in_the_queue_answers_that_nothing_is_there_until
         weights = await (await client.get(f"{at}/weights", params={"wait": "0.1"})).json()
         assert (weights["version"], weights["state"]) == (None, "created")
         await problem(await client.get(f"{at}/weights/0"), 409)
-        await problem(await client.post(f"{at}/leases/1/renew"), 409)
-        assert (await client.post(f"{at}/leases/1/release")).status == 204
+        await problem(await client.post(f"{at}/leases/{UNKNOWN}/renew"), 409)
+        assert (await client.post(f"{at}/leases/{UNKNOWN}/release")).status == 204
         assert (await (await client.get(f"{at}/stages")).json())["stages"] == []
 
         waiting = asyncio.create_task(client.post(f"{at}/experience/get", json={**GET, "wait": 60}))
@@ -310,7 +311,7 @@ async def test_a_token_of_scope_read_takes_no_part(index_url: str, tmp_path: Pat
         for method, path in (
             *(
                 ("POST", path)
-                for path in ("prompts", "experience/get", "experience", "weights/notify", "leases/1/renew")
+                for path in ("prompts", "experience/get", "experience", "weights/notify", f"leases/{UNKNOWN}/renew")
             ),
             *(("GET", "weights"), ("GET", "weights/0"), ("PUT", "weights/0")),
         ):

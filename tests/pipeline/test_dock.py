@@ -196,7 +196,7 @@ async def test_a_renewed_lease_holds(dock: Dock) -> None:
     await admit(dock, range(1))
     short = Dock(dock.index, SCHEMA, worker="short", directory=dock._directory, slab=0, lease=0.2)
     held = await claim(short, "rollout", version=0)
-    assert await dock.index.renew("rollout", [held.token, 999], 60) == {held.token}
+    assert await dock.index.renew("rollout", [held.token, "0" * 32], 60) == {held.token}
     assert await dock.claim("rollout", 1, version=0, timeout=0.3) is None
     await respond(short, held)
 

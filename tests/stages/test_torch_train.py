@@ -305,6 +305,24 @@ def test_a_gradient_that_is_not_finite_takes_no_step() -> None:
     assert engine.train_batch(batch, GRPO()) == fresh.train_batch(batch, GRPO())
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize("logprob", [0.01, -104.0, -1e4, -1e38])
+def test_no_finite_logprob_makes_a_gradient_that_is_not_finite(logprob: float, kl_coef: float) -> None:
+    """The importance ratio of a token whose recorded logprob is absurd overflows float32, and the derivative of what is
+    clipped away would be 0 · inf: one such value in one row ended a run."""
+    engine, batch = engine_of(tiny_llama()), make_batch()
+    for name in ("rollout_logprobs", *(["ref_logprobs"] if kl_coef else [])):
+        rows = [row.clone() for row in batch[name].unbind()]
+        for row in rows[:2]:
+            row[0] = logprob
+        batch[name] = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    batch["advantage"][:2] = torch.tensor([1.0, -1.0])
+    metrics = engine.train_batch(batch, GRPO(kl_coef=kl_coef))
+    assert math.isfinite(metrics["loss"])
+    assert math.isfinite(metrics["grad_norm"])
+    assert all(bool(value.isfinite().all()) for _, value in engine.weights())
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: Any) -> None:
     engine = engine_of(tiny_llama(), learning_rate=0.5, total_steps=6, warmup_steps=2, schedule=schedule)
