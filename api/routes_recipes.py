@@ -16,6 +16,7 @@ from api.schemas import (
     RecipesView,
     Schema,
     StoredRecipe,
+    WholeRecipe,
 )
 from api.service import Service, Settings
 from orchestration.planner import plan
@@ -61,14 +62,14 @@ async def check_recipe(service: Service, body: RecipeSubmission) -> CheckedRecip
 
 def accepted(settings: Settings, body: RecipeSubmission) -> Recipe:
     """The recipe that is submitted. Raises RecipeError, and a Problem when no stored one is called so."""
-    data = body.recipe
-    if data is None:
-        name = body.recipe_name or ""
-        try:
-            data = stored_recipe(settings, name)
-        except LookupError:
-            raise _unknown(settings, name, 422, "recipe_name") from None
-    return accept(settings, data, body.overrides)
+    given = body.root
+    if isinstance(given, WholeRecipe):
+        return accept(settings, given.recipe, given.overrides)
+    try:
+        data = stored_recipe(settings, given.recipe_name)
+    except LookupError:
+        raise _unknown(settings, given.recipe_name, 422, "recipe_name") from None
+    return accept(settings, data, given.overrides)
 
 
 def _unknown(settings: Settings, name: str, status: int, field: str) -> Problem:
