@@ -63,8 +63,8 @@ def _described(o: Operation, references: Mapping[Any, Any], tokens: bool) -> ope
         stream = {"type": "string", "contentMediaType": o.produces, "contentSchema": {"items": {"oneOf": messages}}}
         answered = {o.produces: openapi.MediaType(schema=openapi.Schema.model_validate(stream))}  # type: ignore[call-arg]
     elif o.produces:
-        answered = {o.produces: openapi.MediaType(schema=openapi.Schema(type=openapi.DataType.STRING))}  # type: ignore[call-arg]
-    raw = openapi.MediaType(schema=openapi.Schema.model_validate({"type": "string", "contentMediaType": BINARY}))  # type: ignore[call-arg]
+        answered = {o.produces: _text_or_bytes(o.produces)}
+    raw = _text_or_bytes(BINARY)
     if answered is not None and "answer" in o.binary:
         answered[BINARY] = raw
     headers = {name: _header(text, "string") for name, text in o.sends.items()} or None
@@ -87,8 +87,7 @@ def _described(o: Operation, references: Mapping[Any, Any], tokens: bool) -> ope
         both = {BINARY: raw} if "body" in o.binary else {}
         body = openapi.RequestBody(content=content(o.parts["body"], "validation") | both, required=True)
     elif o.consumes:
-        schema = openapi.Schema.model_validate({"type": "string", "contentMediaType": o.consumes})
-        body = openapi.RequestBody(content={o.consumes: openapi.MediaType(schema=schema)}, required=True)  # type: ignore[call-arg]
+        body = openapi.RequestBody(content={o.consumes: _text_or_bytes(o.consumes)}, required=True)
     return openapi.Operation(
         tags=[o.tag],
         summary=o.summary,
@@ -99,6 +98,12 @@ def _described(o: Operation, references: Mapping[Any, Any], tokens: bool) -> ope
         responses=responses,  # type: ignore[arg-type]
         security=[{"token": [o.scope]}] if o.scope and tokens else [],
     )
+
+
+def _text_or_bytes(media_type: str) -> openapi.MediaType:
+    """Bytes are a string of ``format`` binary, by which generated clients tell them from a text."""
+    binary = {} if media_type.startswith("text/") else {"format": "binary", "contentMediaType": media_type}
+    return openapi.MediaType(schema=openapi.Schema.model_validate({"type": "string", **binary}))  # type: ignore[call-arg]
 
 
 def _message(name: str, payload: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import importlib
+import io
 import json
 import re
 import socket
@@ -17,11 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
+import httpx
 import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from api.openapi import openapi_document
+from api.operations import operations_of
 from api.schemas_events import EVENTS, MESSAGES, EventKind
 from api.server import ROUTES
 from orchestration.recipe import parse_recipe
@@ -287,6 +290,33 @@ def test_a_generated_client_types_what_a_run_is_made_of(generated: Callable[[str
     assert models.NamedRecipe(recipe_name="mock").to_dict() == {"recipe_name": "mock"}
 
 
+def test_bytes_stay_bytes_in_a_generated_client(generated: Callable[[str], ModuleType]) -> None:
+    raw, stages, types = bytes(range(256)), "api.external_stages", generated("types")
+    answer = httpx.Response(200, content=raw)
+    read = generated(f"{stages}.get_weights")._parse_response(
+        client=generated("client").Client("http://x"), response=answer
+    )
+    assert read.payload.read() == raw
+    sent = generated(f"{stages}.publish_weights")._get_kwargs(
+        run="a", version=0, body=types.File(payload=io.BytesIO(raw))
+    )
+    assert sent["content"].read() == raw
+    assert sent["headers"]["Content-Type"] == "application/octet-stream"
+
+
+def test_every_operation_of_a_generated_client_can_be_imported(generated: Callable[[str], ModuleType]) -> None:
+    failed = set()
+    for o in operations_of(ROUTES):
+        if not o.hidden:
+            name = f"api.{o.tag.replace(' ', '_')}.{o.handler.__name__}"
+            try:
+                assert callable(generated(name).sync_detailed)
+            except NameError:
+                failed.add(name)
+    # openapi-python-client 0.29 does not import what it names for a body that has two media types.
+    assert failed <= {"api.external_stages.put_experience"}
+
+
 def test_a_generated_client_drives_a_run(served: Served, generated: Callable[[str], ModuleType]) -> None:
     models, told = generated("models"), json.loads(json.dumps(document()))
     client = generated("client").Client(base_url=served.url, timeout=SECONDS, raise_on_unexpected_status=True)
@@ -308,6 +338,8 @@ def test_a_generated_client_drives_a_run(served: Served, generated: Callable[[st
     until(lambda: bool(call("runs.samples", run).samples), "there are samples")
     sample = call("runs.samples", run, limit=1).samples[0]
     assert sum(tokens for _, tokens in sample.versions) == sample.tokens
+    published = call("external_stages.publish_weights", run, 0, body=generated("types").File(payload=io.BytesIO(b"0")))
+    assert (type(published), published.type_) == (models.ProblemDetails, "urn:asyncdock:not-external")
     early = call("runs.delete_run", run)
     assert (type(early), early.type_) == (models.ProblemDetails, "urn:asyncdock:wrong-state")
     call("runs.stop_run", run)
