@@ -183,7 +183,7 @@ class RolloutSection(Section):
     threads: CountOrNone = Field(default=0, description="CPU threads of one worker. 0: shared out by the launcher.")
     vllm: VllmSection = VllmSection()
     mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = Field(
-        default={}, description='Latency model of `engine = "mock"`.'
+        default_factory=dict, description='Latency model of `engine = "mock"`.'
     )
 
 
@@ -220,7 +220,7 @@ class AlgorithmSection(Section):
         default=8, description="Responses to each prompt (N), which are compared with one another."
     )
     options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = Field(
-        default={}, description="Arguments of the algorithm's class; those of `grpo` follow."
+        default_factory=dict, description="Arguments of the algorithm's class; those of `grpo` follow."
     )
 
     @classmethod
@@ -272,7 +272,7 @@ class TrainSection(Section):
     )
     threads: CountOrNone = Field(default=0, description="CPU threads of one rank. 0: shared out by the launcher.")
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = Field(
-        default={}, description='Latency model of `engine = "mock"`.'
+        default_factory=dict, description='Latency model of `engine = "mock"`.'
     )
 
     @property
