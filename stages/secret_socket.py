@@ -34,6 +34,7 @@ HELLO_SECONDS = 5.0  # for all of a handshake
 STRANGERS = 32  # connections that have proven nothing yet; with one more the oldest is dropped
 MOST_MESSAGE = 2**16  # bytes
 MIN_SECRET = 16  # bytes
+PIECE = 2**22  # bytes that are received at once
 VERSION = 1
 _MAGIC = b"ADKL"
 _HELLO = struct.Struct("<4sH32s")  # magic, version, nonce
@@ -51,7 +52,12 @@ class SecretSocket:
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._sock = sock
+        self._flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
         sock.settimeout(timeout)
+        if self._flags:  # the kernel keeps the deadline: Python's own costs a call before each piece
+            sock.settimeout(None)
+            for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6)))
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -70,13 +76,19 @@ class SecretSocket:
             raise ConnectionError(f"a message came that cannot be read ({error})") from None
 
     def send(self, data: memoryview) -> None:
-        self._sock.sendall(data)
+        try:
+            self._sock.sendall(data)
+        except BlockingIOError:
+            raise TimeoutError("the other end takes nothing any more") from None
 
     def receive_into(self, memory: memoryview) -> None:
         """Fill ``memory``. Raises ``ConnectionError`` when the other end closes before."""
         at = 0
         while at < len(memory):
-            count = self._sock.recv_into(memory[at:])
+            try:
+                count = self._sock.recv_into(memory[at : at + PIECE], 0, self._flags)
+            except BlockingIOError:
+                raise TimeoutError("the other end has fallen silent") from None
             if not count:
                 raise ConnectionError("the other end closed the connection")
             at += count

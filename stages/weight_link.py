@@ -20,6 +20,7 @@ import ssl
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -187,9 +188,19 @@ class WeightReceiver:
             if answer["group"]:
                 self._receive_by_group(trainer, published, memory)
                 return
+            self._receive_bytes(trainer, published, memory)
+
+    def _receive_bytes(self, trainer: SecretSocket, published: Published, memory: np.ndarray) -> None:
+        """Fill ``memory``; each bucket is verified while the next one comes."""
+        with ThreadPoolExecutor(1, "weights-verified") as beside:
+            verifying: deque[Future[None]] = deque()
             for number, (offset, nbytes, _) in enumerate(published.buckets):
+                if len(verifying) == IN_FLIGHT:
+                    verifying.popleft().result()
                 trainer.receive_into(memory[offset : offset + nbytes].data)
-                verify(memory, published, number)
+                verifying.append(beside.submit(verify, memory, published, number))
+            for verified in verifying:
+                verified.result()
 
     def _receive_by_group(self, trainer: SecretSocket, published: Published, memory: np.ndarray) -> None:
         devices.use(self._device)
