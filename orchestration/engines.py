@@ -236,6 +236,8 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
 
     model, _ = _model(recipe, dtype="float32" if mixed else "")
     ranks = ranks or Ranks(0)
+    if meeting is not None:  # torch would let all users read it
+        os.close(os.open(meeting, os.O_CREAT | os.O_WRONLY, 0o600))
     return ShardedTrainEngine(
         model,
         ranks,
