@@ -998,7 +998,7 @@ def _tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, value, "is missing", f"give all of {', '.join(files)}, or none for no TLS")
         elif not Path(value).is_file():
             yield Problem(key, value, "is no file", "give the path of a PEM file")
-    if not recipe.pipeline.serve:
+    if not recipe.pipeline.serve and recipe.sync.transport != "collective":
         wrong = "serves nobody, so that TLS has nothing to protect"
         yield Problem("pipeline.serve", "", wrong, "set pipeline.serve = '0.0.0.0', or take the tls_ keys out")
     if all(Path(value).is_file() for value in files.values()):
@@ -1180,7 +1180,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
             "launch.placement",
         ),
     ),
-    (_tls_files_fit, ("pipeline.serve", *(f"pipeline.{name}" for name in TLS_FILES))),
+    (_tls_files_fit, ("pipeline.serve", "sync.transport", *(f"pipeline.{name}" for name in TLS_FILES))),
     (_schedule_fits, ("train.warmup_steps", "train.steps")),
     (_evaluation_has_prompts, ("evaluate", "prompts.held_out")),
     (_threads_exist, ("rollout.threads", "train.threads")),

@@ -137,6 +137,7 @@ class Worker:
         try:
             recipe, place = await self._documents()
             self.recipe, self.place = recipe, place
+            self.secret = (await self.index.get("secret") or "").encode()
             self.dock = Dock(
                 self.index,
                 flow_of(recipe).schema,
@@ -144,7 +145,7 @@ class Worker:
                 directory=place.shared,
                 lease=recipe.pipeline.lease_seconds,
                 slab=slab_bytes(recipe),
-                secret=(await self.index.get("secret") or "").encode(),
+                secret=self.secret,
                 tls=recipe.pipeline.tls_contexts(),
             )
             self._close.append(self.dock.close)
@@ -276,6 +277,7 @@ class Worker:
             version=start.version if start else 0,
             weights=start.model if start else None,
             shared=self.place.shared / f"rollout-{self.number}",
+            secret=self.secret,
         )
         engine = await asyncio.to_thread(apart, make)  # loading a model computes in parallel, and generating does later
         self._close.append(engine.close)
@@ -285,7 +287,7 @@ class Worker:
         overlap = recipe.staleness_plan.slack > 0
         follower = Follower(
             self.index,
-            weight_reader(recipe, self.place.shared),
+            weight_reader(recipe, self.place.shared, self.secret),
             stage,
             controller,
             evaluator,
@@ -443,7 +445,7 @@ class Worker:
                 await tell(saved, requested=False)  # whoever wrote it was killed before it could say so
             await self.index.call("release", before=saved.version)
 
-        publisher = weight_publisher(recipe, self.place.shared)
+        publisher = weight_publisher(recipe, self.place.shared, self.secret)
         self._close.append(publisher.close)
         make_update = Update if shared is None else functools.partial(ColocatedUpdate, shared.turn)
         stage: Update = make_update(
