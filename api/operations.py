@@ -6,9 +6,9 @@
     request ──▶ who asks, and may they? ──▶ path, query, headers, body into pydantic models ──▶ handler ──▶ answer
                     └ 401, 403                     └ 400, 408, 413, 415, 422: all that is wrong at once
 
-A handler takes the service, and by name what it needs of ``path``, ``query``, ``headers``, ``body`` (a pydantic model each)
-and ``request``. It returns a pydantic model, None (204), a :class:`Reply` when status or headers depend on what was done, a
-text, or, with ``produces``, a response of its own.
+A handler takes the service, and by name what it needs of ``path``, ``query``, ``headers``, ``body`` (a pydantic model each),
+``raw`` (the bytes that ``body`` was made of) and ``request``. It returns a pydantic model, None (204), a :class:`Reply` when
+status or headers depend on what was done, a text, or, with ``produces``, a response of its own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Reply(Generic[T]):
 class Operation:
     """What the decorator was told, and the handler. ``seconds``: how long it may take; None: as the server's settings say;
     0: a stream, which ends by itself. ``body_limit`` in bytes; None: as the settings say. ``body_values``: how many a
-    JSON body may hold, in at most a tenth as many tables and lists, under at most a fifth as many keys."""
+    JSON body may hold, in at most a tenth as many tables and lists, under at most a tenth as many keys."""
 
     method: Method
     path: str
@@ -132,8 +132,9 @@ class Operation:
         seconds = service.settings.handler_seconds if self.seconds is None else self.seconds
         deadline = asyncio.timeout(seconds or None)
         try:
-            async with deadline:
-                answer = await self.handler(service, **arguments)
+            with service.using(request.match_info.get("run")):
+                async with deadline:
+                    answer = await self.handler(service, **arguments)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -158,6 +159,8 @@ class Operation:
                         _refuse_many_values(body, self.body_values)
                         status = 422
                         arguments["body"] = model.model_validate_json(body, strict=True)
+                        if "raw" in self.hints:
+                            arguments["raw"] = body
                 else:
                     arguments[name] = model.model_validate(_given(name, model, request))
             except pydantic.ValidationError as error:
@@ -256,12 +259,15 @@ def build_routes(app: web.Application, modules: Iterable[types.ModuleType]) -> N
 
 
 async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns or raises. It is cancelled with the request's handler, and when the client has gone."""
-    task = asyncio.create_task(work)
+    """What ``work`` returns or raises. It is cancelled with the request's handler, when the client has gone, and when the
+    server goes down."""
+    task, closing = asyncio.create_task(work), request.app[SERVICE].closing
     try:
         while not (await asyncio.wait([task], timeout=GONE_SECONDS))[0]:
             if request.transport is None or request.transport.is_closing():
                 raise Problem(400, "The client has gone.", kind="gone")
+            if closing.is_set():
+                raise Problem(503, "The server is going down.", kind="closing", headers={"Retry-After": "5"})
         return task.result()
     finally:
         task.cancel()
@@ -305,7 +311,7 @@ def _refuse_many_values(body: bytes, most: int) -> None:
     for found, limit, what in (
         (count(b","), most, "values"),
         (count(b"{") + count(b"["), most // 10, "tables and lists"),
-        (count(b":"), most // 5, "keys"),
+        (count(b":"), most // 10, "keys"),
     ):
         if found > limit:
             detail = f"The body holds {found} {what}; at most {limit} are read."

@@ -25,7 +25,8 @@ from api.trace import REPORT_SECONDS, Trace, trace_json
 from orchestration.metrics import METRICS
 from orchestration.registry import ENDED, RunRecord
 
-EVENT_ID = r"^(\d{1,18}(-\d{1,18})?|\$)$"
+EVENT_ID = r"^([0-9]{1,18}(-[0-9]{1,18})?|\$)$"
+FINEST_SECONDS = 1e-3  # of a point; events have their times in milliseconds
 MOST_NAMES = 60  # that an error lists
 Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
 
@@ -154,7 +155,10 @@ class RangeQuery(Strict):
 
 class HistoryQuery(RangeQuery):
     every: float | None = Field(
-        None, ge=0, le=1e7, description="Seconds that a point stands for; 0: each event; none: as suits the range."
+        None,
+        ge=0,
+        le=1e7,
+        description="Seconds that a point stands for; 0 (or less than a millisecond): each event; none: as suits the range.",
     )
     names: Annotated[list[Name], BeforeValidator(_listed)] = Field(
         [],
@@ -171,6 +175,7 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
     record = await service.registry.get(path.run)
     begin, end = _range(record, query)
     every = width(end - begin) if query.every is None else query.every
+    every = 0.0 if every < FINEST_SECONDS else every
     series = Series(every, Wanted(query.names))
     kinds = series.wanted.kinds
     try:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
 
+from api.problems import Text
 from orchestration.planner import Plan
 from orchestration.recipe import Recipe
 from stages.json_schema import schema_of
@@ -226,8 +227,8 @@ class SampleView(BaseModel):
     group: int
     place: int = Field(description="In its group.")
     step: int = Field(description="That trained it.")
-    prompt: str
-    response: str
+    prompt: Text
+    response: Text
     reward: float
     rewards: dict[str, float | None] = Field(description="Of each reward function; null where it does not apply.")
     advantage: float | None

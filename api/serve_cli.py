@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from api.exits import BAD_INPUT, FAILED
+from api.screen import complain
 
 if TYPE_CHECKING:  # what is served is imported when it is: `asyncdock runs list` reads this module too
     from api.service import Settings
@@ -146,5 +147,5 @@ async def _serve(settings: Settings) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
+    complain(message)
     raise typer.Exit(BAD_INPUT)

@@ -593,17 +593,22 @@ def override(data: dict[str, Any], key: str, value: Any, where: str = "override"
         return Problem(where, text, "is not a key", "write for example train.steps")
     at: Any = data
     for part in parts[:-1]:
-        at = at[int(part)] if isinstance(at, list) and part.isdecimal() and int(part) < len(at) else _table(at, part)
+        at = at[int(part)] if _in_list(at, part) else _table(at, part)
         if not isinstance(at, dict | list):
             return Problem(where, text, f"{part} is a value, not a section", "name an existing section")
     last = parts[-1]
     if isinstance(at, list):
-        if not last.isdecimal() or int(last) >= len(at):
+        if not _in_list(at, last):
             return Problem(where, text, f"{parts[-2]} is a list of {len(at)}", f"use an index below {len(at)}")
         at[int(last)] = value
     else:
         at[last] = value
     return None
+
+
+def _in_list(at: Any, part: str) -> bool:
+    """Whether ``part`` is the number of an entry of ``at``."""
+    return isinstance(at, list) and re.fullmatch("[0-9]{1,9}", part) is not None and int(part) < len(at)
 
 
 def _table(at: Any, part: str) -> Any:
