@@ -247,7 +247,7 @@ class LaunchSection(Section):
     """``start_method``: worker processes are forked from one that has imported everything (Linux only), or each starts from
     nothing (``spawn``). ``placement``: rollout engines have workers of their own, or each rank of the train engine has one
     too and they take turns on its device (``colocated``; ``rollout.workers`` then follows from the ranks). ``max_restarts``:
-    of dead workers, in one run. ``stop_timeout``: seconds that workers have to finish what they hold when the run is stopped,
+    of dead workers, in one run. ``stop_timeout``: seconds that workers have to finish what they hold when the run stops,
     and the trainer to write a checkpoint. ``collective_timeout``: seconds for which a rank of the train engine waits for
     another in a call that they make together."""
 
@@ -716,9 +716,27 @@ def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, A
 
 def _model_exists(recipe: Recipe) -> Iterator[Problem]:
     source = recipe.model.source
-    if source not in (known := ("smollm2", "tiny", "mock")) and not Path(source).is_dir():
-        fix = suggest(source, known) + " or give the directory of a Hugging Face checkpoint"
+    if source not in KNOWN_MODELS and not Path(source).is_dir():
+        fix = suggest(source, KNOWN_MODELS) + " or give the directory of a Hugging Face checkpoint"
         yield Problem("model.source", source, "is neither a known model nor a directory", fix)
+
+
+def _engines_run_the_model(recipe: Recipe) -> Iterator[Problem]:
+    source, engines = recipe.model.source, {"rollout": recipe.rollout.engine, "train": recipe.train.engine}
+    sides: list[Side] = [
+        side for side in ("rollout", "train") if engines[side] == "torch" and recipe.ours(STAGE_OF[side])
+    ]
+    folder = Path(source).expanduser()
+    if source in KNOWN_MODELS or not sides or not (folder / "config.json").is_file():
+        return
+    import torch
+
+    from stages.engines.model_check import refusal
+
+    for side in sides:
+        if reason := refusal(folder, getattr(torch, recipe.model.dtype), side):
+            fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
+            yield Problem("model.source", source, f"cannot be run by {side}.engine = 'torch' ({reason})", fix)
 
 
 def _prompts_exist(recipe: Recipe) -> Iterator[Problem]:
@@ -983,6 +1001,9 @@ def _turns_can_be_taken(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("rollout.device", rollout.device, wrong, f"set rollout.device = {train.device!r}")
 
 
+KNOWN_MODELS = ("smollm2", "tiny", "mock")
+STAGE_OF: dict[Side, ExternalStage] = {"rollout": "rollout", "train": "update"}
+
 # Each with the keys (or sections) it reads: it is left out when one of them is already known to be wrong.
 CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...] = (
     (_engines_resolve, ("rollout.engine", "rollout.options", "train.engine", "train.options")),
@@ -1002,6 +1023,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
         ),
     ),
     (_model_exists, ("model.source",)),
+    (_engines_run_the_model, ("model", "rollout.engine", "train.engine", "external")),
     (_prompts_exist, ("prompts",)),
     (_rewards_resolve, ("reward.functions", "external")),
     (_external_fits, ("external", "evaluate.every", "train.dp", "train.tp")),
