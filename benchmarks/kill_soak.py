@@ -100,7 +100,7 @@ class Soak:
             self._check_metrics(out, resumed=self.supervisor)
             wait_until_gone(mark)
             for folder in (memory, sockets):
-                if found := [path.name for path in folder.iterdir()]:
+                if found := [path.name for path in folder.glob("asyncdock*")]:
                     raise Broken(f"run {number}: left in {folder}: {found}")
         finally:
             for pid in marked(mark):
@@ -122,7 +122,7 @@ class Soak:
             if moments and time.monotonic() - began >= moments[0] and (victim := self._victim(process)):
                 moments.pop(0)
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    name = kind(victim)
+                    name = "supervisor" if victim.pid == process.pid else kind(victim)
                     victim.kill()
                     killed, itself = killed + 1, itself or victim.pid == process.pid
                     self.kills[name] += 1
@@ -158,7 +158,7 @@ def kind(process: psutil.Process) -> str:
     for name in ("fork server", "worker flow", "worker rollout", "worker update", "valkey"):
         if name in words:
             return "index" if name == "valkey" else name
-    return "supervisor" if "api.cli" in words else "process that starts"
+    return "process that starts"
 
 
 def marked(mark: str) -> list[int]:
