@@ -31,10 +31,10 @@ from orchestration.recipe import (
     suggest,
 )
 from orchestration.recipe_bounds import out_of_bounds, read_toml
+from orchestration.recipe_files import KNOWN_MODELS
 from stages.prompt_files import Reading
 
 LONGEST_NAME = 64
-MODELS = ("smollm2", "tiny", "mock")
 LISTEN_BY_DEFAULT = SyncSection().serve
 SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
 Found = tuple[Problem, Any]  # what is wrong, and what is checked in its place
@@ -177,7 +177,7 @@ def _below_roots(settings: Settings, data: dict[str, Any], problems: list[Proble
     known = {problem.key for problem in problems}
     for key in paths:
         value = _at(data, *key.split("."))
-        if key in known or not isinstance(value, str) or not value or (key == "model.source" and value in MODELS):
+        if key in known or not isinstance(value, str) or not value or (key == "model.source" and value in KNOWN_MODELS):
             continue
         if key == "prompts.path" and value in settings.allow_datasets:
             continue
@@ -186,7 +186,7 @@ def _below_roots(settings: Settings, data: dict[str, Any], problems: list[Proble
             roots = ", ".join(map(str, settings.roots))
             fix = f"give a path below {roots}" if roots else "ask the operator for --root; without one no file is read"
             if key == "model.source":
-                fix = f"{suggest(value, MODELS)}; or {fix}"
+                fix = f"{suggest(value, KNOWN_MODELS)}; or {fix}"
             problems.append(Problem(key, value, "lies outside of what this server reads", fix))
         override(data, key, "refused" if real is None else str(real))
 

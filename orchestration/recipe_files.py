@@ -3,7 +3,7 @@
     recipe ──▶ prompts: each row ──▶ model: config, tokenizer, headers ──▶ devices ──▶ disk, shared memory ──▶ problems
                  └────────────── within one Reading: rows, bytes, seconds ──┘
 
-Nothing here imports torch or loads weights.
+Nothing here loads weights, and torch is imported only to ask its engines about a model of the user's.
 """
 
 from __future__ import annotations
@@ -120,8 +120,30 @@ def _model_can_be_loaded(recipe: Recipe, here: Surroundings) -> Iterator[Problem
         return
     ours = {recipe.rollout.engine: recipe.ours("rollout"), recipe.train.engine: recipe.ours("update")}
     weights = any(engine in ("torch", "vllm") for engine, is_ours in ours.items() if is_ours)
-    for wrong, fix in model_files.faults(folder, here.reading, weights=weights):
+    faults = list(model_files.faults(folder, here.reading, weights=weights))
+    for wrong, fix in faults:
         yield Problem("model.source", source, wrong, fix)
+    if not faults:
+        yield from _engines_run_the_model(recipe, folder)
+
+
+def _engines_run_the_model(recipe: Recipe, folder: Path) -> Iterator[Problem]:
+    engines: dict[Side, tuple[str, bool]] = {
+        "rollout": (recipe.rollout.engine, recipe.ours("rollout")),
+        "train": (recipe.train.engine, recipe.ours("update")),
+    }
+    sides = [side for side, (engine, is_ours) in engines.items() if engine == "torch" and is_ours]
+    if not sides:
+        return
+    import torch
+
+    from stages.engines.model_check import refusal
+
+    for side in sides:
+        if reason := refusal(folder, getattr(torch, recipe.model.dtype), side):
+            fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
+            wrong = f"cannot be run by {side}.engine = 'torch' ({reason})"
+            yield Problem("model.source", recipe.model.source, wrong, fix)
 
 
 def _context_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
@@ -206,7 +228,7 @@ READING_CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
         tuple(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split")),
     ),
     (_chat_template_is_there, ("prompts", "model.source")),
-    (_model_can_be_loaded, ("model.source", "rollout.engine", "train.engine", "external")),
+    (_model_can_be_loaded, ("model", "rollout.engine", "train.engine", "external")),
     (_context_has_room, ("model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine")),
     (_rollout_device_is_here, ("rollout.device", "rollout.engine", "external")),
     (_train_device_is_here, ("train.device", "train.engine", "external")),
