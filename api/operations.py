@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 import pydantic
 from aiohttp import web
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 from api.problems import Problem, Wrong, of_validation, several
 from api.schemas import Strict as Strict  # what handlers' models of requests derive from
@@ -85,6 +85,7 @@ class Operation:
     body_limit: int | None
     body_values: int
     hidden: bool
+    events: Mapping[str, type[BaseModel]]
     binary: tuple[Literal["body", "answer"], ...]
 
     @cached_property
@@ -109,9 +110,12 @@ class Operation:
     @property
     def statuses(self) -> tuple[int, ...]:
         """Every status of a problem that it may answer."""
-        found = {403, 429, 503, *self.errors}
+        found = {403, 429, *self.errors}
         found |= {400} if self.parts else set()
         found |= {401} if self.scope else set()
+        found |= (
+            {503} if self.scope or self.seconds != 0 else set()
+        )  # tokens are looked up in the index; it took too long
         found |= {400, 408, 413, 415, 422} if self.takes_body else set()
         return tuple(sorted(found))
 
@@ -163,7 +167,10 @@ class Operation:
                 prefix = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}[name]
                 if error.error_count() == 1 and error.errors(include_input=False)[0]["type"] == "json_invalid":
                     status = 400
-                errors += of_validation(status, error, prefix).details.errors
+                found = of_validation(status, error, prefix).details.errors
+                if issubclass(model, RootModel):  # a union: which of its models was meant is no part of the field
+                    found = [w.model_copy(update={"field": w.field.partition(".")[2] or "body"}) for w in found]
+                errors += found
         if errors:
             raise several(status, "request", "The request is not valid", errors)
         return arguments
@@ -199,6 +206,7 @@ def operation(
     body_limit: int | None = None,
     body_values: int = BODY_VALUES,
     hidden: bool = False,
+    events: Mapping[str, type[BaseModel]] | None = None,
     binary: tuple[Literal["body", "answer"], ...] = (),
 ) -> Callable[[T], T]:
     """Mark a handler.
@@ -206,8 +214,9 @@ def operation(
     ``also``: further statuses of success, and what they mean. ``produces``: the media type of an answer that is no model; an
     event stream has no deadline unless ``seconds`` gives one. ``consumes``: that of a body which the handler reads itself,
     with :func:`read_body`. ``sends``: headers of a successful answer, and what they say. A ``hidden`` one is no part of the
-    document (a page for people). ``binary``: a body, or an answer, that has a second form as ``application/octet-stream``;
-    then ``body`` is None and the handler reads it, or the handler returns a response of its own.
+    document (a page for people). ``events``: the payloads of a stream's messages by their ``event``. ``binary``: a body, or
+    an answer, that has a second form as ``application/octet-stream``; then ``body`` is None and the handler reads it, or the
+    handler returns a response of its own.
     """
 
     def mark(handler: T) -> T:
@@ -229,6 +238,7 @@ def operation(
             body_limit,
             body_values,
             hidden,
+            events or {},
             binary,
         )
         setattr(handler, _MARK, made)

@@ -59,6 +59,10 @@ def serve_command(
     allow_dataset: Annotated[
         list[str] | None, typer.Option("--allow-dataset", metavar="MODULE:FUNCTION", help="Repeatable.")
     ] = None,
+    allow_listen: Annotated[
+        list[str] | None,
+        typer.Option("--allow-listen", metavar="HOST", help="Address on which runs may open ports. Repeatable."),
+    ] = None,
     require_token: Annotated[bool, typer.Option("--require-token", help="On loopback too.")] = False,
     host_name: Annotated[
         list[str] | None,
@@ -95,6 +99,7 @@ def serve_command(
             allow_algorithms=frozenset(allow_algorithm or ()),
             allow_engines=frozenset(allow_engine or ()),
             allow_datasets=frozenset(allow_dataset or ()),
+            allow_listen=frozenset(allow_listen or ()),
             require_token=require_token,
             hosts=tuple(host_name or ()),
             tls_certificate=tls_certificate,

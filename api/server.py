@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import functools
 import gc
 import importlib.metadata
-import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -43,8 +41,10 @@ from api.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
 from api.tokens import Tokens
 from orchestration.agent import Agent, AgentError
 from orchestration.logs import limit_repeats
+from orchestration.private import private_folder, read_by_others
 from orchestration.registry import Registry
 from orchestration.service_index import ServiceIndex
+from pipeline.locks import Locked, locked
 
 log = structlog.get_logger()
 
@@ -73,7 +73,7 @@ def build_app(settings: Settings, url: str, registry: Registry, checks: Checks |
     service = Service(settings, url, registry, Tokens(registry.link), checks)
     app[SERVICE] = service
     watch(app)
-    document: Callable[[], dict[str, Any]] = functools.cache(_document)
+    document: Callable[[], dict[str, Any]] = functools.cache(functools.partial(_document, settings.tokens_needed))
     app[DOCUMENT] = document
     build_routes(app, ROUTES)
     app.on_response_prepare.append(secure)
@@ -82,10 +82,10 @@ def build_app(settings: Settings, url: str, registry: Registry, checks: Checks |
     return app
 
 
-def _document() -> dict[str, Any]:
+def _document(tokens: bool) -> dict[str, Any]:
     from api.openapi import openapi_document  # what it imports would be a fifth of a server's start, and few ask for it
 
-    return openapi_document(ROUTES, version=importlib.metadata.version("asyncdock"))
+    return openapi_document(ROUTES, version=importlib.metadata.version("asyncdock"), tokens=tokens)
 
 
 async def _closing(app: web.Application) -> None:
@@ -140,18 +140,16 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
 @contextlib.contextmanager
 def only_server(data: Path) -> Iterator[None]:
     """Be the only server on ``data``; the lock goes with the process, however that ends. Raises ServeError."""
-    data.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(os.open(data / LOCK, os.O_CREAT | os.O_RDWR, 0o600), "r+") as lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = lock.read().strip() or "unknown"
+            private_folder(data)
+            stack.enter_context(locked(data / LOCK))
+        except Locked as held:
             raise ServeError(
-                f"data: {data} is served by another server (process {pid}); stop it, or give another --data"
+                f"data: {data} is served by another server (process {held.process}); stop it, or give another --data"
             ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        except (OSError, ValueError) as error:
+            raise ServeError(str(error)) from None
         yield
 
 
@@ -192,7 +190,10 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
                 await asyncio.gather(*beside, return_exceptions=True)
         finally:
             if index is not None and not await registry.active():
-                await asyncio.to_thread(index.stop)  # nobody needs it until the next start, which finds all of it
+                try:
+                    await asyncio.to_thread(index.stop)  # nobody needs it until the next start, which finds all of it
+                except Locked as held:
+                    log.warning("the index is left as it is", reason=str(held))
             await registry.close()
 
 
@@ -225,6 +226,8 @@ async def _warn(settings: Settings, url: str) -> None:
         log.warning(
             "tokens travel in the clear; give --tls-certificate and --tls-key, or put a TLS proxy in front of it"
         )
+    if settings.tls_key is not None and (open_to_all := read_by_others(settings.tls_key)):
+        log.warning(f"tls_key: {open_to_all}")
     if settings.tokens_needed:
         tokens = Tokens(url)
         if not await tokens.list():

@@ -42,11 +42,11 @@ class Settings(BaseModel):
 
     ``index``: a URL, or "" for a server of its own under ``data``. ``runs``: how many go at the same time; 0: others run
     them. ``roots``: below these must lie every path in a recipe. ``recipes``: folders of stored recipes, before the
-    package's. ``allow_*``: ``module:name`` that a recipe may name beside what is installed. ``hosts``: further names that it
-    is reached by (behind a proxy); with any, a token is needed. ``header_seconds``: in which a request's headers come.
-    ``max_connections``, ``max_connections_per_address``: 0: as the limit of open files allows. ``rate``, ``burst``: requests
-    a second of one client, and how many at once. ``max_waiting``: runs in the queue; ``max_workers``, ``max_arena``: what
-    one recipe may ask for.
+    package's. ``allow_*``: ``module:name`` that a recipe may name beside what is installed; ``allow_listen``: addresses on
+    which its runs may open ports. ``hosts``: further names that it is reached by (behind a proxy); with any, a token is
+    needed. ``header_seconds``: in which a request's headers come. ``max_connections``, ``max_connections_per_address``: 0:
+    as the limit of open files allows. ``rate``, ``burst``: requests a second of one client, and how many at once.
+    ``max_waiting``: runs in the queue; ``max_workers``, ``max_arena``: what one recipe may ask for.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,6 +62,7 @@ class Settings(BaseModel):
     allow_algorithms: frozenset[str] = frozenset()
     allow_engines: frozenset[str] = frozenset()
     allow_datasets: frozenset[str] = frozenset()
+    allow_listen: frozenset[str] = frozenset()
     require_token: bool = False
     hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None

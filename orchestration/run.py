@@ -35,6 +35,7 @@ from orchestration.hosted import WHERE, shared_of
 from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.place import Place
 from orchestration.planner import flow_of, workers_of
+from orchestration.private import write_private
 from orchestration.processes import Process
 from orchestration.recipe import Recipe, changed
 from orchestration.registry import ENDED
@@ -331,8 +332,7 @@ class Run:
 
     def _tell_where(self, url: str) -> None:
         """For whoever wants to look at the run while it is alive; the URL may hold a password."""
-        with open(os.open(self.out_dir / WHERE, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-            json.dump({"index": url, "run": self.id, "hosted": self._hosted}, file)
+        write_private(self.out_dir / WHERE, json.dumps({"index": url, "run": self.id, "hosted": self._hosted}))
 
     def _launcher(self) -> Launcher:
         launch = self.recipe.launch
@@ -377,7 +377,7 @@ def _refuse_hosted(out_dir: Path) -> None:
 
 def _write_recipe(out_dir: Path, recipe: Recipe) -> None:
     partial = out_dir / ".recipe.json"
-    partial.write_text(recipe.to_json())
+    write_private(partial, recipe.to_json())  # its index's URL may hold a password
     os.replace(partial, out_dir / "recipe.json")
 
 
