@@ -60,7 +60,11 @@ def _described(o: Operation, references: Mapping[Any, Any], tokens: bool) -> ope
         answered = content(o.answer, "serialization", o.produces or JSON)
     elif o.events:
         messages = [_message(name, references[model, "serialization"]) for name, model in o.events.items()]
-        stream = {"type": "string", "contentMediaType": o.produces, "contentSchema": {"items": {"oneOf": messages}}}
+        stream = {
+            "type": "string",
+            "contentMediaType": o.produces,
+            "contentSchema": {"type": "array", "items": {"oneOf": messages}},
+        }
         answered = {o.produces: openapi.MediaType(schema=openapi.Schema.model_validate(stream))}  # type: ignore[call-arg]
     elif o.produces:
         answered = {o.produces: _text_or_bytes(o.produces)}

@@ -63,9 +63,16 @@ def _index_url(value: object) -> object:
     return value
 
 
-_BYTES = BeforeValidator(parse_size, json_schema_input_type=int | str)
-Size = Annotated[int, _BYTES, Field(gt=0, le=LARGEST), unit("bytes")]
-SizeOrNone = Annotated[int, _BYTES, Field(ge=0, le=LARGEST), unit("bytes")]
+def _bytes(least: int) -> BeforeValidator:
+    """:func:`parse_size`, whose JSON Schema says what it takes: ``least`` bytes or more, or a text."""
+    some = "(?=[0-9.]*[1-9])" if least else ""
+    text = rf"^\s*{some}[0-9]{{1,18}}(\.[0-9]{{1,18}})? ?([KkMmGg]?[Bb]|[KkMmGgTt][Ii][Bb])?\s*$"
+    shown = Annotated[int, Field(ge=least, le=LARGEST)] | Annotated[str, Field(json_schema_extra={"pattern": text})]
+    return BeforeValidator(parse_size, json_schema_input_type=shown)
+
+
+Size = Annotated[int, _bytes(1), Field(ge=1, le=LARGEST), unit("bytes")]
+SizeOrNone = Annotated[int, _bytes(0), Field(ge=0, le=LARGEST), unit("bytes")]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
 Tokens = Annotated[int, Field(ge=1), unit("tokens")]
@@ -80,7 +87,7 @@ Betas = Annotated[
 ]
 
 ACCELERATORS = ("cuda", "npu", "xpu", "mps", "mtia", "hpu")
-DEVICE = rf"^(auto|cpu|({'|'.join(ACCELERATORS)})(:[0-9]{{1,4}})?)$"
+DEVICE = rf"^(auto|(cpu|{'|'.join(ACCELERATORS)})(:[0-9]{{1,4}})?)$"
 Device = Annotated[str, Field(pattern=DEVICE, examples=["auto", "cpu", "cuda", "cuda:1", "npu:0"])]
 DEVICE_MEANING = (
     "`auto`: the accelerator that torch finds, else the CPU. A number chooses one of several devices: `cuda:1`. `npu` needs "
@@ -307,6 +314,7 @@ class PipelineSection(Section):
     )
     index: Annotated[str, BeforeValidator(_index_url)] = Field(
         default="embedded",
+        json_schema_extra={"pattern": f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"},
         description="`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
     )
     serve: str = Field(
@@ -347,7 +355,7 @@ class SyncSection(Section):
         description="In a colocated run: training's memory comes back as soon as nothing is left to generate, not only when "
         "a batch is claimed.",
     )
-    bucket: Annotated[int, _BYTES, Field(ge=1024), unit("bytes")] = Field(
+    bucket: Annotated[int, _bytes(1024), Field(ge=1024), unit("bytes")] = Field(
         default=4 * 2**20,
         description="In a colocated run: each of the two buffers through which ranks exchange weights.",
     )

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from orchestration.recipe import Recipe, parse_recipe
 from orchestration.recipe_keys import rewrite, sections
 from stages.models import load_model, load_tokenizer
 from stages.prompts import PromptSource, load_prompts
+from stages.reward import RewardSet
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "compose" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,6 +111,29 @@ def test_each_source_of_prompts_gives_prompts_as_the_page_shows(text: str, there
     source: PromptSource = load_prompts(options, tokenizer, seed=0).train
     assert source.prompt(0).given
     assert "answer" in source.prompt(0).fields
+
+
+async def test_a_completion_is_a_text_or_messages_as_the_prompts_are(there: Path) -> None:
+    """As README.md says, and TRL does: the chat template around a text prompt changes nothing."""
+    seen: list[Any] = []
+
+    def record(completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    module = ModuleType("recording")
+    module.__dict__["record"] = record
+    sys.modules["recording"] = module
+    try:
+        rewards = RewardSet([("recording:record", 1.0)])
+        for text in SOURCES[:2]:  # rows with texts, rows with messages
+            prompt = load_prompts(completed(text).prompts, tokenizer, seed=0).train.prompt(0)
+            await rewards.score([prompt.given], ["4806"], [[1]], [prompt.fields])
+    finally:
+        del sys.modules["recording"]
+    assert seen == ["4806", [{"role": "assistant", "content": "4806"}]]
 
 
 def test_every_source_of_prompts_has_an_example() -> None:

@@ -23,6 +23,8 @@ import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from api.client import Client as PythonClient
+from api.client import WrongInput
 from api.openapi import openapi_document
 from api.operations import operations_of
 from api.schemas_events import EVENTS, MESSAGES, EventKind
@@ -244,6 +246,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     made.start()
     yield made
     made.end()
+
+
+async def test_the_python_client_says_which_kind_there_is_not(served: Served) -> None:
+    async with PythonClient(served.url) as client:
+        with pytest.raises(WrongInput, match="stpe") as raised:
+            await anext(client.events("nobody", kinds=("step", "stpe")))
+        assert "'step'" in str(raised.value)
+        with pytest.raises(WrongInput, match=r"ledger\.generatd"):
+            await client.metrics("nobody", names=["ledger.generatd"])
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from orchestration.planner import plan
 from orchestration.recipe import (
@@ -24,6 +25,7 @@ from orchestration.recipe import (
     parse_size,
     read_recipe,
 )
+from orchestration.recipe_keys import sections
 from stages.resharding.layout import parse_layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,6 +235,56 @@ def test_the_json_schema_of_a_table_is_that_of_what_checks_it(
             jsonschema.validate(merged(base, wrong), schema)
 
 
+# Of every type, in and out of most ranges.
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    3,
+    2**60,
+    0.5,
+    -0.5,
+    "",
+    "x",
+    "a b",
+    "embedded",
+    "redis://h",
+    "http://h",
+    "cuda:1",
+]
+VALUES += ["cpu;rm", "64MiB", "64 mib", "1.5GB", "64XB", "0", "0MiB", "-1MiB", [], [1], ["x"], ["rollout"], ["x", "x"]]
+VALUES += [[0.9], [0.9, 0.95], [0.9, 1.0], [0.1, 0.2, 0.3], {}]
+
+
+def test_the_json_schema_takes_what_the_recipe_takes_of_every_key(minimal: Path) -> None:
+    """Key by key; how keys fit together is more than a schema can say."""
+    schema, base = Recipe.model_json_schema(), read_recipe(minimal)[0]
+    by_schema = jsonschema.Draft202012Validator(schema)
+    keys = [tuple(key.key.split(".")) for section in sections() for key in section.keys]
+    differ = []
+    for path in keys:
+        if {"N", "mock", "options", "config"} & set(path):
+            continue
+        for value in VALUES:
+            data = at = copy.deepcopy(base)
+            for part in path[:-1]:
+                at = at.setdefault(part, {})
+            at[path[-1]] = value
+            if by_schema.is_valid(data) != _fields_are_sound(data):
+                differ.append((".".join(path), value))
+    assert differ == []
+
+
+def _fields_are_sound(data: dict[str, Any]) -> bool:
+    try:
+        Recipe.model_validate(data, strict=True)
+    except ValidationError as error:  # of [prompts] as a whole: how its keys fit together
+        return all(item["type"] == "value_error" and item["loc"] == ("prompts",) for item in error.errors())
+    return True
+
+
 @pytest.mark.parametrize("key", sorted(LATER))
 def test_the_layout_that_is_named_instead_of_what_is_not_there_yet_can_be_planned(minimal: Path, key: str) -> None:
     [blamed] = [problem for problem in problems(minimal, f"{key}=2") if problem.key == key]
@@ -294,6 +346,7 @@ def test_what_the_vllm_engine_is_told_is_read(minimal: Path) -> None:
     assert (options.kv_cache_bytes, options.pause, options.max_model_len) == (2**30, "abort", None)
 
 
+@settings(deadline=None)
 @given(
     chosen=st.lists(
         st.sampled_from(FAULTS[:31]), min_size=2, max_size=6, unique_by=lambda fault: fault[1].split(".")[0]
@@ -390,6 +443,7 @@ def test_a_recipe_may_be_given_as_tables() -> None:
     assert "train" in tables  # left as it was
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 2**45))
 def test_a_size_is_read_as_it_is_written(size: int) -> None:
     assert parse_size(str(size)) == size
