@@ -19,12 +19,23 @@ from typing import Any
 
 from api import problems as answers
 from api.service import Settings
-from orchestration.recipe import TLS_FILES, Problem, Recipe, RecipeError, format_size, override, parse_recipe, suggest
+from orchestration.recipe import (
+    TLS_FILES,
+    Problem,
+    Recipe,
+    RecipeError,
+    SyncSection,
+    format_size,
+    override,
+    parse_recipe,
+    suggest,
+)
 from orchestration.recipe_bounds import out_of_bounds, read_toml
+from orchestration.recipe_files import KNOWN_MODELS
 from stages.prompt_files import Reading
 
 LONGEST_NAME = 64
-MODELS = ("smollm2", "tiny", "mock")
+LISTEN_BY_DEFAULT = SyncSection().serve
 SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
 Found = tuple[Problem, Any]  # what is wrong, and what is checked in its place
 
@@ -92,11 +103,27 @@ def _refused(settings: Settings, data: Mapping[str, Any]) -> Iterator[Found]:
     if isinstance(name, str) and len(name) > LONGEST_NAME:
         yield Problem("name", name, f"is longer than {LONGEST_NAME} characters", "shorten it"), "recipe"
     yield from _code(settings, data)
-    for key in ("index", "serve"):
-        value = _at(data, "pipeline", key)
-        if value not in (None, "", "embedded"):
-            wrong = "is the service's own affair" if key == "index" else "opens a port, which a request may not"
-            yield Problem(f"pipeline.{key}", value, wrong, "leave it out"), "" if key == "serve" else "embedded"
+    value = _at(data, "pipeline", "index")
+    if value not in (None, "", "embedded"):
+        yield Problem("pipeline.index", value, "is the service's own affair", "leave it out"), "embedded"
+    yield from _ports(settings, data)
+
+
+def _ports(settings: Settings, data: Mapping[str, Any]) -> Iterator[Found]:
+    """Keys that open a port, on another address than those that the operator allows."""
+    wrong, ask = "opens a port, which a request may not", "ask the operator for --allow-listen"
+    value = _at(data, "pipeline", "serve")
+    if value not in (None, "") and not _may_listen(settings, value):
+        yield Problem("pipeline.serve", value, wrong, f"leave it out, or {ask}"), ""
+    serve = _at(data, "sync", "serve")
+    if _at(data, "sync", "transport") == "collective" and not _may_listen(settings, serve or LISTEN_BY_DEFAULT):
+        key, shown = ("sync.transport", "collective") if serve is None else ("sync.serve", serve)
+        instead = "shared_memory" if serve is None else LISTEN_BY_DEFAULT
+        yield Problem(key, shown, wrong, f"take sync.transport and sync.serve out, or {ask}"), instead
+
+
+def _may_listen(settings: Settings, host: Any) -> bool:
+    return isinstance(host, str) and host in settings.allow_listen
 
 
 def _code(settings: Settings, data: Mapping[str, Any]) -> Iterator[Found]:
@@ -150,7 +177,7 @@ def _below_roots(settings: Settings, data: dict[str, Any], problems: list[Proble
     known = {problem.key for problem in problems}
     for key in paths:
         value = _at(data, *key.split("."))
-        if key in known or not isinstance(value, str) or not value or (key == "model.source" and value in MODELS):
+        if key in known or not isinstance(value, str) or not value or (key == "model.source" and value in KNOWN_MODELS):
             continue
         if key == "prompts.path" and value in settings.allow_datasets:
             continue
@@ -159,7 +186,7 @@ def _below_roots(settings: Settings, data: dict[str, Any], problems: list[Proble
             roots = ", ".join(map(str, settings.roots))
             fix = f"give a path below {roots}" if roots else "ask the operator for --root; without one no file is read"
             if key == "model.source":
-                fix = f"{suggest(value, MODELS)}; or {fix}"
+                fix = f"{suggest(value, KNOWN_MODELS)}; or {fix}"
             problems.append(Problem(key, value, "lies outside of what this server reads", fix))
         override(data, key, "refused" if real is None else str(real))
 

@@ -17,6 +17,8 @@ from typing import Annotated
 
 import typer
 
+from api.screen import complain
+
 
 def agent_command(
     data: Annotated[Path, typer.Option("--data", metavar="DIR", help="The runs' folders are made below it.")],
@@ -46,7 +48,7 @@ def agent_command(
             raise ValueError("--shared: agents that share DIR have one index; give it by --index or ASYNCDOCK_INDEX")
         asyncio.run(_work(index, data, runs, shared))
     except (AgentError, OSError, RuntimeError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
+        complain(f"error: {error}")
         raise typer.Exit(2 if isinstance(error, AgentError | ValueError) else 1) from None
 
 

@@ -1,6 +1,6 @@
 """The process that checks recipes of requests (:mod:`api.checks`): one request after the other, from standard input.
 
-length, JSON ──▶ accept ──▶ plan ──▶ length, JSON       {"recipe": …, "plan": …}, or {"problem": …}
+request, submission ──▶ accept ──▶ plan ──▶ answer       {"recipe": …, "plan": …}, or {"problem": …}
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from api.admittance import accept, stored_recipe, unknown_recipe
 from api.checks import SIZE_BYTES
 from api.problems import problem_of
+from api.schemas import RecipeSubmission
 from api.service import Settings
 from orchestration import logs
 from orchestration.planner import plan
@@ -25,11 +26,11 @@ from orchestration.recipe import Recipe
 LONGEST_SECONDS = 300  # of one check, after which its process ends: its server gives up long before, unless it is gone
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """``request``: ``settings`` of the server, what was ``submitted`` (``recipe`` or ``recipe_name``, ``overrides``), and
-    whether the ``plan`` is wanted."""
+def answer(request: dict[str, Any], submission: bytes) -> dict[str, Any]:
+    """``request``: ``settings`` of the server, and whether the ``plan`` is wanted. ``submission``: the request's body."""
     try:
-        recipe = accepted(Settings.model_validate(request["settings"]), **request["submitted"])
+        submitted = RecipeSubmission.model_validate_json(submission, strict=True)
+        recipe = accepted(Settings.model_validate(request["settings"]), **submitted.model_dump(exclude_unset=True))
         return {"recipe": recipe.to_json(), "plan": asdict(plan(recipe)) if request["plan"] else None}
     except Exception as error:
         return {"problem": problem_of(error).details.model_dump()}
@@ -51,15 +52,20 @@ def accepted(
     return accept(settings, recipe, overrides)
 
 
+def _read() -> bytes:
+    """One message; empty at the end of them."""
+    return sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(SIZE_BYTES), "big"))
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what code prints that a recipe names is no answer
     os.nice(5)  # after the service, where both want the same core
     logs.configure()
-    while size := sys.stdin.buffer.read(SIZE_BYTES):
-        request = json.loads(sys.stdin.buffer.read(int.from_bytes(size, "big")))
+    while request := _read():
+        submission = _read()
         signal.alarm(LONGEST_SECONDS)
-        text = json.dumps(answer(request)).encode()
+        text = json.dumps(answer(json.loads(request), submission)).encode()
         signal.alarm(0)
         answers.write(len(text).to_bytes(SIZE_BYTES, "big") + text)
         answers.flush()

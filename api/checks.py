@@ -42,13 +42,16 @@ class _Checker:
             start_new_session=True,  # Ctrl-C is for the server alone
             env={**os.environ, "PYTHONPATH": path},
         )
+        self.pid = self._process.pid
 
-    def ask(self, request: bytes) -> bytes:
-        """Raises CheckLost."""
+    def ask(self, request: list[bytes]) -> bytes:
+        """The answer to the messages of ``request``. Raises CheckLost."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(len(request).to_bytes(SIZE_BYTES, "big") + request)
+            for message in request:
+                self._process.stdin.write(len(message).to_bytes(SIZE_BYTES, "big"))
+                self._process.stdin.write(message)
             self._process.stdin.flush()
             size = self._process.stdout.read(SIZE_BYTES)
             answer = self._process.stdout.read(int.from_bytes(size, "big"))
@@ -113,19 +116,20 @@ class Checks:
         if not self._free:
             self._free.append(_Checker())
 
-    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What :func:`api.check_worker.answer` says to ``request``. Raises CheckLost."""
+    async def ask(self, request: dict[str, Any], submission: bytes) -> dict[str, Any]:
+        """What :func:`api.check_worker.answer` says to ``request`` and ``submission``. Raises CheckLost."""
         call, loop = _Call(), asyncio.get_running_loop()
         self._calls.add(call)
         try:
-            return await loop.run_in_executor(self._threads, self._ask, json.dumps(request).encode(), call)
+            parts = [json.dumps(request).encode(), submission]
+            return await loop.run_in_executor(self._threads, self._ask, parts, call)
         except asyncio.CancelledError:
             call.cancel()
             raise
         finally:
             self._calls.discard(call)
 
-    def _ask(self, request: bytes, call: _Call) -> dict[str, Any]:
+    def _ask(self, request: list[bytes], call: _Call) -> dict[str, Any]:
         while not call.cancelled:
             waited = self._free.pop() if self._free else None
             checker = waited or _Checker()

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -40,13 +39,17 @@ from api.dock import dock_app
 from api.errors import errors_in_words
 from api.exits import BAD_INPUT, FAILED, FINISHED, INTERRUPTED, OF_STATE
 from api.runs_cli import login, logout, recipe_files, runs_app
+from api.screen import complain, safe_console
 from api.serve_cli import serve_command
 from api.token_cli import token_app
 from api.track_cli import track_command
 from api.view import viewing
+from orchestration.escapes import escaped
 from orchestration.logs import ERRORS, TRACE_VARIABLE
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from api.progress import Event
     from orchestration.forkserver import ForkServer
     from orchestration.recipe import Recipe
@@ -73,7 +76,7 @@ app.add_typer(plan_app, name="plan")
 
 
 def _complete_recipe(incomplete: str) -> Iterator[tuple[str, str]]:
-    yield from ((name, _description(path)) for name, path in _recipes().items() if name.startswith(incomplete))
+    yield from ((name, escaped(_description(path))) for name, path in _recipes().items() if name.startswith(incomplete))
     yield from recipe_files(incomplete)
 
 
@@ -211,7 +214,7 @@ def check(recipe: RecipeArgument, set_: SetOption = None, as_json: DocumentOptio
         return
     from api.report import plan_table
 
-    Console().print(plan_table(loaded, follows))
+    safe_console().print(plan_table(loaded, follows))
 
 
 @app.command()
@@ -239,7 +242,7 @@ def recipes(
     table.add_column()
     for name, path in _recipes().items():
         table.add_row(name, _description(path))
-    Console().print(table)
+    safe_console().print(table)
 
 
 def _print_keys(section: str, *, as_json: bool) -> None:
@@ -253,12 +256,12 @@ def _print_keys(section: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(key) for key in wanted]))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    screen = safe_console(markup=True, highlight=False, soft_wrap=True)
     for key in wanted:
         kind = f"{key.type}, in {key.unit}" if key.unit else key.type
         default = f"default {key.default}" if key.default not in ("", "required") else key.default
-        console.print(f"[bold]{key.key}[/]  {escape('; '.join(filter(None, (kind, default))))}")
-        console.print(f"    {escape(key.meaning)}")
+        screen.print(f"[bold]{key.key}[/]  {escape('; '.join(filter(None, (kind, default))))}")
+        screen.print(f"    {escape(key.meaning)}")
 
 
 @plan_app.command("reshard")
@@ -297,7 +300,7 @@ def plan_reshard(
     if as_json:
         print(json.dumps(report))
     else:
-        Console().print(reshard_view(report))
+        safe_console().print(reshard_view(report))
 
 
 app.command()(login)
@@ -354,7 +357,7 @@ def _load(path: Path, overrides: list[str] | None, folder: Path | None = None) -
 
 def _refuse(message: str, code: int = BAD_INPUT) -> NoReturn:
     """End with the exit code of wrong input, or another one, and say why."""
-    print(message, file=sys.stderr)
+    complain(message)
     raise typer.Exit(code)
 
 
@@ -364,18 +367,18 @@ def _refuse(message: str, code: int = BAD_INPUT) -> NoReturn:
 
 def _show(made: RunLike, *, json: bool, plain: bool) -> int:
     """Execute ``made`` in front of a person, report what came out, and return the exit code."""
-    console = Console(stderr=json)
-    outcome = asyncio.run(show(made, console, json=json, plain=plain))
+    screen = safe_console(stderr=json)
+    outcome = asyncio.run(show(made, screen, json=json, plain=plain))
     if outcome is None:
         from api.report import resume_text
         from orchestration.checkpoint import latest
 
         newest = latest(made.out_dir / "checkpoints")
         begins = resume_text(newest.version if newest else 0, made.recipe.train.steps)
-        console.print(f"[bold yellow]Ended at once.[/] Go on {begins} with:", highlight=False)
-        console.print(f"  asyncdock resume {made.out_dir}", highlight=False, soft_wrap=True)
+        screen.print(f"[bold yellow]Ended at once.[/] Go on {begins} with:", markup=True, highlight=False)
+        screen.print(f"  asyncdock resume {made.out_dir}", highlight=False, markup=False, soft_wrap=True)
         return INTERRUPTED
-    _report(made, outcome, console)
+    _report(made, outcome, screen)
     return OF_STATE[outcome.state]
 
 
@@ -460,13 +463,13 @@ def _report(made: RunLike, outcome: RunResult, console: Console) -> None:
     saved = outcome.checkpoint.version if outcome.checkpoint else 0
     report = write_report(made.out_dir, made.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved)
     console.print()
-    console.print(summary_table(report.summary))
+    console.print(summary_table(report.summary), markup=False)
     for path in report.files:
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
+        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     for line in report.missing:
         console.print(f"  {line}", style="yellow", highlight=False, markup=False)
     if outcome.state != "finished":
-        console.print(f"Go on with: asyncdock resume {made.out_dir}", highlight=False, soft_wrap=True)
+        console.print(f"Go on with: asyncdock resume {made.out_dir}", highlight=False, markup=False, soft_wrap=True)
 
 
 def main() -> None:

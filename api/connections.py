@@ -209,7 +209,7 @@ class Connections(web.BaseSite):
         self.most, self.most_of_one = most_connections(
             settings, MOST_DESCRIPTORS if descriptors == resource.RLIM_INFINITY else descriptors
         )
-        # A request that has come with its connection is read some turns of the loop later: it must not have given way by then.
+        # What came with a connection is read some turns of the loop later; it must not have given way by then.
         self._accepted_at_once = max(1, min(ACCEPTED_AT_ONCE, self.most_of_one // 16))
         self._app, self.settings, self.header_seconds = runner.app, settings, settings.header_seconds
         self.sockets: list[socket.socket] = []

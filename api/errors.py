@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 from api.exits import FAILED
+from api.screen import complain
 from orchestration.logs import TRACE_VARIABLE, errors_file, write_traceback
 
 
@@ -29,7 +30,7 @@ def errors_in_words() -> Iterator[None]:
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        print(f"error: {said}\nThe traceback is in {path}; with --trace it is printed.", file=sys.stderr)
+        complain(f"error: {said}\nThe traceback is in {path}; with --trace it is printed.")
         sys.exit(FAILED)
 
 

@@ -6,9 +6,9 @@
     request ──▶ who asks, and may they? ──▶ path, query, headers, body into pydantic models ──▶ handler ──▶ answer
                     └ 401, 403                     └ 400, 408, 413, 415, 422: all that is wrong at once
 
-A handler takes the service, and by name what it needs of ``path``, ``query``, ``headers``, ``body`` (a pydantic model each)
-and ``request``. It returns a pydantic model, None (204), a :class:`Reply` when status or headers depend on what was done, a
-text, or, with ``produces``, a response of its own.
+A handler takes the service, and by name what it needs of ``path``, ``query``, ``headers``, ``body`` (a pydantic model each),
+``raw`` (the bytes that ``body`` was made of) and ``request``. It returns a pydantic model, None (204), a :class:`Reply` when
+status or headers depend on what was done, a text, or, with ``produces``, a response of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 import pydantic
 from aiohttp import web
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 from api.problems import Problem, Wrong, of_validation, several
 from api.schemas import Strict as Strict  # what handlers' models of requests derive from
@@ -67,7 +67,7 @@ class Reply(Generic[T]):
 class Operation:
     """What the decorator was told, and the handler. ``seconds``: how long it may take; None: as the server's settings say;
     0: a stream, which ends by itself. ``body_limit`` in bytes; None: as the settings say. ``body_values``: how many a
-    JSON body may hold, in at most a tenth as many tables and lists, under at most a fifth as many keys."""
+    JSON body may hold, in at most a tenth as many tables and lists, under at most a tenth as many keys."""
 
     method: Method
     path: str
@@ -85,6 +85,7 @@ class Operation:
     body_limit: int | None
     body_values: int
     hidden: bool
+    events: Mapping[str, type[BaseModel]]
     binary: tuple[Literal["body", "answer"], ...]
 
     @cached_property
@@ -109,9 +110,12 @@ class Operation:
     @property
     def statuses(self) -> tuple[int, ...]:
         """Every status of a problem that it may answer."""
-        found = {403, 429, 503, *self.errors}
+        found = {403, 429, *self.errors}
         found |= {400} if self.parts else set()
         found |= {401} if self.scope else set()
+        found |= (
+            {503} if self.scope or self.seconds != 0 else set()
+        )  # tokens are looked up in the index; it took too long
         found |= {400, 408, 413, 415, 422} if self.takes_body else set()
         return tuple(sorted(found))
 
@@ -128,8 +132,9 @@ class Operation:
         seconds = service.settings.handler_seconds if self.seconds is None else self.seconds
         deadline = asyncio.timeout(seconds or None)
         try:
-            async with deadline:
-                answer = await self.handler(service, **arguments)
+            with service.using(request.match_info.get("run")):
+                async with deadline:
+                    answer = await self.handler(service, **arguments)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -154,13 +159,18 @@ class Operation:
                         _refuse_many_values(body, self.body_values)
                         status = 422
                         arguments["body"] = model.model_validate_json(body, strict=True)
+                        if "raw" in self.hints:
+                            arguments["raw"] = body
                 else:
                     arguments[name] = model.model_validate(_given(name, model, request))
             except pydantic.ValidationError as error:
                 prefix = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}[name]
                 if error.error_count() == 1 and error.errors(include_input=False)[0]["type"] == "json_invalid":
                     status = 400
-                errors += of_validation(status, error, prefix).details.errors
+                found = of_validation(status, error, prefix).details.errors
+                if issubclass(model, RootModel):  # a union: which of its models was meant is no part of the field
+                    found = [w.model_copy(update={"field": w.field.partition(".")[2] or "body"}) for w in found]
+                errors += found
         if errors:
             raise several(status, "request", "The request is not valid", errors)
         return arguments
@@ -196,6 +206,7 @@ def operation(
     body_limit: int | None = None,
     body_values: int = BODY_VALUES,
     hidden: bool = False,
+    events: Mapping[str, type[BaseModel]] | None = None,
     binary: tuple[Literal["body", "answer"], ...] = (),
 ) -> Callable[[T], T]:
     """Mark a handler.
@@ -203,8 +214,9 @@ def operation(
     ``also``: further statuses of success, and what they mean. ``produces``: the media type of an answer that is no model; an
     event stream has no deadline unless ``seconds`` gives one. ``consumes``: that of a body which the handler reads itself,
     with :func:`read_body`. ``sends``: headers of a successful answer, and what they say. A ``hidden`` one is no part of the
-    document (a page for people). ``binary``: a body, or an answer, that has a second form as ``application/octet-stream``;
-    then ``body`` is None and the handler reads it, or the handler returns a response of its own.
+    document (a page for people). ``events``: the payloads of a stream's messages by their ``event``. ``binary``: a body, or
+    an answer, that has a second form as ``application/octet-stream``; then ``body`` is None and the handler reads it, or the
+    handler returns a response of its own.
     """
 
     def mark(handler: T) -> T:
@@ -226,6 +238,7 @@ def operation(
             body_limit,
             body_values,
             hidden,
+            events or {},
             binary,
         )
         setattr(handler, _MARK, made)
@@ -246,12 +259,15 @@ def build_routes(app: web.Application, modules: Iterable[types.ModuleType]) -> N
 
 
 async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns or raises. It is cancelled with the request's handler, and when the client has gone."""
-    task = asyncio.create_task(work)
+    """What ``work`` returns or raises. It is cancelled with the request's handler, when the client has gone, and when the
+    server goes down."""
+    task, closing = asyncio.create_task(work), request.app[SERVICE].closing
     try:
         while not (await asyncio.wait([task], timeout=GONE_SECONDS))[0]:
             if request.transport is None or request.transport.is_closing():
                 raise Problem(400, "The client has gone.", kind="gone")
+            if closing.is_set():
+                raise Problem(503, "The server is going down.", kind="closing", headers={"Retry-After": "5"})
         return task.result()
     finally:
         task.cancel()
@@ -295,7 +311,7 @@ def _refuse_many_values(body: bytes, most: int) -> None:
     for found, limit, what in (
         (count(b","), most, "values"),
         (count(b"{") + count(b"["), most // 10, "tables and lists"),
-        (count(b":"), most // 5, "keys"),
+        (count(b":"), most // 10, "keys"),
     ):
         if found > limit:
             detail = f"The body holds {found} {what}; at most {limit} are read."

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import tempfile
 import time
+from collections.abc import Container
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,8 +74,9 @@ def _interface() -> type[External]:
 class Outside:
     """The runs that were asked for lately."""
 
-    def __init__(self, data: Path, registry: Registry) -> None:
-        self._data, self._registry = data, registry
+    def __init__(self, data: Path, registry: Registry, in_use: Container[str] = ()) -> None:
+        """``in_use``: the runs that requests are about at the moment; their connections stay open."""
+        self._data, self._registry, self._in_use = data, registry, in_use
         self._runs: dict[str, OutsideRun] = {}
 
     async def run(self, run: str) -> OutsideRun:
@@ -92,7 +94,8 @@ class Outside:
 
     async def _close_idle(self) -> None:
         for run, kept in list(self._runs.items()):
-            if time.monotonic() - kept.used > IDLE_SECONDS:
+            idle = time.monotonic() - kept.used > IDLE_SECONDS and run not in self._in_use
+            if idle and self._runs.get(run) is kept:  # another request may have closed it while this one waited
                 del self._runs[run]
                 await kept.external.close()
 

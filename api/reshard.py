@@ -142,7 +142,7 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 def _bucket_bytes(text: str) -> int:
     try:
-        size = parse_size(int(text) if text.isdecimal() else text)
+        size = parse_size(text)
     except ValueError as error:
         raise PlanRefused(f"--bucket: {text!r} is {error}") from None
     if not isinstance(size, int) or size < SMALLEST_BUCKET:

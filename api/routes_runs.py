@@ -55,11 +55,11 @@ SHARES = ("busy", "waiting_input", "waiting_room", "other", "wall", "rows", "tok
     sends={"Location": "Where the run is."},
 )
 async def submit_run(
-    service: Service, request: web.Request, headers: SubmitHeaders, body: RecipeSubmission
+    service: Service, request: web.Request, headers: SubmitHeaders, body: RecipeSubmission, raw: bytes
 ) -> Reply[RunView]:
     """Submits a run. It begins when fewer than the server's limit are active; until then `position` says how many are before
     it. A repeat under the same `Idempotency-Key` within a day makes no second one."""
-    recipe = Recipe.from_json((await checked(service, request, body, plan=False))["recipe"])
+    recipe = Recipe.from_json((await checked(service, request, raw, plan=False))["recipe"])
     waiting, _ = await service.registry.list(state="created", limit=1)
     if waiting and (waiting[0].position or 0) >= service.settings.max_waiting:
         detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."

@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from api.exits import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE, OF_STATE
 from api.keyring import DEFAULT_SERVER, SERVER_VARIABLE, TOKEN_VARIABLE, KeyringError, find_token, forget, remember
+from api.screen import complain, safe_console, write
+from orchestration.escapes import escaped
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from api.client import ApiProblem, Client, ServiceError
     from api.schemas import RunView, SampleView
 
@@ -77,7 +81,7 @@ def _complete_run(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str, st
 def _complete_recipe(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str, str]]:
     for recipe in _completed(ctx.params.get("server"), lambda client: client.recipes()) or ():
         if recipe.name.startswith(incomplete):
-            yield recipe.name, recipe.description
+            yield recipe.name, escaped(recipe.description)
     yield from recipe_files(incomplete)
 
 
@@ -111,9 +115,9 @@ def list_(
 
     runs = _ask(server, listed)
     if as_json:
-        print(json.dumps([run.model_dump(mode="json") for run in runs]))
+        write(json.dumps([run.model_dump(mode="json") for run in runs]))
     elif runs:
-        Console(width=None if sys.stdout.isatty() else WIDE).print(runs_table(runs, time.time()))
+        safe_console(width=None if sys.stdout.isatty() else WIDE).print(runs_table(runs, time.time()))
     else:
         which = " with these filters" if state or name or owner else ""
         _say(f"No runs{which} at {server}. Start one: asyncdock runs start mock --watch")
@@ -152,10 +156,10 @@ def start(
         _say(f"Started {view.id}")
         _watch(server, view.id, as_json=as_json, plain=plain)
     elif as_json:
-        print(view.model_dump_json())
+        write(view.model_dump_json())
     else:
         queued = f"; it is number {view.position} in the queue" if view.position else ""
-        print(view.id)
+        write(view.id)
         _say(f"Started{queued}. Watch it: asyncdock runs watch {view.id}")
 
 
@@ -214,7 +218,7 @@ def logs(
 ) -> None:
     """Print the last lines of a run's logs."""
     text = _ask(server, lambda client: client.logs(run, worker=worker, lines=lines), run)
-    print(json.dumps({"run": run, "worker": worker, "lines": text.splitlines()}) if as_json else text.rstrip("\n"))
+    write(json.dumps({"run": run, "worker": worker, "lines": text.splitlines()}) if as_json else text.rstrip("\n"))
 
 
 @runs_app.command()
@@ -238,11 +242,11 @@ def samples(
 
     told = _ask(server, found, run)
     if as_json:
-        print(json.dumps([sample.model_dump(mode="json") for sample in told]))
+        write(json.dumps([sample.model_dump(mode="json") for sample in told]))
         return
-    console = Console()
+    shown = safe_console()
     for sample in told:
-        _print_sample(sample, console)
+        _print_sample(sample, shown)
     if not told:
         _say("No trained samples fit.")
 
@@ -261,7 +265,7 @@ def delete(
         if not typer.confirm(f"Remove {run} with its checkpoints and logs, for good?", err=True):
             _end("Nothing was removed.", FAILED)
     _ask(server, lambda client: client.delete(run), run)
-    print(json.dumps({"deleted": run})) if as_json else _say(f"Removed {run}.")
+    write(json.dumps({"deleted": run})) if as_json else _say(f"Removed {run}.")
 
 
 def login(server: ServerOption = DEFAULT_SERVER) -> None:
@@ -416,7 +420,7 @@ def _recipe(recipe: str, sets: Sequence[str]) -> tuple[str | dict[str, Any], dic
 
 def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
     """Show ``run`` until it ends, and end with the exit code of how it did."""
-    console = Console(stderr=as_json)
+    screen = safe_console(stderr=as_json)
     shown: list[Callable[[str], None]] = [_say]
 
     def say(failure: ServiceError, seconds: float) -> None:
@@ -424,7 +428,7 @@ def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
 
     async def watching(client: Client) -> RunView:
         try:
-            return await watch_run(client, run, console, json=as_json, plain=plain, shown=shown)
+            return await watch_run(client, run, screen, json=as_json, plain=plain, shown=shown)
         except asyncio.CancelledError:
             _say(f"\nThe run goes on. Watch it again: asyncdock runs watch {run}   Stop it: asyncdock runs stop {run}")
             raise
@@ -432,7 +436,7 @@ def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
     view = _ask(server, watching, run, say=say)
     if not as_json:
         reason = f" ({view.reason})" if view.reason else ""
-        console.print(f"{view.id}: {view.state}{reason}", markup=False, highlight=False, soft_wrap=True)
+        screen.print(f"{view.id}: {view.state}{reason}", markup=False, highlight=False, soft_wrap=True)
     if view.state == "failed":
         _say(f"See what its workers said: asyncdock runs logs {view.id}")
     raise typer.Exit(OF_STATE[view.state])
@@ -475,7 +479,7 @@ def runs_table(runs: Sequence[RunView], now: float) -> Table:
         state = f"queued {run.position}" if run.position else run.state
         table.add_row(
             run.id,
-            f"[{STATE_STYLES[run.state]}]{state}[/]" if run.state in STATE_STYLES else state,
+            Text(state, style=STATE_STYLES.get(run.state, "")),
             f"{run.steps_done}/{run.steps}",
             number(run.reward, ".3f"),
             _took(run, now),
@@ -527,13 +531,13 @@ def _print_sample(sample: SampleView, console: Console) -> None:
 
 def _show(view: RunView, as_json: bool) -> None:
     if as_json:
-        print(view.model_dump_json())
+        write(view.model_dump_json())
     else:
-        Console().print(run_table(view, time.time()), markup=False, highlight=False)
+        safe_console().print(run_table(view, time.time()), markup=False, highlight=False)
 
 
 def _moved(view: RunView, as_json: bool) -> None:
-    print(view.model_dump_json()) if as_json else _say(f"{view.id}: {view.state}")
+    write(view.model_dump_json()) if as_json else _say(f"{view.id}: {view.state}")
 
 
 def _when(unix: float | None) -> str:
@@ -548,7 +552,7 @@ def _took(run: RunView, now: float) -> str:
 
 def _say(text: str) -> None:
     """A line to the person, on standard error: standard output is for what was asked."""
-    print(text, file=sys.stderr, flush=True)
+    complain(text)
 
 
 def _end(text: str, code: int) -> NoReturn:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from api.exits import BAD_INPUT, FAILED
+from api.screen import complain
 
 if TYPE_CHECKING:  # what is served is imported when it is: `asyncdock runs list` reads this module too
     from api.service import Settings
@@ -58,6 +59,10 @@ def serve_command(
     allow_dataset: Annotated[
         list[str] | None, typer.Option("--allow-dataset", metavar="MODULE:FUNCTION", help="Repeatable.")
     ] = None,
+    allow_listen: Annotated[
+        list[str] | None,
+        typer.Option("--allow-listen", metavar="HOST", help="Address on which runs may open ports. Repeatable."),
+    ] = None,
     require_token: Annotated[bool, typer.Option("--require-token", help="On loopback too.")] = False,
     host_name: Annotated[
         list[str] | None,
@@ -94,6 +99,7 @@ def serve_command(
             allow_algorithms=frozenset(allow_algorithm or ()),
             allow_engines=frozenset(allow_engine or ()),
             allow_datasets=frozenset(allow_dataset or ()),
+            allow_listen=frozenset(allow_listen or ()),
             require_token=require_token,
             hosts=tuple(host_name or ()),
             tls_certificate=tls_certificate,
@@ -141,5 +147,5 @@ async def _serve(settings: Settings) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
+    complain(message)
     raise typer.Exit(BAD_INPUT)

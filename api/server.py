@@ -73,7 +73,7 @@ def build_app(settings: Settings, url: str, registry: Registry, checks: Checks |
     service = Service(settings, url, registry, Tokens(registry.link), checks)
     app[SERVICE] = service
     watch(app)
-    document: Callable[[], dict[str, Any]] = functools.cache(_document)
+    document: Callable[[], dict[str, Any]] = functools.cache(functools.partial(_document, settings.tokens_needed))
     app[DOCUMENT] = document
     build_routes(app, ROUTES)
     app.on_response_prepare.append(secure)
@@ -82,10 +82,10 @@ def build_app(settings: Settings, url: str, registry: Registry, checks: Checks |
     return app
 
 
-def _document() -> dict[str, Any]:
+def _document(tokens: bool) -> dict[str, Any]:
     from api.openapi import openapi_document  # what it imports would be a fifth of a server's start, and few ask for it
 
-    return openapi_document(ROUTES, version=importlib.metadata.version("asyncdock"))
+    return openapi_document(ROUTES, version=importlib.metadata.version("asyncdock"), tokens=tokens)
 
 
 async def _closing(app: web.Application) -> None:

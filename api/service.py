@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,11 @@ class Settings(BaseModel):
 
     ``index``: a URL, or "" for a server of its own under ``data``. ``runs``: how many go at the same time; 0: others run
     them. ``roots``: below these must lie every path in a recipe. ``recipes``: folders of stored recipes, before the
-    package's. ``allow_*``: ``module:name`` that a recipe may name beside what is installed. ``hosts``: further names that it
-    is reached by (behind a proxy); with any, a token is needed. ``header_seconds``: in which a request's headers come.
-    ``max_connections``, ``max_connections_per_address``: 0: as the limit of open files allows. ``rate``, ``burst``: requests
-    a second of one client, and how many at once. ``max_waiting``: runs in the queue; ``max_workers``, ``max_arena``: what
-    one recipe may ask for.
+    package's. ``allow_*``: ``module:name`` that a recipe may name beside what is installed; ``allow_listen``: addresses on
+    which its runs may open ports. ``hosts``: further names that it is reached by (behind a proxy); with any, a token is
+    needed. ``header_seconds``: in which a request's headers come. ``max_connections``, ``max_connections_per_address``: 0:
+    as the limit of open files allows. ``rate``, ``burst``: requests a second of one client, and how many at once.
+    ``max_waiting``: runs in the queue; ``max_workers``, ``max_arena``: what one recipe may ask for.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,6 +62,7 @@ class Settings(BaseModel):
     allow_algorithms: frozenset[str] = frozenset()
     allow_engines: frozenset[str] = frozenset()
     allow_datasets: frozenset[str] = frozenset()
+    allow_listen: frozenset[str] = frozenset()
     require_token: bool = False
     hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None
@@ -101,7 +103,8 @@ class Service:
         self._own_checks = checks is None
         self.closing = asyncio.Event()
         self.watching = Watching()
-        self.outside = Outside(settings.data, registry)
+        self._in_use: Counter[str] = Counter()
+        self.outside = Outside(settings.data, registry, self._in_use)
         self.most_held, self._held = MOST_HELD, 0
         self._indexes: dict[str, tuple[Index, float]] = {}
 
@@ -161,12 +164,26 @@ class Service:
             raise Problem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
         return token
 
+    @contextlib.contextmanager
+    def using(self, run: str | None) -> Iterator[None]:
+        """For as long as a request is about ``run``: connections to it stay open."""
+        if run is None:
+            yield
+            return
+        self._in_use[run] += 1
+        try:
+            yield
+        finally:
+            self._in_use[run] -= 1
+            if not self._in_use[run]:
+                del self._in_use[run]
+
     async def close_idle(self) -> None:
         """Close the connections to ended runs that nobody asks for any more, now and then, until cancelled."""
         while True:
             await asyncio.sleep(IDLE_SECONDS / 10)
             for run, (index, used) in list(self._indexes.items()):
-                if time.monotonic() - used < IDLE_SECONDS:
+                if time.monotonic() - used < IDLE_SECONDS or run in self._in_use:
                     continue
                 try:
                     over = (await self.registry.get(run)).state in ENDED
@@ -174,7 +191,7 @@ class Service:
                     over = True
                 except ConnectionError:
                     continue
-                if over:
+                if over and self._indexes.get(run) == (index, used):  # nobody has asked for it meanwhile
                     del self._indexes[run]
                     await index.close()
 

@@ -14,6 +14,7 @@ import typer
 
 from api.exits import BAD_INPUT, INTERRUPTED, NO_SERVICE
 from api.keyring import DEFAULT_SERVER, KeyringError, find_token
+from api.screen import complain, write
 
 
 def track_command(
@@ -39,7 +40,7 @@ def track_command(
         _refuse(str(refused))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    print(f"{count} points of {folder.name} are in {place}")
+    write(f"{count} points of {folder.name} are in {place}")
 
 
 async def _of_folder(folder: Path, to: str, into: Path) -> int:
@@ -66,7 +67,7 @@ async def _of_server(run: str, to: str, into: Path, server: str) -> int:
                 lambda key: TRACKERS[to](into, run, recipe, key),
             )
     except ServiceError as error:
-        typer.echo(f"error: {error}", err=True)
+        complain(f"error: {error}")
         unknown = isinstance(error, ApiProblem) and error.status == 404
         raise typer.Exit(BAD_INPUT if unknown else NO_SERVICE) from None
     except (KeyringError, ValueError) as error:
@@ -74,5 +75,5 @@ async def _of_server(run: str, to: str, into: Path, server: str) -> int:
 
 
 def _refuse(text: str) -> NoReturn:
-    typer.echo(f"error: {text}", err=True)
+    complain(f"error: {text}")
     raise typer.Exit(BAD_INPUT)

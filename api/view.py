@@ -6,8 +6,11 @@ a terminal ──▶ LiveView      --plain, or no terminal ──▶ PlainView  
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
+
+from api.screen import Safe, write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +30,7 @@ class JsonView:
     def event(self, event: Event) -> None:
         from orchestration.metrics import event_json
 
-        print(event_json(event), flush=True)
+        write(event_json(event))
 
 
 @contextlib.contextmanager
@@ -38,12 +41,12 @@ def viewing(
     from api.terminal import LiveView, PlainView
 
     if json:
-        yield JsonView(), console.print
+        yield JsonView(), functools.partial(console.print, markup=False)
     elif plain or not console.is_terminal:
-        yield PlainView(progress, console), console.print
+        yield PlainView(progress, console), functools.partial(console.print, markup=False)
     else:
         from rich.live import Live
 
         view = LiveView(progress, console)
-        with Live(get_renderable=view.render, console=console, refresh_per_second=REDRAWS_PER_SECOND):
+        with Live(get_renderable=lambda: Safe(view.render()), console=console, refresh_per_second=REDRAWS_PER_SECOND):
             yield view, view.notify

@@ -53,10 +53,11 @@ class Found:
 
 
 class Served:
-    """``with Served(…) as (url, token)``: a server of its own that executes nothing, and an admin's token."""
+    """``with Served(…) as (url, token)``: a server of its own that executes nothing, and an admin's token. ``module``: what
+    is started. ``log``: what it wrote, once it has ended."""
 
-    def __init__(self, *options: str) -> None:
-        self.options = options
+    def __init__(self, *options: str, module: str = "api.cli") -> None:
+        self.options, self.module, self.log = options, module, ""
 
     def __enter__(self) -> tuple[str, str]:
         self._home = tempfile.TemporaryDirectory(prefix="adk-")
@@ -71,13 +72,13 @@ class Served:
             return text
 
         token = asyncio.run(make())
-        self._log = (Path(self._home.name) / "log").open("wb")
-        command = [sys.executable, "-P", "-m", "api.cli", "serve", "--data", str(data), "--listen", "127.0.0.1:0"]
+        self._file = (Path(self._home.name) / "log").open("wb")
+        command = [sys.executable, "-P", "-m", self.module, "serve", "--data", str(data), "--listen", "127.0.0.1:0"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self._server = subprocess.Popen(
             [*command, "--runs", "0", *self.options],
             stdout=subprocess.PIPE,
-            stderr=self._log,
+            stderr=self._file,
             text=True,
             cwd=ROOT,
             env=environment,
@@ -92,7 +93,8 @@ class Served:
         self._server.terminate()
         self._server.wait(60)
         self._index.stop()
-        self._log.close()
+        self._file.close()
+        self.log = (Path(self._home.name) / "log").read_text()
         self._home.cleanup()
 
 

@@ -89,9 +89,10 @@ def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tupl
 
 
 def rollout_engine(
-    recipe: Recipe, *, version: int, weights: Path | None = None, shared: Path | None = None
+    recipe: Recipe, *, version: int, weights: Path | None = None, shared: Path | None = None, secret: bytes = b""
 ) -> RolloutEngine:
-    """``shared`` is a folder in shared memory for this engine alone, that need not be there yet; None makes one."""
+    """``shared`` is a folder in shared memory for this engine alone, that need not be there yet; None makes one. ``secret``
+    is what the run's nodes know each other by, for an engine that receives weights itself."""
     if recipe.colocated:
         return colocated_engine(recipe, Ranks(0, recipe.train.dp, recipe.train.tp), version=version, weights=weights)
     if recipe.rollout.engine not in BUILT_IN["rollout"]:
@@ -110,7 +111,7 @@ def rollout_engine(
     if recipe.rollout.engine == "vllm":
         shared = shared or Path(tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory()))
         try:
-            return _vllm_engine(recipe, version, weights, shared)
+            return _vllm_engine(recipe, version, weights, shared, secret)
         except BaseException:  # an engine that is made removes it when it is closed
             shutil.rmtree(shared, ignore_errors=True)
             raise
@@ -156,34 +157,37 @@ def _torch_engine(
     )
 
 
-def weight_publisher(recipe: Recipe, shared: Path) -> Publisher:
+def weight_publisher(recipe: Recipe, shared: Path, secret: bytes) -> Publisher:
     """Where the train engine of this process (the first of its ranks) puts its weights; ``shared`` is the run's folder in
-    shared memory."""
+    shared memory, ``secret`` what the run's nodes know each other by."""
     store = WeightStore(shared)
     if recipe.sync.transport == "shared_memory":
         return store
     from stages.weight_link import WeightSender
 
     device = devices.of_rank(devices.select("cpu" if recipe.train.engine == "mock" else recipe.train.device), 0)
+    tls = recipe.pipeline.tls_contexts()
     try:
-        return WeightSender(store, device, host=recipe.sync.serve)
+        return WeightSender(store, device, host=recipe.sync.serve, secret=secret, tls=tls and tls[0])
     except OSError as error:
         fix = "give the address under which engines reach the node that trains"
         raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error
 
 
-def weight_reader(recipe: Recipe, shared: Path) -> Reader:
+def weight_reader(recipe: Recipe, shared: Path, secret: bytes) -> Reader:
     """Where a rollout engine gets the weights that :func:`weight_publisher` has."""
     if recipe.sync.transport == "shared_memory":
         return WeightStore(shared)
     from stages.weight_link import WeightReceiver
 
     device = devices.select("cpu" if recipe.rollout.engine == "mock" else recipe.rollout.device)
-    return WeightReceiver(device)
+    tls = recipe.pipeline.tls_contexts()
+    return WeightReceiver(device, secret=secret, tls=tls and tls[1])
 
 
-def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Path) -> RolloutEngine:
+def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Path, secret: bytes) -> RolloutEngine:
     from stages.engines.vllm_rollout import VllmCollectiveEngine, VllmRolloutEngine
+    from stages.weight_link import Credentials
 
     rollout = recipe.rollout
     folder = weights or shared / "model"
@@ -193,7 +197,10 @@ def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Pat
         model, tokenizer = _model(recipe, None)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    engine = VllmCollectiveEngine if recipe.sync.transport == "collective" else VllmRolloutEngine
+    engine: type[VllmRolloutEngine] = VllmRolloutEngine
+    if recipe.sync.transport == "collective":
+        engine = VllmCollectiveEngine
+        Credentials(secret, recipe.pipeline.tls_authority if recipe.pipeline.tls_certificate else None).write(shared)
     return engine(
         folder,
         shared=shared,
@@ -229,6 +236,8 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
 
     model, _ = _model(recipe, dtype="float32" if mixed else "")
     ranks = ranks or Ranks(0)
+    if meeting is not None:  # torch would let all users read it
+        os.close(os.open(meeting, os.O_CREAT | os.O_WRONLY, 0o600))
     return ShardedTrainEngine(
         model,
         ranks,

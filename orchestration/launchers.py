@@ -19,6 +19,7 @@ from pipeline.index import INDEX_VARIABLE
 
 EXIT_FATAL = 3  # of a worker: nothing that a restart could mend
 EXIT_FAILED = 1
+EXIT_NOT_STARTED = 4  # before it was ready, by an error that may pass
 
 
 class Life(Protocol):
@@ -32,7 +33,7 @@ class Life(Protocol):
         """What it died of together with others; None when it was alone. Known once it has ended."""
 
     async def wait(self) -> int:
-        """The exit code: 0 done, ``EXIT_FATAL`` what no restart mends, anything else died."""
+        """The exit code: 0 done, ``EXIT_FATAL`` what no restart mends, ``EXIT_NOT_STARTED`` what may, anything else died."""
 
     def kill(self) -> None:
         """End it now. Harmless when it has ended."""
@@ -53,12 +54,9 @@ class InlineLife:
 
     async def wait(self) -> int:
         await asyncio.wait([self._work])
-        from orchestration.worker import FATAL
+        from orchestration.worker import exit_code
 
-        if self._work.cancelled():
-            return EXIT_FAILED
-        error = self._work.exception()
-        return 0 if error is None else EXIT_FATAL if isinstance(error, FATAL) else EXIT_FAILED
+        return EXIT_FAILED if self._work.cancelled() else exit_code(self._work.exception())
 
     def kill(self) -> None:
         self._work.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -12,10 +13,12 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 import structlog.tracebacks
+
+from orchestration.escapes import escaped
 
 LIMITED = ("warning", "error", "exception", "critical")
 MOST_KINDS = 1000  # of lines that are counted
@@ -143,6 +146,17 @@ def write_traceback(error: BaseException, path: Path) -> str:
     return "(nowhere: no file can be written)"
 
 
+def _escape(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """What others have said, as a terminal may show it."""
+    return {key: escaped(value) if isinstance(value, str) else value for key, value in event.items()}
+
+
+def _plain_traceback(out: TextIO, error: structlog.typing.ExcInfo) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, error)
+    out.write(escaped(text.getvalue()))
+
+
 def configure(*, terminal: bool | None = None, errors: Path | None = None) -> None:
     """Send logs to standard error. ``terminal`` chooses the form; by default it is looked up. Tracebacks go to the file
     ``errors`` (on a terminal by default :func:`errors_file`), unless ``ASYNCDOCK_TRACE`` is set."""
@@ -159,8 +173,8 @@ def configure(*, terminal: bool | None = None, errors: Path | None = None) -> No
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
             *([_Tracebacks(errors)] if errors else []),
-            *([] if shown else [structlog.processors.ExceptionRenderer(_TRACEBACKS)]),
-            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+            *([_escape] if shown else [structlog.processors.ExceptionRenderer(_TRACEBACKS)]),
+            structlog.dev.ConsoleRenderer(exception_formatter=_plain_traceback)
             if shown
             else structlog.processors.JSONRenderer(),
         ],

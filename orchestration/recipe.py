@@ -37,6 +37,7 @@ from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
 from stages.json_schema import only_where, schema_of, unit
 from stages.prompt_files import Reading
 from stages.prompts import PromptOptions
+from stages.reward_functions import said_of
 from stages.tasks import CONFIGS
 
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -183,7 +184,7 @@ class RolloutSection(Section):
     threads: CountOrNone = Field(default=0, description="CPU threads of one worker. 0: shared out by the launcher.")
     vllm: VllmSection = VllmSection()
     mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = Field(
-        default={}, description='Latency model of `engine = "mock"`.'
+        default_factory=dict, description='Latency model of `engine = "mock"`.'
     )
 
 
@@ -220,7 +221,7 @@ class AlgorithmSection(Section):
         default=8, description="Responses to each prompt (N), which are compared with one another."
     )
     options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = Field(
-        default={}, description="Arguments of the algorithm's class; those of `grpo` follow."
+        default_factory=dict, description="Arguments of the algorithm's class; those of `grpo` follow."
     )
 
     @classmethod
@@ -272,7 +273,7 @@ class TrainSection(Section):
     )
     threads: CountOrNone = Field(default=0, description="CPU threads of one rank. 0: shared out by the launcher.")
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = Field(
-        default={}, description='Latency model of `engine = "mock"`.'
+        default_factory=dict, description='Latency model of `engine = "mock"`.'
     )
 
     @property
@@ -592,17 +593,22 @@ def override(data: dict[str, Any], key: str, value: Any, where: str = "override"
         return Problem(where, text, "is not a key", "write for example train.steps")
     at: Any = data
     for part in parts[:-1]:
-        at = at[int(part)] if isinstance(at, list) and part.isdecimal() and int(part) < len(at) else _table(at, part)
+        at = at[int(part)] if _in_list(at, part) else _table(at, part)
         if not isinstance(at, dict | list):
             return Problem(where, text, f"{part} is a value, not a section", "name an existing section")
     last = parts[-1]
     if isinstance(at, list):
-        if not last.isdecimal() or int(last) >= len(at):
+        if not _in_list(at, last):
             return Problem(where, text, f"{parts[-2]} is a list of {len(at)}", f"use an index below {len(at)}")
         at[int(last)] = value
     else:
         at[last] = value
     return None
+
+
+def _in_list(at: Any, part: str) -> bool:
+    """Whether ``part`` is the number of an entry of ``at``."""
+    return isinstance(at, list) and re.fullmatch("[0-9]{1,9}", part) is not None and int(part) < len(at)
 
 
 def _table(at: Any, part: str) -> Any:
@@ -672,7 +678,7 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
         return Problem(key, value, f"is a {_toml_type(value)}", f"write {TYPES[kind]}")
     if kind == "value_error":
         message = str(context["error"])
-        if named := NAMES_ITS_KEY.fullmatch(message):  # said of a section as a whole
+        if (named := NAMES_ITS_KEY.fullmatch(message)) and isinstance(value, Mapping):  # said of a section as a whole
             return Problem(named["key"], value.get(named["key"].split(".")[1]), *wrong_and_fix(named["wrong"]))
         return Problem(key, value, *wrong_and_fix(f"is {message}"))
     if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
@@ -686,6 +692,14 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
     if kind in ("too_short", "too_long", "string_too_short"):
         return Problem(key, value, "has the wrong length", error["msg"])
     return Problem(key, value, error["msg"])
+
+
+def _key_of(error: Mapping[str, Any]) -> str:
+    """The key that one of pydantic's errors of a whole section names; "" where it names none."""
+    if error["type"] != "value_error" or not isinstance(error["input"], Mapping):
+        return ""
+    named = NAMES_ITS_KEY.fullmatch(str(error["ctx"]["error"]))
+    return named["key"] if named else ""
 
 
 def _said_of(name: str, error: Exception) -> tuple[str, str]:
@@ -741,8 +755,11 @@ def _sound_part(data: Mapping[str, Any], error: ValidationError) -> tuple[Recipe
     new = errors
     while new:
         for item in new:
-            # An entry of a list makes the list as a whole unsound.
+            # An entry of a list makes the list as a whole unsound; what a section says of one of its keys, that key.
             loc = list(itertools.takewhile(lambda part: isinstance(part, str), item["loc"]))
+            named = _key_of(item)
+            if named and named not in unsound:
+                loc = named.split(".")
             unsound.add(".".join(loc))
             at: Any = sound
             for part in loc[:-1]:
@@ -759,7 +776,9 @@ def _sound_part(data: Mapping[str, Any], error: ValidationError) -> tuple[Recipe
             return Recipe.model_validate(sound, strict=True), unsound, errors
         except ValidationError as again:
             new = [dict(item) for item in again.errors() if ".".join(map(str, item["loc"])) not in unsound]
-            errors = errors + [item for item in new if item["loc"][0] not in stood_in]
+            known = [(item["loc"], item["msg"]) for item in errors]
+            shown = [item for item in new if item["loc"][0] not in stood_in]
+            errors = errors + [item for item in shown if (item["loc"], item["msg"]) not in known]
     raise error
 
 
@@ -842,7 +861,11 @@ def _vllm_fits(recipe: Recipe) -> Iterator[Problem]:
 
 def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, Any]) -> Iterator[Problem]:
     """What ``constructor`` (a pydantic model, a dataclass, a function) does not take of ``options``."""
-    allowed = list(inspect.signature(constructor).parameters)
+    try:
+        allowed = list(inspect.signature(constructor).parameters)
+    except (TypeError, ValueError) as error:
+        yield Problem(key, options, f"cannot be checked ({error})", "name a class or a function")
+        return
     if isinstance(constructor, type) and issubclass(constructor, BaseModel):
         try:
             constructor.model_validate(options, strict=True)
@@ -855,8 +878,9 @@ def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, A
         yield Problem(f"{key}.{option}", options[option], "is not a known key", suggest(option, allowed))
     try:
         constructor(**{option: value for option, value in options.items() if option not in unknown})
-    except (TypeError, ValueError) as error:
-        yield Problem(key, options, f"is refused ({error})", f"it takes {', '.join(allowed)}")
+    except Exception as error:  # whatever a constructor of the user's does
+        reason = error if isinstance(error, TypeError | ValueError) else said_of(error)
+        yield Problem(key, options, f"is refused ({reason})", f"it takes {', '.join(allowed)}")
 
 
 def _task_takes_config(recipe: Recipe) -> Iterator[Problem]:
@@ -979,7 +1003,7 @@ def _tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, value, "is missing", f"give all of {', '.join(files)}, or none for no TLS")
         elif not Path(value).is_file():
             yield Problem(key, value, "is no file", "give the path of a PEM file")
-    if not recipe.pipeline.serve:
+    if not recipe.pipeline.serve and recipe.sync.transport != "collective":
         wrong = "serves nobody, so that TLS has nothing to protect"
         yield Problem("pipeline.serve", "", wrong, "set pipeline.serve = '0.0.0.0', or take the tls_ keys out")
     if all(Path(value).is_file() for value in files.values()):
@@ -1006,7 +1030,13 @@ def _external_fits(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _reference_is_asked(recipe: Recipe) -> Iterator[Problem]:
-    if not recipe.ours("reference") and not recipe.needs_reference:
+    if recipe.ours("reference"):
+        return
+    try:
+        needed = recipe.needs_reference
+    except Exception:  # said of the algorithm itself
+        return
+    if not needed:
         wrong = f"holds 'reference', which algorithm.name = {recipe.algorithm.name!r} with these options never asks"
         fix = "set algorithm.options.kl_coef > 0, or take 'reference' out"
         yield Problem("external.stages", recipe.external.stages, wrong, fix)
@@ -1155,7 +1185,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
             "launch.placement",
         ),
     ),
-    (_tls_files_fit, ("pipeline.serve", *(f"pipeline.{name}" for name in TLS_FILES))),
+    (_tls_files_fit, ("pipeline.serve", "sync.transport", *(f"pipeline.{name}" for name in TLS_FILES))),
     (_schedule_fits, ("train.warmup_steps", "train.steps")),
     (_evaluation_has_prompts, ("evaluate", "prompts.held_out")),
     (_threads_exist, ("rollout.threads", "train.threads")),

@@ -3,7 +3,7 @@
     recipe ──▶ prompts: each row ──▶ model: config, tokenizer, headers ──▶ devices ──▶ disk, shared memory ──▶ problems
                  └────────────── within one Reading: rows, bytes, seconds ──┘
 
-Nothing here imports torch or loads weights.
+Nothing here loads weights, and torch is imported only to ask its engines about a model of the user's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from orchestration import model_files
 from orchestration.problems import Problem, format_size, suggest, wrong_and_fix
 from pipeline.warehouse import shared_memory_directory
 from stages.device_names import device_fault
+from stages.engines.factories import BUILT_IN, Side, engine_names
 from stages.prompt_check import PromptCheck
 from stages.prompt_files import Reading
 
@@ -119,8 +120,30 @@ def _model_can_be_loaded(recipe: Recipe, here: Surroundings) -> Iterator[Problem
         return
     ours = {recipe.rollout.engine: recipe.ours("rollout"), recipe.train.engine: recipe.ours("update")}
     weights = any(engine in ("torch", "vllm") for engine, is_ours in ours.items() if is_ours)
-    for wrong, fix in model_files.faults(folder, here.reading, weights=weights):
+    faults = list(model_files.faults(folder, here.reading, weights=weights))
+    for wrong, fix in faults:
         yield Problem("model.source", source, wrong, fix)
+    if not faults:
+        yield from _engines_run_the_model(recipe, folder)
+
+
+def _engines_run_the_model(recipe: Recipe, folder: Path) -> Iterator[Problem]:
+    engines: dict[Side, tuple[str, bool]] = {
+        "rollout": (recipe.rollout.engine, recipe.ours("rollout")),
+        "train": (recipe.train.engine, recipe.ours("update")),
+    }
+    sides = [side for side, (engine, is_ours) in engines.items() if engine == "torch" and is_ours]
+    if not sides:
+        return
+    import torch
+
+    from stages.engines.model_check import refusal
+
+    for side in sides:
+        if reason := refusal(folder, getattr(torch, recipe.model.dtype), side):
+            fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
+            wrong = f"cannot be run by {side}.engine = 'torch' ({reason})"
+            yield Problem("model.source", recipe.model.source, wrong, fix)
 
 
 def _context_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
@@ -132,17 +155,25 @@ def _context_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
         yield Problem("rollout.max_tokens", most, wrong, f"use a value < {context}")
 
 
-def _devices_are_here(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    sides = {
-        "rollout.device": (
-            recipe.rollout.device,
-            recipe.rollout.engine in ("torch", "vllm") and recipe.ours("rollout"),
-        ),
-        "train.device": (recipe.train.device, recipe.train.engine == "torch" and recipe.ours("update")),
-    }
-    for key, (name, used) in sides.items():
-        if used and here.devices and (fault := device_fault(name)):
-            yield Problem(key, name, *fault)
+def _rollout_device_is_here(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+    rollout = recipe.rollout
+    if here.devices and recipe.ours("rollout") and _is_ours("rollout", rollout.engine):
+        yield from _device("rollout.device", rollout.device)
+
+
+def _train_device_is_here(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+    if here.devices and recipe.ours("update") and _is_ours("train", recipe.train.engine):
+        yield from _device("train.device", recipe.train.device)
+
+
+def _is_ours(side: Side, engine: str) -> bool:
+    """Whether an engine of the package may be meant by a name, which need not be right: others know devices of their own."""
+    return engine != "mock" and ":" not in engine and (engine in BUILT_IN[side] or engine not in engine_names(side))
+
+
+def _device(key: str, name: str) -> Iterator[Problem]:
+    if fault := device_fault(name):
+        yield Problem(key, name, *fault)
 
 
 def _disk_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
@@ -152,20 +183,20 @@ def _disk_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     if free is None:
         return
     where = f"{format_size(free)} are free on the disk of {here.folder}"
-    each, count = checkpoint_bytes(recipe), recipe.checkpoint.keep + 1  # one more while it is written
-    logs = STEP_BYTES * recipe.train.steps
-    kept = recipe.pipeline.keep_samples
-    if each * count + logs > free:
-        what = f"keeps checkpoints of {format_size(each)}: {format_size(each * count)} with the one being written"
-        if each * (count - recipe.checkpoint.keep + 1) + logs > free:
-            fix = "free some, or run where there is more"
-        else:
-            fix = f"use a value <= {(free - logs) // each - 1}, or free some"
-        yield Problem("checkpoint.keep", recipe.checkpoint.keep, f"{what}, and {where}", fix)
-    elif kept > FEW_SAMPLES and each * count + logs + kept > free:
-        room = max(0, free - each * count - logs) // 2
-        beside = f", {format_size(each * count)} of which checkpoints take" if each else ""
-        fix = f"use at most '{room >> 20}MiB', half of what is left"
+    steps, logs = recipe.train.steps, STEP_BYTES * recipe.train.steps
+    keep, each = recipe.checkpoint.keep, checkpoint_bytes(recipe)
+    saved, kept = (keep + 1) * each, recipe.pipeline.keep_samples  # one more while it is written
+    if logs > free:
+        wrong = f"makes about {format_size(logs)} of metrics and logs, and {where}"
+        yield Problem("train.steps", steps, wrong, "free some, or run where there is more")
+    elif saved + logs > free:
+        wrong = f"is of {format_size(each)} each: {format_size(saved)} with the one being written, and {where}"
+        fits = (free - logs) // each - 1
+        fix = f"use a value <= {fits}, or free some" if fits >= 1 else "free some, or run where there is more"
+        yield Problem("checkpoint.keep", keep, wrong, fix)
+    elif kept > FEW_SAMPLES and saved + logs + kept > free:
+        beside = f", {format_size(saved)} of which checkpoints take" if saved else ""
+        fix = f"use at most '{(free - saved - logs) // 2 >> 20}MiB', half of what is left"
         yield Problem("pipeline.keep_samples", kept, f"is {format_size(kept)}, and {where}{beside}", fix)
 
 
@@ -190,16 +221,17 @@ def free_bytes(folder: Path) -> int | None:
     return None
 
 
-# Each with the keys (or sections) it reads, as in orchestration.recipe.CHECKS.
+# Each with the keys (or sections) it reads, as in orchestration.recipe.CHECKS: not those whose default serves as well.
 READING_CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
     (
         _prompts_can_be_read,
-        tuple(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "template", "split")),
+        tuple(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split")),
     ),
     (_chat_template_is_there, ("prompts", "model.source")),
-    (_model_can_be_loaded, ("model.source", "rollout.engine", "train.engine", "external")),
+    (_model_can_be_loaded, ("model", "rollout.engine", "train.engine", "external")),
     (_context_has_room, ("model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine")),
-    (_devices_are_here, ("rollout.device", "rollout.engine", "train.device", "train.engine", "external")),
+    (_rollout_device_is_here, ("rollout.device", "rollout.engine", "external")),
+    (_train_device_is_here, ("train.device", "train.engine", "external")),
     (
         _disk_has_room,
         (

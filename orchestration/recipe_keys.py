@@ -65,8 +65,9 @@ def _keys(prefix: str, table: Schema, root: Schema) -> Iterator[Key]:
 
 
 def _key(path: str, found: Schema, root: Schema, required: bool = False) -> Key:
-    default = found.get("x-default") or ("required" if required else _default(found))
-    return Key(path, _type(found, root), default, _anywhere("x-unit", found), found.get("description", ""))
+    kind = _type(found, root)
+    default = "required" if required else _default(found) or ("{}" if kind == "table" else "")
+    return Key(path, kind, default, _anywhere("x-unit", found), found.get("description", ""))
 
 
 def _target(found: Schema, root: Schema) -> Schema | None:

@@ -2,7 +2,7 @@
 
     launch ──▶ ready ──▶ … ──▶ exit 0: done
                  │ died: its leases end and its bytes come back at once ──▶ launch again, at most `max_restarts` times
-                 └ fatal, or too often: the run fails with that reason
+                 └ fatal, too often, or twice of one thing before it was ready: the run fails with that reason
 
     created → starting → running ⇄ paused → stopping → finished | stopped | failed
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from orchestration.launchers import EXIT_FATAL, Launcher, Life
+from orchestration.launchers import EXIT_FATAL, EXIT_NOT_STARTED, Launcher, Life
 from pipeline.index import Index, worker_name
 
 log = structlog.get_logger()
@@ -68,6 +68,7 @@ class Supervisor:
         self.restarts = 0
         self._lives: dict[tuple[str, int], Life] = {}
         self._fates: list[object] = []
+        self._not_started: dict[tuple[str, int], str] = {}  # why, the last time
         self._stopping = False
         self._unready = {f"{kind}-{number}" for kind, number in self.workers}  # of those that were launched first
         self._began = "0"  # the last event before this supervisor's
@@ -154,7 +155,10 @@ class Supervisor:
                 await self.index.put(f"gang:{gang[0][0]}", names[gang[0]])
             for (kind, number), name in names.items():
                 await self.index.put(_life(kind, number), name)
-                life = await self.launcher.launch(self.index.run, self.index.url, kind, number, name)
+                try:
+                    life = await self.launcher.launch(self.index.run, self.index.url, kind, number, name)
+                except OSError as error:  # no process, no descriptor, no memory to be had
+                    raise _Failed(f"{kind}-{number} cannot be started: {error}") from error
                 self._lives[kind, number] = life
                 await self._tell(kind, number, "started", pid=life.pid)
             codes = await self._wait({worker: self._lives[worker] for worker in gang})
@@ -177,6 +181,10 @@ class Supervisor:
             for (kind, number), code in codes.items():
                 if code == EXIT_FATAL:
                     raise _Failed(f"{kind}-{number}: {reasons[kind, number] or ending(code)}")
+            if codes[first] == EXIT_NOT_STARTED:
+                if self._not_started.get(first) == reason:
+                    raise _Failed("{}-{} did not start, twice for the same reason: {}".format(*first, reason))
+                self._not_started[first] = reason
             if fate is None or fate not in self._fates:  # several that died of one thing count once
                 if self.restarts >= self.max_restarts:
                     kind, number = first

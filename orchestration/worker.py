@@ -39,7 +39,7 @@ from orchestration.engines import (
     weight_publisher,
     weight_reader,
 )
-from orchestration.launchers import EXIT_FAILED, EXIT_FATAL
+from orchestration.launchers import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.logs import Current, configure
 from orchestration.place import Place
 from orchestration.planner import flow_of, prompt_limits, reshard_plan, slab_bytes
@@ -50,6 +50,7 @@ from pipeline.controller import Controller, Stage
 from pipeline.dock import Dock
 from pipeline.index import INDEX_VARIABLE, BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
 from pipeline.spans import Spans
+from pipeline.warehouse import StaleHandle
 from stages.advantage import Advantage
 from stages.algorithms import build_algorithm
 from stages.aside import apart
@@ -80,8 +81,35 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# Nothing that a restart could mend.
+
+class CannotStart(RuntimeError):
+    """What the worker is made of cannot be used, and another attempt would find the same; the message is the cause's."""
+
+
+class NotStarted(RuntimeError):
+    """The worker could not be made, for a cause that may pass; the message is the cause's."""
+
+
+# What reading a model, a config, a file or options raises: the same at each attempt.
+LASTING = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    NotImplementedError,
+    ImportError,
+    AssertionError,
+    ArithmeticError,
+    MemoryError,
+    OSError,
+)
+# Of these, what another process has caused, which is about to come back.
+PASSING = (ConnectionError, TimeoutError, BlockingIOError, InterruptedError, StaleHandle)
+# Nothing that a restart could mend. Training is replayed with the same rows and weights.
 FATAL = (
+    CannotStart,
+    FloatingPointError,
+    NotImplementedError,
     BoundBroken,
     WrittenTwice,
     GateClosed,
@@ -137,6 +165,7 @@ class Worker:
         try:
             recipe, place = await self._documents()
             self.recipe, self.place = recipe, place
+            self.secret = (await self.index.get("secret") or "").encode()
             self.dock = Dock(
                 self.index,
                 flow_of(recipe).schema,
@@ -144,12 +173,12 @@ class Worker:
                 directory=place.shared,
                 lease=recipe.pipeline.lease_seconds,
                 slab=slab_bytes(recipe),
-                secret=(await self.index.get("secret") or "").encode(),
+                secret=self.secret,
                 tls=recipe.pipeline.tls_contexts(),
             )
             self._close.append(self.dock.close)
             await self.dock.join(recipe.pipeline.arena)
-            await getattr(self, f"_build_{self.kind}")()
+            await self._build()
             await self._tell("ready")
             log.info("ready")
             await self._work()
@@ -158,8 +187,8 @@ class Worker:
             first = _first(error)
             if not isinstance(first, asyncio.CancelledError):
                 log.error("worker failed", error=repr(first), trace="".join(traceback.format_exception(first)))
-                await self.index.put(f"reason:{self.name}", f"{type(first).__name__}: {first}")
-                raise first from None
+                await self.index.put(f"reason:{self.name}", _in_words(first))
+                raise first from first.__cause__
             raise
         finally:
             for close in reversed(self._close):
@@ -167,6 +196,21 @@ class Worker:
                 if asyncio.iscoroutine(result):
                     await result
             await self.index.close()
+
+    async def _build(self) -> None:
+        """Raises CannotStart for what no restart mends: at the run's start, when nothing else has changed anything yet."""
+        try:
+            await getattr(self, f"_build_{self.kind}")()
+        except FATAL:
+            raise
+        except Exception as error:
+            first = _first(error)
+            shared = str(getattr(first, "filename", "") or "").startswith(str(self.place.shared))
+            if isinstance(first, PASSING) or shared:  # in shared memory others come and go
+                raise
+            starting = (await self.index.state())[0] in ("created", "starting")
+            refused = CannotStart if starting and isinstance(first, LASTING) else NotStarted
+            raise refused(_in_words(first)) from first
 
     async def _documents(self) -> tuple[Recipe, Place]:
         recipe, place = await self.index.get("recipe"), await self.index.get("place")
@@ -276,6 +320,7 @@ class Worker:
             version=start.version if start else 0,
             weights=start.model if start else None,
             shared=self.place.shared / f"rollout-{self.number}",
+            secret=self.secret,
         )
         engine = await asyncio.to_thread(apart, make)  # loading a model computes in parallel, and generating does later
         self._close.append(engine.close)
@@ -285,7 +330,7 @@ class Worker:
         overlap = recipe.staleness_plan.slack > 0
         follower = Follower(
             self.index,
-            weight_reader(recipe, self.place.shared),
+            weight_reader(recipe, self.place.shared, self.secret),
             stage,
             controller,
             evaluator,
@@ -443,7 +488,7 @@ class Worker:
                 await tell(saved, requested=False)  # whoever wrote it was killed before it could say so
             await self.index.call("release", before=saved.version)
 
-        publisher = weight_publisher(recipe, self.place.shared)
+        publisher = weight_publisher(recipe, self.place.shared, self.secret)
         self._close.append(publisher.close)
         make_update = Update if shared is None else functools.partial(ColocatedUpdate, shared.turn)
         stage: Update = make_update(
@@ -481,6 +526,19 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, CannotStart | NotStarted) else f"{type(error).__name__}: {error}"
+
+
+def exit_code(error: BaseException | None) -> int:
+    """Of a worker that ended with ``error``."""
+    if error is None:
+        return 0
+    return (
+        EXIT_FATAL if isinstance(error, FATAL) else EXIT_NOT_STARTED if isinstance(error, NotStarted) else EXIT_FAILED
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=f"One worker of a run; started by the run's launcher, with the index's URL in {INDEX_VARIABLE}."
@@ -495,10 +553,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.path.append(os.getcwd())
     try:
         asyncio.run(Worker(options.run, os.environ[INDEX_VARIABLE], options.kind, options.number, options.name).run())
-    except FATAL:
-        sys.exit(EXIT_FATAL)
-    except Exception:
-        sys.exit(EXIT_FAILED)
+    except Exception as error:
+        sys.exit(exit_code(error))
 
 
 if __name__ == "__main__":

@@ -71,13 +71,19 @@ class Feed:
         await self.index.call("kept", below=self._position)
 
     async def run(self) -> None:
-        """Take prompts over as they come. Runs until it is cancelled."""
+        """Take prompts over as they come. Runs until it is cancelled. Raises PromptError when they have ended without one
+        that can be asked."""
         while True:
             came = await self.index.call("fed", **{"from": self._position, "most": AT_ONCE})
             if prompts := came["prompts"] or ():
                 await self._take(prompts)
             elif came["ended"] and not self.ended:
                 self.ended = True
+                if not self._rows:
+                    raise PromptError(
+                        f"prompts: all {self._position} prompts that were put are left out, and no more will come; see the "
+                        f"`prompt` events and {self.too_long.path}"
+                    )
                 await self.index.call("nudge", topic="version")
             else:
                 await self.index.wait("fed", came["wait"], WAIT_SECONDS)

@@ -13,7 +13,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.prompt_files import LINE_BYTES, PromptError, Reading, Row, kind_of, lines, open_file, parse_line
+from stages.prompt_files import (
+    LINE_BYTES,
+    PromptError,
+    Reading,
+    Row,
+    begins_list,
+    kind_of,
+    lines,
+    open_file,
+    parse_line,
+)
 from stages.prompts import (
     SHORT_CHARACTERS,
     PromptOptions,
@@ -72,17 +82,19 @@ class PromptCheck:
     def _jsonl(self, path: Path) -> Iterator[PromptError]:
         rows = 0
         for number, line in lines(path):
-            if not self.reading.spend(rows=1, nbytes=LINE_BYTES if line is None else len(line)):
-                return
+            if line is None or not self.reading.spend(rows=1, nbytes=len(line)):
+                return  # a line that is too long to be read is not passed over here
             where = f"{path}, line {number}"
             try:
-                row = None if line is None else parse_line(line, where)
-                rows += row is not None or line is None
+                row = parse_line(line, where)
                 if row is not None:
+                    rows += 1
                     self._row(row, where)
             except PromptError as error:
                 rows += 1
                 yield error
+                if number == 1 and begins_list(line):  # of all rows: no line of it would be right
+                    return
         if not rows:
             yield PromptError(f"prompts: {path} has no rows; give a file with prompts")
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 Row = dict[str, Any]
 
 LINE_BYTES = 16 * 2**20  # of one line; a longer one is not read
+MOST_PASSED_OVER = 2**30  # bytes of a longer one that are passed over to find its end
 BYTE_ORDER_MARK = "\ufeff"  # which some editors put before UTF-8
 TO_UTF8 = "save it as UTF-8, for example with `iconv -f {} -t utf-8`"
 # What a file that is no JSON Lines begins with: what it is, and what to do.
@@ -111,14 +112,24 @@ def lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
                 if len(raw) == LINE_BYTES and not raw.endswith(b"\n"):
                     number += 1
                     yield number, None
-                    while raw and not raw.endswith(b"\n"):
-                        raw = file.readline(LINE_BYTES)
+                    _pass_over(file, f"{path}, line {number}")
                     continue
                 for line in raw.splitlines():  # where a line ends with a carriage return alone too
                     number += 1
                     yield number, line
         except OSError as error:
             raise PromptError(f"prompts: {path} cannot be read ({error}); give a file that can be read") from error
+
+
+def _pass_over(file: BinaryIO, where: str) -> None:
+    """Read the rest of a line. Raises PromptError when there is no end to it."""
+    for _ in range(MOST_PASSED_OVER // LINE_BYTES):
+        raw = file.readline(LINE_BYTES)
+        if len(raw) < LINE_BYTES or raw.endswith(b"\n"):
+            return
+    raise PromptError(
+        f"prompts: {where} has more than {MOST_PASSED_OVER >> 30} GiB; write one JSON object on each line"
+    )
 
 
 def parse_line(line: bytes, where: str) -> Row | None:
@@ -141,11 +152,19 @@ def parse_line(line: bytes, where: str) -> Row | None:
     except ValueError as error:  # JSONDecodeError, and a number with more digits than Python reads
         reason = getattr(error, "msg", str(error).partition(";")[0])
         column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        fix = "write one JSON object on each line"
-        raise PromptError(f"prompts: {where} is not JSON ({reason}{column}); {fix}") from None
+        raise PromptError(f"prompts: {where} is not JSON ({reason}{column}); {_as_lines(line)}") from None
     if not isinstance(row, dict):
         what = {"list": "a list", "str": "a text", "NoneType": "null"}.get(
             type(row).__name__, f"a {type(row).__name__}"
         )
-        raise PromptError(f"prompts: {where} is {what}; write one JSON object on each line")
+        raise PromptError(f"prompts: {where} is {what}; {_as_lines(line)}")
     return row
+
+
+def _as_lines(line: bytes) -> str:
+    """What to do with a line that is no JSON object."""
+    return "write one JSON object on each line" + (", as `jq -c '.[]'` makes of a list" if begins_list(line) else "")
+
+
+def begins_list(line: bytes) -> bool:
+    return line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")

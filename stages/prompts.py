@@ -116,9 +116,7 @@ class PromptOptions(BaseModel):
         description="`jsonl`, `parquet`: the file. `datasets`: a folder written by `save_to_disk`, or `module:function` "
         "that returns a data set (anything with `len` and rows as mappings).",
     )
-    task: str | None = Field(
-        default=None, description="`reasoning_gym`: the name of its task. `builtin`: `repeat`.", examples=["repeat"]
-    )
+    task: str | None = Field(default=None, description="`reasoning_gym`: the name of its task. `builtin`: `repeat`.")
     config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = Field(
         default_factory=dict,
         description="Options of the task. With `size` a reasoning_gym task is a table of that many rows; without it has no "

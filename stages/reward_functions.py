@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,19 @@ RESERVED = ("prompts", "completions", "completion_ids")  # arguments that reward
 class RewardError(RuntimeError):
     """A reward function cannot be found, or broke its contract: the message names it and, where there is one, the
     row."""
+
+
+def said_of(error: BaseException) -> str:
+    """What an import has failed with: the message, and of what is no ImportError the type and the line too."""
+    if isinstance(error, ImportError | AttributeError) or error.__traceback__ is None:
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = (
+        f"{error.filename}, line {error.lineno}"
+        if isinstance(error, SyntaxError)
+        else f"{last.filename}, line {last.lineno}"
+    )
+    return f"{type(error).__name__}: {error} ({place})"
 
 
 class RewardFunctions:
@@ -37,8 +51,8 @@ class RewardFunctions:
                 found = getattr(importlib.import_module(module), attribute)
             else:
                 found = REWARDS.get(name) or self._installed[name].load()
-        except Exception as error:  # whatever a module does that is imported
-            raise RewardError(f"reward {name!r} cannot be imported: {error}") from error
+        except (Exception, SystemExit) as error:  # whatever a module does that is imported
+            raise RewardError(f"reward {name!r} cannot be imported: {said_of(error)}") from error
         if not callable(found):
             raise RewardError(f"reward {name!r} is a {type(found).__name__}, not a function")
         return found  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -49,12 +50,22 @@ def shared_memory_of_module(shared_memory: dict[str, str], request: pytest.Fixtu
         shared_memory.setdefault(path.name, request.node.name)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def state_home() -> Iterator[None]:
+    """Commands that the tests start write their error logs to a temporary folder, not to the home of the user."""
+    with tempfile.TemporaryDirectory(prefix="asyncdock-state-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", folder)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def logs_as_they_were() -> Iterator[None]:
     """A command that a test runs in this process sends logs to what pytest captures for this test alone."""
-    before = structlog.get_config()
+    before, asyncio_log = structlog.get_config(), logging.getLogger("asyncio")
+    handlers, propagate = asyncio_log.handlers, asyncio_log.propagate
     yield
     structlog.configure(**before)
+    asyncio_log.handlers, asyncio_log.propagate = handlers, propagate
 
 
 @pytest.fixture(scope="session", params=["valkey", "redis"])

@@ -60,7 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, code in {**MODULES, "my_engines": engines}.items():
         (made / f"{name}.py").write_text(f"from __future__ import annotations\n\n{code}")
     model, tokenizer = load_model("tiny", dtype=torch.float32, seed=0)
+    model.config.max_position_embeddings = 4096  # README.md asks for responses of 2048 tokens
     model.save_pretrained(made / "models" / "my-model")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(made / "models" / "my-model")
     return made
 
@@ -79,7 +81,7 @@ def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def completed(text: str) -> Recipe:
     """The recipe of a block. Raises RecipeError with all that ``asyncdock check`` would say."""
     data = tomllib.loads(text)
-    for section, keys in REST.items():
+    for section, keys in {**REST, "model": {"source": "models/my-model"}}.items():
         given = data.setdefault(section, {})
         if next(iter(keys)) not in given:
             given.update(keys)
@@ -103,8 +105,7 @@ def test_each_source_of_prompts_gives_prompts_as_the_page_shows(text: str, there
     options = completed(text).prompts
     if options.source == "external":
         return
-    tokenizer = load_tokenizer("tiny")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer = load_tokenizer("models/my-model")
     source: PromptSource = load_prompts(options, tokenizer, seed=0).train
     assert source.prompt(0).given
     assert "answer" in source.prompt(0).fields

@@ -13,8 +13,12 @@ every tp rank. Every call is collective: all ranks make the same calls in the sa
 
 from __future__ import annotations
 
+import hmac
 import json
+import os
 import re
+import secrets
+import socket
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +39,7 @@ from stages.engines.plans import Ranks
 from stages.engines.torch_train import TorchTrainEngine, _Packed
 from stages.resharding.layout import Layout, ModelState, Placement, place
 
+_SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
 FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
 
 # transformers' names of what happens to a module's weights over the tensor-parallel ranks.
@@ -46,6 +51,10 @@ def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) 
     """Become a rank of torch.distributed's default group: every rank calls this, and returns when all have. A collective
     call that some rank does not join within ``timeout`` seconds raises on the others."""
     devices.use(device)
+    # Ranks are processes of one node: nobody elsewhere can reach the ports that gloo opens, which ask for no credentials.
+    os.environ.setdefault(
+        "GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    )
     dist.init_process_group(
         devices.backend(device),
         store=store,
@@ -54,6 +63,26 @@ def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) 
         timeout=timedelta(seconds=timeout),
         device_id=None if device.index is None else device,
     )
+    if ranks.rank == 0:
+        store.set(_SECRET, secrets.token_hex(32))
+    prove(bytes(store.get(_SECRET)), device)
+
+
+def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank of ``group`` shows the others that it has ``secret``, out of the file in which they met: another user's
+    process that came to a rank's port first has not. Raises ``PermissionError``."""
+
+    def proof(rank: int) -> bytes:
+        return hmac.digest(secret, f"{dist.get_process_group_ranks(group)} {rank}".encode(), "sha256")
+
+    mine = torch.frombuffer(bytearray(proof(dist.get_rank(group))), dtype=torch.uint8).to(device)
+    told = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(told, mine, group=group)
+    for rank, found in enumerate(told):
+        if not hmac.compare_digest(bytes(found.cpu().numpy()), proof(rank)):
+            raise PermissionError(
+                f"rank {rank} of a train engine's group is a process that did not meet the others; start again"
+            )
 
 
 class ShardedTrainEngine(TorchTrainEngine):
@@ -82,10 +111,11 @@ class ShardedTrainEngine(TorchTrainEngine):
     ) -> None:
         self.ranks, self._compute_in = ranks, compute or model.dtype
         self._kind = type(model).__name__  # FSDP makes it another class
-        self._joined = store is not None
+        self._joined, self._secret = store is not None, b""
         device = devices.of_rank(torch.device(device) if device is not None else devices.select(), ranks.rank)
         if store is not None:
             join(ranks, store, device, timeout)
+            self._secret = bytes(store.get(_SECRET))
         super().__init__(model, device=device, **options)
 
     def _place(self) -> dict[str, nn.Parameter]:
@@ -93,6 +123,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         ranks, kind = self.ranks, self.device.type
         self._mesh = init_device_mesh(kind, (ranks.dp, ranks.tp), mesh_dim_names=("dp", "tp"))
         everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("all",))
+        for group in (self._mesh.get_group("dp"), self._mesh.get_group("tp"), everyone.get_group("all")):
+            prove(self._secret, self.device, group)
         master, self._dtype = self._dtype, self._compute_in
         if ranks.tp > 1:
             _cut_matrices(self.model, self._mesh["tp"])

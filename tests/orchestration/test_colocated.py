@@ -259,6 +259,7 @@ async def test_a_run_that_was_stopped_goes_on_at_another_number_of_ranks_and_end
     before = {step["step"]: step["grad_norm"] for step in watched.of("step")}
     resumed = Run.resume(tmp_path / "run", ["train.tp=2", "launch.launcher=process", "launch.startup_timeout=300"])
     assert resumed.start is not None
+    assert resumed.start.version == len(before), "training has had the device back to write its checkpoint"
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     told = before | {step["step"]: step["grad_norm"] for step in watched.of("step")}

@@ -206,7 +206,7 @@ TABLES: list[tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = [
         [{"prompts": {"config": wrong}} for wrong in ({"length": 0}, {"len": 2})],
     ),
     ({}, {"rollout": {"options": {}}}, [{"rollout": {"options": {"cache": 1}}}]),
-    ({}, {"rollout": {"device": "cuda:1"}}, [{"rollout": {"device": "cpu;rm"}}]),
+    ({}, {"rollout": {"device": "cpu"}}, [{"rollout": {"device": "cpu;rm"}}]),
 ]
 
 

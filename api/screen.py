@@ -1,0 +1,58 @@
+"""What commands write for people: whatever others have said in it, it changes nothing but what is read.
+
+text ──▶ write, complain ──▶ standard output, standard error        a picture, a table ──▶ safe_console ──▶ the same
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+from orchestration.escapes import escaped
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
+    from rich.measure import Measurement
+
+
+def write(text: str) -> None:
+    """A line of what was asked for, on standard output."""
+    print(escaped(text), flush=True)
+
+
+def complain(text: str) -> None:
+    """A line to the person, on standard error."""
+    print(escaped(text), file=sys.stderr, flush=True)
+
+
+def safe_console(**options: Any) -> Console:
+    """A console of Rich's that shows text of others safely, wherever in a renderable it stands, and takes none of it for
+    markup unless ``markup`` is given to it or to its ``print``."""
+    from rich.console import Console
+
+    made = Console(**{"markup": False, **options})
+    made.push_render_hook(cast("RenderHook", _Escaping()))
+    return made
+
+
+class Safe:
+    """``renderable`` with its text escaped. For what no hook sees, as what a live view asks for."""
+
+    def __init__(self, renderable: RenderableType) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        for segment in console.render(self._renderable, options):
+            yield segment if segment.control else Segment(escaped(segment.text), segment.style)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        return Measurement.get(console, options, self._renderable)
+
+
+class _Escaping:
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [Safe(renderable) for renderable in renderables]

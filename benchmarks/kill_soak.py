@@ -1,0 +1,209 @@
+"""Kills a random process of real runs at random moments, from 0 s on, and checks that nothing is lost, doubled or left.
+
+asyncdock run ─▶ index, fork server, workers (and the supervisor, with --supervisor: then `asyncdock resume` goes on)
+     kill -9 of one of them, at a random moment ─┘   until the run has had its share; it must finish all the same
+at the end ─▶ every step and every group once, in order · the ledger adds up · no traceback · no process, no memory left
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from orchestration.metrics import METRICS, read_metrics
+from pipeline.warehouse import SHARED_VARIABLE, shared_memory_directory
+
+MARK = "ASYNCDOCK_SOAK"  # in the environment of all processes of a run
+STEPS, GROUPS, SIZE = 12, 4, 4
+RECIPE = f"""
+name = "soak"
+[model]
+source = "mock"
+[prompts]
+source = "builtin"
+task = "repeat"
+max_prompt_tokens = 16
+[rollout]
+engine = "mock"
+max_tokens = 16
+mock = {{ time_scale = 0.05 }}
+[reward]
+functions = [{{ name = "spelling" }}]
+[algorithm]
+group_size = {SIZE}
+[train]
+engine = "mock"
+steps = {STEPS}
+groups_per_step = {GROUPS}
+mock = {{ time_scale = 0.05 }}
+[checkpoint]
+every = 4
+[launch]
+max_restarts = 1000
+"""
+
+
+class Broken(AssertionError):
+    """A run did not survive a kill."""
+
+
+@dataclass
+class Soak:
+    """Runs below ``home``, killed at moments that ``random`` chooses, ``most`` kills each."""
+
+    home: Path
+    random: random.Random
+    supervisor: bool = False
+    most: int = 6
+    span: float = 12.0  # seconds from a command's start in which its kills lie
+    deadline: float = 240.0  # for one command
+    kills: collections.Counter[str] = field(default_factory=collections.Counter)
+
+    def run_once(self, number: int) -> None:
+        """One run to its end, through its kills. Raises Broken."""
+        out, mark = self.home / f"run{number}", uuid.uuid4().hex
+        recipe = self.home / "soak.toml"
+        recipe.write_text(RECIPE)
+        sockets = self.home / "t"  # short: sockets lie in it
+        memory = Path(tempfile.mkdtemp(prefix="asyncdock-soak-", dir=shared_memory_directory()))
+        sockets.mkdir(exist_ok=True)
+        env = {**os.environ, MARK: mark, SHARED_VARIABLE: str(memory), "TMPDIR": str(sockets), "OMP_NUM_THREADS": "1"}
+        command = ["run", str(recipe), "--plain", "--out", str(out)]
+        left = self.random.randint(1, self.most)
+        log = self.home / f"run{number}.log"
+        try:
+            while True:
+                code, killed, whole = self._command(command, env, log, left)
+                left -= killed
+                if code == 0:
+                    break
+                if not whole:
+                    raise Broken(f"run {number}: `asyncdock {command[0]}` ended with {code}\n{tail(log)}")
+                if (out / "recipe.json").exists():
+                    command = ["resume", str(out), "--plain"]
+            if "Traceback" in log.read_text(errors="replace"):
+                raise Broken(f"run {number}: a traceback was shown\n{tail(log)}")
+            self._check_metrics(out, resumed=self.supervisor)
+            wait_until_gone(mark)
+            for folder in (memory, sockets):
+                if found := [path.name for path in folder.glob("asyncdock*")]:
+                    raise Broken(f"run {number}: left in {folder}: {found}")
+        finally:
+            for pid in marked(mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            shutil.rmtree(memory, ignore_errors=True)
+
+    def _command(self, command: Sequence[str], env: dict[str, str], log: Path, most: int) -> tuple[int, int, bool]:
+        """Exit code of one command, how many of its processes were killed, and whether itself was."""
+        moments = sorted(self.random.uniform(0, self.span) ** 2 / self.span for _ in range(most))  # more of them early
+        began, killed, itself = time.monotonic(), 0, False
+        with log.open("ab") as file:
+            process = psutil.Popen(
+                [sys.executable, "-P", "-m", "api.cli", *command], env=env, stdout=file, stderr=file, cwd=self.home
+            )
+        while process.poll() is None:
+            if time.monotonic() - began > self.deadline:
+                raise Broken(f"`asyncdock {command[0]}` has not ended in {self.deadline:.0f} s\n{tail(log)}")
+            if moments and time.monotonic() - began >= moments[0] and (victim := self._victim(process)):
+                moments.pop(0)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    name = "supervisor" if victim.pid == process.pid else kind(victim)
+                    victim.kill()
+                    killed, itself = killed + 1, itself or victim.pid == process.pid
+                    self.kills[name] += 1
+            time.sleep(0.002)
+        return process.returncode, killed, itself
+
+    def _victim(self, process: psutil.Process) -> psutil.Process | None:
+        try:
+            family = process.children(recursive=True) + ([process] if self.supervisor else [])
+        except psutil.NoSuchProcess:
+            return None
+        return self.random.choice(family) if family else None
+
+    def _check_metrics(self, out: Path, resumed: bool) -> None:
+        events = list(read_metrics(out / METRICS))
+        steps = [event.data for event in events if event.kind == "step"]
+        if [step["step"] for step in steps] != list(range(STEPS)):
+            raise Broken(f"{out}: steps {[step['step'] for step in steps]}")
+        groups = sorted(group for step in steps for group in step["groups"])
+        if groups != list(range(STEPS * GROUPS)):
+            raise Broken(f"{out}: groups {groups}")
+        ledger = [event.data for event in events if event.kind == "ledger"][-1]
+        if ledger["generated"] != ledger["trained"] + ledger["filtered"] + ledger["in_flight"]:
+            raise Broken(f"{out}: the ledger does not add up: {ledger}")
+        if ledger["trained"] != STEPS * GROUPS * SIZE:
+            raise Broken(f"{out}: the ledger counts {ledger}")
+        if json.loads((out / "summary.json").read_text())["state"] != "finished":
+            raise Broken(f"{out}: the summary does not say that it finished")
+
+
+def kind(process: psutil.Process) -> str:
+    words = " ".join(process.cmdline())
+    for name in ("fork server", "worker flow", "worker rollout", "worker update", "valkey"):
+        if name in words:
+            return "index" if name == "valkey" else name
+    return "process that starts"
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes of the run that ``mark`` names."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def wait_until_gone(mark: str, timeout: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout
+    while found := marked(mark):
+        if time.monotonic() > deadline:
+            raise Broken(f"processes are left: {[psutil.Process(pid).cmdline() for pid in found]}")
+        time.sleep(0.05)
+
+
+def tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--supervisor", action="store_true", help="kill the command itself too; it is resumed")
+    parser.add_argument("--seed", type=int, default=None, help="default: another one each time; it is printed")
+    options = parser.parse_args(arguments)
+    seed = random.randrange(2**32) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="adk-") as home:
+        soak, number = Soak(Path(home), random.Random(seed), options.supervisor), 0
+        while soak.kills.total() < options.kills:
+            number += 1
+            try:
+                soak.run_once(number)
+            except Broken as broken:
+                print(f"BROKEN after {soak.kills.total()} kills: {broken}", file=sys.stderr)
+                return 1
+            print(f"run {number} finished; {soak.kills.total()} kills: {dict(soak.kills)}", flush=True)
+            shutil.rmtree(soak.home / f"run{number}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
