@@ -209,6 +209,8 @@ class Connections(web.BaseSite):
         self.most, self.most_of_one = most_connections(
             settings, MOST_DESCRIPTORS if descriptors == resource.RLIM_INFINITY else descriptors
         )
+        # What came with a connection is read some turns of the loop later; it must not have given way by then.
+        self._accepted_at_once = max(1, min(ACCEPTED_AT_ONCE, self.most_of_one // 16))
         self._app, self.settings, self.header_seconds = runner.app, settings, settings.header_seconds
         self.sockets: list[socket.socket] = []
         self._open: dict[Connection, asyncio.Task[Any]] = {}  # and its TLS handshake, if any
@@ -286,7 +288,7 @@ class Connections(web.BaseSite):
     # ── room ──
 
     def _accept(self, listening: socket.socket) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
+        for _ in range(self._accepted_at_once):
             try:
                 accepted, address = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import resource
 import secrets
 import time
 import uuid
@@ -45,7 +46,7 @@ INDEX_VARIABLE = (
 )
 EVENTS_KEPT = 100_000  # about; older ones are in the run's folder alone
 EVENTS_AT_ONCE = 500
-MOST_WAITS = 64  # connections of one link that wait; further ones wait for one of these
+WAITS_SHARE = 8  # of the files that a process may open, one in so many may be a connection of one link that waits
 
 # Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48 - 1 of the arena of
 # warehouse `place` >> 48, as part of `block`. Block 0: nowhere yet.
@@ -384,8 +385,11 @@ class Link:
         pool = redis.ConnectionPool.from_url(url, socket_timeout=None, socket_connect_timeout=patience)
         self.redis = _Commands(self, pool)
         # Waiting calls block for as long as they say; their deadline is kept here, not by the socket.
+        most = max(
+            16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // WAITS_SHARE
+        )  # further ones wait for one of these
         waits = redis.BlockingConnectionPool.from_url(
-            url, socket_timeout=None, socket_connect_timeout=patience, max_connections=MOST_WAITS, timeout=None
+            url, socket_timeout=None, socket_connect_timeout=patience, max_connections=most, timeout=None
         )
         self._waiting = redis.Redis(connection_pool=waits)
         self._reads: dict[Any, asyncio.Future[Any]] = {}
@@ -424,7 +428,11 @@ class Link:
                 raise ConnectionError("the index's client was closed")
             if self.line is None:
                 connection = self.redis.connection_pool.make_connection()
-                await connection.connect()  # redis-py knows about URLs, TLS and passwords
+                try:
+                    await connection.connect()  # redis-py knows about URLs, TLS and passwords
+                except BaseException:  # of a server that takes connections and does not answer, each would stay open
+                    await connection.disconnect(nowait=True)
+                    raise
                 self._line = _Line(connection, self.timeout / 3)
             assert self._line is not None
             return self._line

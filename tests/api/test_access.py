@@ -162,6 +162,9 @@ def test_a_deployment_adopts_its_token_each_time_it_begins_until_it_is_revoked(i
 
     adopt = ("adopt", "stack", "--scope", "admin", "--file", str(file))
     assert token(*adopt)[0] == BAD_INPUT  # no such file
+    file.touch(mode=0o644)
+    assert f"can be read by others (mode 644); run `chmod 600 {file}`" in token(*adopt)[1]
+    file.chmod(0o600)
     file.write_text("opensesame\n")
     code, said = token(*adopt)
     assert (code, "opensesame" in said, "is not one; it is adock_" in said) == (BAD_INPUT, False, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -22,7 +23,7 @@ async def link(index_url: str) -> AsyncIterator[Link]:
 
 async def connections_of(link: Link, name: str) -> int:
     """How many connections the server has that call themselves ``name``."""
-    found: Any = await link.redis.client_list()
+    found: Any = await link.retry(lambda again: link.redis.client_list())
     return sum(client["name"] == name for client in found)
 
 
@@ -98,3 +99,21 @@ async def test_an_index_that_is_gone_fails_all_that_wait_for_it_by_their_deadlin
     assert all(isinstance(error, IndexUnreachable) for error in found)
     assert time.monotonic() - began < 5
     await link.close()
+
+
+async def test_a_server_that_does_not_answer_costs_no_descriptors() -> None:
+    """It takes connections, as one that is stopped does, and says nothing: each attempt to reach it is closed."""
+    opened: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda reader, writer: opened.append(writer), "127.0.0.1", 0)
+    link = Link(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=0.9)
+    before = len(os.listdir("/proc/self/fd"))
+    calls = [Index(link, "run").get("recipe") for _ in range(30)]
+    assert all(isinstance(found, IndexUnreachable) for found in await asyncio.gather(*calls, return_exceptions=True))
+    for writer in opened:
+        writer.transport.abort()
+    async with asyncio.timeout(5):
+        while len(os.listdir("/proc/self/fd")) > before + 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert len(opened) > 3
+    await link.close()
+    server.close()
