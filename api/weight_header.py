@@ -44,13 +44,13 @@ def parse_header(beginning: bytes | bytearray) -> WeightHeader:
     """
     end = header_bytes(beginning)
     try:
-        told = json.loads(bytes(beginning[LENGTH_BYTES:end]))
+        entries = json.loads(bytes(beginning[LENGTH_BYTES:end]))
     except (ValueError, RecursionError) as error:
         raise HeaderUnreadable(f"its header is no JSON ({type(error).__name__})") from None
-    if not isinstance(told, dict):
+    if not isinstance(entries, dict):
         raise HeaderUnreadable("its header is no JSON object")
     layout, payload = dict[str, tuple[str, list[int]]](), 0
-    for name, entry in told.items():
+    for name, entry in entries.items():
         if name != "__metadata__":
             dtype, shape, size = _tensor(name, entry)
             layout[name] = (dtype, shape)
