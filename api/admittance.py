@@ -11,14 +11,13 @@ code on the machine, and must be one that the operator has listed.
 from __future__ import annotations
 
 import copy
-import math
 import os
 import string
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from api import problems as answers
 from api.service import Settings
 from orchestration.recipe import (
     TLS_FILES,
@@ -31,9 +30,9 @@ from orchestration.recipe import (
     parse_recipe,
     suggest,
 )
+from orchestration.recipe_bounds import out_of_bounds, read_toml
+from stages.prompt_files import Reading
 
-DEEPEST = 32  # tables and lists inside each other
-LARGEST = 2**53  # of whole numbers; beyond it JSON's readers disagree on what was said
 LONGEST_NAME = 64
 MODELS = ("smollm2", "tiny", "mock")
 LISTEN_BY_DEFAULT = SyncSection().serve
@@ -54,53 +53,41 @@ def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
     """The stored recipe called ``name`` as it is written. Raises LookupError, and RecipeError when it cannot be read."""
     path = stored_recipes(settings)[name]  # looked up among what is there, never joined to a path
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = read_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError(name, [Problem("recipe_name", name, f"cannot be read ({error})")]) from error
     data.setdefault("name", name)
     return data
 
 
-def accept(settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, Any]) -> Recipe:
-    """The recipe that ``data`` with ``overrides`` is. Raises RecipeError with everything that is wrong."""
-    wild = [*_wild(data, ""), *_wild(overrides, "overrides")]
-    wild += [
-        Problem("overrides", None, f"a key has more than {DEEPEST} parts", "shorten it")
-        for key in overrides
-        if key.count(".") >= DEEPEST
+def unknown_recipe(settings: Settings, name: str, status: int, field: str) -> answers.Problem:
+    """That no stored recipe has this name, of the request's ``field``."""
+    fix, detail = suggest(name, list(stored_recipes(settings))), "No stored recipe is called that."
+    return answers.Problem(status, detail, kind="unknown-recipe", field=field, value=name, fix=fix)
+
+
+def accept(
+    settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, Any], reading: Reading | None = None
+) -> Recipe:
+    """The recipe that ``data`` with ``overrides`` is. Of files below the operator's roots it reads what ``reading`` allows
+    (default: what a check reads). Raises RecipeError with everything that is wrong."""
+    beyond = [
+        Problem(key, None, *said)
+        for table, where in ((data, ""), (overrides, "overrides"))
+        for key, *said in out_of_bounds(table, where, finite=True)
     ]
-    if wild:  # nothing else is asked of such a thing
-        raise RecipeError("recipe", wild)
+    if beyond:  # nothing else is asked of such a thing
+        raise RecipeError("recipe", beyond)
     changed, overrides = copy.deepcopy((dict(data), dict(overrides)))
     problems = [p for key, value in overrides.items() if (p := override(changed, key, value, "overrides"))]
     for problem, instead in _refused(settings, changed):
         problems.append(problem)
         override(changed, problem.key, instead)
     _below_roots(settings, changed, problems)
-    recipe = parse_recipe(changed, problems=problems)
+    recipe = parse_recipe(changed, problems=problems, reading=reading, folder=settings.data, devices=settings.runs > 0)
     if problems := list(_too_much(settings, recipe)):
         raise RecipeError("recipe", problems)
     return recipe
-
-
-def _wild(value: Any, key: str, depth: int = 0) -> Iterator[Problem]:
-    """What no recipe holds, and what code that reads one may stumble over."""
-    if depth > DEEPEST:
-        yield Problem(key, None, f"lies more than {DEEPEST} deep", "make it flatter")
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            if "\0" in name:
-                yield Problem(key, None, "has a key with a zero character", "take it out")
-            yield from _wild(item, f"{key}.{name}" if key else name, depth + 1)
-    elif isinstance(value, list):
-        for at, item in enumerate(value):
-            yield from _wild(item, f"{key}.{at}", depth + 1)
-    elif isinstance(value, str) and "\0" in value:
-        yield Problem(key, None, "has a zero character", "take it out")
-    elif isinstance(value, int) and abs(value) > LARGEST:
-        yield Problem(key, None, f"is beyond {LARGEST}", "use a smaller number")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(key, None, "is not a finite number", "use a finite one")
 
 
 def _at(data: Any, *keys: str) -> Any:

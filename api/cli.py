@@ -19,12 +19,12 @@ import asyncio
 import contextlib
 import difflib
 import importlib.metadata
+import itertools
 import json
 import os
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -32,16 +32,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from api.agent_cli import agent_command
 from api.dock import dock_app
-from api.exits import BAD_INPUT, FINISHED, INTERRUPTED, OF_STATE
+from api.errors import errors_in_words
+from api.exits import BAD_INPUT, FAILED, FINISHED, INTERRUPTED, OF_STATE
 from api.runs_cli import login, logout, recipe_files, runs_app
 from api.serve_cli import serve_command
 from api.token_cli import token_app
 from api.track_cli import track_command
 from api.view import viewing
+from orchestration.logs import ERRORS, TRACE_VARIABLE
 
 if TYPE_CHECKING:
     from api.progress import Event
@@ -95,6 +98,8 @@ class RunLike(Protocol):
     def recipe(self) -> Recipe: ...
     @property
     def out_dir(self) -> Path: ...
+    @property
+    def begins(self) -> int: ...
 
     async def execute(self, stop: asyncio.Event | None = None) -> RunResult: ...
     def events(self, after: str = "0") -> AsyncIterator[Event]: ...
@@ -105,7 +110,14 @@ class RunLike(Protocol):
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Print the traceback of an error. Any command takes it.")
+    ] = False,
+) -> None:
+    if trace:
+        os.environ[TRACE_VARIABLE] = "1"
     if version:
         print(f"asyncdock {importlib.metadata.version('asyncdock')}")
         raise typer.Exit(FINISHED)
@@ -125,12 +137,13 @@ def run(
     """Train as RECIPE says, and show it live. Ctrl-C stops cleanly, a second one at once."""
     path = _find(recipe)
     with _forks() as forks:
-        loaded = _load(path, set_)
-        from orchestration.run import Run, RunError
+        loaded = _load(path, set_, out)
+        from orchestration.run import Run, RunError, RunLocked
 
-        folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         try:
-            made = Run.create(loaded, folder)
+            made = Run.create(loaded, out or _new_folder(loaded.name))
+        except RunLocked as locked:
+            _refuse(str(locked), FAILED)
         except (RunError, OSError) as error:
             _refuse(str(error))
         made.forks = forks
@@ -146,14 +159,30 @@ def resume(
 ) -> None:
     """Go on from the newest checkpoint of the run in RUN_DIR, on other devices or ranks if --set says so."""
     with _forks() as forks:
-        from orchestration.run import Run, RunError
+        from orchestration.run import Run, RunError, RunLocked
 
         try:
             made = Run.resume(run_dir, set_ or [])
+        except RunLocked as locked:
+            _refuse(str(locked), FAILED)
         except (RunError, OSError, ValueError) as error:
             _refuse(str(error))
         made.forks = forks
         raise typer.Exit(_show(made, json=json, plain=plain))
+
+
+def _new_folder(name: str) -> Path:
+    """A new folder below ``runs``, of this run alone: another one of this second has another name."""
+    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if not folder.is_dir():  # `runs` itself is a file
+                raise
+    raise AssertionError("there is always another number")
 
 
 @contextlib.contextmanager
@@ -186,8 +215,19 @@ def check(recipe: RecipeArgument, set_: SetOption = None, as_json: DocumentOptio
 
 
 @app.command()
-def recipes(as_json: DocumentOption = False) -> None:
-    """List the recipes that can be run by name."""
+def recipes(
+    keys: Annotated[bool, typer.Option("--keys", help="Print the reference of a recipe's keys instead.")] = False,
+    section: Annotated[
+        str | None, typer.Argument(metavar="[SECTION]", help="With --keys: only of this section, as rollout.vllm.")
+    ] = None,
+    as_json: DocumentOption = False,
+) -> None:
+    """List the recipes that can be run by name, or with --keys what a recipe may say."""
+    if section and not keys:
+        _refuse(f"recipes: {section!r} is given without --keys; write `asyncdock recipes --keys {section}`")
+    if keys:
+        _print_keys(section or "", as_json=as_json)
+        return
     if as_json:
         found = _recipes().items()
         print(
@@ -200,6 +240,25 @@ def recipes(as_json: DocumentOption = False) -> None:
     for name, path in _recipes().items():
         table.add_row(name, _description(path))
     Console().print(table)
+
+
+def _print_keys(section: str, *, as_json: bool) -> None:
+    from orchestration.recipe import suggest
+    from orchestration.recipe_keys import sections
+
+    known = [key for part in sections() for key in part.keys]
+    wanted = [key for key in known if f"{key.key}.".startswith(f"{section}." if section else "")]
+    if not wanted:
+        _refuse(f"recipes: {section!r} is no section of a recipe; {suggest(section, [s.name for s in sections()][1:])}")
+    if as_json:
+        print(json.dumps([asdict(key) for key in wanted]))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for key in wanted:
+        kind = f"{key.type}, in {key.unit}" if key.unit else key.type
+        default = f"default {key.default}" if key.default not in ("", "required") else key.default
+        console.print(f"[bold]{key.key}[/]  {escape('; '.join(filter(None, (kind, default))))}")
+        console.print(f"    {escape(key.meaning)}")
 
 
 @plan_app.command("reshard")
@@ -262,8 +321,10 @@ def _recipes() -> dict[str, Path]:
 
 
 def _description(path: Path) -> str:
+    from orchestration.recipe_bounds import read_toml
+
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = read_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return f"(cannot be read: {error})"
     return str(data.get("description", ""))
@@ -281,19 +342,20 @@ def _find(name: str) -> Path:
     _refuse(f"recipe: {name!r} is neither a file nor a known name; {hint}")
 
 
-def _load(path: Path, overrides: list[str] | None) -> Recipe:
+def _load(path: Path, overrides: list[str] | None, folder: Path | None = None) -> Recipe:
+    """The recipe at ``path``, whose run will lie in ``folder``."""
     from orchestration.recipe import RecipeError, load_recipe
 
     try:
-        return load_recipe(path, overrides or [])
+        return load_recipe(path, overrides or [], folder)
     except RecipeError as error:
         _refuse(str(error))
 
 
-def _refuse(message: str) -> NoReturn:
-    """End with the exit code of wrong input, and say why."""
+def _refuse(message: str, code: int = BAD_INPUT) -> NoReturn:
+    """End with the exit code of wrong input, or another one, and say why."""
     print(message, file=sys.stderr)
-    raise typer.Exit(BAD_INPUT)
+    raise typer.Exit(code)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,7 +367,13 @@ def _show(made: RunLike, *, json: bool, plain: bool) -> int:
     console = Console(stderr=json)
     outcome = asyncio.run(show(made, console, json=json, plain=plain))
     if outcome is None:
-        console.print(f"[bold yellow]Ended at once.[/] Go on with: asyncdock resume {made.out_dir}")
+        from api.report import resume_text
+        from orchestration.checkpoint import latest
+
+        newest = latest(made.out_dir / "checkpoints")
+        begins = resume_text(newest.version if newest else 0, made.recipe.train.steps)
+        console.print(f"[bold yellow]Ended at once.[/] Go on {begins} with:", highlight=False)
+        console.print(f"  asyncdock resume {made.out_dir}", highlight=False, soft_wrap=True)
         return INTERRUPTED
     _report(made, outcome, console)
     return OF_STATE[outcome.state]
@@ -316,21 +384,31 @@ async def show(made: RunLike, console: Console, *, json: bool, plain: bool) -> R
     ended at once."""
     from api.progress import Progress
     from orchestration import logs
-    from orchestration.metrics import METRICS, MetricsFile
+    from orchestration.metrics import METRICS, MetricsFile, Recorded
 
     progress = Progress(made.recipe.name, made.recipe.train.steps, made.recipe.pipeline.staleness)
     with contextlib.ExitStack() as stack:
         view, say = stack.enter_context(viewing(progress, console, json=json, plain=plain))
-        logs.configure()  # now: a live view prints what goes to standard error above itself
+        # Now: a live view prints what goes to standard error above itself.
+        logs.configure(errors=made.out_dir / "logs" / ERRORS)
         metrics = stack.enter_context(MetricsFile(made.out_dir / METRICS))
+        metrics.rewind(made.begins)
+
+        def show_event(event: Event) -> None:
+            metrics.event(event)
+            progress.apply(event)
+            view.event(event)
 
         async def follow() -> None:
             async for event in made.events():
-                metrics.event(event)
-                progress.apply(event)
-                view.event(event)
+                show_event(event)
 
-        return await _until_over(made, follow, say)
+        outcome = await _until_over(made, follow, say)
+        if outcome is not None and not progress.ended:  # its index could not tell of its end any more
+            now = time.time()
+            ended = {"state": outcome.state, "reason": outcome.reason}
+            show_event(Recorded(f"{int(now * 1000)}-0", now, "state", ended))
+        return outcome
 
 
 async def _until_over(made: RunLike, follow: Callable[[], Any], say: Callable[[str], None]) -> RunResult | None:
@@ -340,15 +418,21 @@ async def _until_over(made: RunLike, follow: Callable[[], Any], say: Callable[[s
     executing = asyncio.create_task(made.execute(stop))
 
     def interrupt() -> None:
-        if stop.is_set():
-            say("Ending at once.")
-            executing.cancel()
-        else:
-            say("Stopping cleanly; Ctrl-C once more ends it at once.")
+        if not stop.is_set():
             stop.set()
+            seconds = made.recipe.launch.stop_timeout
+            say(f"Stopping cleanly, with a checkpoint, within {seconds:.0f} s; Ctrl-C once more ends it at once.")
+        elif not executing.cancelling():  # cancelled twice, it could not clean up
+            executing.cancel()
+            say("Ending at once.")
 
     loop = asyncio.get_running_loop()
-    caught = [signal.SIGINT, signal.SIGTERM]
+    # Also when the terminal is closed, unless the command was started with nohup.
+    caught = [
+        signal.SIGINT,
+        signal.SIGTERM,
+        *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []),
+    ]
     for number in caught:
         loop.add_signal_handler(number, interrupt)
     try:
@@ -373,7 +457,8 @@ def _report(made: RunLike, outcome: RunResult, console: Console) -> None:
     from api.report import summary_table, write_report
 
     model = outcome.checkpoint.model if outcome.checkpoint else None
-    report = write_report(made.out_dir, made.recipe, seconds=outcome.seconds, checkpoint=model)
+    saved = outcome.checkpoint.version if outcome.checkpoint else 0
+    report = write_report(made.out_dir, made.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved)
     console.print()
     console.print(summary_table(report.summary))
     for path in report.files:
@@ -387,7 +472,13 @@ def _report(made: RunLike, outcome: RunResult, console: Console) -> None:
 def main() -> None:
     """The entry point. Modules where the caller stands can be named in recipes, as ``my_reward:exact``."""
     sys.path.append(os.getcwd())  # last, so that nothing is shadowed
-    app(prog_name="asyncdock")
+    arguments = sys.argv[1:]
+    own = arguments.index("--") if "--" in arguments else len(arguments)
+    if "--trace" in arguments[:own]:  # of any command
+        os.environ[TRACE_VARIABLE] = "1"
+        arguments = [text for text in arguments[:own] if text != "--trace"] + arguments[own:]
+    with errors_in_words():
+        app(args=arguments, prog_name="asyncdock")
 
 
 if __name__ == "__main__":

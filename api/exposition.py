@@ -125,7 +125,7 @@ class ServerMetrics:
             buckets=DELAYS,
             registry=self.registry,
         )
-        for reason in ("slow", "index", "deleted", "closing", "failed"):
+        for reason in ("slow", "index", "deleted", "closing", "failed", "token"):
             self.dropped.labels(reason)
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ comes with a foreign Host, the second with a foreign Origin, and both are refuse
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import time
 from collections import OrderedDict
@@ -33,6 +34,21 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+
+def client_of(address: str) -> str:
+    """The client that an address stands for: of IPv6, the network of one customer, which holds 2**64 addresses.
+
+    >>> client_of("10.0.0.7"), client_of("2001:db8::1:2"), client_of("::ffff:10.0.0.7"), client_of("fe80::1%eth0")
+    ('10.0.0.7', '2001:db8::/64', '10.0.0.7', 'fe80::/64')
+    """
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # no address: a Unix socket, or a client that has gone
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
 class Rates:
@@ -97,7 +113,7 @@ def admission(settings: Settings) -> Any:
         if not own_origin(request):
             fix = "other sites are refused; there is no CORS"
             raise Problem(403, "This comes from another site.", kind="origin", field="header.Origin", fix=fix)
-        wait = rates.wait(request.remote or "", time.monotonic())
+        wait = rates.wait(client_of(request.remote or ""), time.monotonic())
         if wait > 0:
             seconds = math.ceil(wait)
             fix = f"wait {seconds} s; at most {settings.rate:g} requests a second"

@@ -19,18 +19,21 @@ _REFERENCE = "#/components/schemas/{model}"
 _PATTERN = re.compile(r":[^{}]*(?=})")  # of {name:pattern} in a path
 
 
-def openapi_document(modules: Iterable[types.ModuleType], *, version: str) -> dict[str, Any]:
-    """OpenAPI 3.1 of the operations in ``modules``, from their signatures and types."""
+def openapi_document(modules: Iterable[types.ModuleType], *, version: str, tokens: bool = True) -> dict[str, Any]:
+    """OpenAPI 3.1 of the operations in ``modules``, from their signatures and types. ``tokens``: whether the server asks for
+    them."""
     operations = [o for o in operations_of(modules) if not o.hidden]
     taken = {model: "validation" for o in operations for name, model in o.parts.items() if name == "body"}
     given = {o.answer: "serialization" for o in operations if o.answer} | {ProblemDetails: "serialization"}
+    given |= {model: "serialization" for o in operations for model in o.events.values()}
     wanted: list[Any] = [*taken.items(), *given.items()]
     references, components = models_json_schema(wanted, ref_template=_REFERENCE)
     paths: dict[str, openapi.PathItem] = {}
     for o in operations:
         item = paths.setdefault(_PATTERN.sub("", o.path), openapi.PathItem())
-        setattr(item, o.method.lower(), _described(o, references))
+        setattr(item, o.method.lower(), _described(o, references, tokens))
     document = openapi.OpenAPI(
+        openapi="3.1.1",
         info=openapi.Info(
             title="AsyncDock",
             version=version,
@@ -44,19 +47,24 @@ def openapi_document(modules: Iterable[types.ModuleType], *, version: str) -> di
         ),
         tags=[openapi.Tag(name=tag) for tag in dict.fromkeys(o.tag for o in operations)],
     )
-    return document.model_dump(mode="json", by_alias=True, exclude_none=True)
+    # The library's defaults are left out: some are not allowed where they would stand (allowEmptyValue of a header).
+    return document.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)
 
 
-def _described(o: Operation, references: Mapping[Any, Any]) -> openapi.Operation:
+def _described(o: Operation, references: Mapping[Any, Any], tokens: bool) -> openapi.Operation:
     def content(model: type[BaseModel], mode: str, media_type: str = JSON) -> dict[str, openapi.MediaType]:
         return {media_type: openapi.MediaType(schema=openapi.Reference.model_validate(references[model, mode]))}  # type: ignore[call-arg]
 
     answered: dict[str, openapi.MediaType] | None = None
     if o.answer is not None:
         answered = content(o.answer, "serialization", o.produces or JSON)
+    elif o.events:
+        messages = [_message(name, references[model, "serialization"]) for name, model in o.events.items()]
+        stream = {"type": "string", "contentMediaType": o.produces, "contentSchema": {"items": {"oneOf": messages}}}
+        answered = {o.produces: openapi.MediaType(schema=openapi.Schema.model_validate(stream))}  # type: ignore[call-arg]
     elif o.produces:
-        answered = {o.produces: openapi.MediaType(schema=openapi.Schema(type=openapi.DataType.STRING))}  # type: ignore[call-arg]
-    raw = openapi.MediaType(schema=openapi.Schema.model_validate({"type": "string", "contentMediaType": BINARY}))  # type: ignore[call-arg]
+        answered = {o.produces: _text_or_bytes(o.produces)}
+    raw = _text_or_bytes(BINARY)
     if answered is not None and "answer" in o.binary:
         answered[BINARY] = raw
     headers = {name: _header(text, "string") for name, text in o.sends.items()} or None
@@ -79,8 +87,7 @@ def _described(o: Operation, references: Mapping[Any, Any]) -> openapi.Operation
         both = {BINARY: raw} if "body" in o.binary else {}
         body = openapi.RequestBody(content=content(o.parts["body"], "validation") | both, required=True)
     elif o.consumes:
-        schema = openapi.Schema.model_validate({"type": "string", "contentMediaType": o.consumes})
-        body = openapi.RequestBody(content={o.consumes: openapi.MediaType(schema=schema)}, required=True)  # type: ignore[call-arg]
+        body = openapi.RequestBody(content={o.consumes: _text_or_bytes(o.consumes)}, required=True)
     return openapi.Operation(
         tags=[o.tag],
         summary=o.summary,
@@ -89,8 +96,21 @@ def _described(o: Operation, references: Mapping[Any, Any]) -> openapi.Operation
         parameters=[parameter for name in PARTS[:3] if name in o.parts for parameter in _parameters(name, o)] or None,
         requestBody=body,
         responses=responses,  # type: ignore[arg-type]
-        security=[{"token": [o.scope]}] if o.scope else [],
+        security=[{"token": [o.scope]}] if o.scope and tokens else [],
     )
+
+
+def _text_or_bytes(media_type: str) -> openapi.MediaType:
+    """Bytes are a string of ``format`` binary, by which generated clients tell them from a text."""
+    binary = {} if media_type.startswith("text/") else {"format": "binary", "contentMediaType": media_type}
+    return openapi.MediaType(schema=openapi.Schema.model_validate({"type": "string", **binary}))  # type: ignore[call-arg]
+
+
+def _message(name: str, payload: Any) -> dict[str, Any]:
+    """A server-sent event called ``name``: a stream is a list of them."""
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": payload}
+    properties = {"event": {"type": "string", "const": name}, "id": {"type": "string"}, "data": data}
+    return {"type": "object", "title": name, "properties": properties, "required": ["event", "data"]}
 
 
 def _header(text: str, kind: str) -> openapi.Header:

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import pydantic
 from aiohttp import web
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 from api.problems import Problem, Wrong, of_validation, several
 from api.schemas import Strict as Strict  # what handlers' models of requests derive from
-from api.service import SERVICE
+from api.service import SERVICE, Service
 from api.tokens import Scope
 
 T = TypeVar("T")
@@ -34,6 +34,8 @@ Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 JSON = "application/json"
 BINARY = "application/octet-stream"
 PARTS = ("path", "query", "headers", "body")
+BODY_VALUES = 100_000  # of a JSON body: reading it holds the event loop
+GONE_SECONDS = 0.25  # after which it is looked whether the client of long work is there still
 _MARK = "__operation__"
 
 REASONS = {
@@ -64,7 +66,8 @@ class Reply(Generic[T]):
 @dataclass(frozen=True)
 class Operation:
     """What the decorator was told, and the handler. ``seconds``: how long it may take; None: as the server's settings say;
-    0: a stream, which ends by itself. ``body_limit`` in bytes; None: as the settings say."""
+    0: a stream, which ends by itself. ``body_limit`` in bytes; None: as the settings say. ``body_values``: how many a
+    JSON body may hold, in at most a tenth as many tables and lists, under at most a fifth as many keys."""
 
     method: Method
     path: str
@@ -80,7 +83,9 @@ class Operation:
     sends: Mapping[str, str]
     seconds: float | None
     body_limit: int | None
+    body_values: int
     hidden: bool
+    events: Mapping[str, type[BaseModel]]
     binary: tuple[Literal["body", "answer"], ...]
 
     @cached_property
@@ -105,17 +110,24 @@ class Operation:
     @property
     def statuses(self) -> tuple[int, ...]:
         """Every status of a problem that it may answer."""
-        found = {403, 429, 503, *self.errors}
+        found = {403, 429, *self.errors}
         found |= {400} if self.parts else set()
         found |= {401} if self.scope else set()
+        found |= (
+            {503} if self.scope or self.seconds != 0 else set()
+        )  # tokens are looked up in the index; it took too long
         found |= {400, 408, 413, 415, 422} if self.takes_body else set()
         return tuple(sorted(found))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The whole of one request."""
         service = request.app[SERVICE]
-        if self.scope is not None:
-            await service.authorise(request, self.scope)
+        if self.scope is None:
+            return await self._handle(service, request)
+        async with service.authorised(request, self.scope):
+            return await self._handle(service, request)
+
+    async def _handle(self, service: Service, request: web.Request) -> web.StreamResponse:
         arguments = await self._arguments(request)
         seconds = service.settings.handler_seconds if self.seconds is None else self.seconds
         deadline = asyncio.timeout(seconds or None)
@@ -143,15 +155,19 @@ class Operation:
                         arguments["body"] = None
                     elif not errors:
                         body = await read_body(request, limit=self.body_limit)
+                        _refuse_many_values(body, self.body_values)
                         status = 422
                         arguments["body"] = model.model_validate_json(body, strict=True)
                 else:
                     arguments[name] = model.model_validate(_given(name, model, request))
             except pydantic.ValidationError as error:
                 prefix = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}[name]
-                if any(item["type"] == "json_invalid" for item in error.errors()):
+                if error.error_count() == 1 and error.errors(include_input=False)[0]["type"] == "json_invalid":
                     status = 400
-                errors += of_validation(status, error, prefix).details.errors
+                found = of_validation(status, error, prefix).details.errors
+                if issubclass(model, RootModel):  # a union: which of its models was meant is no part of the field
+                    found = [w.model_copy(update={"field": w.field.partition(".")[2] or "body"}) for w in found]
+                errors += found
         if errors:
             raise several(status, "request", "The request is not valid", errors)
         return arguments
@@ -185,7 +201,9 @@ def operation(
     sends: Mapping[str, str] | None = None,
     seconds: float | None = None,
     body_limit: int | None = None,
+    body_values: int = BODY_VALUES,
     hidden: bool = False,
+    events: Mapping[str, type[BaseModel]] | None = None,
     binary: tuple[Literal["body", "answer"], ...] = (),
 ) -> Callable[[T], T]:
     """Mark a handler.
@@ -193,8 +211,9 @@ def operation(
     ``also``: further statuses of success, and what they mean. ``produces``: the media type of an answer that is no model; an
     event stream has no deadline unless ``seconds`` gives one. ``consumes``: that of a body which the handler reads itself,
     with :func:`read_body`. ``sends``: headers of a successful answer, and what they say. A ``hidden`` one is no part of the
-    document (a page for people). ``binary``: a body, or an answer, that has a second form as ``application/octet-stream``;
-    then ``body`` is None and the handler reads it, or the handler returns a response of its own.
+    document (a page for people). ``events``: the payloads of a stream's messages by their ``event``. ``binary``: a body, or
+    an answer, that has a second form as ``application/octet-stream``; then ``body`` is None and the handler reads it, or the
+    handler returns a response of its own.
     """
 
     def mark(handler: T) -> T:
@@ -214,7 +233,9 @@ def operation(
             sends or {},
             0 if stream and seconds is None else seconds,
             body_limit,
+            body_values,
             hidden,
+            events or {},
             binary,
         )
         setattr(handler, _MARK, made)
@@ -232,6 +253,18 @@ def operations_of(modules: Iterable[types.ModuleType]) -> list[Operation]:
 def build_routes(app: web.Application, modules: Iterable[types.ModuleType]) -> None:
     for made in operations_of(modules):
         app.router.add_route(made.method, made.path, made.handle)
+
+
+async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns or raises. It is cancelled with the request's handler, and when the client has gone."""
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([task], timeout=GONE_SECONDS))[0]:
+            if request.transport is None or request.transport.is_closing():
+                raise Problem(400, "The client has gone.", kind="gone")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def read_body(request: web.Request, *, limit: int | None = None, media_type: str = JSON) -> bytes:
@@ -266,6 +299,21 @@ def _too_large(limit: int) -> Problem:
     return Problem(413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix)
 
 
+def _refuse_many_values(body: bytes, most: int) -> None:
+    """Raises a Problem (413) for JSON that would take long to read. What texts hold of these characters counts too."""
+    count = body.count
+    for found, limit, what in (
+        (count(b","), most, "values"),
+        (count(b"{") + count(b"["), most // 10, "tables and lists"),
+        (count(b":"), most // 5, "keys"),
+    ):
+        if found > limit:
+            detail = f"The body holds {found} {what}; at most {limit} are read."
+            raise Problem(
+                413, detail, kind="too-large", field="body", fix="send it in parts, or as bytes where that can be"
+            )
+
+
 def _without_none(told: Any) -> Any:
     """``X`` of ``X | None``."""
     return next((part for part in get_args(told) if part is not types.NoneType), told)
@@ -280,5 +328,7 @@ def _given(name: str, model: type[BaseModel], request: web.Request) -> dict[str,
             names = [info.alias or key for key, info in model.model_fields.items()]
             return {name: request.headers[name] for name in names if name in request.headers}
     lists = {info.alias or key for key, info in model.model_fields.items() if get_origin(info.annotation) is list}
-    found = {key: request.query.getall(key) for key in request.query}
+    found: dict[str, list[str]] = {}
+    for key, value in request.query.items():
+        found.setdefault(key, []).append(value)
     return {key: values if key in lists or len(values) > 1 else values[0] for key, values in found.items()}

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from orchestration.external import External
 
 IDLE_SECONDS = 600.0  # after which a run's connections are closed, to be opened again when it is asked for
-INDEX_SECONDS = 10.0  # for which a request waits for an index that is being started again
 VERSIONS = 2  # of weights, kept for further readers
 
 
@@ -74,8 +73,8 @@ def _interface() -> type[External]:
 class Outside:
     """The runs that were asked for lately."""
 
-    def __init__(self, url: str, data: Path, registry: Registry) -> None:
-        self._url, self._data, self._registry = url, data, registry
+    def __init__(self, data: Path, registry: Registry) -> None:
+        self._data, self._registry = data, registry
         self._runs: dict[str, OutsideRun] = {}
 
     async def run(self, run: str) -> OutsideRun:
@@ -85,7 +84,7 @@ class Outside:
         if run not in self._runs:
             interface = await asyncio.to_thread(_interface)
             if run not in self._runs:  # another request may have been faster
-                index = Index(self._url, run, timeout=INDEX_SECONDS)
+                index = Index(self._registry.link, run)
                 recipe = Recipe.model_validate(record.recipe)
                 self._runs[run] = OutsideRun(interface(index, recipe, worker="service"), self._data)
         self._runs[run].used = time.monotonic()

@@ -10,12 +10,12 @@ import http
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 import structlog
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from orchestration.recipe import RecipeError
 from orchestration.registry import KeyReused, UnknownRun, WrongState
@@ -27,8 +27,19 @@ MEDIA_TYPE = "application/problem+json"
 RETRY_SECONDS = 2  # what a client is asked to wait for an index that does not answer
 BEGAN = web.RequestKey("began", bool)  # whether the answer's headers are out
 LONGEST_VALUE = 200  # characters of a value that are told back
+LONGEST_READ = 4096  # characters of a value that are looked at for that
 MOST_ERRORS = 100
-_PASSWORD = re.compile(r"(\w+://)[^\s/@]+@")
+TOO_MANY_ERRORS = 2000  # pydantic lists all errors or none; more than this many are not listed
+# Of a URL's user and password up to the last "@". Linear in the text: a match is tried after "://" alone, and ends at "/".
+_PASSWORD = re.compile(r"(?<=\w://)[^\s/]+@")
+
+
+def _sendable(value: object) -> object:
+    """``value``; a text without what UTF-8 cannot carry (surrogates, which headers and arguments may hold)."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+Text = Annotated[str, BeforeValidator(_sendable)]
 
 
 class Wrong(BaseModel):
@@ -36,10 +47,10 @@ class Wrong(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    field: str
+    field: Text
     value: Any = None
-    wrong: str
-    fix: str = ""
+    wrong: Text
+    fix: Text = ""
 
 
 class ProblemDetails(BaseModel):
@@ -50,10 +61,10 @@ class ProblemDetails(BaseModel):
     type: str = Field(default="about:blank", description="What kind of problem: a URN that stays as it is.")
     title: str
     status: int = Field(ge=400, le=599)
-    detail: str
-    field: str | None = None
+    detail: Text
+    field: Text | None = None
     value: Any = None
-    fix: str | None = None
+    fix: Text | None = None
     errors: list[Wrong] = []
 
 
@@ -86,15 +97,26 @@ class Problem(Exception):
             errors=list(errors),
         )
 
+    def body(self) -> bytes:
+        """The problem as JSON."""
+        details = self.details.model_dump(mode="json", exclude_none=True)
+        return json.dumps(details, ensure_ascii=False, allow_nan=False).encode()
+
+    @classmethod
+    def from_details(cls, details: Mapping[str, Any]) -> Problem:
+        """The problem that another process made."""
+        problem = cls(details["status"], details["detail"])
+        problem.details = ProblemDetails.model_validate(details)
+        return problem
+
     def response(self) -> web.Response:
-        told = self.details.model_dump(mode="json", exclude_none=True)
-        text = json.dumps(told, ensure_ascii=False, allow_nan=False)
-        return web.Response(status=self.status, text=text, content_type=MEDIA_TYPE, headers=self.headers)
+        headers = {"Content-Type": f"{MEDIA_TYPE}; charset=utf-8", **self.headers}
+        return web.Response(status=self.status, body=self.body(), headers=headers)
 
 
 def shown(value: object) -> Any:
     """``value`` as it may be told back: as JSON, short, and without a URL's password."""
-    text = without_password(json.dumps(value, ensure_ascii=True, default=str))
+    text = without_password(_beginning(value))
     if len(text) > LONGEST_VALUE:
         return text[:LONGEST_VALUE] + "…"
     try:
@@ -103,9 +125,22 @@ def shown(value: object) -> Any:
         return text
 
 
+def _beginning(value: object) -> str:
+    """The first characters of ``value`` as JSON, whatever its size."""
+    if isinstance(value, str):
+        value = value[: LONGEST_READ + 1]
+    text = ""
+    for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+        text += piece[: LONGEST_READ + 1]
+        if len(text) > LONGEST_READ:
+            text = text[:LONGEST_READ] + "@"  # ends what may be a password that goes on
+            break
+    return str(_sendable(text))
+
+
 def without_password(text: str) -> str:
     """``text`` with the user and password of every URL in it replaced."""
-    return _PASSWORD.sub(r"\1***@", text)
+    return _PASSWORD.sub("***@", text)
 
 
 def of_recipe(error: RecipeError) -> Problem:
@@ -120,6 +155,12 @@ def of_recipe(error: RecipeError) -> Problem:
 def of_validation(status: int, error: pydantic.ValidationError, prefix: str = "") -> Problem:
     """All that pydantic says of one part of a request. Values of headers are not told back."""
     errors = []
+    if (count := error.error_count()) > TOO_MANY_ERRORS:
+        where = prefix.rstrip(".") or "body"
+        wrong = f"has {count} errors, too many to be listed"
+        return several(
+            status, "request", "The request is not valid", [Wrong(field=where, wrong=wrong, fix="see /docs")]
+        )
     for item in error.errors(include_url=False, include_context=False)[:MOST_ERRORS]:
         field = prefix + ".".join(str(part) for part in item["loc"])
         wrong, fix = _said(item["type"], item["msg"])

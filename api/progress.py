@@ -70,6 +70,8 @@ class Progress:
     swapped: Mapping[str, Any] | None = None
     ledger: Mapping[str, Any] | None = None
     restarts: int = 0
+    prompts_skipped: int = 0  # as they were too long
+    prompts_cut: int = 0
     messages: deque[str] = field(default_factory=lambda: deque(maxlen=MESSAGES))
 
     def apply(self, event: Event) -> None:
@@ -99,12 +101,20 @@ class Progress:
                 self.ledger = data
             case "worker":
                 self._worker(data)
+            case "prompt":
+                self._prompt(data)
 
     def _worker(self, data: Mapping[str, Any]) -> None:
         change, reason = data["change"], data.get("reason", "")
         self.restarts += change == "restarted"
         if change in ("died", "restarted"):
             self.messages.append(f"{data['worker']} {change}" + (f": {reason}" if reason and change == "died" else ""))
+
+    def _prompt(self, data: Mapping[str, Any]) -> None:
+        if data["change"] == "too long":  # with totals; a worker that was started again counts anew
+            self.prompts_skipped = max(self.prompts_skipped, data["skipped"])
+            self.prompts_cut = max(self.prompts_cut, data["cut"])
+            self.messages.append(data["reason"])
 
     @property
     def ended(self) -> bool:

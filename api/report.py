@@ -19,10 +19,12 @@ from rich.table import Table
 from api.progress import Progress
 from api.terminal import duration, number
 from orchestration.metrics import METRICS, finite, read_metrics
-from orchestration.planner import Plan
+from orchestration.planner import Plan, prompt_limits
 from orchestration.recipe import Recipe, format_size
+from stages.prompts import LISTED
 
 SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
+TOO_LONG = {"skip": "longer ones are skipped", "cut": "longer ones are cut", "fail": "a longer one fails the run"}
 ENDS = 5  # steps at each end of a run that the summary compares
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
@@ -37,13 +39,14 @@ class Report:
     missing: list[str]
 
 
-def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None) -> Report:
+def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None, saved: int = 0) -> Report:
     """Make the summary, the plot and the samples of the run in ``out_dir`` from its metrics. ``seconds`` is how long it
-    took, ``checkpoint`` the model that it made."""
+    took, ``checkpoint`` the model that it made, ``saved`` the steps that its newest checkpoint holds."""
     progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness)
     for event in read_metrics(out_dir / METRICS):
         progress.apply(event)
     summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
+    summary["resume_after_step"] = None if progress.state == "finished" else saved
     files, missing = [out_dir / SUMMARY], []
     (out_dir / SUMMARY).write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
     if progress.evaluations:
@@ -93,6 +96,8 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
         "restarts": progress.restarts,
+        "prompts_skipped": progress.prompts_skipped,
+        "prompts_cut": progress.prompts_cut,
         "stages": {
             worker: {**stage.shares(recent=False), "rows": stage.latest["rows"], "tokens": stage.latest["tokens"]}
             for worker, stage in progress.stages.items()
@@ -123,15 +128,33 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
         ("tokens", f"{tokens}, {number(summary['tokens_per_second'], ',.0f')} per second"),
     ]
+    if summary["prompts_skipped"] or summary["prompts_cut"]:
+        skipped, cut = summary["prompts_skipped"], summary["prompts_cut"]
+        rows.append(("prompts", f"{skipped} skipped and {cut} cut as too long, listed in {LISTED}"))
     if summary["restarts"]:
         rows.append(("restarts", str(summary["restarts"])))
     if summary["reason"]:
         rows.append(("reason", summary["reason"]))
     if summary["checkpoint"]:
         rows.append(("model", summary["checkpoint"]))
+    if (saved := summary.get("resume_after_step")) is not None:
+        rows.append(("resume", resume_text(saved, summary["steps_planned"], summary["steps"])))
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def resume_text(saved: int, steps: int, done: int = 0) -> str:
+    """Where a resume begins, of a run of ``steps`` whose newest checkpoint holds ``saved`` of the ``done`` ones.
+
+    >>> resume_text(40, 200, 42)
+    'after step 40 of 200; steps 41 to 42 are made again'
+    """
+    begins = f"after step {saved} of {steps}" if saved else "from the beginning"
+    if done <= saved:
+        return begins
+    again = f"steps {saved + 1} to {done} are" if done > saved + 1 else f"step {done} is"
+    return f"{begins}; {again} made again"
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -154,6 +177,10 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
         ("in flight", f"≤ {plan.groups_in_flight} groups, {plan.rows_in_flight} samples"),
         ("decoding", f"≤ {plan.decode_rows} samples at once"),
         ("kept for replay", f"≤ {plan.rows_retained} samples, until the next checkpoint"),
+        (
+            "prompts",
+            f"≤ {plan.prompt_tokens:,} tokens: {prompt_limits(recipe).why}; {TOO_LONG[recipe.prompts.too_long]}",
+        ),
         ("arena", f"{format_size(recipe.pipeline.arena)}, of which ≤ {format_size(plan.arena_bytes)} are needed"),
     ]
     if plan.parameters:

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 TAG = "external stages"
 MOST_BYTES = 128 * 2**20  # of one body of columns
 PROMPTS_BYTES = 16 * 2**20
+JSON_VALUES = 500_000  # of one JSON body; columns with more come as safetensors
 WAITING_SECONDS = 90.0  # what a request may take that may wait for 60
 PIECE = 2**20
 SILENT_SECONDS = 30.0  # for which a body of weights may stop
@@ -81,13 +82,15 @@ SPARE_DISK = 256 * 2**20  # bytes that weights on their way leave free on the di
     errors=(404, 409),
     seconds=WAITING_SECONDS,
     body_limit=PROMPTS_BYTES,
+    body_values=JSON_VALUES,
 )
 async def put_prompts(service: Service, path: RunPath, body: PutPrompts) -> FedView:
     """Put prompts into a run with `prompts.source = "external"`, in the order in which they will be asked. With `first`, the
     position of the first of them, a repeat changes nothing. Waits up to `wait` seconds while too many wait already."""
     external = (await service.outside.run(path.run)).external
-    with refusals():
-        put = await external.put_prompts(body.prompts, first=body.first, last=body.last, timeout=body.wait)
+    with refusals(), service.held() as room:
+        wait = body.wait if room else 0.0
+        put = await external.put_prompts(body.prompts, first=body.first, last=body.last, timeout=wait)
     return FedView(next=put)
 
 
@@ -109,7 +112,7 @@ async def get_experience(
     external = (await service.outside.run(path.run)).external
     from api.experience import to_lists
 
-    with refusals():
+    with refusals(), service.held() as room:
         if body.replay is None:
             answer = await external.get_experience(
                 body.stage,
@@ -117,7 +120,7 @@ async def get_experience(
                 body.count,
                 columns=body.columns,
                 version=body.version,
-                wait=body.wait,
+                wait=body.wait if room else 0.0,
                 lease=body.lease,
                 owner=_owner(service, request),
             )
@@ -130,11 +133,11 @@ async def get_experience(
         if BINARY not in request.headers.get("Accept", ""):
             if experience is not None:
                 schema = external.schema
-                view.columns = to_lists(schema, experience.columns)
+                view.columns = await asyncio.to_thread(to_lists, schema, experience.columns)
                 if view.begun is not None:
-                    view.begun.columns = to_lists(schema, experience.begun[1])
+                    view.begun.columns = await asyncio.to_thread(to_lists, schema, experience.begun[1])
             return view
-        return web.Response(body=_body(external, view, experience), content_type=BINARY)
+        return web.Response(body=await asyncio.to_thread(_body, external, view, experience), content_type=BINARY)
 
 
 async def _view(external: External, answer: Answer, asked: GetExperience) -> ExperienceView:
@@ -184,6 +187,7 @@ def _body(external: External, view: ExperienceView, experience: Experience | Non
     tag=TAG,
     errors=(404, 409),
     body_limit=MOST_BYTES,
+    body_values=JSON_VALUES,
     binary=("body",),
 )
 async def put_experience(service: Service, request: web.Request, path: RunPath, body: PutExperience | None) -> PutView:
@@ -208,7 +212,7 @@ async def put_experience(service: Service, request: web.Request, path: RunPath, 
             version = await external.train(body.token, body.step, body.metrics, owner=owner)
             return PutView(left=0, version=version)
         if body.columns:
-            columns |= from_lists(external.schema, body.columns)
+            columns |= await asyncio.to_thread(from_lists, external.schema, body.columns)
         left = await external.put_experience(body.token, body.rows, columns, park=body.park, owner=owner)
         return PutView(left=left, version=None)
 
@@ -256,8 +260,8 @@ async def release_lease(service: Service, request: web.Request, path: LeasePath)
 async def get_published(service: Service, path: RunPath, query: WeightsQuery) -> WeightsView:
     """Which weights are published, when they are newer than `after`; waits up to `wait` seconds for them."""
     external = (await service.outside.run(path.run)).external
-    with refusals():
-        published = await external.weights(query.after, query.wait)
+    with refusals(), service.held() as room:
+        published = await external.weights(query.after, query.wait if room else 0.0)
         state, _, _ = await external.index.state()
         return await _weights(external, published, state or "created")
 

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from aiohttp import web
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from api.events import History, id_at
 from api.exposition import Exposition, ServerMetrics
 from api.operations import Strict, operation
 from api.problems import Problem
 from api.schemas import MetricsView, RunPath
-from api.series import Series, TooMany, Wanted, width
+from api.schemas_events import MESSAGES, EventKind
+from api.series import SERIES, Series, TooMany, Wanted, names_like, width
 from api.service import SERVICE, Service
 from api.stream import Ending, Feed, Feeds, Reader
 from api.trace import REPORT_SECONDS, Trace, trace_json
 from orchestration.metrics import METRICS
 from orchestration.registry import ENDED, RunRecord
 
-KIND = r"^[a-z]+(,[a-z]+)*$"
 EVENT_ID = r"^(\d{1,18}(-\d{1,18})?|\$)$"
-MOST_READERS = 2000  # of all streams of one server
-Names = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./,-]*$", max_length=1000)]
+MOST_NAMES = 60  # that an error lists
 Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
 
 
@@ -68,8 +69,29 @@ def watch(app: web.Application) -> None:
 # The stream
 
 
+def _listed(given: object) -> object:
+    """A key may be given several times, or once with commas."""
+    return [name for text in given for name in str(text).split(",") if name] if isinstance(given, list) else given
+
+
+def _series(name: str) -> str:
+    if not SERIES.fullmatch(name):
+        kinds = (
+            "step, evaluation, ledger, stage, sync, stage/WORKER, sync/WORKER, or a number of one of them as step.loss"
+        )
+        raise PydanticCustomError("series", "Input should be one of: {kinds}", {"kinds": kinds})
+    return name
+
+
+Name = Annotated[
+    str, Field(max_length=200, json_schema_extra={"pattern": f"^({SERIES.pattern})$"}), AfterValidator(_series)
+]
+
+
 class StreamQuery(Strict):
-    kinds: str = Field("", pattern=f"^$|{KIND}", max_length=200, description="Of the events to be told, with commas.")
+    kinds: Annotated[list[EventKind], BeforeValidator(_listed)] = Field(
+        [], description="Only events of these kinds; none: all. The key is repeated, or has them with commas."
+    )
     last_event_id: str = Field(
         "", pattern=f"^$|{EVENT_ID}", description="As the header Last-Event-ID, for who cannot set it; $: from now on."
     )
@@ -89,16 +111,20 @@ class StreamHeaders(Strict):
     tag="metrics",
     errors=(404,),
     produces="text/event-stream",
+    events=MESSAGES,
 )
 async def stream(
     service: Service, path: RunPath, query: StreamQuery, headers: StreamHeaders, request: web.Request
 ) -> web.StreamResponse:
+    """Server-sent events: `event` is the kind, `data` its payload as JSON, `id` what `Last-Event-ID` takes. A comment comes
+    every ten seconds with the id up to which there is nothing more. The last message is `end` when the run has ended, or
+    `dropped` when the server gives the stream up: connect again then."""
     record = await service.registry.get(path.run)
     watching = request.app[WATCHING]
-    if len(watching.feeds) >= MOST_READERS:
-        raise Problem(503, "Too many readers.", kind="readers", fix="try again later", headers={"Retry-After": "30"})
-    reader = Reader(request, frozenset(query.kinds.split(",")) if query.kinds else None)
-    with watching.server.reading() as dropped:
+    reader = Reader(request, frozenset(query.kinds) or None)
+    with service.held() as room, watching.server.reading() as dropped:
+        if not room:
+            raise Problem(503, "Too many readers.", kind="readers", fix="try again", headers={"Retry-After": "30"})
         try:
             await reader.open()
         except ConnectionResetError:  # it has gone already
@@ -106,9 +132,14 @@ async def stream(
         try:
             async with watching.feeds.listening(record, reader) as feed:
                 await feed.join(reader, headers.last_event_id or query.last_event_id or "0")
-                dropped(await reader.done)
+                dropped(await asyncio.shield(reader.done))
         except (ConnectionError, LookupError):
             reader.drop("", "the index does not answer; connect again")
+        except asyncio.CancelledError:
+            if not reader.done.done():
+                reader.drop("token", "the token was revoked, or has expired")
+                dropped("token")
+            raise
     return reader.response
 
 
@@ -125,7 +156,12 @@ class HistoryQuery(RangeQuery):
     every: float | None = Field(
         None, ge=0, le=1e7, description="Seconds that a point stands for; 0: each event; none: as suits the range."
     )
-    names: Names = Field("", description="Series and numbers, with commas: step, stage/rollout-0, step.reward_mean.")
+    names: Annotated[list[Name], BeforeValidator(_listed)] = Field(
+        [],
+        max_length=100,
+        description="Series and numbers, as step, stage/rollout-0, step.reward_mean; none: all. The key is repeated, or has "
+        "them with commas.",
+    )
 
 
 @operation(
@@ -135,7 +171,7 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
     record = await service.registry.get(path.run)
     begin, end = _range(record, query)
     every = width(end - begin) if query.every is None else query.every
-    series = Series(every, Wanted(name for name in query.names.split(",") if name))
+    series = Series(every, Wanted(query.names))
     kinds = series.wanted.kinds
     try:
         async for page in _pages(request, record, begin, end):
@@ -146,7 +182,23 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
         raise Problem(
             422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
         ) from None
+    if missing := series.wanted.missing:
+        await _refuse_unknown(service, record, missing)
     return MetricsView.model_validate({"from": begin, "to": end, "every": every, "series": series.columns()})
+
+
+async def _refuse_unknown(service: Service, record: RunRecord, names: frozenset[str]) -> None:
+    """Raise a Problem if one of ``names``, of which the range has nothing, is none of the run's: no worker of it, or no
+    number of its steps. Where there are no workers or steps yet, any may come."""
+    index = service.index(record.id)
+    newest, fold = await index.newest("step"), await service.watching.fold(index)
+    for name in sorted(names):
+        allowed = names_like(name, fold.workers, newest.data if newest else {})
+        if allowed and name not in allowed:
+            fix = f"use one of: {', '.join(allowed[:MOST_NAMES])}"
+            raise Problem(
+                422, f"{name} is not known here.", kind="unknown-name", field="query.names", value=name, fix=fix
+            )
 
 
 class TraceDocument(BaseModel):
@@ -200,9 +252,7 @@ def _pages(request: web.Request, record: RunRecord, begin: float, end: float) ->
 # Prometheus
 
 
-@operation(
-    "GET", "/metrics", scope="read", summary="For Prometheus", tag="metrics", produces="text/plain", errors=(503,)
-)
+@operation("GET", "/metrics", scope="read", summary="For Prometheus", tag="metrics", produces="text/plain")
 async def metrics(service: Service, request: web.Request) -> web.Response:
     text = await request.app[WATCHING].exposition.text()
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+from typing import Any
 
-from api.admittance import accept, stored_recipe, stored_recipes
-from api.operations import operation
+import structlog
+from aiohttp import web
+
+from api.admittance import stored_recipe, stored_recipes, unknown_recipe
+from api.checks import CheckLost
+from api.operations import operation, while_wanted
 from api.problems import Problem
 from api.schemas import (
     CheckedRecipe,
@@ -17,9 +23,10 @@ from api.schemas import (
     Schema,
     StoredRecipe,
 )
-from api.service import Service, Settings
-from orchestration.planner import plan
-from orchestration.recipe import Recipe, suggest
+from api.service import Service
+from orchestration.recipe import Recipe
+
+log = structlog.get_logger()
 
 NAMED = "/v1/recipes/{name:(?!check$|schema$)[^/]+}"
 
@@ -36,7 +43,12 @@ async def list_recipes(service: Service) -> RecipesView:
 @operation("GET", "/v1/recipes/schema", scope="read", summary="The JSON Schema of a recipe", tag="recipes")
 async def recipe_schema(service: Service) -> Schema:
     """What a schema cannot say (how keys must fit together) POST /v1/recipes/check does."""
-    return Schema(Recipe.model_json_schema())
+    return Schema(await asyncio.to_thread(_schema))
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    return Recipe.model_json_schema()
 
 
 @operation("GET", NAMED, scope="read", summary="A stored recipe", tag="recipes", errors=(404,))
@@ -44,33 +56,31 @@ async def get_recipe(service: Service, path: RecipePath) -> StoredRecipe:
     try:
         data = await asyncio.to_thread(stored_recipe, service.settings, path.name)
     except LookupError:
-        raise _unknown(service.settings, path.name, 404, "path.name") from None
+        raise unknown_recipe(service.settings, path.name, 404, "path.name") from None
     return StoredRecipe(name=path.name, description=str(data.get("description", "")), recipe=data)
 
 
 @operation("POST", "/v1/recipes/check", scope="read", summary="Whether a recipe is sound", tag="recipes")
-async def check_recipe(service: Service, body: RecipeSubmission) -> CheckedRecipe:
+async def check_recipe(service: Service, request: web.Request, body: RecipeSubmission) -> CheckedRecipe:
     """Tells all that is wrong with it (422), or what follows from it. Nothing is started."""
-
-    def check() -> CheckedRecipe:
-        recipe = accepted(service.settings, body)
-        return CheckedRecipe(recipe=json.loads(recipe.to_json()), plan=plan(recipe))
-
-    return await asyncio.to_thread(check)
+    answer = await checked(service, request, body, plan=True)
+    return CheckedRecipe(recipe=json.loads(answer["recipe"]), plan=answer["plan"])
 
 
-def accepted(settings: Settings, body: RecipeSubmission) -> Recipe:
-    """The recipe that is submitted. Raises RecipeError, and a Problem when no stored one is called so."""
-    data = body.recipe
-    if data is None:
-        name = body.recipe_name or ""
-        try:
-            data = stored_recipe(settings, name)
-        except LookupError:
-            raise _unknown(settings, name, 422, "recipe_name") from None
-    return accept(settings, data, body.overrides)
-
-
-def _unknown(settings: Settings, name: str, status: int, field: str) -> Problem:
-    fix = suggest(name, list(stored_recipes(settings)))
-    return Problem(status, "No stored recipe is called that.", kind="unknown-recipe", field=field, value=name, fix=fix)
+async def checked(service: Service, request: web.Request, body: RecipeSubmission, *, plan: bool) -> dict[str, Any]:
+    """The ``recipe`` that is submitted, with all defaults, as JSON, and its ``plan`` where that is wanted. Raises a Problem
+    with all that is wrong with it."""
+    asked = {
+        "settings": service.settings.model_dump(mode="json"),
+        "submitted": body.model_dump(exclude_unset=True),
+        "plan": plan,
+    }
+    try:
+        answer = await while_wanted(request, service.checks.ask(asked))
+    except CheckLost as lost:
+        log.error("the process of a check was lost", reason=str(lost))
+        detail, retry = "The recipe could not be checked: the process that does it ended.", {"Retry-After": "5"}
+        raise Problem(503, detail, kind="check-lost", fix="try again", headers=retry) from None
+    if "problem" in answer:
+        raise Problem.from_details(answer["problem"])
+    return answer

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from api.operations import Reply, operation
 from api.problems import Problem, without_password
-from api.routes_recipes import accepted
+from api.routes_recipes import checked
 from api.schemas import (
     CheckpointsView,
     CheckpointView,
@@ -35,6 +35,7 @@ from api.schemas import (
 from api.service import Service
 from api.watching import Fold
 from orchestration import checkpoint
+from orchestration.recipe import Recipe
 from orchestration.registry import Ask, RunRecord
 from pipeline.index import IndexRefused
 
@@ -58,7 +59,7 @@ async def submit_run(
 ) -> Reply[RunView]:
     """Submits a run. It begins when fewer than the server's limit are active; until then `position` says how many are before
     it. A repeat under the same `Idempotency-Key` within a day makes no second one."""
-    recipe = await asyncio.to_thread(accepted, service.settings, body)
+    recipe = Recipe.from_json((await checked(service, request, body, plan=False))["recipe"])
     waiting, _ = await service.registry.list(state="created", limit=1)
     if waiting and (waiting[0].position or 0) >= service.settings.max_waiting:
         detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."

@@ -28,7 +28,7 @@ class Document(RootModel[dict[str, Any]]):
     """An OpenAPI 3.1 document."""
 
 
-@operation("GET", "/healthz", scope=None, summary="Whether the server is alive", tag="service")
+@operation("GET", "/healthz", scope=None, summary="Whether the server is alive", tag="service", seconds=0)
 async def healthz(service: Service) -> Health:
     return Health(status="ok", version=importlib.metadata.version("asyncdock"))
 
@@ -41,7 +41,7 @@ async def readyz(service: Service) -> Health:
     return await healthz(service)
 
 
-@operation("GET", "/openapi.json", scope=None, summary="This document", tag="service")
+@operation("GET", "/openapi.json", scope=None, summary="This document", tag="service", seconds=0)
 async def openapi_json(service: Service, request: web.Request) -> Document:
     return Document(await asyncio.to_thread(request.app[DOCUMENT]))
 

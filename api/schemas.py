@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, RootModel, model_validator
-from pydantic.json_schema import SkipJsonSchema
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
 
 from orchestration.planner import Plan
 from orchestration.recipe import Recipe
+from stages.json_schema import schema_of
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 State = Literal["created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
@@ -74,31 +74,45 @@ class SubmitHeaders(Strict):
     )
 
 
-class _RecipeSchema:
-    """Shows a table as what it has to be: the recipe's own checks tell more of what is wrong than a schema does."""
-
-    def __get_pydantic_json_schema__(self, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return handler(Recipe.__pydantic_core_schema__)
-
-
-RecipeTable = Annotated[dict[str, Any], _RecipeSchema()]
-RecipeName = Annotated[str, Field(max_length=200)]
+# The recipe's own checks say more of what is wrong with a table than a schema does.
+RecipeTable = Annotated[dict[str, Any], schema_of(Recipe)]
+Overrides = Annotated[
+    dict[str, Any], Field(description='Dotted keys and their values, as {"train.steps": 5}, which change single keys.')
+]
 
 
-class RecipeSubmission(Strict):
-    """Either a whole ``recipe``, or the ``recipe_name`` of a stored one; ``overrides`` change single keys of either."""
+class WholeRecipe(Strict):
+    """A whole recipe."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["recipe"]}, {"required": ["recipe_name"]}]})
+    recipe: RecipeTable = Field(description="As a recipe's TOML file, in JSON.")
+    overrides: Overrides = {}
 
-    recipe: RecipeTable | SkipJsonSchema[None] = Field(None, description="As a recipe's TOML file, in JSON.")
-    recipe_name: RecipeName | SkipJsonSchema[None] = Field(None, description="One of GET /v1/recipes.")
-    overrides: dict[str, Any] = Field({}, description='Dotted keys and their values, as {"train.steps": 5}.')
 
-    @model_validator(mode="after")
-    def _one_of_both(self) -> RecipeSubmission:
-        if (self.recipe is None) == (self.recipe_name is None) or {"recipe", "recipe_name"} <= self.model_fields_set:
-            raise ValueError("give either recipe or recipe_name")
-        return self
+class NamedRecipe(Strict):
+    """A stored recipe."""
+
+    recipe_name: str = Field(max_length=200, description="One of GET /v1/recipes.")
+    overrides: Overrides = {}
+
+
+def _which(body: Any) -> str | None:
+    given = {"recipe", "recipe_name"} & set(body if isinstance(body, dict) else getattr(type(body), "model_fields", ()))
+    return given.pop() if len(given) == 1 else None
+
+
+class RecipeSubmission(
+    RootModel[
+        Annotated[
+            Annotated[WholeRecipe, Tag("recipe")] | Annotated[NamedRecipe, Tag("recipe_name")],
+            Discriminator(
+                _which,
+                custom_error_type="recipe_or_name",
+                custom_error_message="Input should be an object with either recipe or recipe_name",
+            ),
+        ]
+    ]
+):
+    """Either a whole `recipe`, or the `recipe_name` of a stored one."""
 
 
 class StageWorker(BaseModel):

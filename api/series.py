@@ -9,8 +9,10 @@ event adds, the largest of a largest, and the mean of everything else.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 
+from api.schemas_events import numbers_of
 from pipeline.index import Event
 
 KINDS = ("step", "evaluation", "ledger", "stage", "sync")
@@ -31,6 +33,13 @@ SUM = {
     "step": frozenset({"rows"}),
     "sync": frozenset({"bytes", "publish_seconds", "exposed_seconds", "hidden_seconds"}),
 }
+
+# What can be asked for: the algorithm adds numbers of its own to those that each step has.
+SERIES = re.compile(
+    r"step(\.[A-Za-z0-9_]{1,60})?"
+    + "".join(rf"|{kind}(\.({'|'.join(numbers_of(kind))}))?" for kind in KINDS if kind != "step")
+    + rf"|({'|'.join(OF_WORKERS)})/[A-Za-z0-9_.-]{{1,150}}"
+)
 
 Point = dict[str, float]
 
@@ -67,16 +76,40 @@ class Wanted:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.names = frozenset(names)
+        self._found: set[str] = set()
 
     def __call__(self, kind: str, series: str, number: str) -> bool:
         if not self.names:
             return True
-        return not self.names.isdisjoint((kind, series, f"{kind}.{number}", f"{series}.{number}"))
+        found = self.names & {kind, series, f"{kind}.{number}", f"{series}.{number}"}
+        self._found |= found
+        return bool(found)
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Names that nothing has been asked about so far."""
+        return self.names - self._found
 
     @property
     def kinds(self) -> frozenset[str]:
         """Those that something is wanted of."""
         return frozenset(name.partition(".")[0].partition("/")[0] for name in self.names) or frozenset(KINDS)
+
+
+def names_like(name: str, workers: Iterable[str], step: Mapping[str, object]) -> list[str]:
+    """The names of the kind of ``name`` in a run with ``workers`` whose newest step is the event ``step``; empty when there
+    are none yet, and any name may turn out to be one.
+
+    >>> names_like("step.los", [], {"loss": 0.5, "groups": [1]})
+    ['step', 'step.loss']
+    """
+    kind = name.partition(".")[0].partition("/")[0]
+    numbers = [key for key, value in step.items() if isinstance(value, int | float)] if kind == "step" else []
+    if kind == "step":
+        return [kind, *(f"{kind}.{number}" for number in numbers)] if numbers else []
+    named = [f"{kind}/{worker}" for worker in sorted(workers)]
+    of_all = [kind, *(f"{kind}.{number}" for number in numbers_of(kind))]
+    return [*named, *of_all, *(f"{one}.{number}" for one in named for number in numbers_of(kind))] if named else []
 
 
 class Series:

@@ -70,6 +70,12 @@ def serve_command(
     tls_certificate: Annotated[Path | None, typer.Option("--tls-certificate", metavar="PEM")] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="PEM")] = None,
     rate: Annotated[float, typer.Option("--rate", help="Requests a second of one address.")] = 1000.0,
+    max_connections: Annotated[
+        int, typer.Option("--max-connections", help="0: as the limit of open files has room for.")
+    ] = 0,
+    max_connections_per_address: Annotated[
+        int, typer.Option("--max-connections-per-address", help="0: seven eighths of all.")
+    ] = 0,
     max_waiting: Annotated[int, typer.Option("--max-waiting", help="Runs in the queue.")] = 1000,
     max_workers: Annotated[int, typer.Option("--max-workers", help="Worker processes of one run.")] = 64,
     max_arena: Annotated[str, typer.Option("--max-arena", metavar="SIZE", help="pipeline.arena of one run.")] = "16GiB",
@@ -99,6 +105,8 @@ def serve_command(
             tls_key=tls_key,
             rate=rate,
             burst=max(1, int(2 * rate)),
+            max_connections=max_connections,
+            max_connections_per_address=max_connections_per_address,
             max_waiting=max_waiting,
             max_workers=max_workers,
             max_arena=int(str(parse_size(max_arena))),

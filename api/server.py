@@ -11,12 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import functools
 import gc
 import importlib.metadata
-import logging
-import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -24,7 +21,6 @@ from typing import Any
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from api import (
     routes_dashboard,
@@ -35,6 +31,8 @@ from api import (
     routes_samples,
     routes_service,
 )
+from api.checks import Checks
+from api.connections import Connections, admit_connection, raise_descriptor_limit
 from api.limits import admission, secure
 from api.operations import build_routes
 from api.problems import problems
@@ -42,8 +40,11 @@ from api.routes_metrics import watch
 from api.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
 from api.tokens import Tokens
 from orchestration.agent import Agent, AgentError
+from orchestration.logs import limit_repeats
+from orchestration.private import private_folder, read_by_others
 from orchestration.registry import Registry
 from orchestration.service_index import ServiceIndex
+from pipeline.locks import Locked, locked
 
 log = structlog.get_logger()
 
@@ -58,7 +59,6 @@ ROUTES = (
     routes_dashboard,
 )
 GC_THRESHOLD = (5_000, 2, 20)  # objects; searches of the youngest; searches of the younger ones
-BACKLOG = 1024  # readers that come back all at once, after a restart; who finds no place asks again after a second
 CLOSING_SECONDS = 5.0  # for requests that are under way when the server goes down
 LOCK = "server.lock"
 
@@ -67,13 +67,13 @@ class ServeError(RuntimeError):
     """The server cannot start; the message says why and what to do."""
 
 
-def build_app(settings: Settings, url: str, registry: Registry) -> web.Application:
-    """The application over the index at ``url``. It closes what it opens, and not ``registry``."""
-    app = web.Application(middlewares=[problems, admission(settings)])
-    service = Service(settings, url, registry, Tokens(url))
+def build_app(settings: Settings, url: str, registry: Registry, checks: Checks | None = None) -> web.Application:
+    """The application over the index at ``url``. It closes what it opens, and neither ``registry`` nor ``checks``."""
+    app = web.Application(middlewares=[problems, admit_connection, admission(settings)])
+    service = Service(settings, url, registry, Tokens(registry.link), checks)
     app[SERVICE] = service
     watch(app)
-    document: Callable[[], dict[str, Any]] = functools.cache(_document)
+    document: Callable[[], dict[str, Any]] = functools.cache(functools.partial(_document, settings.tokens_needed))
     app[DOCUMENT] = document
     build_routes(app, ROUTES)
     app.on_response_prepare.append(secure)
@@ -82,10 +82,10 @@ def build_app(settings: Settings, url: str, registry: Registry) -> web.Applicati
     return app
 
 
-def _document() -> dict[str, Any]:
+def _document(tokens: bool) -> dict[str, Any]:
     from api.openapi import openapi_document  # what it imports would be a fifth of a server's start, and few ask for it
 
-    return openapi_document(ROUTES, version=importlib.metadata.version("asyncdock"))
+    return openapi_document(ROUTES, version=importlib.metadata.version("asyncdock"), tokens=tokens)
 
 
 async def _closing(app: web.Application) -> None:
@@ -94,43 +94,34 @@ async def _closing(app: web.Application) -> None:
 
 async def _service(app: web.Application) -> AsyncIterator[None]:
     service = app[SERVICE]
-    tidying = asyncio.create_task(service.close_idle())
+    beside = [asyncio.create_task(service.close_idle()), asyncio.create_task(service.sessions.watch())]
     yield
-    tidying.cancel()
-    await asyncio.gather(tidying, return_exceptions=True)
+    for task in beside:
+        task.cancel()
+    await asyncio.gather(*beside, return_exceptions=True)
     await service.close()
 
 
 async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunner, str]:
     """Open the port. Returns what to clean up at the end, and the URL. Raises ServeError when the port is taken."""
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        logger=_http_log(),
-        keepalive_timeout=settings.idle_seconds,
-        shutdown_timeout=CLOSING_SECONDS,
-    )
+    tls = _tls(settings)
+    runner = web.AppRunner(app, shutdown_timeout=CLOSING_SECONDS)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, settings.host, settings.port, ssl_context=_tls(settings), backlog=BACKLOG)
+        site = Connections(runner, settings, tls)
         await site.start()
+    except ValueError as error:
+        await runner.cleanup()
+        raise ServeError(str(error)) from None
     except OSError as error:
         await runner.cleanup()
         where = f"{settings.host}:{settings.port}"
         if error.errno == errno.EADDRINUSE:
             raise ServeError(f"listen: {where} is taken by another program; give another one with --listen") from None
         raise ServeError(f"listen: {where} cannot be used ({error.strerror or error}); give another one") from None
-    host, port = runner.addresses[0][:2]
+    host, port = site.sockets[0].getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     return runner, f"{'https' if settings.tls_certificate else 'http'}://{name}:{port}"
-
-
-def _http_log() -> logging.Logger:
-    """aiohttp's own log, without requests that are no HTTP: it would show the header that it stumbled over, whose value may
-    be a token."""
-    found = logging.getLogger("asyncdock.http")
-    found.filters[:] = [lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))]
-    return found
 
 
 def _tls(settings: Settings) -> ssl.SSLContext | None:
@@ -149,31 +140,32 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
 @contextlib.contextmanager
 def only_server(data: Path) -> Iterator[None]:
     """Be the only server on ``data``; the lock goes with the process, however that ends. Raises ServeError."""
-    data.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(os.open(data / LOCK, os.O_CREAT | os.O_RDWR, 0o600), "r+") as lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = lock.read().strip() or "unknown"
+            private_folder(data)
+            stack.enter_context(locked(data / LOCK))
+        except Locked as held:
             raise ServeError(
-                f"data: {data} is served by another server (process {pid}); stop it, or give another --data"
+                f"data: {data} is served by another server (process {held.process}); stop it, or give another --data"
             ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        except (OSError, ValueError) as error:
+            raise ServeError(str(error)) from None
         yield
 
 
 async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
     """Serve until ``stop`` is set, with an agent for ``settings.runs`` runs at once; ``ready`` is told the URL. Raises
     ServeError."""
+    limit_repeats()
+    raise_descriptor_limit()
     with only_server(settings.data):
         index = None if settings.index else ServiceIndex(settings.data)
         url = await _reach(settings, index)
         registry = Registry(url, timeout=INDEX_SECONDS)
         beside: list[asyncio.Task[None]] = []
         try:
-            runner, where = await listen(build_app(settings, url, registry), settings)
+            app = build_app(settings, url, registry)
+            runner, where = await listen(app, settings)
             try:
                 if settings.runs:
                     agent = Agent(url, settings.data, settings.runs, index=index)
@@ -181,6 +173,7 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
                 elif index is not None:
                     beside.append(asyncio.create_task(index.keep()))
                 await _warn(settings, url)
+                app[SERVICE].checks.prepare()
                 settle()
                 ready(where)
                 stopped = asyncio.create_task(stop.wait())
@@ -197,7 +190,10 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
                 await asyncio.gather(*beside, return_exceptions=True)
         finally:
             if index is not None and not await registry.active():
-                await asyncio.to_thread(index.stop)  # nobody needs it until the next start, which finds all of it
+                try:
+                    await asyncio.to_thread(index.stop)  # nobody needs it until the next start, which finds all of it
+                except Locked as held:
+                    log.warning("the index is left as it is", reason=str(held))
             await registry.close()
 
 
@@ -230,6 +226,8 @@ async def _warn(settings: Settings, url: str) -> None:
         log.warning(
             "tokens travel in the clear; give --tls-certificate and --tls-key, or put a TLS proxy in front of it"
         )
+    if settings.tls_key is not None and (open_to_all := read_by_others(settings.tls_key)):
+        log.warning(f"tls_key: {open_to_all}")
     if settings.tokens_needed:
         tokens = Tokens(url)
         if not await tokens.list():

@@ -6,9 +6,10 @@ The service owns connections and nothing else: ending it changes no run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from api.checks import Checks
 from api.outside import Outside
 from api.problems import Problem
+from api.sessions import Sessions
 from api.tokens import Scope, Token, Tokens
 from api.watching import Watching
 from orchestration.registry import ENDED, Registry, RunRecord, UnknownRun
@@ -27,6 +30,7 @@ log = structlog.get_logger()
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 INDEX_SECONDS = 10.0  # for which a request waits for an index that is being started again
+MOST_HELD = 2000  # requests that wait or stream, where connections are not limited to fewer
 IDLE_SECONDS = 600.0  # after which the connections to a run that has ended are closed
 PRINCIPAL = web.RequestKey("principal", Token)
 LOCAL = Token("local", "local", "admin", 0.0, None)  # whoever asks on loopback, where no token is needed
@@ -39,8 +43,9 @@ class Settings(BaseModel):
     them. ``roots``: below these must lie every path in a recipe. ``recipes``: folders of stored recipes, before the
     package's. ``allow_*``: ``module:name`` that a recipe may name beside what is installed; ``allow_listen``: addresses on
     which its runs may open ports. ``hosts``: further names that it is reached by (behind a proxy); with any, a token is
-    needed. ``rate``, ``burst``: requests a second of one client, and how many at once. ``max_waiting``: runs in the queue;
-    ``max_workers``, ``max_arena``: what one recipe may ask for.
+    needed. ``header_seconds``: in which a request's headers come. ``max_connections``, ``max_connections_per_address``: 0:
+    as the limit of open files allows. ``rate``, ``burst``: requests a second of one client, and how many at once.
+    ``max_waiting``: runs in the queue; ``max_workers``, ``max_arena``: what one recipe may ask for.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -64,7 +69,10 @@ class Settings(BaseModel):
     body_limit: int = Field(default=2**20, ge=1)
     body_seconds: float = Field(default=20.0, gt=0)
     handler_seconds: float = Field(default=60.0, gt=0)
+    header_seconds: float = Field(default=10.0, gt=0)
     idle_seconds: float = Field(default=75.0, gt=0)
+    max_connections: int = Field(default=0, ge=0)
+    max_connections_per_address: int = Field(default=0, ge=0)
     rate: float = Field(default=1000.0, gt=0)
     burst: int = Field(default=2000, ge=1)
     max_waiting: int = Field(default=1000, ge=1)
@@ -82,22 +90,39 @@ class Settings(BaseModel):
 
 
 class Service:
-    """``closing`` is set when the server goes down: streams then say so to their readers, and end."""
+    """``closing`` is set when the server goes down: streams then say so to their readers, and end. ``checks`` that are
+    given are closed by whoever made them."""
 
-    def __init__(self, settings: Settings, url: str, registry: Registry, tokens: Tokens) -> None:
+    def __init__(
+        self, settings: Settings, url: str, registry: Registry, tokens: Tokens, checks: Checks | None = None
+    ) -> None:
         self.settings, self.url, self.registry, self.tokens = settings, url, registry, tokens
+        self.sessions = Sessions(tokens)
+        self.checks = checks or Checks()
+        self._own_checks = checks is None
         self.closing = asyncio.Event()
         self.watching = Watching()
-        self.outside = Outside(url, settings.data, registry)
+        self.outside = Outside(settings.data, registry)
+        self.most_held, self._held = MOST_HELD, 0
         self._indexes: dict[str, tuple[Index, float]] = {}
 
     def index(self, run: str) -> Index:
         """The run's part of the index. Ask for it anew at each use: one that nobody asked for in a while is
         closed once the run has ended."""
         found = self._indexes.get(run)
-        index = found[0] if found else Index(self.url, run, timeout=INDEX_SECONDS)
+        index = found[0] if found else Index(self.registry.link, run)
         self._indexes[run] = index, time.monotonic()
         return index
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[bool]:
+        """Surrounds a request that waits or streams for as long as its client likes. False when too many do: the rest of the
+        connections is for requests that are answered at once."""
+        self._held += 1
+        try:
+            yield self._held <= self.most_held
+        finally:
+            self._held -= 1
 
     def folder(self, record: RunRecord) -> Path:
         """Where the run's files lie: recipe.json, checkpoints/, logs/, metrics.jsonl."""
@@ -107,12 +132,21 @@ class Service:
         """Who asks. Only for operations with a scope."""
         return request[PRINCIPAL]
 
-    async def authorise(self, request: web.Request, scope: Scope) -> None:
-        """Find out who asks. Raises a Problem (401, 403) unless that one may."""
+    @contextlib.asynccontextmanager
+    async def authorised(self, request: web.Request, scope: Scope) -> AsyncIterator[None]:
+        """Surrounds what a request does, once it is known who asks. Raises a Problem (401, 403) unless that one may, and as
+        soon as it no longer may."""
+        request[PRINCIPAL] = token = await self._token(request, scope)
+        if token is LOCAL:
+            yield
+        else:
+            async with self.sessions.session(token, scope):
+                yield
+
+    async def _token(self, request: web.Request, scope: Scope) -> Token:
         kind, _, presented = request.headers.get("Authorization", "").partition(" ")
         if not kind and not self.settings.tokens_needed:
-            request[PRINCIPAL] = LOCAL
-            return
+            return LOCAL
         token = await self.tokens.find(presented.strip()) if kind.lower() == "bearer" else None
         if token is None:
             wrong = "The token is not valid." if kind else "A token is needed."
@@ -126,7 +160,7 @@ class Service:
         if not token.may(scope):
             detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
             raise Problem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
-        request[PRINCIPAL] = token
+        return token
 
     async def close_idle(self) -> None:
         """Close the connections to ended runs that nobody asks for any more, now and then, until cancelled."""
@@ -160,6 +194,8 @@ class Service:
         self._indexes.clear()
         await self.outside.close()
         await self.tokens.close()
+        if self._own_checks:
+            await asyncio.to_thread(self.checks.close)
 
 
 SERVICE = web.AppKey("service", Service)

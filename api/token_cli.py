@@ -66,6 +66,10 @@ def adopt(
     """Let a token that lies in a file already open the service, as a deployment needs it. Harmless when repeated; one that
     was revoked stays revoked (exit code 1)."""
     from api.tokens import TokenRevoked
+    from orchestration.private import read_by_others
+
+    if open_to_all := read_by_others(file):
+        print(f"warning: {open_to_all}", file=sys.stderr)
 
     async def keep(tokens: Tokens) -> Token:
         return await tokens.adopt(file.read_text().strip(), name, _scope(scope))

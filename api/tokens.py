@@ -3,30 +3,34 @@
     create ──▶ adock_ID_SECRET (shown once)        index: ID ──▶ {name, scope, sha256(SECRET), created, expires}
     find(token) ──▶ by ID, then the hashes compared in constant time ──▶ Token, or None
     revoke ──▶ the entry goes, its ID stays among the revoked ones: it is never let in again
+    changed ──▶ whoever waits for it is woken by each of these
 
 A secret has 256 random bits, so that a plain hash of it cannot be turned back and needs no slow function.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
 import re
 import secrets
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import redis.asyncio as redis
 from redis.exceptions import RedisError
 
-from pipeline.index import IndexUnreachable, redacted
+from pipeline.index import Index, IndexUnreachable, Link, redacted
 
 Scope = Literal["read", "run", "admin"]
 SCOPES: tuple[Scope, ...] = ("read", "run", "admin")  # each may do what those before it may
+SERVICE = "service"  # under this name in place of a run's lie the keys below
 KEY = "asyncdock:{service}:tokens"
 REVOKED = "asyncdock:{service}:tokens:revoked"  # a set of IDs
+CHANGES = "asyncdock:{service}:wake:tokens"  # a stream of one entry, made by each change
 _FORM = re.compile(r"adock_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _SECONDS = 5.0
 
@@ -34,10 +38,12 @@ _SECONDS = 5.0
 _KEEP = """
 if redis.call('SISMEMBER', KEYS[2], ARGV[1]) == 1 then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'id', ARGV[1])
 return 1"""
 _REVOKE = """
 if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
 redis.call('SADD', KEYS[2], ARGV[1])
+redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'id', ARGV[1])
 return 1"""
 
 
@@ -58,16 +64,24 @@ class Token:
     def may(self, scope: Scope) -> bool:
         return SCOPES.index(self.scope) >= SCOPES.index(scope)
 
+    @property
+    def expired(self) -> bool:
+        return self.expires is not None and time.time() >= self.expires
+
 
 class Tokens:
-    """The tokens of the service whose index is at ``url``. Raises IndexUnreachable when it does not answer."""
+    """The tokens of the service whose index is at ``where``: a URL, or a link to share. Raises IndexUnreachable when it does
+    not answer."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._redis = redis.from_url(url, socket_timeout=_SECONDS, socket_connect_timeout=_SECONDS)
+    def __init__(self, where: str | Link) -> None:
+        self._link = where if isinstance(where, Link) else Link(where, timeout=_SECONDS)
+        self._own, self._redis = self._link is not where, self._link.redis
+        self._index = Index(self._link, SERVICE)
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        await self._index.close()
+        if self._own:
+            await self._link.close()
 
     async def ping(self) -> None:
         """Whether the index answers."""
@@ -92,18 +106,29 @@ class Tokens:
 
     async def _keep(self, token: Token, secret: str) -> None:
         kept = json.dumps({**asdict(token), "sha256": _hash(secret)})
-        if not await self._ask(self._redis.eval(_KEEP, 2, KEY, REVOKED, token.id, kept)):
+        if not await self._ask(self._redis.eval(_KEEP, 3, KEY, REVOKED, CHANGES, token.id, kept)):
             raise TokenRevoked(f"token: {token.id} was revoked and stays so; make another one")
 
     async def find(self, presented: str) -> Token | None:
         """The token that ``presented`` is, if it is one, and is neither revoked nor expired."""
         match = _FORM.fullmatch(presented)
-        kept = await self._ask(self._redis.hget(KEY, match[1])) if match else None
+        kept = await self._link.retry(lambda again: self._redis.hget(KEY, match[1])) if match else None
         if match is None or kept is None:
             return None
         token, known = _unpacked(kept)
-        valid = hmac.compare_digest(known, _hash(match[2])) and (token.expires is None or time.time() < token.expires)
-        return token if valid else None
+        return token if hmac.compare_digest(known, _hash(match[2])) and not token.expired else None
+
+    async def of(self, ids: Iterable[str]) -> Mapping[str, Token]:
+        """The tokens with these ids that are neither revoked nor expired."""
+        asked = list(ids)
+        kept = await self._link.retry(lambda again: self._redis.hmget(KEY, asked))
+        found = [_unpacked(text)[0] for text in kept if text is not None]
+        return {token.id: token for token in found if not token.expired}
+
+    async def changed(self, after: str, timeout: float) -> str:
+        """Block until a token was made or revoked since the marker ``after`` ("": the beginning), for at most ``timeout``
+        seconds. Returns the new marker."""
+        return await self._index.woken("tokens", after, timeout)
 
     async def list(self) -> list[Token]:
         """All that were not revoked, expired ones too, oldest first."""
@@ -112,14 +137,15 @@ class Tokens:
 
     async def revoke(self, token: str) -> bool:
         """Forget the token with this id, at once and for ever; False when there is none."""
-        return bool(await self._ask(self._redis.eval(_REVOKE, 2, KEY, REVOKED, token)))
+        return bool(await self._ask(self._redis.eval(_REVOKE, 3, KEY, REVOKED, CHANGES, token)))
 
     async def _ask(self, answer: Any) -> Any:
         try:
-            return await answer
+            async with asyncio.timeout(_SECONDS):
+                return await answer
         except (RedisError, OSError) as error:
             kind = type(error).__name__
-            raise IndexUnreachable(f"index {redacted(self._url)}: no answer ({kind}); is the server up?") from None
+            raise IndexUnreachable(f"index {redacted(self._link.url)}: no answer ({kind}); is the server up?") from None
 
 
 def _token(identity: str, name: str, scope: Scope, now: float, seconds: float | None) -> Token:

@@ -23,16 +23,20 @@ STEPS = 10_000  # runs whose newest step is
 
 @dataclass
 class Fold:
-    """``stages``: the newest `stage` event by worker. ``processes``: state and pid by worker process."""
+    """``stages``: the newest `stage` event by worker. ``processes``: state and pid by worker process. ``workers``: the names
+    of all that were heard of."""
 
     after: str = "0"
     read: float = 0.0
     stages: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     processes: dict[str, tuple[str, int]] = field(default_factory=dict)
+    workers: set[str] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def apply(self, event: Event) -> None:
         data = event.data
+        if event.kind in ("stage", "sync", "worker") and "worker" in data:
+            self.workers.add(data["worker"])
         if event.kind == "stage":
             self.stages[data["worker"]] = data
         elif event.kind == "worker" and "worker" in data:

@@ -467,8 +467,8 @@ async def host_main(
     await index.close()
 
 
-def host_process(namespace: str, ends: Connection, *arguments: Any) -> None:
-    die_with_parent()
+def host_process(parent: int, namespace: str, ends: Connection, *arguments: Any) -> None:
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -512,16 +512,17 @@ class Crew:
     def start(self, namespace: str, *arguments: Any) -> None:
         ours, theirs = multiprocessing.Pipe()
         fork = multiprocessing.get_context("fork")  # torch is there already, and costs no time again
-        process = fork.Process(target=host_process, args=(namespace, theirs, *arguments), daemon=True)
-        # Python drops what a signal's handler raises in the middle of a fork, so a Ctrl-C waits until it is over.
+        process = fork.Process(target=host_process, args=(os.getpid(), namespace, theirs, *arguments), daemon=True)
+        # Python drops what a signal's handler raises in the middle of a fork, and a process that is not in the list would
+        # outlive the cell and make its folder again: a Ctrl-C waits until both are over.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             process.start()
+            self.processes.append(process)
+            self.ends.append(ours)
+            theirs.close()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-        theirs.close()
-        self.processes.append(process)
-        self.ends.append(ours)
 
     def hear(self, deadline: float) -> Iterator[tuple[int, Any]]:
         """What the hosts tell, until the deadline; one that has told its counts says no more."""

@@ -28,12 +28,14 @@ import structlog
 
 from orchestration.forkserver import Child, ForkServer, Launch
 from orchestration.hosted import LEASE_VARIABLE, conclude, shared_of, shared_prefix
+from orchestration.private import private_folder
 from orchestration.processes import Process
 from orchestration.recipe import LaunchSection
 from orchestration.registry import ENDED, LEASE_SECONDS, Held, Registry
-from orchestration.service_index import ServiceIndex, locked
+from orchestration.service_index import ServiceIndex
 from orchestration.starter import Starter
 from pipeline.index import INDEX_VARIABLE, Index, IndexUnreachable
+from pipeline.locks import Locked, locked
 from pipeline.warehouse import shared_memory_directory
 
 log = structlog.get_logger()
@@ -69,16 +71,19 @@ class Agent:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set; runs go on without it. Raises AgentError when another agent has the folder."""
-        self.folders.mkdir(parents=True, exist_ok=True)
+        private_folder(self.data)
+        self.folders.mkdir(exist_ok=True)
         try:
-            with locked(self.data / "agent.lock", wait=False):
+            with locked(self.data / "agent.lock"):
                 self._starter = Starter(server=self._forks)
                 try:
                     await self._until(stop)
                 finally:
                     self._starter.close()
-        except BlockingIOError:
-            raise AgentError(f"data: another agent works in {self.data}; give this one a folder of its own") from None
+        except Locked as held:
+            raise AgentError(
+                f"data: another agent works in {self.data} (process {held.process}); give this one a folder of its own"
+            ) from None
 
     async def _until(self, stop: asyncio.Event) -> None:
         tasks = [asyncio.create_task(self._work()), asyncio.create_task(stop.wait())]

@@ -200,12 +200,13 @@ class ForkServer:
     def within(cls) -> ForkServer:
         """In a child of a fork server, before it has an event loop: a fork of it, with all that is imported here."""
         ours, theirs = _pair()
+        parent = os.getpid()
         if pid := _fork():
             theirs.close()
             return cls(ours, pid, lambda: os.waitpid(pid, 0))
         ours.close()
         os.setsid()
-        die_with_parent()
+        die_with_parent(parent)
         setproctitle("asyncdock fork server of a run")
         os._exit(_Serving(theirs).until_end())
 
@@ -342,9 +343,7 @@ def _settle(launch: Launch, log: int, server: int) -> None:
     """In a child: all that a new process would have found."""
     os.setsid()
     if not launch.outlives:
-        die_with_parent()
-        if os.getppid() != server:  # it died before we could ask for that
-            os._exit(1)
+        die_with_parent(server)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.clear()

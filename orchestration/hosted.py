@@ -32,7 +32,7 @@ async def conclude(registry: Registry, run: str, token: str, state: str, reason:
     held = await registry.held(run)
     if held is None or held.token != token:
         return False
-    index = Index(registry.url, run)
+    index = Index(registry.link, run)
     try:
         await index.transition(["", "created", *LIVE, "stopping"], state, reason)
         state, reason, _ = await index.state()

@@ -41,6 +41,7 @@ class MetricsFile:
     continued, behind its last whole line: ``last`` is the id of the event in it ("0": there is none)."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file: BinaryIO = path.open("ab", buffering=0)
         self.last = "0"
         whole = 0
@@ -51,6 +52,23 @@ class MetricsFile:
         if whole:
             self.last = json.loads(last)["id"]
         os.ftruncate(self._file.fileno(), whole)
+
+    def rewind(self, version: int) -> None:
+        """Remove what was made after policy ``version``: a run that goes on from there makes it again."""
+        partial = self.path.with_name(f".{self.path.name}")
+        with self.path.open("rb") as lines, partial.open("wb") as kept:
+            removed = False
+            for line in lines:
+                if _made_after(version, json.loads(line)):
+                    removed = True
+                else:
+                    kept.write(line)
+        if not removed:
+            partial.unlink()
+            return
+        os.replace(partial, self.path)
+        self._file.close()
+        self._file = self.path.open("ab", buffering=0)
 
     def event(self, event: Told) -> None:
         self._file.write(event_json(event).encode() + b"\n")
@@ -64,6 +82,11 @@ class MetricsFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _made_after(version: int, event: Mapping[str, Any]) -> bool:
+    """Whether ``event`` tells of a step, an evaluation, a publication or a checkpoint after ``version``."""
+    return event["kind"] in ("step", "evaluation", "sync", "checkpoint") and event["data"].get("version", 0) > version
 
 
 def event_json(event: Told) -> str:

@@ -5,11 +5,13 @@ Memory figures are worst cases: every prompt and every response as long as the r
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from orchestration.model_files import parameters_in, text_config
+from stages.prompts import PromptLimits
 
 if TYPE_CHECKING:
     from orchestration.recipe import Recipe
@@ -19,13 +21,14 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
-LONGEST_PROMPT = 2048  # assumed where the recipe sets no prompts.max_prompt_tokens
+LONGEST_PROMPT = 2048  # for which the arena must have room where the recipe sets no prompts.max_prompt_tokens
 # Known here, as loading the code that makes these models takes seconds. Their embeddings serve as their heads.
 PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184}
 HEADS = {
     "smollm2": {"num_attention_heads": 9, "num_key_value_heads": 3},
     "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
+CONTEXTS = {"smollm2": 8192, "tiny": 512}
 WEIGHT_SLOTS = 2  # versions that the trainer's weight store keeps
 VLLM_SLOTS = 1  # that each vLLM engine's own store keeps, from which vLLM's workers load
 SLAB_SHARE = 1 / 8  # of the arena, in all workers' slabs
@@ -61,6 +64,8 @@ class Plan:
     """Rows of trained steps that no checkpoint covers yet; a restarted trainer replays them."""
     arena_bytes: int
     """See :func:`arena_bytes`."""
+    prompt_tokens: int
+    """See :func:`prompt_limits`."""
     tokens_per_step: int
     decode_rows: int
     """Responses that all rollout workers together decode at the same time."""
@@ -101,6 +106,7 @@ def plan(recipe: Recipe) -> Plan:
         rows_per_step=rows_per_step,
         rows_retained=_steps_retained(recipe) * rows_per_step,
         arena_bytes=arena_bytes(recipe),
+        prompt_tokens=prompt_limits(recipe).tokens or 0,
         tokens_per_step=rows_per_step * recipe.rollout.max_tokens,
         decode_rows=recipe.replicas * recipe.rollout.max_rows,
         parameters=parameters,
@@ -143,19 +149,46 @@ def flow_of(recipe: Recipe) -> Flow:
 def arena_bytes(recipe: Recipe) -> int:
     """What the arena must hold so that the run can never come to a stand: every sample in flight and every one that no
     checkpoint covers yet, all as long as they may be, with the share that the gate leaves free."""
-    flow = recipe.staleness_plan
-    retained = _steps_retained(recipe) * flow.groups_per_step
     # int64 ids and the text they were made from. The prompts admitted together lie in one block, which goes as a whole.
     prompt = (8 + TEXT_BYTES) * (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + BLOCK_BYTES
-    prompts = (2 * flow.groups_in_flight + retained) * prompt
+    # What a cut response is parked with.
+    cut = bool(recipe.rollout.budget or recipe.rollout.on_update == "cut" or recipe.colocated)
+    return int((_prompts(recipe) * prompt + _response_bytes(recipe, parked=cut)) / GATE_SHARE / (1 - SLAB_SHARE))
+
+
+def _prompts(recipe: Recipe) -> int:
+    """Prompts that the arena may have to hold."""
+    flow = recipe.staleness_plan
+    return 2 * flow.groups_in_flight + _steps_retained(recipe) * flow.groups_per_step
+
+
+def _response_bytes(recipe: Recipe, *, parked: bool) -> int:
+    """Of all responses that the arena may have to hold; ``parked``: with those that are cut and go on."""
+    flow = recipe.staleness_plan
+    retained = _steps_retained(recipe) * flow.groups_per_step
     # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that writes.
     response = (8 + 4 + 4) * recipe.rollout.max_tokens + 4 * BLOCK_BYTES
-    responses = (flow.groups_in_flight + retained) * recipe.algorithm.group_size * response
-    # What a cut response is parked with; a block goes with the last of the rows that were parked together.
-    cut = recipe.rollout.budget or recipe.rollout.on_update == "cut" or recipe.colocated
-    progress = 2 * ((8 + 4) * recipe.rollout.max_tokens + BLOCK_BYTES) if cut else 0
-    parked = flow.groups_in_flight * recipe.algorithm.group_size * progress
-    return int((prompts + responses + parked) / GATE_SHARE / (1 - SLAB_SHARE))
+    # A block of parked rows goes with the last of them.
+    progress = 2 * ((8 + 4) * recipe.rollout.max_tokens + BLOCK_BYTES) if parked else 0
+    return recipe.algorithm.group_size * (
+        (flow.groups_in_flight + retained) * response + flow.groups_in_flight * progress
+    )
+
+
+def prompt_limits(recipe: Recipe) -> PromptLimits:
+    """How long a prompt may be: ``prompts.max_prompt_tokens`` tokens, or as many as the arena has room for; never more than
+    the model's context leaves beside a response. What a resumed run may have otherwise changes none of it."""
+    whole = recipe.pipeline.arena * GATE_SHARE * (1 - SLAB_SHARE) - _response_bytes(recipe, parked=True)
+    room = int(whole / _prompts(recipe)) - BLOCK_BYTES  # bytes of one prompt
+    tokens, why = recipe.prompts.max_prompt_tokens, "prompts.max_prompt_tokens"
+    if tokens is None:
+        tokens, why = max(LONGEST_PROMPT, room // (8 + TEXT_BYTES)), "for which pipeline.arena has room"
+    nbytes = max(TEXT_BYTES * tokens, room - 8 * tokens)
+    context = context_of(recipe)
+    if context is not None and context - recipe.rollout.max_tokens < tokens:
+        tokens = context - recipe.rollout.max_tokens
+        why = f"the model's context of {context} less rollout.max_tokens = {recipe.rollout.max_tokens}"
+    return PromptLimits(tokens, why, nbytes)
 
 
 def slab_bytes(recipe: Recipe) -> int:
@@ -256,7 +289,7 @@ def _cache_bytes(recipe: Recipe) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     item = {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
-    tokens = rollout.max_rows * (rollout.max_tokens + (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT))
+    tokens = rollout.max_rows * (rollout.max_tokens + (prompt_limits(recipe).tokens or 0))
     return math.ceil(1.5**2 * 2 * item * config.num_hidden_layers * heads * width * tokens)
 
 
@@ -270,15 +303,16 @@ def parameters_of(recipe: Recipe) -> int | None:
     source = recipe.model.source
     if source == "mock":
         return None
-    if source in PARAMETERS:
-        return PARAMETERS[source]
-    from safetensors import safe_open
+    return PARAMETERS[source] if source in PARAMETERS else parameters_in(Path(source).expanduser()) or None
 
-    count = 0
-    for path in Path(source).expanduser().glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return count or None
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments."""
+    if not recipe.ours("update"):
+        return 0
+    size = {"float32": 4, "bfloat16": 2}
+    trained = "float32" if recipe.train.precision == "mixed" else recipe.model.dtype
+    return (parameters_of(recipe) or 0) * (size[recipe.model.dtype] + 3 * size[trained])
 
 
 def heads_of(recipe: Recipe) -> dict[str, int]:
@@ -286,7 +320,21 @@ def heads_of(recipe: Recipe) -> dict[str, int]:
     source = recipe.model.source
     if source in HEADS:
         return HEADS[source]
-    path = Path(source).expanduser() / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    config = config.get("text_config", config)
-    return {name: config[name] for name in HEADS["tiny"] if config.get(name)}
+    config = text_config(source)
+    return {name: config[name] for name in HEADS["tiny"] if isinstance(config.get(name), int) and config[name] > 0}
+
+
+def context_of(recipe: Recipe) -> int | None:
+    """Tokens that a prompt and its response may have with the recipe's model and engines; None where it is not known."""
+    source, rollout = recipe.model.source, recipe.rollout
+    if rollout.engine == "vllm" and rollout.vllm.max_model_len:
+        return rollout.vllm.max_model_len
+    if source == "mock" or source in CONTEXTS:
+        return CONTEXTS.get(source)
+    config = text_config(source)
+    found = [config.get("max_position_embeddings", config.get("n_positions"))]
+    layers = config.get("layer_types") or ["sliding_attention"]
+    windowed = config.get("use_sliding_window", True) and "sliding_attention" in layers
+    if windowed and "torch" in (rollout.engine, recipe.train.engine):  # which attend inside one window only
+        found.append(config.get("sliding_window"))
+    return min((size for size in found if isinstance(size, int) and size > 0), default=None)

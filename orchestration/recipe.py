@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -18,19 +17,31 @@ import math
 import os
 import re
 import ssl
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
 
+from orchestration.problems import Problem as Problem
+from orchestration.problems import RecipeError as RecipeError
+from orchestration.problems import format_size as format_size
+from orchestration.problems import suggest as suggest
+from orchestration.problems import wrong_and_fix
+from orchestration.recipe_bounds import LARGEST, NotToml, out_of_bounds, read_toml
+from orchestration.recipe_files import READING_CHECKS, Surroundings
 from pipeline.staleness import StalenessPlan, passing_steps
+from stages.algorithms.grpo import GRPO
 from stages.engines.factories import BUILT_IN, TOLD, EngineUnknown, Side, engine_names, find_factory
+from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
+from stages.json_schema import only_where, schema_of, unit
+from stages.prompt_files import Reading
 from stages.prompts import PromptOptions
+from stages.reward_functions import said_of
+from stages.tasks import CONFIGS
 
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+MOST_PROBLEMS = 100  # keys of a recipe that are wrong by themselves; more are counted
 INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
 NAMES_ITS_KEY = re.compile(r"(?P<key>\w+\.\w+)(?: = .*?)? (?P<wrong>(?:is|means|must|needs) .*)", re.DOTALL)
 
@@ -39,20 +50,11 @@ def parse_size(value: object) -> object:
     """Bytes from ``64MiB``, ``1.5 GiB`` or a whole number. Raises ``ValueError`` with the accepted forms."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)?\s*", value)
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{1,3})?", value.strip())
     unit = (match[2] or "B").upper() if match else ""
     if match is None or unit not in UNITS:
         raise ValueError("not a size; write a whole number of bytes or a text like '64MiB', '1.5GiB' or '500MB'")
     return int(float(match[1]) * UNITS[unit])
-
-
-def format_size(size: float) -> str:
-    """``67108864`` as ``64 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 def _index_url(value: object) -> object:
@@ -61,118 +63,218 @@ def _index_url(value: object) -> object:
     return value
 
 
-Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str), Field(gt=0)]
-SizeOrNone = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str), Field(ge=0)]
+_BYTES = BeforeValidator(parse_size, json_schema_input_type=int | str)
+Size = Annotated[int, _BYTES, Field(gt=0, le=LARGEST), unit("bytes")]
+SizeOrNone = Annotated[int, _BYTES, Field(ge=0, le=LARGEST), unit("bytes")]
 Count = Annotated[int, Field(ge=1)]
 CountOrNone = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Tokens = Annotated[int, Field(ge=1), unit("tokens")]
+TokensOrNone = Annotated[int, Field(ge=0), unit("tokens")]
+Groups = Annotated[int, Field(ge=1), unit("groups")]
+Steps = Annotated[int, Field(ge=1), unit("steps")]
+StepsOrNone = Annotated[int, Field(ge=0), unit("steps")]
+Seconds = Annotated[float, Field(gt=0), unit("seconds")]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[
     tuple[Share, Share], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 ]
 
+ACCELERATORS = ("cuda", "npu", "xpu", "mps", "mtia", "hpu")
+DEVICE = rf"^(auto|cpu|({'|'.join(ACCELERATORS)})(:[0-9]{{1,4}})?)$"
+Device = Annotated[str, Field(pattern=DEVICE, examples=["auto", "cpu", "cuda", "cuda:1", "npu:0"])]
+DEVICE_MEANING = (
+    "`auto`: the accelerator that torch finds, else the CPU. A number chooses one of several devices: `cuda:1`. `npu` needs "
+    "torch_npu."
+)
+
 
 class Section(BaseModel):
+    """A table of the recipe. Each key's meaning is its field's description: JSON Schema, OpenAPI and docs/recipe.md have it
+    from there."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
-    """``source``: ``smollm2``, ``tiny``, ``mock``, or the path of a Hugging Face checkpoint."""
+    """The model that is trained."""
 
-    source: str = Field(min_length=1)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    source: str = Field(
+        min_length=1,
+        description="`smollm2`, `tiny`, `mock`, or the path of a folder with a Hugging Face checkpoint.",
+        examples=["smollm2", "models/my-model"],
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Number format of the weights. See also `train.precision`."
+    )
 
 
 class VllmSection(Section):
-    """What ``rollout.engine = "vllm"`` is told besides the rest of ``rollout`` (``stages.engines.vllm_rollout``).
+    """Settings of `rollout.engine = "vllm"` beside those of `rollout`."""
 
-    ``max_model_len``: tokens of a prompt and its response. ``block_size``: tokens; a group shares its prompt in whole
-    blocks. ``kv_cache_bytes``: memory for keys and values; without it vLLM takes ``gpu_memory_utilization`` of its device.
-    ``pause``, ``kv_cache``: what an update of the weights does with responses in flight, and with what was computed of
-    them.
-    """
+    max_model_len: Tokens | None = Field(
+        default=None, description="Longest prompt with its response. Default: what the model's configuration allows."
+    )
+    block_size: Tokens | None = Field(
+        default=None,
+        description="Tokens of one block of the KV cache; a group shares its prompt in whole blocks. Default: vLLM's.",
+    )
+    kv_cache_bytes: Size | None = Field(
+        default=None,
+        description="Memory of the KV cache. Without it vLLM takes `gpu_memory_utilization` of its device.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="Share of the device's memory that vLLM may use in all."
+    )
+    enforce_eager: bool = Field(
+        default=False, description="Run without compiling the model: a faster start, slower tokens."
+    )
+    tensor_parallel: Count = Field(default=1, description="Devices that one engine shares its matrices between.")
+    pause: Literal["keep", "abort"] = Field(
+        default="keep",
+        description="Responses in flight when weights arrive: `keep` holds them and continues them, `abort` ends them, and "
+        "they are continued as new requests.",
+    )
+    kv_cache: Literal["keep", "rebuild"] = Field(
+        default="keep", description="KV cache of those responses: kept, or computed again with the new weights."
+    )
 
-    max_model_len: Count | None = None
-    block_size: Count | None = None
-    kv_cache_bytes: Size | None = None
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    enforce_eager: bool = False
-    tensor_parallel: Count = 1
-    pause: Literal["keep", "abort"] = "keep"
-    kv_cache: Literal["keep", "rebuild"] = "keep"
+
+def _no_options(side: Side) -> ConfigDict:
+    """The built-in engines take no options: a section's JSON Schema says so."""
+    built_in: Any = {"properties": {"engine": {"enum": list(BUILT_IN[side])}}}
+    return ConfigDict(json_schema_extra={"if": built_in, "then": {"properties": {"options": {"maxProperties": 0}}}})
 
 
 class RolloutSection(Section):
-    """``engine``: ``torch``, ``vllm``, ``mock``, an installed entry point or ``module:factory``, to which ``options`` go
-    (:mod:`stages.engines.factories`). ``max_rows``: responses that one worker decodes at the same time. ``threads`` = 0:
-    shared out by the launcher.
-    ``device``: see :func:`stages.device.select`. ``budget``: tokens of a response in one visit to an engine, after which it
-    is put aside for whichever worker is free (0: it stays until it ends). ``on_update``: what is in flight when weights
-    arrive goes on through the swap, with the KV cache it has, or is cut there and continued with a new one."""
+    """Generation of responses."""
 
-    engine: str = Field(default="torch", min_length=1, examples=["torch", "vllm", "mock", "my_engines:fast"])
-    options: dict[str, Any] = {}
-    device: str = Field(default="auto", min_length=1)
-    workers: Count = 1
-    max_rows: Count = 32
-    max_tokens: Count = 64
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: CountOrNone = 0
-    stop: list[str] = []
-    budget: CountOrNone = 0
-    on_update: Literal["keep", "cut"] = "keep"
-    threads: CountOrNone = 0
+    model_config = _no_options("rollout")
+
+    engine: str = Field(
+        default="torch",
+        min_length=1,
+        examples=["torch", "vllm", "mock", "my_engines:fast"],
+        description="`torch`, `vllm`, `mock`, an engine that an installed package registers, or `module:factory`.",
+    )
+    options: dict[str, Any] = Field(
+        default={}, description="Keyword arguments of the engine's factory. The built-in engines take none."
+    )
+    device: Device = Field(default="auto", description=DEVICE_MEANING)
+    workers: Count = Field(default=1, description="Rollout engines (replicas), a process each.")
+    max_rows: Annotated[int, Field(ge=1), unit("responses")] = Field(
+        default=32, description="Responses that one worker decodes at the same time."
+    )
+    max_tokens: Tokens = Field(default=64, description="Longest response. A longer one is cut there: `truncated`.")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of training responses.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling: probability mass kept. 1.0: all.")
+    top_k: TokensOrNone = Field(default=0, description="Sample from the so many likeliest tokens. 0: all.")
+    stop: list[str] = Field(
+        default=[], max_length=64, description="A response ends once it contains one of these texts."
+    )
+    budget: TokensOrNone = Field(
+        default=0,
+        description="Tokens of a response in one visit to an engine; then it is parked, and the next free worker continues "
+        "it. 0: no limit.",
+    )
+    on_update: Literal["keep", "cut"] = Field(
+        default="keep",
+        description="Responses in flight when weights arrive: `keep` continues them with the KV cache they have, `cut` "
+        "parks them and continues them with a new one.",
+    )
+    threads: CountOrNone = Field(default=0, description="CPU threads of one worker. 0: shared out by the launcher.")
     vllm: VllmSection = VllmSection()
-    mock: dict[str, Any] = {}
+    mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = Field(
+        default_factory=dict, description='Latency model of `engine = "mock"`.'
+    )
 
 
 class RewardFunction(Section):
-    """``name``: ``module:function``, a reward of the package, or one registered as an entry point."""
+    """One reward function and its weight."""
 
-    name: str = Field(min_length=1)
-    weight: float = 1.0
+    name: str = Field(
+        min_length=1,
+        description="A reward of the package (`arithmetic`, `exact_number`, `reasoning_gym`, `spelling`), one that an "
+        "installed package registers, or `module:function`.",
+        examples=["arithmetic", "my_rewards:brevity"],
+    )
+    weight: float = Field(default=1.0, description="Factor of its score in the sample's reward, which is the sum.")
 
 
 class RewardSection(Section):
-    functions: list[RewardFunction] = Field(min_length=1)
-    workers: Count = 1
+    """Scoring of responses."""
+
+    functions: list[RewardFunction] = Field(
+        min_length=1, max_length=64, description="Reward functions; their weighted scores add up."
+    )
+    workers: Count = Field(default=1, description="Reward controllers, which score at the same time.")
 
 
 class AlgorithmSection(Section):
-    """``options`` go to the algorithm's constructor, which says what it takes."""
+    """What is learned from the rewards."""
 
-    name: str = "grpo"
-    group_size: Count = 8
-    options: dict[str, Any] = {}
+    name: str = Field(
+        default="grpo",
+        description="`grpo`, an algorithm that an installed package registers, or `module:Class`.",
+        examples=["grpo", "my_algorithms:Reinforce"],
+    )
+    group_size: Annotated[int, Field(ge=1), unit("responses")] = Field(
+        default=8, description="Responses to each prompt (N), which are compared with one another."
+    )
+    options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = Field(
+        default_factory=dict, description="Arguments of the algorithm's class; those of `grpo` follow."
+    )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return only_where({"name": "grpo"}, "options", core, handler)
 
 
 class TrainSection(Section):
-    """``engine``: ``torch``, ``mock``, an installed entry point or ``module:factory``, to which ``options`` go
-    (:mod:`stages.engines.factories`). ``token_budget``: tokens of one forward and backward pass of one rank. ``threads`` =
-    0: shared out by the launcher.
-    ``dp``: replicas that share out a step's rows, and each layer's weights. ``tp``: ranks that cut each replica's matrices
-    between them. ``precision``: ``model`` keeps weights, gradients and optimizer in model.dtype; ``mixed`` keeps them in
-    float32 and computes in model.dtype. ``device``: see :func:`stages.device.select`."""
+    """The optimizer steps."""
 
-    engine: str = Field(default="torch", min_length=1, examples=["torch", "mock", "my_engines:trainer"])
-    options: dict[str, Any] = {}
-    device: str = Field(default="auto", min_length=1)
-    dp: Count = 1
-    tp: Count = 1
-    precision: Literal["model", "mixed"] = "model"
-    steps: Count
-    groups_per_step: Count = 4
-    learning_rate: float = Field(default=1e-5, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: CountOrNone = 0
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: Betas = (0.9, 0.95)
-    grad_clip: float = Field(default=1.0, gt=0)
-    token_budget: Count = 8192
-    activation_checkpointing: bool = False
-    threads: CountOrNone = 0
-    mock: dict[str, Any] = {}
+    model_config = _no_options("train")
+
+    engine: str = Field(
+        default="torch",
+        min_length=1,
+        examples=["torch", "mock", "my_engines:trainer"],
+        description="`torch`, `mock`, an engine that an installed package registers, or `module:factory`.",
+    )
+    options: dict[str, Any] = Field(
+        default={}, description="Keyword arguments of the engine's factory. The built-in engines take none."
+    )
+    device: Device = Field(default="auto", description=DEVICE_MEANING)
+    dp: Count = Field(
+        default=1, description="Data-parallel ranks: they share out a step's rows, and each layer's weights (FSDP2)."
+    )
+    tp: Count = Field(default=1, description="Tensor-parallel ranks: they cut each replica's matrices between them.")
+    precision: Literal["model", "mixed"] = Field(
+        default="model",
+        description="`model`: weights, gradients and optimizer state in `model.dtype`. `mixed`: those in float32, and "
+        "compute in `model.dtype`.",
+    )
+    steps: Steps = Field(description="Optimizer steps of the whole run.")
+    groups_per_step: Groups = Field(default=4, description="Prompts of one optimizer step (P), each with its group.")
+    learning_rate: float = Field(default=1e-5, gt=0, description="Peak learning rate of AdamW.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Learning rate after the warm-up: constant, or down to 0 at the last step."
+    )
+    warmup_steps: StepsOrNone = Field(default=0, description="Steps in which the learning rate rises from 0.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of AdamW.")
+    betas: Betas = Field(default=(0.9, 0.95), description="Decay rates of AdamW's two moments.")
+    grad_clip: float = Field(
+        default=1.0, gt=0, description="Largest norm of the gradient; a larger one is scaled down."
+    )
+    token_budget: Tokens = Field(
+        default=8192, description="Tokens of one forward and backward pass of one rank (a micro-batch)."
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Compute activations again in the backward pass instead of keeping them."
+    )
+    threads: CountOrNone = Field(default=0, description="CPU threads of one rank. 0: shared out by the launcher.")
+    mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = Field(
+        default_factory=dict, description='Latency model of `engine = "mock"`.'
+    )
 
     @property
     def ranks(self) -> int:
@@ -184,21 +286,37 @@ TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")
 
 
 class PipelineSection(Section):
-    """``staleness``: the bound η in versions. ``window``: W in groups; 1 trains strictly in admission order. ``serve``: the
-    address on which other nodes reach the warehouse ("": none does), inside TLS when the three ``tls_`` files are given
-    (PEM; ``tls_authority`` is what the others' certificates are checked against). ``keep_samples``: room on disk for the
-    texts of the newest samples (0: none are kept)."""
+    """The sample flow: staleness, memory, index, warehouses."""
 
-    staleness: CountOrNone = 1
-    window: Count = 1
-    arena: Size = 64 * 2**20
-    lease_seconds: Seconds = 60.0
-    keep_samples: SizeOrNone = 64 * 2**20
-    index: Annotated[str, BeforeValidator(_index_url)] = "embedded"
-    serve: str = ""
-    tls_certificate: str = ""
-    tls_key: str = ""
-    tls_authority: str = ""
+    staleness: Annotated[int, Field(ge=0), unit("versions")] = Field(
+        default=1,
+        description="Staleness bound (η): versions by which a sample's oldest token may be behind when it is trained. 0: "
+        "the synchronous run, bit for bit.",
+    )
+    window: Groups = Field(
+        default=1,
+        description="Groups within which a later one may pass a straggler (W). 1: strictly in admission order.",
+    )
+    arena: Size = Field(default=64 * 2**20, description="Shared memory for the samples' bytes, on each node.")
+    lease_seconds: Seconds = Field(
+        default=60.0,
+        description="A worker's claim ends so long after its last sign of life; its rows are delivered again.",
+    )
+    keep_samples: SizeOrNone = Field(
+        default=64 * 2**20, description="Disk space for the texts of the newest samples. 0: none are kept."
+    )
+    index: Annotated[str, BeforeValidator(_index_url)] = Field(
+        default="embedded",
+        description="`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
+    )
+    serve: str = Field(
+        default="", description="Address on which other nodes reach the warehouse. Empty: it is not served."
+    )
+    tls_certificate: str = Field(default="", description="PEM file of the warehouse's certificate. With it: TLS.")
+    tls_key: str = Field(default="", description="PEM file of its private key.")
+    tls_authority: str = Field(
+        default="", description="PEM file that the other nodes' certificates are checked against."
+    )
 
     def tls_contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
         """A server's and a client's context; None without TLS. Raises OSError (ssl.SSLError) for files that do not fit."""
@@ -210,71 +328,111 @@ class PipelineSection(Section):
 
 
 class SyncSection(Section):
-    """How rollout engines take new weights. ``rolling``: several replicas swap one after the other, so that generation never
-    stops as a whole. ``probe``: after a swap the engine scores a few tokens, whose logprobs must be the trainer's within
-    ``probe_tolerance`` (0: by the model's dtype). ``timeout``: seconds that reading or loading a version may take.
-    ``transport``: engines read the trainer's memory on the same node, or get the bytes by torch.distributed (``collective``:
-    trainer and engines have devices or nodes of their own), from the address ``serve`` of the trainer's node.
-    ``prefetch``, ``bucket``: of a colocated run; training's memory comes back as soon as nothing is left to generate, not
-    only when a batch is claimed; bytes of each of the two buffers through which ranks exchange weights."""
+    """How rollout engines take new weights."""
 
-    transport: Literal["shared_memory", "collective"] = "shared_memory"
-    serve: str = Field(default="127.0.0.1", min_length=1)
-    rolling: bool = True
-    prefetch: bool = True
-    bucket: Annotated[int, BeforeValidator(parse_size), Field(ge=1024)] = 4 * 2**20
-    probe: bool = True
-    probe_tolerance: float = Field(default=0.0, ge=0)
-    timeout: Seconds = 120.0
+    transport: Literal["shared_memory", "collective"] = Field(
+        default="shared_memory",
+        description="`shared_memory`: engines read the trainer's memory on the same node. `collective`: bytes travel by "
+        "torch.distributed, where trainer and engines have devices or nodes of their own.",
+    )
+    serve: str = Field(
+        default="127.0.0.1", min_length=1, description='Address of the trainer\'s node, for `transport = "collective"`.'
+    )
+    rolling: bool = Field(
+        default=True,
+        description="Several replicas swap one after the other, so that generation never stops as a whole.",
+    )
+    prefetch: bool = Field(
+        default=True,
+        description="In a colocated run: training's memory comes back as soon as nothing is left to generate, not only when "
+        "a batch is claimed.",
+    )
+    bucket: Annotated[int, _BYTES, Field(ge=1024), unit("bytes")] = Field(
+        default=4 * 2**20,
+        description="In a colocated run: each of the two buffers through which ranks exchange weights.",
+    )
+    probe: bool = Field(
+        default=True,
+        description="After a swap the engine scores a few tokens, whose logprobs must be the trainer's.",
+    )
+    probe_tolerance: float = Field(
+        default=0.0, ge=0, description="Largest difference of a probed logprob. 0: by the model's dtype."
+    )
+    timeout: Seconds = Field(default=120.0, description="Longest time that reading or loading a version may take.")
 
 
 class EvaluateSection(Section):
-    """``every`` in steps; 0 is off. Greedy, on the first ``prompts`` held-out prompts; ``samples`` of them shown."""
+    """Evaluation: held-out prompts, answered greedily beside training."""
 
-    every: CountOrNone = 0
-    prompts: Count = 32
-    samples: CountOrNone = 4
+    every: StepsOrNone = Field(default=0, description="Steps between two evaluations. 0: none.")
+    prompts: Annotated[int, Field(ge=1), unit("prompts")] = Field(
+        default=32, description="The first so many held-out prompts are answered."
+    )
+    samples: Annotated[int, Field(ge=0), unit("prompts")] = Field(
+        default=4, description="So many of them are shown with their responses."
+    )
 
 
 class CheckpointSection(Section):
-    """``every`` in steps. Rows of trained steps stay in the arena until a checkpoint covers them."""
+    """Checkpoints. Rows of trained steps stay in the arena until one covers them."""
 
-    every: Count = 20
-    keep: Count = 2
+    every: Steps = Field(default=20, description="Steps between two checkpoints.")
+    keep: Annotated[int, Field(ge=1), unit("checkpoints")] = Field(
+        default=2, description="The newest so many are kept."
+    )
 
 
 class LaunchSection(Section):
-    """``start_method``: worker processes are forked from one that has imported everything (Linux only), or each starts from
-    nothing (``spawn``). ``placement``: rollout engines have workers of their own, or each rank of the train engine has one
-    too and they take turns on its device (``colocated``; ``rollout.workers`` then follows from the ranks). ``max_restarts``:
-    of dead workers, in one run. ``collective_timeout``: seconds for which a rank of the train engine waits for another in a
-    call that they make together."""
+    """Worker processes."""
 
-    launcher: Literal["process", "inline"] = "process"
-    start_method: Literal["forkserver", "spawn"] = "forkserver"
-    placement: Literal["separate", "colocated"] = "separate"
-    max_restarts: CountOrNone = 3
-    startup_timeout: Seconds = 300.0
-    stop_timeout: Seconds = 30.0
-    collective_timeout: Seconds = 300.0
+    launcher: Literal["process", "inline"] = Field(
+        default="process", description="`process`: a process for each worker. `inline`: all in one process, to debug."
+    )
+    start_method: Literal["forkserver", "spawn"] = Field(
+        default="forkserver",
+        description="`forkserver`: workers are forked from a process that has imported everything (Linux only). `spawn`: "
+        "each starts from nothing.",
+    )
+    placement: Literal["separate", "colocated"] = Field(
+        default="separate",
+        description="`separate`: rollout engines have workers of their own. `colocated`: each rank of the train engine has "
+        "a rollout engine too, and they take turns on its device; `rollout.workers` then follows from the ranks.",
+    )
+    max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = Field(
+        default=3, description="Restarts of dead workers in one run; after the last one the run fails."
+    )
+    startup_timeout: Seconds = Field(default=300.0, description="Longest time until all workers are ready.")
+    stop_timeout: Seconds = Field(
+        default=60.0,
+        description="Time that workers have, when the run is stopped, to finish what they hold, and the trainer to write a "
+        "checkpoint.",
+    )
+    collective_timeout: Seconds = Field(
+        default=300.0, description="Longest wait of a rank for another in a call that they make together."
+    )
 
 
 ExternalStage = Literal["rollout", "reward", "reference", "update"]
 
 
 class ExternalSection(Section):
-    """``stages``: those that other programs do, which join the run through :mod:`orchestration.external`; it starts no
-    workers for them."""
+    """Stages that other programs do (docs/external.md)."""
 
-    stages: list[ExternalStage] = []
+    stages: list[ExternalStage] = Field(
+        default=[],
+        max_length=16,
+        description="The run starts no workers for these: other programs join it and do them.",
+    )
 
 
 class Recipe(Section):
     """One run's settings. Made by :func:`load_recipe`; frozen; travels as JSON through the index to the workers."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    description: str = ""
-    seed: CountOrNone = 0
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name of the run. Default: the recipe file's name."
+    )
+    description: str = Field(default="", description="One line for people.")
+    seed: CountOrNone = Field(default=0, description="Seed of prompts, draws and initial weights.")
     model: ModelSection
     prompts: PromptOptions
     rollout: RolloutSection = RolloutSection()
@@ -328,34 +486,12 @@ class Recipe(Section):
         return cls.model_validate_json(text)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong in a recipe: the dotted key, its value, what is wrong with it, and what to do."""
-
-    key: str
-    value: Any
-    wrong: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {_short(self.value)}"
-        return f"{self.key}{shown}: {self.wrong}" + (f"; {self.fix}" if self.fix else "")
-
-
-class RecipeError(ValueError):
-    """Everything that is wrong with a recipe, in ``problems``."""
-
-    def __init__(self, where: str, problems: Sequence[Problem]) -> None:
-        self.where, self.problems = where, list(problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Recipe:
     """Read, override and check the recipe at ``path``. ``overrides`` are ``section.key=value`` with a TOML value;
-    what is no TOML value is a string. A recipe without a name is called like its file. Raises :class:`RecipeError`."""
+    what is no TOML value is a string. A recipe without a name is called like its file. ``folder``: see
+    :func:`parse_recipe`. Raises :class:`RecipeError`."""
     data, problems = read_recipe(path, overrides)
-    return parse_recipe(data, where=str(path), problems=problems)
+    return parse_recipe(data, where=str(path), problems=problems, folder=folder)
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
@@ -363,35 +499,53 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[s
     :class:`RecipeError` when there is no TOML."""
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = read_toml(path.read_text(encoding="utf-8"))
+    except NotToml as error:
+        raise RecipeError(str(path), [Problem("file", None, f"is not TOML: {error}")]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(str(path), [Problem("file", str(path), f"cannot be read ({error})")]) from error
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(str(path), [Problem("file", None, f"is not TOML: {error}")]) from error
     data.setdefault("name", path.stem)
     return data, [problem for text in overrides if (problem := _override(data, text))]
 
 
-def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Sequence[Problem] = ()) -> Recipe:
+def parse_recipe(
+    data: Mapping[str, Any],
+    where: str = "recipe",
+    problems: Sequence[Problem] = (),
+    *,
+    reading: Reading | None = None,
+    folder: Path | None = None,
+    devices: bool = True,
+) -> Recipe:
     """Check ``data`` (nested tables) and return the recipe, or raise :class:`RecipeError` with all that is wrong, added
     to ``problems`` found before. Relations between keys are checked as far as the keys themselves are sound: no check looks
-    at one of which there is a problem."""
+    at one of which there is a problem. The files that the recipe names are read as far as ``reading`` allows; the run's own
+    will lie below ``folder`` (default: the present directory), on whose disk there must be room. ``devices``: whether the
+    run will be executed on this machine, so that its devices must be here."""
     found = list(problems)
+    if beyond := [Problem(key, None, *said) for key, *said in out_of_bounds(data)]:
+        raise RecipeError(where, [*found, *beyond])  # nothing else is asked of such a thing
     try:
         recipe = Recipe.model_validate(data, strict=True)
         unsound: set[str] = set()
     except ValidationError as error:
         recipe, unsound, errors = _sound_part(data, error)
-        found += [_field_problem(item, list(_fields(item["loc"][:-1]))) for item in errors]
+        found += [_field_problem(item, list(_fields(item["loc"][:-1]))) for item in errors[:MOST_PROBLEMS]]
+        if len(errors) > MOST_PROBLEMS:
+            found.append(Problem("recipe", None, f"has {len(errors) - MOST_PROBLEMS} more keys that are wrong"))
     unsound |= {problem.key for problem in problems}
     sound = (check for check, keys in CHECKS if not any(_touches(key, unsound) for key in keys))
     found += [problem for check in sound for problem in check(recipe)]
+    place = Surroundings(reading or Reading(), folder or Path.cwd(), devices)
+    reads = (check for check, keys in READING_CHECKS if not any(_touches(key, unsound) for key in keys))
+    found += [problem for check in reads for problem in check(recipe, place)]
     if found:
         raise RecipeError(where, found)
     return recipe
 
 
-# What a run may have otherwise when it is resumed: where and how it is computed, not what.
+# What a run may have otherwise when it is resumed: where and how it is computed, not what; and what becomes of prompts that
+# it cannot ask.
 HOW = (
     "train.dp",
     "train.tp",
@@ -403,6 +557,7 @@ HOW = (
     "rollout.threads",
     "rollout.workers",
     "pipeline.keep_samples",
+    "prompts.too_long",
     "launch",
 )
 
@@ -458,8 +613,8 @@ def _table(at: Any, part: str) -> Any:
 def toml_value(text: str) -> Any:
     """The value of ``key=text`` as TOML reads it; what is no TOML value is a string."""
     try:
-        parsed = tomllib.loads(f"value = {text.strip()}")
-    except tomllib.TOMLDecodeError:
+        parsed = read_toml(f"value = {text.strip()}")
+    except NotToml:
         return text.strip()
     return parsed["value"] if set(parsed) == {"value"} else text.strip()
 
@@ -518,13 +673,15 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
         return Problem(key, value, f"is a {_toml_type(value)}", f"write {TYPES[kind]}")
     if kind == "value_error":
         message = str(context["error"])
-        if named := NAMES_ITS_KEY.fullmatch(message):  # said of a section as a whole
-            return Problem(named["key"], value.get(named["key"].split(".")[1]), *_wrong_and_fix(named["wrong"]))
-        return Problem(key, value, *_wrong_and_fix(f"is {message}"))
+        if (named := NAMES_ITS_KEY.fullmatch(message)) and isinstance(value, Mapping):  # said of a section as a whole
+            return Problem(named["key"], value.get(named["key"].split(".")[1]), *wrong_and_fix(named["wrong"]))
+        return Problem(key, value, *wrong_and_fix(f"is {message}"))
     if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
         sign = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}[kind]
         limit = next(iter(context.values()))
         return Problem(key, value, "is out of range", f"use a value {sign} {limit}")
+    if kind == "string_pattern_mismatch" and context["pattern"] == DEVICE:
+        return Problem(key, value, "is not the name of a device", _device_fix(str(value)))
     if kind == "string_pattern_mismatch":
         return Problem(key, value, "is not a name", "use letters, digits, '.', '_' and '-', a letter or digit first")
     if kind in ("too_short", "too_long", "string_too_short"):
@@ -532,20 +689,25 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
     return Problem(key, value, error["msg"])
 
 
-def _wrong_and_fix(message: str) -> tuple[str, str]:
-    wrong, _, fix = message.partition("; ")
-    return wrong, fix
+def _key_of(error: Mapping[str, Any]) -> str:
+    """The key that one of pydantic's errors of a whole section names; "" where it names none."""
+    if error["type"] != "value_error" or not isinstance(error["input"], Mapping):
+        return ""
+    named = NAMES_ITS_KEY.fullmatch(str(error["ctx"]["error"]))
+    return named["key"] if named else ""
 
 
 def _said_of(name: str, error: Exception) -> tuple[str, str]:
     """Wrong and fix of a message that begins with whose it is and ``name``."""
-    return _wrong_and_fix(str(error).partition(f"{name!r} ")[2] or str(error))
+    return wrong_and_fix(str(error).partition(f"{name!r} ")[2] or str(error))
 
 
-def suggest(given: str, allowed: Sequence[str]) -> str:
-    """What to write instead of ``given``: the most alike of ``allowed``, or all of them."""
-    close = difflib.get_close_matches(given, allowed, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
+def _device_fix(given: str) -> str:
+    close = difflib.get_close_matches(given.partition(":")[0], ("auto", "cpu", *ACCELERATORS), n=1, cutoff=0.7)
+    names = "auto, cpu, " + ", ".join(ACCELERATORS)
+    return (
+        f"did you mean {close[0]!r}? " if close else ""
+    ) + f"use one of: {names}; or cuda:1, to choose among several"
 
 
 def _annotation(loc: Sequence[int | str]) -> Any:
@@ -571,11 +733,6 @@ def _toml_type(value: object) -> str:
     return names.get(type(value), "table" if isinstance(value, Mapping) else type(value).__name__)
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 # Stands in for what is missing or wrong, so that the relations of the rest can be checked all the same.
 _STAND_IN: dict[str, Any] = {
     "model": {"source": "tiny"},
@@ -593,8 +750,11 @@ def _sound_part(data: Mapping[str, Any], error: ValidationError) -> tuple[Recipe
     new = errors
     while new:
         for item in new:
-            # An entry of a list makes the list as a whole unsound.
+            # An entry of a list makes the list as a whole unsound; what a section says of one of its keys, that key.
             loc = list(itertools.takewhile(lambda part: isinstance(part, str), item["loc"]))
+            named = _key_of(item)
+            if named and named not in unsound:
+                loc = named.split(".")
             unsound.add(".".join(loc))
             at: Any = sound
             for part in loc[:-1]:
@@ -611,7 +771,9 @@ def _sound_part(data: Mapping[str, Any], error: ValidationError) -> tuple[Recipe
             return Recipe.model_validate(sound, strict=True), unsound, errors
         except ValidationError as again:
             new = [dict(item) for item in again.errors() if ".".join(map(str, item["loc"])) not in unsound]
-            errors = errors + [item for item in new if item["loc"][0] not in stood_in]
+            known = [(item["loc"], item["msg"]) for item in errors]
+            shown = [item for item in new if item["loc"][0] not in stood_in]
+            errors = errors + [item for item in shown if (item["loc"], item["msg"]) not in known]
     raise error
 
 
@@ -658,8 +820,6 @@ def _mock_goes_with_mock(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _mock_takes_options(recipe: Recipe) -> Iterator[Problem]:
-    from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
-
     for key, section, options in (
         ("rollout.mock", recipe.rollout, MockRolloutOptions),
         ("train.mock", recipe.train, MockTrainOptions),
@@ -696,7 +856,11 @@ def _vllm_fits(recipe: Recipe) -> Iterator[Problem]:
 
 def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, Any]) -> Iterator[Problem]:
     """What ``constructor`` (a pydantic model, a dataclass, a function) does not take of ``options``."""
-    allowed = list(inspect.signature(constructor).parameters)
+    try:
+        allowed = list(inspect.signature(constructor).parameters)
+    except (TypeError, ValueError) as error:
+        yield Problem(key, options, f"cannot be checked ({error})", "name a class or a function")
+        return
     if isinstance(constructor, type) and issubclass(constructor, BaseModel):
         try:
             constructor.model_validate(options, strict=True)
@@ -709,37 +873,21 @@ def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, A
         yield Problem(f"{key}.{option}", options[option], "is not a known key", suggest(option, allowed))
     try:
         constructor(**{option: value for option, value in options.items() if option not in unknown})
-    except (TypeError, ValueError) as error:
-        yield Problem(key, options, f"is refused ({error})", f"it takes {', '.join(allowed)}")
+    except Exception as error:  # whatever a constructor of the user's does
+        reason = error if isinstance(error, TypeError | ValueError) else said_of(error)
+        yield Problem(key, options, f"is refused ({reason})", f"it takes {', '.join(allowed)}")
 
 
-def _model_exists(recipe: Recipe) -> Iterator[Problem]:
-    source = recipe.model.source
-    if source not in (known := ("smollm2", "tiny", "mock")) and not Path(source).is_dir():
-        fix = suggest(source, known) + " or give the directory of a Hugging Face checkpoint"
-        yield Problem("model.source", source, "is neither a known model nor a directory", fix)
-
-
-def _prompts_exist(recipe: Recipe) -> Iterator[Problem]:
+def _task_takes_config(recipe: Recipe) -> Iterator[Problem]:
     prompts = recipe.prompts
-    needed = {"reasoning_gym": "quickstart", "parquet": "data", "datasets": "data"}.get(prompts.source)
-    package = {"parquet": "pyarrow"}.get(prompts.source, prompts.source)
-    if needed and importlib.util.find_spec(package) is None:
-        fix = f"pip install 'asyncdock[{needed}]'"
-        yield Problem("prompts.source", prompts.source, f"needs the package {package}", fix)
-    elif prompts.source == "reasoning_gym" and prompts.task:
-        from reasoning_gym.factory import DATASETS
-
-        if prompts.task not in DATASETS:
-            fix = suggest(prompts.task, list(DATASETS))
-            yield Problem("prompts.task", prompts.task, "is not a task of reasoning_gym", fix)
-    if prompts.path and ":" not in prompts.path and not Path(prompts.path).expanduser().exists():
-        yield Problem("prompts.path", prompts.path, f"does not exist, seen from {Path.cwd()}", "give another path")
+    if prompts.source == "builtin":
+        yield from _refusals("prompts.config", CONFIGS[str(prompts.task)], prompts.config)
 
 
 def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
-    from stages.reward_functions import RewardError, find_reward
+    from stages.reward_functions import RewardError, RewardFunctions
 
+    there = RewardFunctions()
     names = [function.name for function in recipe.reward.functions]
     for at, name in enumerate(names):
         key = f"reward.functions.{at}.name"
@@ -748,7 +896,7 @@ def _rewards_resolve(recipe: Recipe) -> Iterator[Problem]:
         if not recipe.ours("reward"):
             continue  # the names of what another program scores
         try:
-            find_reward(name)
+            there.find(name)
         except RewardError as error:
             wrong, fix = _said_of(name, error)
             yield Problem(key, name, wrong, fix or "put its directory on PYTHONPATH, or correct the name")
@@ -877,7 +1025,13 @@ def _external_fits(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _reference_is_asked(recipe: Recipe) -> Iterator[Problem]:
-    if not recipe.ours("reference") and not recipe.needs_reference:
+    if recipe.ours("reference"):
+        return
+    try:
+        needed = recipe.needs_reference
+    except Exception:  # said of the algorithm itself
+        return
+    if not needed:
         wrong = f"holds 'reference', which algorithm.name = {recipe.algorithm.name!r} with these options never asks"
         fix = "set algorithm.options.kl_coef > 0, or take 'reference' out"
         yield Problem("external.stages", recipe.external.stages, wrong, fix)
@@ -1000,8 +1154,7 @@ CHECKS: tuple[tuple[Callable[[Recipe], Iterator[Problem]], tuple[str, ...]], ...
             "prompts.max_prompt_tokens",
         ),
     ),
-    (_model_exists, ("model.source",)),
-    (_prompts_exist, ("prompts",)),
+    (_task_takes_config, ("prompts",)),
     (_rewards_resolve, ("reward.functions", "external")),
     (_external_fits, ("external", "evaluate.every", "train.dp", "train.tp")),
     (_reference_is_asked, ("external", "algorithm")),

@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from orchestration.recipe import Recipe
-from pipeline.index import Index
+from pipeline.index import Index, Link
 
 Ask = Literal["pause", "resume", "stop", "checkpoint"]
 
@@ -99,17 +99,19 @@ class Held:
 
 
 class Registry:
-    """The list of runs at ``url``. ``timeout``: seconds for one call, all retries included."""
+    """The list of runs at ``url``. ``timeout``: seconds for one call, all retries included. ``link``: its connections, for
+    further indexes of the same server."""
 
     def __init__(self, url: str, *, timeout: float = 30.0) -> None:
         self.url = url
-        self._timeout = timeout
-        self._index = Index(url, _LIST, timeout=timeout)
+        self.link = Link(url, timeout=timeout)
+        self._index = Index(self.link, _LIST)
         self._loaded = False
         self._loading = asyncio.Lock()
 
     async def close(self) -> None:
         await self._index.close()
+        await self.link.close()
 
     # ── for whoever uses the service ──
 
@@ -275,7 +277,7 @@ class Registry:
         return await self._index.call(f"runs_{name}", **arguments)
 
     def _of(self, run: str) -> _Opened:
-        return _Opened(Index(self.url, run, timeout=self._timeout))
+        return _Opened(Index(self.link, run))
 
     async def _move(self, run: str, allowed: Sequence[str], state: str, reason: str = "") -> None:
         async with self._of(run) as index:

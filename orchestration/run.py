@@ -3,13 +3,18 @@
 out/  recipe.json  checkpoints/step-*/  logs/*.log  index/ (the embedded index's append-only file)
 
 Run.create(recipe, out) ─▶ execute(stop) ─▶ RunResult        events() ─▶ every reader of the run
+                             └ beside the supervisor: the embedded index, started again whenever it dies
 Run.resume(out)         ─▶ …the same, from the newest checkpoint
 Run.hosted(recipe, out, id) ─▶ host(url, stop) ─▶ Outcome    in the index of a service, begun or taken over
+
+Who executes a run holds the lock of its folder, from its making to its end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -30,10 +35,13 @@ from orchestration.hosted import WHERE, shared_of
 from orchestration.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.place import Place
 from orchestration.planner import flow_of, workers_of
+from orchestration.private import write_private
+from orchestration.processes import Process
 from orchestration.recipe import Recipe, changed
 from orchestration.registry import ENDED
+from orchestration.run_lock import LOCK, RunError, RunLock, RunLocked
 from orchestration.starter import SPAWN
-from orchestration.supervisor import Outcome, Supervisor
+from orchestration.supervisor import Outcome, Supervisor, ending
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Event, Index, IndexUnreachable
 from pipeline.warehouse import shared_memory_directory
@@ -41,6 +49,8 @@ from pipeline.warehouse import shared_memory_directory
 log = structlog.get_logger()
 
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
+FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
+LOOK_SECONDS = 0.1  # between two looks at a lock
 _SHARED = "asyncdock-{pid}-{run}"
 
 
@@ -56,36 +66,50 @@ class RunResult:
     seconds: float
 
 
-class RunError(RuntimeError):
-    """A run cannot be made or resumed; the message says why and what to do."""
-
-
 class Run:
     """One run in ``out_dir``. Make it with :meth:`create` or :meth:`resume`; execute it once."""
 
-    def __init__(self, recipe: Recipe, out_dir: Path, start: Checkpoint | None = None, hosted: str = "") -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        out_dir: Path,
+        start: Checkpoint | None = None,
+        hosted: str = "",
+        lock: RunLock | None = None,
+    ) -> None:
         self.recipe, self.out_dir, self.start = recipe, out_dir.resolve(), start
         self.id = hosted or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         self.supervisor: Supervisor | None = None
         self.forks: ForkServer | None = None  # what its workers come from; a fork server of its own if not set
+        self.server: EmbeddedIndex | None = None  # while it is executed, unless its index is another one
         self.shared = shared_memory_directory() / _SHARED.format(pid=os.getpid(), run=self.id)
         if hosted:  # whatever process it is that takes the run over finds its memory
             self.shared = shared_of(self.out_dir)
+        self._hosted, self._lock = bool(hosted), lock
         self._index: Index | None = None
         self._up = asyncio.Event()
         self._over = False
         self._readers: set[asyncio.Event] = set()
 
+    @property
+    def begins(self) -> int:
+        """The optimizer steps that lie behind it when it starts."""
+        return self.start.version if self.start else 0
+
     @classmethod
     def create(cls, recipe: Recipe, out_dir: Path) -> Run:
         """A new run; ``out_dir`` must be new or empty. Raises RunError."""
-        if out_dir.exists() and any(out_dir.iterdir()):
-            raise RunError(
-                f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`"
-            )
+        if out_dir.exists():
+            _refuse_used(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
-        (out_dir / "recipe.json").write_text(recipe.to_json())
-        return cls(recipe, out_dir)
+        lock = RunLock.take(out_dir)
+        try:
+            _refuse_used(out_dir, lock)
+            _write_recipe(out_dir, recipe)
+            return cls(recipe, out_dir, lock=lock)
+        except BaseException:
+            lock.release()
+            raise
 
     @classmethod
     def resume(cls, out_dir: Path, overrides: Sequence[str] = ()) -> Run:
@@ -96,30 +120,37 @@ class Run:
             recipe = Recipe.from_json((out_dir / "recipe.json").read_text())
         except OSError as error:
             raise RunError(f"run: {out_dir} holds no recipe.json ({error}); give the folder of a run") from None
-        if overrides:
-            recipe = changed(recipe, overrides)
-            (out_dir / "recipe.json").write_text(recipe.to_json())
-        start = checkpoint.latest(out_dir / "checkpoints")
-        if start is not None and start.version >= recipe.train.steps:
-            raise RunError(f"run: {out_dir} has done all of its {recipe.train.steps} steps; there is nothing to resume")
-        return cls(recipe, out_dir, start)
+        lock = RunLock.take(out_dir)
+        try:
+            _refuse_hosted(out_dir)
+            start = checkpoint.latest(out_dir / "checkpoints")
+            if start is not None and start.version >= recipe.train.steps:
+                raise RunError(
+                    f"run: {out_dir} has done all of its {recipe.train.steps} steps; there is nothing to resume"
+                )
+            if overrides:
+                recipe = changed(recipe, overrides)
+                _write_recipe(out_dir, recipe)
+            return cls(recipe, out_dir, start, lock=lock)
+        except BaseException:
+            lock.release()
+            raise
 
     @classmethod
     def hosted(cls, recipe: Recipe, out_dir: Path, run: str) -> Run:
         """The run ``run`` of a service, which may have begun: in other hands, with what they left in ``out_dir``."""
         out_dir.mkdir(parents=True, exist_ok=True)
-        partial = out_dir / ".recipe.json"
-        partial.write_text(recipe.to_json())
-        os.replace(partial, out_dir / "recipe.json")
+        _write_recipe(out_dir, recipe)
         return cls(recipe, out_dir, checkpoint.latest(out_dir / "checkpoints"), hosted=run)
 
     async def host(self, url: str, stop: asyncio.Event | None = None) -> Outcome:
         """Run to the end in the index at ``url``, from wherever the run stands. Its samples stay in shared memory and in the
         index until the service removes them; no process stays behind. Cancelling ends all workers at once, and changes
-        nothing else: the run can be taken over."""
+        nothing else: the run can be taken over. Raises RunLocked when a former runner does not let go of the folder."""
         launcher = self._launcher()
         try:
-            outcome = await self._work(url, None, stop, launcher)
+            await self._take_lock()
+            outcome = await self._work(url, stop or asyncio.Event(), launcher)
             await self._let_readers_finish()
             return outcome
         finally:
@@ -127,33 +158,93 @@ class Run:
             await self._end()
 
     async def execute(self, stop: asyncio.Event | None = None) -> RunResult:
-        """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind.
-        Cancelling ends everything at once."""
+        """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind, and a
+        run that cannot go on has failed, with its reason. Cancelling ends everything at once."""
         began = time.monotonic()
         launcher = self._launcher()
-        sweep_leftovers()
-        recipe, server = self.recipe, None
         sockets = Path(tempfile.mkdtemp(prefix=f"asyncdock-{os.getpid()}-"))
         try:
-            if recipe.pipeline.index == "embedded":
-                data = self.out_dir / "index"
-                shutil.rmtree(data, ignore_errors=True)
-                server = EmbeddedIndex(data, socket=sockets / "index.sock")
-                server.start()
-            outcome = await self._work(server.url if server else recipe.pipeline.index, server, stop, launcher)
-            await self._let_readers_finish()
+            try:
+                sweep_leftovers()
+                outcome = await self._execute(sockets, stop or asyncio.Event(), launcher)
+            except Exception as error:
+                log.exception("the run cannot go on")
+                outcome = Outcome(
+                    "failed", str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+                )
             return self._result(outcome, time.monotonic() - began)
         finally:
             launcher.close()
             await self._end()
-            if server is not None:
-                server.stop()
+            if self.server is not None:
+                self.server.stop()
             shutil.rmtree(sockets, ignore_errors=True)
             shutil.rmtree(self.shared, ignore_errors=True)
 
-    async def _work(
-        self, url: str, server: EmbeddedIndex | None, stop: asyncio.Event | None, launcher: Launcher
-    ) -> Outcome:
+    async def _execute(self, sockets: Path, stop: asyncio.Event, launcher: Launcher) -> Outcome:
+        if self.recipe.pipeline.index != "embedded":
+            outcome = await self._work(self.recipe.pipeline.index, stop, launcher)
+            await self._let_readers_finish()
+            return outcome
+        data = self.out_dir / "index"
+        shutil.rmtree(data, ignore_errors=True)
+        self.server = EmbeddedIndex(data, socket=sockets / "index.sock")
+        await self._start_index(self.server)
+        keeping = asyncio.create_task(self._keep_index(self.server))
+        working = asyncio.create_task(self._work(self.server.url, stop, launcher))
+        try:
+            await asyncio.wait([keeping, working], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                keeping.result()
+            outcome = working.result()
+            await self._let_readers_finish()
+            return outcome
+        finally:
+            for task in (keeping, working):
+                task.cancel()
+            await asyncio.gather(keeping, working, return_exceptions=True)
+
+    async def _start_index(self, server: EmbeddedIndex) -> None:
+        for pause in server.starting():
+            await asyncio.sleep(pause)
+
+    async def _keep_index(self, server: EmbeddedIndex) -> None:
+        """Start the embedded index again whenever it dies; its append-only file holds all that was acknowledged. Raises
+        RunError when it dies more often than workers may."""
+        most, events = self.recipe.launch.max_restarts, set[asyncio.Task[None]]()
+        try:
+            for deaths in itertools.count(1):
+                assert server.process is not None
+                code = await Process.of(server.process.pid, server.process).wait()
+                reason = f"the embedded index {ending(code or 0)}"
+                if deaths > most:
+                    raise RunError(f"{reason} and launch.max_restarts = {most} is used up; see {server.log}")
+                log.warning("the index died; starting it again", reason=reason)
+                await self._start_index(server)
+                events.add(asyncio.create_task(self._tell_restart(reason)))  # it may die again before it has taken this
+        finally:
+            for event in events:
+                event.cancel()
+            await asyncio.gather(*events, return_exceptions=True)
+
+    async def _tell_restart(self, reason: str) -> None:
+        told = {"stage": "index", "worker": "index-0", "change": "restarted", "pid": 0, "reason": reason}
+        with contextlib.suppress(IndexUnreachable):
+            if self._index is not None:
+                await self._index.emit("worker", told)
+
+    async def _take_lock(self) -> None:
+        """Wait for a former runner, which ends once it has lost its lease."""
+        deadline = time.monotonic() + FORMER_SECONDS
+        while self._lock is None:
+            try:
+                self._lock = RunLock.take(self.out_dir)
+            except RunLocked:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def _work(self, url: str, stop: asyncio.Event, launcher: Launcher) -> Outcome:
         self._index = Index(url, self.id)
         await self._prepare(self._index)
         self._tell_where(url)
@@ -162,20 +253,23 @@ class Run:
             self._index,
             launcher,
             workers_of(self.recipe),
-            server=server,
             max_restarts=self.recipe.launch.max_restarts,
             startup_timeout=self.recipe.launch.startup_timeout,
             stop_timeout=self.recipe.launch.stop_timeout,
             steps=self.recipe.train.steps,
+            begins=self.begins,
         )
-        return await self.supervisor.run(stop or asyncio.Event())
+        return await self.supervisor.run(stop)
 
     async def _end(self) -> None:
         self._over = True
         self._up.set()
-        (self.out_dir / WHERE).unlink(missing_ok=True)
+        if not self._hosted:  # a run of a service may be taken over; it is removed when the run is concluded
+            (self.out_dir / WHERE).unlink(missing_ok=True)
         if self._index is not None:
             await self._index.close()
+        if self._lock is not None:
+            self._lock.release()
 
     async def events(self, after: str = "0") -> AsyncIterator[Event]:
         """Every event of the run after id ``after``, as they come; ends after the run's last state."""
@@ -217,7 +311,9 @@ class Run:
             since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
             log.warning("the samples in shared memory are gone; going on", since=since)
             told = {"stage": "runner", "worker": "runner-0", "change": "rewound", "pid": os.getpid()}
-            await index.emit("worker", {**told, "reason": f"its shared memory was gone; it goes on {since}"})
+            await index.emit(
+                "worker", {**told, "version": self.begins, "reason": f"its shared memory was gone; it goes on {since}"}
+            )
             begun = False
         if not begun:
             shutil.rmtree(self.shared, ignore_errors=True)
@@ -236,8 +332,7 @@ class Run:
 
     def _tell_where(self, url: str) -> None:
         """For whoever wants to look at the run while it is alive; the URL may hold a password."""
-        with open(os.open(self.out_dir / WHERE, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-            json.dump({"index": url, "run": self.id}, file)
+        write_private(self.out_dir / WHERE, json.dumps({"index": url, "run": self.id, "hosted": self._hosted}))
 
     def _launcher(self) -> Launcher:
         launch = self.recipe.launch
@@ -257,6 +352,33 @@ class Run:
     def _result(self, outcome: Outcome, seconds: float) -> RunResult:
         newest = checkpoint.latest(self.out_dir / "checkpoints")
         return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
+
+
+def _refuse_used(out_dir: Path, lock: RunLock | None = None) -> None:
+    """Raises RunError when ``out_dir`` holds anything but a lock file: RunLocked when a run in it is being executed."""
+    if any(path.name != LOCK for path in out_dir.iterdir()):
+        if lock is None and (out_dir / LOCK).exists():
+            RunLock.take(out_dir).release()
+        raise RunError(f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`")
+
+
+def _refuse_hosted(out_dir: Path) -> None:
+    """Raises RunError when the run in ``out_dir`` is a service's that has not ended."""
+    try:
+        where = json.loads((out_dir / WHERE).read_text())
+    except (OSError, ValueError):
+        return
+    if where.get("hosted"):
+        raise RunLocked(
+            f"run: {out_dir} is run {where['run']} of a service, which executes it; end it with "
+            f"`asyncdock runs stop {where['run']}` first (or remove {out_dir / WHERE}, if that service is gone for good)"
+        )
+
+
+def _write_recipe(out_dir: Path, recipe: Recipe) -> None:
+    partial = out_dir / ".recipe.json"
+    write_private(partial, recipe.to_json())  # its index's URL may hold a password
+    os.replace(partial, out_dir / "recipe.json")
 
 
 def sweep_leftovers() -> None:

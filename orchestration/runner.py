@@ -96,6 +96,8 @@ class Runner:
         """Write down what happens, behind what former runners have, and wake whoever watches the list."""
         with MetricsFile(run.out_dir / METRICS) as file:
             async for event in run.events(file.last):
+                if event.kind == "worker" and event.data["change"] == "rewound" and "version" in event.data:
+                    file.rewind(event.data["version"])
                 file.event(event)
                 if event.kind == "state":
                     await self.registry.touch()

@@ -11,24 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
 
+from orchestration.private import private_folder
 from orchestration.processes import Process
 from pipeline.embedded import SOCKET_PATH_LIMIT, EmbeddedIndex
+from pipeline.locks import locked
 
 log = structlog.get_logger()
 
 FILE = "service.json"  # in the service's folder: URL and process of its index; only its user can read it
 STOP_SECONDS = 10.0
 AGAIN_SECONDS = 1.0
+LOCK_SECONDS = 30.0  # for which another process may hold the lock: longer than a start or a stop takes
 
 
 class ServiceIndex:
@@ -44,9 +45,10 @@ class ServiceIndex:
         return self._process.pid if self._process else None
 
     def start(self) -> str:
-        """See to it that the server is up, and return its URL. Raises RuntimeError or TimeoutError when it does not come."""
-        self.data.mkdir(parents=True, exist_ok=True)
-        with locked(self.data / "service.lock"):
+        """See to it that the server is up, and return its URL. Raises RuntimeError, Locked among them, or TimeoutError when
+        it does not come, and NotPrivate."""
+        private_folder(self.data)
+        with locked(self.data / "service.lock", wait=LOCK_SECONDS):
             known = self._known()
             if self._process is not None and self._process.alive():
                 return str(known["index"])
@@ -68,7 +70,7 @@ class ServiceIndex:
         while True:
             try:
                 await asyncio.to_thread(self.start)
-            except (OSError, RuntimeError, TimeoutError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 log.error("the index does not start; trying again", error=str(error))
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue
@@ -78,7 +80,7 @@ class ServiceIndex:
 
     def stop(self) -> None:
         """End the server, if it is up. No run may be active: their runners would wait for it in vain."""
-        with locked(self.data / "service.lock"):
+        with locked(self.data / "service.lock", wait=LOCK_SECONDS):
             known = self._known()
             process = self._process
             if process is not None and process.alive():
@@ -125,12 +127,3 @@ def _is_ours(folder: Path) -> bool:
     except OSError:
         return False
     return found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700 and not folder.is_symlink()
-
-
-@contextlib.contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock file ``path``; it ends with the process. Raises BlockingIOError when somebody else has it and it is not
-    to be waited for."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield

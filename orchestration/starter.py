@@ -7,8 +7,10 @@ start ──▶ fork server ──▶ Child
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from functools import partial
 
 import structlog
 
@@ -80,7 +82,7 @@ def spawn(launch: Launch) -> Process:
             stdout=file,
             stderr=file,
             start_new_session=True,  # Ctrl-C is not for it
-            preexec_fn=None if launch.outlives else die_with_parent,
+            preexec_fn=None if launch.outlives else partial(die_with_parent, os.getpid()),
             env={**PASSIVE, **launch.env},
             cwd=launch.cwd,
         )

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 import structlog
 
 from orchestration.launchers import EXIT_FATAL, Launcher, Life
-from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Index, worker_name
 
 log = structlog.get_logger()
@@ -33,7 +32,6 @@ log = structlog.get_logger()
 STOPPED = "stopped by request"
 ENDS_BY_ITSELF = ("update", "rollout", "colocated")
 LIVE = ("starting", "running", "paused")
-INDEX_CHECK_SECONDS = 0.5
 TOGETHER = ("update", "colocated")  # kinds whose workers are one gang
 
 
@@ -58,19 +56,20 @@ class Supervisor:
         launcher: Launcher,
         workers: Sequence[tuple[str, int]],
         *,
-        server: EmbeddedIndex | None,
         max_restarts: int,
         startup_timeout: float,
         stop_timeout: float,
         steps: int = 0,
+        begins: int = 0,
     ) -> None:
-        self.steps = steps
-        self.index, self.launcher, self.workers, self.server = index, launcher, list(workers), server
+        self.steps, self.begins = steps, begins
+        self.index, self.launcher, self.workers = index, launcher, list(workers)
         self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
         self.restarts = 0
         self._lives: dict[tuple[str, int], Life] = {}
         self._fates: list[object] = []
         self._stopping = False
+        self._unready = {f"{kind}-{number}" for kind, number in self.workers}  # of those that were launched first
         self._began = "0"  # the last event before this supervisor's
 
     def pids(self) -> dict[str, int]:
@@ -103,8 +102,6 @@ class Supervisor:
         stopped: asyncio.Task = asyncio.create_task(stop.wait())
         told = asyncio.create_task(self._stopped_from_outside())
         watchers = {stopped, told, asyncio.create_task(self._start())}
-        if self.server is not None:
-            watchers.add(asyncio.create_task(self._keep_server(self.server)))
         ending = [task for (kind, _), task in keepers.items() if kind in ENDS_BY_ITSELF]
         if not any(kind in TOGETHER for kind, _ in keepers):  # nobody of ours trains
             ending.append(asyncio.create_task(self._last_published()))
@@ -129,9 +126,15 @@ class Supervisor:
             await asyncio.gather(*keepers.values(), *watchers, return_exceptions=True)
 
     async def _stop(self, keepers: list[asyncio.Task[None]]) -> None:
-        """Tell the workers, and give them ``stop_timeout`` seconds to finish what they hold."""
+        """Tell the workers, and give them ``stop_timeout`` seconds to finish what they hold: the trainer ends with a
+        checkpoint. Those that are still starting hold nothing, and are ended at once, unless a trainer is to bring back
+        steps that no checkpoint has."""
         self._stopping = True
         await self.index.transition(LIVE, "stopping")
+        if self._unready and (await self.index.call("room_at_gate"))["trained"] <= self.begins:
+            for (kind, number), life in self._lives.items():
+                if f"{kind}-{number}" in self._unready:
+                    life.kill()
         _, late = await asyncio.wait(keepers, timeout=self.stop_timeout)
         if late:
             log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.stop_timeout)
@@ -145,7 +148,7 @@ class Supervisor:
 
     async def _keep(self, gang: list[tuple[str, int]]) -> None:
         """Keep the workers of one gang alive until they are done."""
-        while True:
+        while not self._stopping:
             names = {worker: worker_name(*worker) for worker in gang}
             if len(gang) > 1:
                 await self.index.put(f"gang:{gang[0][0]}", names[gang[0]])
@@ -165,7 +168,7 @@ class Supervisor:
             first = next(iter(codes))
             kind, number = first
             fate = self._lives[first].fate
-            reason = reasons[first] or ("its fork server has ended" if fate else _signal(codes[first]))
+            reason = reasons[first] or ("its fork server has ended" if fate else ending(codes[first]))
             log.warning("worker died", worker=names[first], code=codes[first], reason=reason)
             await self._tell(kind, number, "died", reason=reason)
             for other in gang:
@@ -173,7 +176,7 @@ class Supervisor:
                     log.warning("worker died too", worker=names[other], reason=reasons[other])
             for (kind, number), code in codes.items():
                 if code == EXIT_FATAL:
-                    raise _Failed(f"{kind}-{number}: {reasons[kind, number] or _signal(code)}")
+                    raise _Failed(f"{kind}-{number}: {reasons[kind, number] or ending(code)}")
             if fate is None or fate not in self._fates:  # several that died of one thing count once
                 if self.restarts >= self.max_restarts:
                     kind, number = first
@@ -205,17 +208,18 @@ class Supervisor:
 
     async def _start(self) -> None:
         """Wait until every worker has said that it is ready."""
-        waiting, after = {f"{kind}-{number}" for kind, number in self.workers}, self._began
+        after = self._began
         try:
             async with asyncio.timeout(self.startup_timeout):
-                while waiting:
+                while self._unready:
                     for event in await self.index.events(after):
                         after = event.id
                         if event.kind == "worker" and event.data["change"] == "ready":
-                            waiting.discard(event.data["worker"])
+                            self._unready.discard(event.data["worker"])
         except TimeoutError:
             raise _Failed(
-                f"{sorted(waiting)} not ready within launch.startup_timeout = {self.startup_timeout:.0f} s; see the logs"
+                f"{sorted(self._unready)} not ready within launch.startup_timeout = {self.startup_timeout:.0f} s; "
+                "see the logs"
             ) from None
         await self.index.transition(
             ["starting"], "running"
@@ -234,18 +238,6 @@ class Supervisor:
         while (at := await self.index.call("published"))["version"] < self.steps:
             await self.index.wait("version", at["wait"], 10.0)
 
-    async def _keep_server(self, server: EmbeddedIndex) -> None:
-        """Start the embedded index again when it dies; its append-only file holds all that was acknowledged."""
-        while True:
-            await asyncio.sleep(INDEX_CHECK_SECONDS)
-            if not server.alive():
-                if self.restarts >= self.max_restarts:
-                    raise _Failed("the embedded index died too often")
-                self.restarts += 1
-                log.warning("index died; starting it again")
-                server.start()
-                await self._tell("index", 0, "restarted", reason="the embedded index died")
-
     async def _tell(self, kind: str, number: int, change: str, *, pid: int = 0, reason: str = "") -> None:
         data = {"stage": kind, "worker": f"{kind}-{number}", "change": change, "pid": pid, "reason": reason}
         await self.index.emit("worker", data)
@@ -262,5 +254,6 @@ def _life(kind: str, number: int) -> str:
     return f"life:{kind}-{number}"
 
 
-def _signal(code: int) -> str:
+def ending(code: int) -> str:
+    """How a process with this exit code has ended, in words."""
     return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

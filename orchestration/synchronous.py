@@ -17,6 +17,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from orchestration.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.planner import prompt_limits
 from orchestration.recipe import Recipe
 from stages.advantage import advantages
 from stages.algorithms import build_algorithm
@@ -43,7 +44,7 @@ class SynchronousStep:
 async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, None]:
     """Train ``recipe`` step by step; the engine in each step yields its weights. Its staleness bound is not used."""
     tokenizer = tokenizer_of(recipe)
-    prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed).train
+    prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)).train
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     rewards = RewardSet([(function.name, function.weight) for function in recipe.reward.functions])
     sampling, size, per_step = sampling_of(recipe, tokenizer), recipe.algorithm.group_size, recipe.train.groups_per_step

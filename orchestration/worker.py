@@ -42,7 +42,7 @@ from orchestration.engines import (
 from orchestration.launchers import EXIT_FAILED, EXIT_FATAL
 from orchestration.logs import Current, configure
 from orchestration.place import Place
-from orchestration.planner import flow_of, reshard_plan, slab_bytes
+from orchestration.planner import flow_of, prompt_limits, reshard_plan, slab_bytes
 from orchestration.recipe import Recipe
 from orchestration.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
 from pipeline.columns import ColumnError
@@ -65,7 +65,7 @@ from stages.follower import Follower, SwapPolicy
 from stages.gang import Gang, Mate
 from stages.gate import Gate
 from stages.models import ModelNotFound, Tokenizer
-from stages.prompts import PromptError, PromptForm, PromptSource, load_prompts
+from stages.prompts import LISTED, PromptError, PromptForm, PromptSource, load_prompts
 from stages.reference import Reference
 from stages.resharding.swap import empty
 from stages.reward import Reward, RewardSet
@@ -244,8 +244,17 @@ class Worker:
 
     async def _prompts(self, tokenizer: Tokenizer) -> PromptSource:
         if self.recipe.prompts.source != "external":
-            return load_prompts(self.recipe.prompts, tokenizer, self.recipe.seed).train
-        feed = Feed(self.index, self.place.out / FED, PromptForm(self.recipe.prompts, tokenizer))
+            split = await asyncio.to_thread(
+                load_prompts,
+                self.recipe.prompts,
+                tokenizer,
+                self.recipe.seed,
+                limits=prompt_limits(self.recipe),
+                listed=self.place.out / LISTED,
+            )
+            return split.train
+        form = PromptForm(self.recipe.prompts, tokenizer, prompt_limits(self.recipe))
+        feed = Feed(self.index, self.place.out / FED, form)
         await feed.begin()
         self._beside.append(feed.run)
         return feed
@@ -313,7 +322,7 @@ class Worker:
         )
         evaluator = None
         if recipe.evaluate.every and self.number == 0:
-            held_out = load_prompts(recipe.prompts, tokenizer, recipe.seed).held_out
+            held_out = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)).held_out
             assert held_out is not None, "checked with the recipe"
             prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
             evaluator = Evaluator(engine, sampling, self._rewards(), tokenizer, prompts, recipe.evaluate.samples)
@@ -358,9 +367,13 @@ class Worker:
         controller.on_nothing = turn.no_rows
         return _Shared(device, turn, controller)
 
-    def _recorder(self, tokenizer: Tokenizer) -> Recorder | None:
+    async def _recorder(self, tokenizer: Tokenizer) -> Recorder | None:
         most, names = self.recipe.pipeline.keep_samples, [function.name for function in self.recipe.reward.functions]
-        return Recorder(self.dock, tokenizer, names, SampleBook(self.place.out / FOLDER, most)) if most else None
+        if not most:
+            return None
+        book = SampleBook(self.place.out / FOLDER, most)
+        await asyncio.to_thread(book.rewind, (await self.index.call("room_at_gate"))["trained"])
+        return Recorder(self.dock, tokenizer, names, book)
 
     async def _build_update(self, beside: TorchRolloutEngine | None = None) -> None:
         """``beside``: the rollout engine that takes turns with this rank on its device."""
@@ -384,7 +397,6 @@ class Worker:
             self._version = lambda: mate.trained
             self._work_till_end.append(mate.run if shared is None else lambda: shared.until(mate.run()))
             return
-        self._farewell.append(lambda: gang.tell("end"))
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
         spans = Spans()
 
@@ -393,11 +405,10 @@ class Worker:
             await self.index.emit("checkpoint", told)
             await self.index.put(CHECKPOINT_TOLD, str(written.version))
 
-        async def after_step(done: int) -> None:
-            asked = await self.index.get(CHECKPOINT_ASKED)
-            requested = asked is not None and asked != await self.index.get(CHECKPOINT_WRITTEN)
-            if done % every and done < steps and not requested:
-                return
+        newest = version  # of the checkpoints
+
+        async def save(done: int, requested: bool = False) -> None:
+            nonlocal newest
             state = await self.index.call("snapshot")
             state["remake"] = list(state["remake"] or ())
             with spans.during("checkpoint", version=done):
@@ -407,10 +418,27 @@ class Worker:
                 written = await asyncio.to_thread(
                     checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep
                 )
+            newest = done
             await tell(written, requested)
+
+        async def after_step(done: int) -> None:
+            asked = await self.index.get(CHECKPOINT_ASKED)
+            requested = asked is not None and asked != await self.index.get(CHECKPOINT_WRITTEN)
+            if done % every and done < steps and not requested:
+                return
+            await save(done, requested)
             if requested:
                 await self.index.put(CHECKPOINT_WRITTEN, asked or "")
             await self.index.call("release", before=done)
+
+        async def save_when_stopped() -> None:
+            """No step that was made is lost when the run is stopped."""
+            if stage.trained > newest and (await self.index.state())[0] == "stopping":
+                if shared is not None:
+                    await shared.turn.give_to_training()
+                await save(stage.trained)
+
+        self._farewell += [save_when_stopped, lambda: gang.tell("end")]
 
         if saved is not None and saved.path != self.place.start:
             if saved.version > int(await self.index.get(CHECKPOINT_TOLD) or 0):
@@ -433,7 +461,7 @@ class Worker:
             gang=gang,
             probe=recipe.probe_tolerance > 0,
             spans=spans,
-            recorder=self._recorder(tokenizer),
+            recorder=await self._recorder(tokenizer),
             publish_first=not recipe.ours("rollout"),
         )
         self._version = lambda: stage.trained

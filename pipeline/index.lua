@@ -1694,10 +1694,11 @@ end)
 -- ── Values by key ─────────────────────────────────────────────────────────────────────────────────────────────────────
 -- Beside the flow, without stages or leases: a key of a partition has fields, each put may bring some of them, and a later
 -- put of the same field replaces it.
---   kv:fields         what the fields are, in order: name and kind; a field's bit is its place
 --   kv:partitions     partitions, scored by age
---   kv:keys:P         key → its number u48, then for each put that still holds some of its fields: fields u32, block u32,
---                     slot u32, begin of the packed rows in the block u48
+--   kv:fields:P       the partition's fields in the order in which they came, as text that only clients read; it only grows, and
+--                     goes with the partition's last key. A field's bit is its place
+--   kv:entries:P      key → its number u48, then for each put that still holds some of its fields: fields u32 (bits 0–31), u32
+--                     (bits 32–63), block u32, slot u32, begin of the packed rows in the block u48
 --   kv:tags:P         key → tag → bytes that only clients read
 
 -- Redis takes a bounded number of arguments, Lua a bounded number of results.
@@ -1713,59 +1714,56 @@ local function look_up(key, fields)
   return out
 end
 
--- visit(fields, block, slot, begin) for each record of a key's entry
+-- visit(low, high, block, slot, begin) for each record of a key's entry: the fields' bits are 32 of `low` and then those of `high`
+local RECORD = '<I4I4I4I4I6'
 local function records(entry, visit)
-  for at = 7, #entry, 18 do visit(unpack_at('<I4I4I4I6', entry, at)) end
+  for at = 7, #entry, 22 do visit(unpack_at(RECORD, entry, at)) end
 end
 
--- {fields = {{name, kind}…}} → all fields {{name, kind}…}: those that are not there yet come at the end. A field that is there
--- keeps its kind, whatever the call says.
-define('kv_declare', function(run, a)
-  local known, out = {}, {}
-  for i, packed in ipairs(call('LRANGE', run .. 'kv:fields', 0, -1)) do
-    out[i] = cmsgpack.unpack(packed)
-    known[out[i][1]] = true
-  end
-  for _, field in ipairs(a.fields) do
-    if not known[field[1]] then
-      if #out == 31 then fail('BAD', 'field ' .. field[1] .. ' is one too many: a run has at most 31; join some of them') end
-      call('RPUSH', run .. 'kv:fields', cmsgpack.pack(field))
-      out[#out + 1], known[field[1]] = field, true
-    end
-  end
-  return out
-end)
+local function fields_of(run, partition) return call('GET', run .. 'kv:fields:' .. partition) or '' end
 
--- {worker, home, block, close, mask, refs, partition, keys, tags = {tag → bytes} for each key, or false} → {fields = those that
--- all of the keys have now, tags = for each key}: the i-th key has the fields `mask` where the i-th of `refs` says, and its
--- tags are joined with what it had.
+-- {partition} → its fields
+define('kv_fields', function(run, a) return fields_of(run, a.partition) end, true)
+
+-- {worker, home, block, close, refs, partition, known, fields, low, high, keys, tags = {tag → bytes} for each key, or false} →
+-- {fields = the partition's, low, high = those that all of the keys have now, tags = for each key}: the i-th key has the fields
+-- `low` and `high` where the i-th of `refs` says, and its tags are joined with what it had. The first `known` bytes of `fields` are
+-- what the caller knows of the partition's, the rest it adds; refused with FIELDS when others have changed them otherwise.
 define('kv_put', function(run, a)
-  local keys, entries, freed, gone = run .. 'kv:keys:' .. a.partition, {}, {}, {}
-  if a.mask ~= 0 then
+  local keys, entries, freed, gone = run .. 'kv:entries:' .. a.partition, {}, {}, {}
+  local written, fields = a.low ~= 0 or a.high ~= 0, fields_of(run, a.partition)
+  local grown = sub(fields, 1, #a.fields) ~= a.fields
+  if grown and fields ~= sub(a.fields, 1, a.known) then fail('FIELDS', 'partition ' .. a.partition .. ' has other fields by now') end
+  if written then
     if #a.refs ~= 16 * #a.keys then fail('BAD', 'refs: ' .. #a.refs .. ' bytes for ' .. #a.keys .. ' keys; give 16 for each') end
     refer(run, a.worker, a.block, #a.keys, a.close)
+  end
+  if grown then
+    fields = a.fields
+    call('SET', run .. 'kv:fields:' .. a.partition, fields)
   end
   if not call('ZSCORE', run .. 'kv:partitions', a.partition) then
     call('ZADD', run .. 'kv:partitions', count(run, 'kv_partitions', 1), a.partition)
   end
-  local base = a.mask ~= 0 and cmsgpack.unpack(call('HGET', run .. 'blocks', a.block))[2]
-  local common = -1
+  local base = written and cmsgpack.unpack(call('HGET', run .. 'blocks', a.block))[2]
+  local all_low, all_high = -1, -1
   for i, entry in ipairs(look_up(keys, a.keys)) do
-    local out, held = { entry and sub(entry, 1, 6) or pack('<I6', count(run, 'kv_keys', 1)) }, a.mask
-    records(entry or '', function(fields, block, slot, begin)
-      local left = band(fields, bit.bnot(a.mask))
-      held = bor(held, left)
-      if left == 0 then
+    local out = { entry and sub(entry, 1, 6) or pack('<I6', count(run, 'kv_keys', 1)) }
+    local held_low, held_high = a.low, a.high
+    records(entry or '', function(low, high, block, slot, begin)
+      low, high = band(low, bit.bnot(a.low)), band(high, bit.bnot(a.high))
+      held_low, held_high = bor(held_low, low), bor(held_high, high)
+      if low == 0 and high == 0 then
         gone[block] = (gone[block] or 0) + 1
       else
-        out[#out + 1] = pack('<I4I4I4I6', left, block, slot, begin)
+        out[#out + 1] = pack(RECORD, low, high, block, slot, begin)
       end
     end)
-    if a.mask ~= 0 then
+    if written then
       local block, slot, offset = unpack_at('<I4I4I6', a.refs, 16 * i - 15)
-      out[#out + 1] = pack('<I4I4I4I6', a.mask, block, slot, offset - base)
+      out[#out + 1] = pack(RECORD, a.low, a.high, block, slot, offset - base)
     end
-    common = band(common, held)
+    all_low, all_high = band(all_low, held_low), band(all_high, held_high)
     entries[2 * i - 1], entries[2 * i] = a.keys[i], table.concat(out)
   end
   in_pieces(entries, 4096, function(i, j) call('HSET', keys, unpack(entries, i, j)) end)
@@ -1781,15 +1779,15 @@ define('kv_put', function(run, a)
   end
   in_pieces(changed, 4096, function(i, j) call('HSET', run .. 'kv:tags:' .. a.partition, unpack(changed, i, j)) end)
   wake_all(run, freed)
-  return { fields = common, tags = tags }
+  return { fields = fields, low = all_low, high = all_high, tags = tags }
 end)
 
--- {partition, keys} → {entries = of each key, or false, blocks = block → {warehouse, offset}}. A block that is not told of lay on a
--- warehouse that was lost.
+-- {partition, keys} → {fields = the partition's, entries = of each key, or false, places = {{block, warehouse, offset}…}}. A block that
+-- has no place lay on a warehouse that was lost.
 define('kv_get', function(run, a)
-  local entries, blocks = look_up(run .. 'kv:keys:' .. a.partition, a.keys), {}
+  local entries, blocks = look_up(run .. 'kv:entries:' .. a.partition, a.keys), {}
   for _, entry in ipairs(entries) do
-    records(entry or '', function(_, block)
+    records(entry or '', function(_, _, block)
       if blocks[block] == nil then
         local packed = call('HGET', run .. 'blocks', block)
         blocks[block] = packed and cmsgpack.unpack(packed)
@@ -1800,7 +1798,7 @@ define('kv_get', function(run, a)
   for block, place in pairs(blocks) do
     if place then places[#places + 1] = { block, place[1], place[2] } end
   end
-  return { entries = entries, places = places }
+  return { fields = fields_of(run, a.partition), entries = entries, places = places }
 end, true)
 
 -- {partition?} → {partitions = {{partition, {{key, number as bytes, tags}…}}…}}, of one partition or of all, oldest first
@@ -1808,7 +1806,7 @@ define('kv_list', function(run, a)
   local out = {}
   for _, partition in ipairs(call('ZRANGE', run .. 'kv:partitions', 0, -1)) do
     if not a.partition or a.partition == partition then
-      local keys, tags, list = call('HGETALL', run .. 'kv:keys:' .. partition), {}, {}
+      local keys, tags, list = call('HGETALL', run .. 'kv:entries:' .. partition), {}, {}
       local tagged = call('HGETALL', run .. 'kv:tags:' .. partition)
       for i = 1, #tagged, 2 do tags[tagged[i]] = cmsgpack.unpack(tagged[i + 1]) end
       for i = 1, #keys, 2 do list[(i + 1) / 2] = { keys[i], sub(keys[i + 1], 1, 6), tags[keys[i]] or {} } end
@@ -1818,17 +1816,19 @@ define('kv_list', function(run, a)
   return { partitions = out }
 end, true)
 
--- {partition, keys} → how many there were: keys go, with their fields and tags.
+-- {partition, keys} → whether some key is left: keys go, with their values and tags; the last one takes the partition's fields with it.
 define('kv_clear', function(run, a)
-  local keys, gone, freed, cleared = run .. 'kv:keys:' .. a.partition, {}, {}, 0
+  local keys, gone, freed = run .. 'kv:entries:' .. a.partition, {}, {}
   for _, entry in ipairs(look_up(keys, a.keys)) do
-    records(entry or '', function(_, block) gone[block] = (gone[block] or 0) + 1 end)
+    records(entry or '', function(_, _, block) gone[block] = (gone[block] or 0) + 1 end)
   end
   in_pieces(a.keys, 4096, function(i, j)
-    cleared = cleared + call('HDEL', keys, unpack(a.keys, i, j))
+    call('HDEL', keys, unpack(a.keys, i, j))
     call('HDEL', run .. 'kv:tags:' .. a.partition, unpack(a.keys, i, j))
   end)
   for block, rows in pairs(gone) do unreference(run, block, rows, freed) end
   wake_all(run, freed)
-  return cleared
+  local left = call('EXISTS', keys) == 1
+  if not left then call('UNLINK', run .. 'kv:fields:' .. a.partition) end
+  return left
 end)

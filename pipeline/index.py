@@ -45,6 +45,7 @@ INDEX_VARIABLE = (
 )
 EVENTS_KEPT = 100_000  # about; older ones are in the run's folder alone
 EVENTS_AT_ONCE = 500
+MOST_WAITS = 64  # connections of one link that wait; further ones wait for one of these
 
 # Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48 - 1 of the arena of
 # warehouse `place` >> 48, as part of `block`. Block 0: nowhere yet.
@@ -79,6 +80,10 @@ class WrittenTwice(IndexRefused):
     """A column, or a sample's training, was written a second time."""
 
 
+class FieldsChanged(IndexRefused):
+    """The fields of a partition are not those that the put was made for; it must be made again for what they are now."""
+
+
 class NeverFits(IndexRefused):
     """A block is larger than the warehouse can ever hold."""
 
@@ -97,6 +102,7 @@ _ERRORS: dict[str, type[Exception]] = {
     "STALE": BoundBroken,
     "GATE": GateClosed,
     "TWICE": WrittenTwice,
+    "FIELDS": FieldsChanged,
     "NOFIT": NeverFits,
     "NOHOUSE": WarehouseGone,
     "GONE": StaleHandle,
@@ -348,34 +354,160 @@ class _Line(asyncio.Protocol):
                 answer.set_exception(ConnectionError(f"the connection was lost ({error or 'closed'})"))
 
 
-class Index:
-    """The index of one run at ``url`` (``redis://``, ``rediss://`` or ``unix://``).
+class _Commands(redis.Redis):
+    """redis-py's commands over a link's one connection. Its own clients take a connection for each command under way, and
+    refuse commands when a hundred are."""
+
+    def __init__(self, link: Link, pool: redis.ConnectionPool) -> None:
+        super().__init__(connection_pool=pool)
+        self._link = link
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        name = args[0]
+        reply = await self._link.send((*name.split(), *args[1:]))
+        options.pop("keys", None)
+        callback = self.response_callbacks.get(name)
+        return callback(reply, **options) if callback else reply
+
+
+class Link:
+    """Connections to the server at ``url`` (``redis://``, ``rediss://`` or ``unix://``) that any number of indexes share:
+    one for all calls, and one for each position of streams that is waited on, however many wait there.
 
     ``timeout`` is the deadline of one call in seconds, all retries included; past it :class:`IndexUnreachable` is raised.
     """
 
-    def __init__(self, url: str, run: str, *, timeout: float = 30.0) -> None:
-        self.url, self.run, self.timeout = url, run, timeout
-        self.prefix = _prefix(run)
+    def __init__(self, url: str, *, timeout: float = 30.0) -> None:
+        self.url, self.timeout, self.closed = url, timeout, False
         # Deadlines are kept here: redis-py's own would make a task of each call.
-        self._redis = redis.from_url(url, socket_timeout=None, socket_connect_timeout=min(5.0, timeout / 3))
+        patience = min(5.0, timeout / 3)
+        pool = redis.ConnectionPool.from_url(url, socket_timeout=None, socket_connect_timeout=patience)
+        self.redis = _Commands(self, pool)
         # Waiting calls block for as long as they say; their deadline is kept here, not by the socket.
-        self._waiting = redis.from_url(url, socket_timeout=None, socket_connect_timeout=min(5.0, timeout))
-        self._closed = False
-        self._client = uuid.uuid4().hex[:12]
-        self._calls = itertools.count()
-        self._lanes: list[int] = []  # free ones; the server keeps the last answer of each
-        self._lane = itertools.count()
+        waits = redis.BlockingConnectionPool.from_url(
+            url, socket_timeout=None, socket_connect_timeout=patience, max_connections=MOST_WAITS, timeout=None
+        )
+        self._waiting = redis.Redis(connection_pool=waits)
+        self._reads: dict[Any, asyncio.Future[Any]] = {}
         self._line: _Line | None = None
         self._connecting = asyncio.Lock()
+        self.client = uuid.uuid4().hex[:12]
+        self.calls = itertools.count()
+        self.lanes: list[int] = []  # free ones; the server keeps the last answer of each
+        self.lane = itertools.count()
 
     async def close(self) -> None:
         """End every call under way; those that wait raise IndexUnreachable."""
-        self._closed = True
+        self.closed = True
         if self._line is not None:
             self._line.close()
-        await self._redis.aclose()
-        await self._waiting.aclose()
+        await self.redis.connection_pool.disconnect()
+        await self._waiting.connection_pool.disconnect()
+
+    @property
+    def line(self) -> _Line | None:
+        """The connection of the calls while it stands."""
+        return self._line if self._line is not None and not self._line.lost else None
+
+    async def send(self, command: tuple[Any, ...]) -> Any:
+        """One command and its answer, once; see :meth:`retry`."""
+        return await (self.line or await self._connect()).send(command)
+
+    async def send_all(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Commands in one round trip, and their answers."""
+        line = self.line or await self._connect()
+        return await asyncio.gather(*[line.send(command) for command in commands])
+
+    async def _connect(self) -> _Line:
+        async with self._connecting:
+            if self.closed:
+                raise ConnectionError("the index's client was closed")
+            if self.line is None:
+                connection = self.redis.connection_pool.make_connection()
+                await connection.connect()  # redis-py knows about URLs, TLS and passwords
+                self._line = _Line(connection, self.timeout / 3)
+            assert self._line is not None
+            return self._line
+
+    async def read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
+        """Block until one of ``streams`` has entries after its position, for at most ``timeout`` seconds. Calls that wait
+        for the same share one blocked connection."""
+        key, deadline = (tuple(sorted(streams.items())), count), time.monotonic() + timeout
+        while (shared := self._reads.get(key)) is not None:
+            await asyncio.wait([shared], timeout=max(0.0, deadline - time.monotonic()))
+            if shared.done() and (found := shared.result()):
+                return found
+            if time.monotonic() >= deadline:
+                return None
+        shared = self._reads[key] = asyncio.get_running_loop().create_future()
+        keys: Any = dict(streams)
+
+        async def once(again: bool) -> Any:
+            block = max(1, int((deadline - time.monotonic()) * 1000))
+            return await self._waiting.xread(keys, count=count, block=block)
+
+        try:
+            shared.set_result(await self.retry(once, timeout + self.timeout))
+        except IndexUnreachable as error:
+            shared.set_exception(error)
+        finally:
+            del self._reads[key]
+            if not shared.done():  # cancelled: one of the others that wait reads for itself
+                shared.set_result(None)
+        return shared.result()
+
+    async def retry(
+        self, attempt: Any, patience: float | None = None, *, began: float | None = None, failures: int = 0
+    ) -> Any:
+        """Try until the deadline, counted from ``began``; an attempt ends after ``patience`` seconds (a third of the
+        deadline). ``failures`` are attempts made before."""
+        deadline = (began or time.monotonic()) + self.timeout
+        backoff = ExponentialBackoff(cap=1.0, base=0.02)
+        task = asyncio.current_task()
+        assert task is not None
+        cancelled = task.cancelling()
+        while True:
+            try:
+                async with asyncio.timeout(patience or self.timeout / 3):
+                    reply = await attempt(failures > 0)
+                if task.cancelling() > cancelled:  # redis-py loses a cancellation that comes while it reads a reply
+                    raise asyncio.CancelledError
+                return reply
+            except (RedisConnectionError, RedisTimeoutError, OSError) as lost:
+                failures += 1
+                pause = backoff.compute(failures)
+                if self.closed or time.monotonic() + pause > deadline:
+                    raise IndexUnreachable(
+                        f"index {redacted(self.url)}: no answer for {self.timeout:.0f} s, {failures} tries ({lost}); "
+                        "is the server up, and reachable from here?"
+                    ) from None
+                await asyncio.sleep(pause)
+            except ResponseError as refused:
+                if not _is_loading(refused) or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.05)
+
+
+class Index:
+    """The index of one run at ``where``: the URL of its server, or a :class:`Link` that it shares with others. ``timeout``
+    is that of a link of its own."""
+
+    def __init__(self, where: str | Link, run: str, *, timeout: float = 30.0) -> None:
+        self._link = where if isinstance(where, Link) else Link(where, timeout=timeout)
+        self._shared = isinstance(where, Link)
+        self.url, self.run, self.timeout = self._link.url, run, self._link.timeout
+        self.prefix = _prefix(run)
+        self._redis, self._retry = self._link.redis, self._link.retry
+        self._closed = False
+        self._waits: set[asyncio.Timeout] = set()
+
+    async def close(self) -> None:
+        """End every call under way; those that wait raise IndexUnreachable. A shared link stays."""
+        self._closed = True
+        for wait in self._waits:
+            wait.reschedule(0.0)
+        if not self._shared:
+            await self._link.close()
 
     @property
     def closed(self) -> bool:
@@ -396,13 +528,12 @@ class Index:
 
     async def _answer(self, name: str, arguments: Mapping[str, Any]) -> bytes:
         packed = msgpack.packb(arguments, use_bin_type=False)  # the server knows one kind of string
-        request, lane = f"{self._client}-{next(self._calls)}:", self._lanes.pop() if self._lanes else next(self._lane)
-        head, tail = ("FCALL", f"asyncdock_{name}", 1, self.prefix, packed, request), (self._client, lane)
+        link = self._link
+        request, lane = f"{link.client}-{next(link.calls)}:", link.lanes.pop() if link.lanes else next(link.lane)
+        head, tail = ("FCALL", f"asyncdock_{name}", 1, self.prefix, packed, request), (link.client, lane)
         began, tries = time.monotonic(), 0
         try:
-            if (
-                line := self._line
-            ) is not None and not line.lost:  # nearly always; the line watches over its own silence
+            if (line := link.line) is not None:  # nearly always; the line watches over its own silence
                 try:
                     return await line.send((*head, "0", *tail))
                 except ConnectionError:
@@ -410,61 +541,14 @@ class Index:
                 except ResponseError as refused:
                     if not _is_loading(refused):
                         raise
-            return await self._retry(
-                lambda again: self._send((*head, "1" if again or tries else "0", *tail)), began=began, failures=tries
+            return await link.retry(
+                lambda again: link.send((*head, "1" if again or tries else "0", *tail)), began=began, failures=tries
             )
         except ResponseError as refused:
             code, _, text = str(refused).partition(" ")
             raise _ERRORS.get(code, IndexRefused)(text or code) from None
         finally:
-            self._lanes.append(lane)
-
-    async def _send(self, command: tuple[Any, ...]) -> Any:
-        line = self._line
-        if line is None or line.lost:
-            line = await self._connect()
-        return await line.send(command)
-
-    async def _connect(self) -> _Line:
-        async with self._connecting:
-            if self._closed:
-                raise ConnectionError("the index's client was closed")
-            if self._line is None or self._line.lost:
-                connection = self._redis.connection_pool.make_connection()
-                await connection.connect()  # redis-py knows about URLs, TLS and passwords
-                self._line = _Line(connection, self.timeout / 3)
-            return self._line
-
-    async def _retry(
-        self, attempt: Any, patience: float | None = None, *, began: float | None = None, failures: int = 0
-    ) -> Any:
-        """Try until the deadline, counted from ``began``; an attempt ends after ``patience`` seconds (a third of the
-        deadline). ``failures`` are attempts made before."""
-        deadline = (began or time.monotonic()) + self.timeout
-        backoff = ExponentialBackoff(cap=1.0, base=0.02)
-        task = asyncio.current_task()
-        assert task is not None
-        cancelled = task.cancelling()
-        while True:
-            try:
-                async with asyncio.timeout(patience or self.timeout / 3):
-                    reply = await attempt(failures > 0)
-                if task.cancelling() > cancelled:  # redis-py loses a cancellation that comes while it reads a reply
-                    raise asyncio.CancelledError
-                return reply
-            except (RedisConnectionError, RedisTimeoutError, OSError) as lost:
-                failures += 1
-                pause = backoff.compute(failures)
-                if self._closed or time.monotonic() + pause > deadline:
-                    raise IndexUnreachable(
-                        f"index {redacted(self.url)}: no answer for {self.timeout:.0f} s, {failures} tries ({lost}); "
-                        "is the server up, and reachable from here?"
-                    ) from None
-                await asyncio.sleep(pause)
-            except ResponseError as refused:
-                if not _is_loading(refused) or time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.05)
+            link.lanes.append(lane)
 
     async def wait(self, topic: str, after: str, timeout: float) -> bool:
         """Block until ``topic`` is woken after position ``after``; False when ``timeout`` seconds pass first."""
@@ -480,13 +564,18 @@ class Index:
         return found[0][1][0][0].decode() if found else after
 
     async def _read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
-        keys: Any = {self.prefix + name: position for name, position in streams.items()}
-        block = max(1, int(timeout * 1000))
-
-        async def once(again: bool) -> Any:
-            return await self._waiting.xread(keys, count=count, block=block)
-
-        return await self._retry(once, timeout + self.timeout)
+        keys = {self.prefix + name: position for name, position in streams.items()}
+        if not self._shared:
+            return await self._link.read(keys, timeout, count)
+        try:
+            async with asyncio.timeout(None) as ending:
+                self._waits.add(ending)
+                try:
+                    return await self._link.read(keys, timeout, count)
+                finally:
+                    self._waits.discard(ending)
+        except TimeoutError:
+            raise IndexUnreachable(f"index {redacted(self.url)}: its client was closed") from None
 
     # ── the run ──
 
@@ -508,13 +597,8 @@ class Index:
     async def states(self, runs: Sequence[str]) -> list[tuple[str, str]]:
         """State and reason of several runs of this server, in one round trip; empty for one that it does not know."""
 
-        async def once(again: bool) -> Any:
-            asked = self._redis.pipeline(transaction=False)
-            for run in runs:
-                asked.hmget(_prefix(run) + "state", ["state", "reason"])
-            return await asked.execute()
-
-        found = await self._retry(once) if runs else []
+        asked = [("HMGET", _prefix(run) + "state", "state", "reason") for run in runs]
+        found = await self._retry(lambda again: self._link.send_all(asked)) if runs else []
         return [((state or b"").decode(), (reason or b"").decode()) for state, reason in found]
 
     async def put(self, name: str, value: str) -> None:
@@ -666,13 +750,10 @@ class Index:
     async def event_ends(self) -> tuple[str, str]:
         """The ids of the oldest and of the newest event that are there; "0" and "0" when none is."""
 
-        async def once(again: bool) -> list[Any]:
-            both = self._redis.pipeline(transaction=True)
-            both.xrange(f"{self.prefix}events", count=1)
-            both.xrevrange(f"{self.prefix}events", count=1)
-            return await both.execute()
-
-        oldest, newest = (found[0][0].decode() if found else "0" for found in await self._retry(once))
+        key = f"{self.prefix}events"
+        both = [("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1)]
+        found = await self._retry(lambda again: self._link.send_all(both))
+        oldest, newest = (entries[0][0].decode() if entries else "0" for entries in found)
         return oldest, newest
 
     async def newest(self, kind: str, within: int = 1000) -> Event | None:

@@ -42,7 +42,7 @@ import numpy as np
 import structlog
 import torch
 
-from pipeline.columns import _MAGIC, Column, Packed, PackedRows, Schema
+from pipeline.columns import _MAGIC, MAX_COLUMNS, Column, Packed, PackedRows, Schema
 from pipeline.warehouse import Arena, StaleHandle
 
 log = structlog.get_logger()
@@ -83,7 +83,8 @@ class Limits:
 
     rows: int = 1 << 18  # of one read or one block
     nbytes: int = 4 << 30  # of one payload
-    connections: int = 64
+    connections: int = 64  # of peers that have proven the secret
+    handshakes: int = 64  # connections that have not; one more ends the oldest of them
     hello_seconds: float = 5.0  # for all of the handshake
     idle_seconds: float = 300.0  # between two requests
     frame_seconds: float = 30.0  # for a frame, and on top of it
@@ -179,19 +180,25 @@ def parse_request(
 def _parse_read(control: bytes | bytearray | memoryview, payload: int, schema: Schema, limits: Limits) -> ReadRequest:
     if payload:
         raise TransferError(f"read: payload is {payload} bytes; a read has none")
-    if len(control) < 8:
-        raise TransferError(f"read: control is {len(control)} bytes; 8 tell columns and rows")
-    mask, rows = struct.unpack_from("<II", control)
+    head = _read_head(schema)
+    if len(control) < head.size:
+        raise TransferError(f"read: control is {len(control)} bytes; {head.size} tell columns and rows")
+    mask, rows = head.unpack_from(control)
     if not 0 < mask < 1 << len(schema.columns):
         raise TransferError(
             f"read: column bits {mask:#x}, the schema has {len(schema.columns)} columns; name some of them"
         )
     if not 0 < rows <= limits.rows:
         raise TransferError(f"read: {rows} rows, must be 1 to {limits.rows}; ask for them in parts")
-    if len(control) != 8 + 24 * rows:
-        raise TransferError(f"read: control is {len(control)} bytes, must be {8 + 24 * rows} for {rows} rows")
-    blocks, offsets, slots = np.frombuffer(control, "<i8", 3 * rows, 8).reshape(3, rows)
+    if len(control) != head.size + 24 * rows:
+        raise TransferError(f"read: control is {len(control)} bytes, must be {head.size + 24 * rows} for {rows} rows")
+    blocks, offsets, slots = np.frombuffer(control, "<i8", 3 * rows, head.size).reshape(3, rows)
     return ReadRequest(mask, blocks, offsets, slots)
+
+
+def _read_head(schema: Schema) -> struct.Struct:
+    """Columns as bits, and rows; the partitions of a transfer queue have more columns than a run."""
+    return struct.Struct("<II" if len(schema.columns) <= MAX_COLUMNS else "<QQ")
 
 
 def _parse_write(
@@ -673,6 +680,7 @@ class WarehouseServer:
         self._words = np.frombuffer(arena.slice(0, arena.nbytes), np.int64, arena.nbytes // 8)
         self._serving: asyncio.Task[None] | None = None
         self._open = set[_Stream | socket.socket]()
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # of peers that have not proven the secret, oldest first
         self._sent = self._received = self.payload_sent = self.payload_received = 0
 
     @property
@@ -724,16 +732,22 @@ class WarehouseServer:
                         log.warning("a connection could not be accepted", error=str(error))
                         await asyncio.sleep(0.1)
                         continue
-                    if len(self._open) >= self.limits.connections:
-                        log.warning("connection refused: too many", peer=peer, connections=len(self._open))
-                        sock.close()
-                        continue
+                    if len(self._handshakes) >= self.limits.handshakes:
+                        # A peer that knows the secret proves it within a round trip: the oldest is the least likely to.
+                        oldest = next(iter(self._handshakes))
+                        del self._handshakes[oldest]
+                        oldest.cancel()
+                        log.warning("handshake ended: too many at once", handshakes=self.limits.handshakes)
                     self._open.add(sock)
-                    tasks.create_task(self._peer(sock, peer))
+                    task = tasks.create_task(self._peer(sock, peer))
+                    self._handshakes[task] = None
+                    task.add_done_callback(lambda task: self._handshakes.pop(task, None))
 
     async def _peer(self, sock: socket.socket, peer: object) -> None:
         """All of one connection's life. Whatever goes wrong in it ends it alone."""
         held: _Stream | socket.socket = sock
+        task = asyncio.current_task()
+        assert task is not None
         try:
             async with asyncio.timeout(self.limits.hello_seconds):
                 stream = await _Stream.open(sock, self._ssl, None)
@@ -742,6 +756,10 @@ class WarehouseServer:
                 if not await self._known(stream):
                     log.warning("handshake refused: version or secret", peer=peer)
                     return
+                self._handshakes.pop(task, None)
+            if self.connections - len(self._handshakes) > self.limits.connections:
+                log.warning("connection refused: too many", peer=peer, connections=self.limits.connections)
+                return
             while await self._turn(stream):
                 pass
         except (OSError, TimeoutError) as error:
@@ -877,9 +895,9 @@ class _Connection:
         await (self.stream.send(head) if payload is None else self.stream.send(head, payload))
         status, told, size = _HEAD.unpack(await self.stream.receive(_HEAD.size))
         if status == _OK:
-            if told > 8 * 32:
+            if told > 8 * 64:
                 raise TransferError(
-                    f"reply: {told} bytes of control, at most 256 are taken; both ends must run the same version"
+                    f"reply: {told} bytes of control, at most 512 are taken; both ends must run the same version"
                 )
             return bytes(await self.stream.receive(told)), size
         if status not in (_REFUSED, _STALE) or told > _MAX_MESSAGE or size:
@@ -954,7 +972,7 @@ class RemoteWarehouse:
                 raise TransferError(f"read: {name} is {array.dtype} {list(array.shape)}, must be int64 [{rows}]")
         if not rows or not asked:
             return {name: _nothing(self._schema[name]) for name in columns}
-        control = struct.pack("<II", mask, rows) + np.stack([blocks, offsets, slots]).tobytes()
+        control = _read_head(self._schema).pack(mask, rows) + np.stack([blocks, offsets, slots]).tobytes()
 
         async def work(connection: _Connection, deadline: float) -> dict[str, Packed]:
             if rows > connection.rows:

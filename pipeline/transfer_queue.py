@@ -17,7 +17,9 @@ import copy
 import json
 import math
 import os
+import platform
 import shutil
+import socket
 import ssl
 import sys
 import tempfile
@@ -26,18 +28,20 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from pipeline.columns import MAX_COLUMNS, Column, ColumnError, Packed, Schema
+from pipeline.columns import Column, ColumnError, Packed, Schema
 from pipeline.columns import _jagged as jagged_parts
 from pipeline.dock import Dock
 from pipeline.embedded import EmbeddedIndex
-from pipeline.index import REF, Index, RunConfig, worker_name
+from pipeline.index import REF, FieldsChanged, Index, IndexRefused, RunConfig, worker_name
 from pipeline.warehouse import StaleHandle, shared_memory_directory
 
 Tag = dict[str, Any]
@@ -61,10 +65,12 @@ _DEFAULTS: dict[str, Any] = {
 }
 _TRANSFER_QUEUES_OWN = ("controller", "backend", "metrics")
 
-# Fields are stored as bytes, and what they are is kept by the index: they become known one by one, while the columns of a
-# run, which its nodes agree on, stay as they are.
-_BYTES = Schema([Column.ragged(f"field{bit}", torch.uint8) for bit in range(MAX_COLUMNS)])
-_RECORD = np.dtype([("fields", "<u4"), ("block", "<u4"), ("slot", "<u4"), ("low", "<u4"), ("high", "<u2")])
+# Fields are stored as bytes, and what they are is kept by the index for each partition: they become known one by one, while
+# the columns of a run, which its nodes agree on, stay as they are.
+MAX_FIELDS = 63  # of a partition: the index keeps a key's fields as bits of two 32-bit words
+_BYTES = Schema([Column.ragged(f"field{bit}", torch.uint8) for bit in range(MAX_FIELDS)], most=MAX_FIELDS)
+_RECORD = np.dtype([("fields", "<u8"), ("block", "<u4"), ("slot", "<u4"), ("low", "<u4"), ("high", "<u2")])
+_KNOWN_PARTITIONS = 1024
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -183,8 +189,63 @@ class _Field:
         return 1 if self.dtype is None else self.dtype.itemsize * math.prod(self.inner or ())
 
 
+@dataclass(frozen=True)
+class _Fields:
+    """The fields of a partition, in the order in which they came; a field's bit is its place. ``packed`` is what the index
+    keeps: a line of JSON for each."""
+
+    packed: str = ""
+
+    @cached_property
+    def by_name(self) -> dict[str, tuple[int, _Field]]:
+        lines = enumerate(map(json.loads, self.packed.splitlines()))
+        return {name: (bit, _Field.parse(name, kind)) for bit, (name, kind) in lines}
+
+    def names(self, mask: int) -> list[str]:
+        return [name for name, (bit, _) in self.by_name.items() if mask >> bit & 1]
+
+    def joined(self, encoded: Sequence[tuple[_Field, Packed]], partition: str) -> tuple[_Fields, dict[int, Packed]]:
+        """These fields and those of ``encoded`` that are new, and its values by bit. Raises ColumnError for values that are
+        not of their field's kind, and cannot become so without a change."""
+        new = [found for found, _ in encoded if found.name not in self.by_name]
+        if len(self.by_name) + len(new) > MAX_FIELDS:
+            name = new[MAX_FIELDS - len(self.by_name)].name
+            raise IndexRefused(
+                f"field {name} is one too many: a partition has at most {MAX_FIELDS}; join some of them, or put them into "
+                "another partition"
+            )
+        fields = self
+        if new:
+            fields = _Fields(self.packed + "".join(json.dumps([found.name, found.kind]) + "\n" for found in new))
+        values = {}
+        for found, value in encoded:
+            bit, known = fields.by_name[found.name]
+            values[bit] = value if known == found else _converted(value, found, known, partition)
+        return fields, values
+
+
+def _converted(packed: Packed, found: _Field, known: _Field, partition: str) -> Packed:
+    """``packed`` in the dtype of its field, where no value changes by that. Raises ColumnError otherwise."""
+    told = ""
+    if found.dtype is not None and known.dtype is not None and found.inner == known.inner:
+        values = packed.values.view(found.dtype)
+        if values.is_complex() == known.dtype.is_complex:
+            out = values.to(known.dtype)
+            back = out.to(found.dtype).view(torch.uint8)
+            if torch.equal(back, packed.values):
+                assert packed.offsets is not None
+                return Packed(out.view(torch.uint8), packed.offsets // found.nbytes * known.nbytes)
+            at = int((back != packed.values).nonzero()[0, 0]) // found.dtype.itemsize
+            told = f": {values[at].item()} would become {out[at].item()}"
+    raise ColumnError(
+        f"field {found.name!r}: takes {known.kind}, got {found.kind}; convert it first, or name another field (partition "
+        f"{partition!r} keeps {known.kind} until its last key is cleared{told})"
+    )
+
+
 def _encoded(name: str, value: Any, rows: int) -> tuple[_Field, Packed]:
     """What kind of field ``value`` is, and its ``rows`` rows as bytes."""
+    value = _tensor(name, value)
     if not isinstance(value, torch.Tensor):
         texts = [_json(f"field {name!r}", item).encode() for item in _items(name, value)]
         _check_rows(name, len(texts), rows)
@@ -221,6 +282,41 @@ def _ends(lengths: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(offsets)
 
 
+def _tensor(name: str, value: Any) -> Any:
+    """``value`` as a tensor, when it is an array of numbers or a list of tensors or arrays; anything else as it is."""
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind not in "biufc":
+            raise TypeError(f"field {name!r}: an array of {value.dtype} cannot be stored; give value.tolist()")
+        native = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
+        try:
+            return torch.from_numpy(native)
+        except TypeError as error:
+            raise TypeError(f"field {name!r}: {error}; convert it first") from None
+    if isinstance(value, torch.Tensor):
+        return value
+    items = value.tolist() if isinstance(value, NonTensorStack) else value
+    if not isinstance(items, list) or not items or not all(map(_is_numbers, items)):
+        return value
+    tensors = [_tensor(name, item) for item in items]
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise ColumnError(
+            f"field {name!r}: rows of {sorted({str(t.dtype) for t in tensors})}; convert them to one dtype"
+        )
+    if all(tensor.dim() == 0 for tensor in tensors):
+        return torch.stack(tensors)
+    try:
+        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+    except RuntimeError:
+        shapes = sorted({tuple(tensor.shape[1:]) for tensor in tensors})
+        raise ColumnError(
+            f"field {name!r}: rows differ beyond their first dimension ({shapes}); pad or flatten them"
+        ) from None
+
+
+def _is_numbers(item: Any) -> bool:
+    return isinstance(item, torch.Tensor | np.ndarray) or (isinstance(item, np.generic) and item.dtype.kind in "biufc")
+
+
 def _items(name: str, value: Any) -> list[Any]:
     if isinstance(value, NonTensorStack | NonTensorData):
         items = value.tolist()
@@ -238,7 +334,10 @@ def _check_rows(name: str, found: int, rows: int) -> None:
 
 
 def _json(what: str, value: Any) -> str:
-    """Raises TypeError for what does not come back as it was: nothing is pickled, and nothing changes its type."""
+    """Raises TypeError for what does not come back as it was: nothing is pickled, and nothing changes its type, except that
+    numpy's scalars become Python's."""
+    if isinstance(value, np.generic):
+        value = value.item()
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         same = _same(json.loads(text), value)
@@ -280,8 +379,9 @@ class _Queue:
 
     def __init__(self, conf: Mapping[str, Any]) -> None:
         self.conf, self.pid = dict(conf), os.getpid()
+        self.noted = False  # as the queue of a Ray cluster, by this process
         self._server: EmbeddedIndex | None = None
-        self._fields: list[_Field] = []
+        self._fields: dict[str, _Fields] = {}  # by partition, as they were last heard of
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="transfer-queue", daemon=True).start()
         if self.conf["url"] is None:
@@ -331,6 +431,8 @@ class _Queue:
         atexit.unregister(self.close)
         if sys.is_finalizing() or self.pid != os.getpid():
             return
+        if self.noted:
+            _withdraw(self.conf)
 
         async def end() -> None:
             await self.dock.close()
@@ -345,42 +447,51 @@ class _Queue:
             for name in (INDEX, RUN):
                 os.environ.pop(name, None)
 
-    async def _declare(self, fields: Sequence[_Field]) -> None:
-        told = await self.index.call("kv_declare", fields=[[found.name, found.kind] for found in fields])
-        self._fields = [_Field.parse(name, kind) for name, kind in told or ()]
+    def _learned(self, partition: str, packed: str) -> _Fields:
+        known = self._fields.get(partition)
+        if known is None or known.packed != packed:
+            while len(self._fields) >= _KNOWN_PARTITIONS:
+                del self._fields[next(iter(self._fields))]
+            known = self._fields[partition] = _Fields(packed)
+        return known
 
     async def put(
         self, keys: list[str], partition: str, fields: Mapping[str, Any], tags: Sequence[Tag] | None
     ) -> KVBatchMeta:
         if len(set(keys)) != len(keys):
             raise ValueError("Got duplicated keys.")
-        sent = tags and [{tag: _json(f"tag {tag!r}", value) for tag, value in each.items()} for each in tags]
+        sent = tags and [_tags(each) for each in tags]
         encoded = [_encoded(name, value, len(keys)) for name, value in fields.items()]
-        if {found.name for found, _ in encoded} - {known.name for known in self._fields}:
-            await self._declare([found for found, _ in encoded])
-        bits = {known.name: bit for bit, known in enumerate(self._fields)}
-        rows = {}
-        for found, value in encoded:
-            known = self._fields[bits[found.name]]
-            if known != found:
-                raise ColumnError(
-                    f"field {found.name!r}: takes {known.kind}, got {found.kind}; convert it first, or name another field"
-                )
-            rows[f"field{bits[found.name]}"] = value
-        reply = await self.dock._place(
-            "kv_put", rows or None, np.arange(len(keys)), partition=partition, keys=keys, tags=sent or False
-        )
+        deadline = time.monotonic() + self.index.timeout
+        while True:
+            heard = self._fields.get(partition)
+            known = heard or self._learned(partition, await self.index.call("kv_fields", partition=partition))
+            try:
+                grown, values = known.joined(encoded, partition)
+            except (ColumnError, IndexRefused):
+                if heard is None:
+                    raise
+                self._fields.pop(partition, None)  # others may have cleared the partition since
+                continue
+            mask = sum(1 << bit for bit in values)
+            arguments: dict[str, Any] = {"partition": partition, "keys": keys, "tags": sent or False}
+            arguments |= {"known": len(known.packed), "fields": grown.packed}
+            arguments |= {"low": mask & 0xFFFFFFFF, "high": mask >> 32}
+            rows = {f"field{bit}": value for bit, value in values.items()} or None
+            try:
+                reply = await self.dock._place("kv_put", rows, np.arange(len(keys)), **arguments)
+                break
+            except FieldsChanged:  # other processes have put into this partition, or cleared it, since it was heard of
+                self._fields.pop(partition, None)
+                if time.monotonic() > deadline:
+                    raise
+        held = (reply["low"] & 0xFFFFFFFF) | (reply["high"] & 0xFFFFFFFF) << 32
         return KVBatchMeta(
             keys=list(keys),
             tags=[_told(tag) for tag in reply["tags"]],
             partition_id=partition,
-            fields=sorted(await self._names(reply["fields"])),
+            fields=sorted(self._learned(partition, reply["fields"]).names(held)),
         )
-
-    async def _names(self, mask: int) -> list[str]:
-        if mask >> len(self._fields):  # others have declared more of them meanwhile
-            await self._declare([])
-        return [found.name for bit, found in enumerate(self._fields) if mask >> bit & 1]
 
     async def get(self, keys: list[str], partition: str, select: Sequence[str] | None) -> TensorDict:
         """Rows may be replaced or cleared, and their bytes used again, while they are copied: so they are looked up before
@@ -410,9 +521,10 @@ class _Queue:
         if missing := [key for key, entry in zip(keys, entries, strict=True) if not entry]:
             raise ValueError(f"keys or partition were not found! partition {partition!r} has no keys {missing[:10]}")
         records = np.frombuffer(b"".join(entry[6:] for entry in entries), _RECORD)
-        await self._names(int(np.bitwise_or.reduce(records["fields"], initial=0)))
+        fields = self._learned(partition, reply["fields"].decode()).by_name
         held = {
-            found.name: np.flatnonzero(records["fields"] >> bit & 1) for bit, found in enumerate(self._fields)
+            name: np.flatnonzero(records["fields"] >> np.uint64(bit) & np.uint64(1))
+            for name, (bit, _) in fields.items()
         }  # each field is in one record of a key
         complete = [name for name, at in held.items() if len(at) == len(keys)]
         names = complete if select is None else list(dict.fromkeys(select))
@@ -422,17 +534,16 @@ class _Queue:
                 f"Some fields are not ready in all the requested keys! {told} is not there for each of them"
             )
         refs = self._places(records, reply["places"] or [])
-        known = {found.name: (bit, found) for bit, found in enumerate(self._fields)}
         together: dict[bytes, list[str]] = {}
         for name in names:
             together.setdefault(held[name].tobytes(), []).append(name)
         out = {}
         for at, members in together.items():
-            columns = [f"field{known[name][0]}" for name in members]
+            columns = [f"field{fields[name][0]}" for name in members]
             packed = await self.dock.gather(refs[np.frombuffer(at, np.int64)], columns)
             for name, column in zip(members, columns, strict=True):
                 copied = Packed(packed[column].values.clone(), packed[column].offsets.clone())  # type: ignore[union-attr]
-                out[name] = _decoded(known[name][1], copied)
+                out[name] = _decoded(fields[name][1], copied)
         return TensorDict({name: out[name] for name in names}, batch_size=[len(keys)])
 
     @staticmethod
@@ -449,7 +560,7 @@ class _Queue:
         return refs
 
     async def partitions(self, partition: str | None) -> dict[str, dict[str, Tag]]:
-        reply = await self.index._call_raw("kv_list", partition=partition or False)
+        reply = await self.index._call_raw("kv_list", partition=False if partition is None else partition)
         out = {}
         for name, keys in reply["partitions"] or ():
             ordered = sorted(keys or (), key=lambda each: int.from_bytes(each[1], "little"))
@@ -457,7 +568,14 @@ class _Queue:
         return out
 
     async def clear(self, keys: list[str], partition: str) -> None:
-        await self.index.call("kv_clear", partition=partition, keys=keys)
+        if not await self.index.call("kv_clear", partition=partition, keys=keys):
+            self._learned(partition, "")
+
+
+def _tags(tags: Tag) -> dict[str, str]:
+    if not isinstance(tags, Mapping) or not all(isinstance(tag, str) for tag in tags):
+        raise TypeError(f"tags: {tags!r:.80} is no dict whose keys are strings; give one for each key")
+    return {tag: _json(f"tag {tag!r}", value) for tag, value in tags.items()}
 
 
 def _told(tags: Mapping[Any, Any] | Sequence[Any]) -> Tag:
@@ -473,20 +591,113 @@ def _told(tags: Mapping[Any, Any] | Sequence[Any]) -> Tag:
 _queue: _Queue | None = None
 
 
+# ── in a Ray cluster ──
+# A worker of Ray inherits the environment of its node's raylet, which knows nothing of a queue that the driver opens after
+# ray.init. So a driver notes its queue in the cluster's key-value store, and every process of the cluster looks there first.
+
+_RAY_KEY, _RAY_NAMESPACE = b"queue", b"asyncdock.transfer_queue"
+
+
+def _ray() -> Any:
+    """Ray, when this process is part of a cluster."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and getattr(ray, "is_initialized", bool)() else None
+
+
+def _noted() -> dict[str, str] | None:
+    """The cluster's queue: ``url``, ``run``, and the ``node`` of the process that noted it."""
+    if _ray() is None:
+        return None
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    noted = _internal_kv_get(_RAY_KEY, namespace=_RAY_NAMESPACE)
+    return None if noted is None else json.loads(noted)
+
+
+def _has_ended(noted: Mapping[str, str]) -> bool:
+    """Whether the server of a queue that was opened on this node is gone."""
+    if not noted["url"].startswith("unix://") or noted["node"] != platform.node():
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(urlsplit(noted["url"]).path) != 0
+
+
+def _found() -> dict[str, str]:
+    """URL and run of the queue that this process belongs to; empty when it may open one. Raises RuntimeError in a worker of
+    Ray that cannot reach the cluster's queue, or finds none: one that it opened would be known to no other process, and end
+    with the worker."""
+    if noted := _noted():
+        if noted["url"].startswith("unix://") and noted["node"] != platform.node():
+            raise RuntimeError(
+                f"the queue of this Ray cluster listens on node {noted['node']!r} alone; open it with "
+                "init({'url': 'redis://…'}) there, a server that all nodes reach"
+            )
+        if not _has_ended(noted):
+            return {"url": noted["url"], "run": noted["run"]}
+    elif INDEX in os.environ:
+        return {"url": os.environ[INDEX], "run": os.environ[RUN]}
+    ray = _ray()
+    if ray is not None and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+        what = "the queue of this Ray cluster has ended" if noted else "this Ray cluster has no queue"
+        raise RuntimeError(f"{what}; call init() in the driver, after ray.init(), or give init() a url in each worker")
+    return {}
+
+
+def _note(queue: _Queue, *, chosen: bool) -> None:
+    """Note this process's queue as the cluster's, where it has none. Raises RuntimeError when it has another one and this
+    process has not chosen its own by a URL."""
+    ray = _ray()
+    if ray is None or queue.noted or ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+        return
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    own = {"url": queue.conf["url"], "run": queue.conf["run"], "node": platform.node()}
+    put = partial(_internal_kv_put, _RAY_KEY, json.dumps(own).encode(), namespace=_RAY_NAMESPACE)
+    noted = _noted() if put(overwrite=False) else None
+    if noted is None or _has_ended(noted):
+        put(overwrite=True)
+        queue.noted = True
+    elif not chosen and (noted["url"], noted["run"]) != (own["url"], own["run"]):
+        raise RuntimeError(
+            f"this Ray cluster has a queue, run {noted['run']!r}, and this process another one, run {own['run']!r}; close() "
+            "one of them, or call init() after ray.init(), which finds the cluster's"
+        )
+
+
+def _withdraw(conf: Mapping[str, Any]) -> None:
+    """Take back what :func:`_note` noted."""
+    if (noted := _noted()) is not None and noted["url"] == conf["url"] and noted["run"] == conf["run"]:
+        from ray.experimental.internal_kv import _internal_kv_del
+
+        _internal_kv_del(_RAY_KEY, namespace=_RAY_NAMESPACE)
+
+
+# ── the process's connection ──
+
+
 def init(conf: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Connect this process, once; later calls change nothing. ``conf`` may give ``url`` (of an index: ``redis://``,
     ``rediss://``, ``unix://``), ``run``, ``arena`` (bytes of this node's warehouse), ``directory``, ``node``, ``serve`` (the
     address on which other nodes reach it), ``secret``, the PEM files ``tls_certificate``, ``tls_key`` and ``tls_authority``,
-    ``timeout`` and ``room_timeout`` (seconds). Without a URL it is the index that a parent process has started, or else one
-    of its own, which ends with this process. TransferQueue's own sections are accepted and have no effect.
-    Returns what holds."""
+    ``timeout`` and ``room_timeout`` (seconds). Without a URL it is the queue of the Ray cluster that this process is in, or
+    the index that a parent process has started, or else one of its own, which ends with this process; a worker of Ray
+    opens none of its own. TransferQueue's own sections are accepted and have no effect. Returns what holds."""
     global _queue
     given = {name: value for name, value in (conf or {}).items() if name not in _TRANSFER_QUEUES_OWN}
     if unknown := set(given) - set(_DEFAULTS):
         raise ValueError(f"conf: {sorted(unknown)} is not known; it takes {sorted(_DEFAULTS)}")
-    if _queue is None or _queue.pid != os.getpid():
-        found = {"url": os.environ.get(INDEX), "run": os.environ.get(RUN)} if given.get("url") is None else {}
-        _queue = _Queue(_DEFAULTS | found | given)
+    chosen = given.get("url") is not None
+    opens = _queue is None or _queue.pid != os.getpid()
+    if opens:
+        found = {} if chosen else _found()
+        _queue = _Queue(_DEFAULTS | found | {name: value for name, value in given.items() if value is not None})
+    assert _queue is not None
+    try:
+        _note(_queue, chosen=chosen)
+    except RuntimeError:
+        if opens:
+            close()
+        raise
     return dict(_queue.conf)
 
 
@@ -500,7 +711,7 @@ def close() -> None:
 
 def _connected() -> _Queue:
     if _queue is None or _queue.pid != os.getpid():
-        if INDEX not in os.environ:
+        if not _found():
             raise RuntimeError("no queue to connect to: call init() first, in this process or in its parent")
         init()
     assert _queue is not None
@@ -519,6 +730,12 @@ def _keys(keys: list[str] | str) -> list[str]:
     return keys
 
 
+def _partition(partition_id: str) -> str:
+    if not isinstance(partition_id, str):
+        raise TypeError(f"partition_id: takes a string, got {partition_id!r:.80}")
+    return partition_id
+
+
 def _fields(fields: TensorDictBase, parser: Parser | None) -> dict[str, Any]:
     """The fields by name, as ``parser`` gives them back."""
     out = {str(name): fields.get(name) for name in fields.keys()}  # noqa: SIM118
@@ -531,21 +748,13 @@ def _fields(fields: TensorDictBase, parser: Parser | None) -> dict[str, Any]:
         raise ValueError(
             "data_parser: it must return the dict that it was given, with all fields and their numbers of rows"
         )
-    return {name: _stacked(value) for name, value in parsed.items()}
+    return parsed
 
 
 def _plain(name: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return _items(name, value)
     return list(value.unbind()) if value.is_nested else value
-
-
-def _stacked(values: Any) -> Any:
-    if isinstance(values, list) and values and all(isinstance(value, torch.Tensor) for value in values):
-        if all(value.dim() == 0 for value in values):
-            return torch.stack(values)
-        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
-    return values
 
 
 def kv_put(
@@ -555,7 +764,8 @@ def kv_put(
     tag: Tag | None = None,
     data_parser: Parser | None = None,
 ) -> KVBatchMeta:
-    """Put the fields and the tag of one key. A dict gives the row itself: a tensor of any shape, or a JSON value."""
+    """Put the fields and the tag of one key. A dict gives the row itself: a tensor or a numpy array of any shape, or a JSON
+    value."""
     return _connected().call(_put_one(key, partition_id, fields, tag, data_parser))
 
 
@@ -578,9 +788,13 @@ async def _put_one(
     if isinstance(fields, dict):
         if any(isinstance(value, torch.Tensor) and value.is_nested for value in fields.values()):
             raise ValueError("Please use (async)kv_batch_put for batch operation")
+        row = {
+            name: _tensor(name, value) if isinstance(value, np.ndarray | np.generic) else value
+            for name, value in fields.items()
+        }
         rows = {
             name: value.unsqueeze(0) if isinstance(value, torch.Tensor) else NonTensorStack(value)
-            for name, value in fields.items()
+            for name, value in row.items()
         }
         fields = TensorDict(rows, batch_size=[1])
     elif fields is not None and not isinstance(fields, TensorDict):
@@ -616,13 +830,18 @@ async def _put(
 ) -> KVBatchMeta:
     if fields is None and tags is None:
         raise ValueError("Please provide at least one parameter of `fields` or `tags`.")
+    if fields is not None and not isinstance(fields, TensorDictBase):
+        raise TypeError(
+            f"fields: takes a TensorDict, got {type(fields).__name__}; give TensorDict(fields, batch_size=[{len(keys)}])"
+        )
     if fields is not None and (not fields.batch_size or fields.batch_size[0] != len(keys)):
         raise ValueError(
             f"`keys` with length {len(keys)} does not match the `fields` TensorDict with batch_size {fields.batch_size}"
         )
     if tags is not None and len(tags) != len(keys):
         raise ValueError(f"keys with length {len(keys)} does not match length of tags {len(tags)}")
-    return await _connected().put(keys, partition_id, {} if fields is None else _fields(fields, parser), tags)
+    partition = _partition(partition_id)
+    return await _connected().put(keys, partition, {} if fields is None else _fields(fields, parser), tags)
 
 
 def kv_batch_get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None) -> TensorDict:
@@ -640,7 +859,7 @@ async def async_kv_batch_get(
 
 async def _get(keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None) -> TensorDict:
     select = [select_fields] if isinstance(select_fields, str) else select_fields
-    return await _connected().get(_keys(keys), partition_id, select)
+    return await _connected().get(_keys(keys), _partition(partition_id), select)
 
 
 def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
@@ -658,25 +877,34 @@ async def _get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None)
         raise ValueError("Must provide partition_id in the input KVBatchMeta.")
     select = [select_fields] if isinstance(select_fields, str) else select_fields
     if select is not None and not set(select) <= set(meta.fields or ()):
-        raise ValueError(f"select_fields: {select} are not all among the fields of the metadata, {meta.fields}")
+        missing = [name for name in select if name not in (meta.fields or ())]
+        raise ValueError(f"select_fields: {missing} not found among the fields of the metadata, {meta.fields}")
     return await _get(meta.keys, meta.partition_id, meta.fields if select is None else select)
 
 
 def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
     """Partition → key → tag, of one partition or of all; keys in the order in which they came."""
-    return _connected().call(_connected().partitions(partition_id))
+    return _connected().call(_list(partition_id))
 
 
 async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
     """:func:`kv_list`, awaited."""
-    return await _connected().submit(_connected().partitions(partition_id))
+    return await _connected().submit(_list(partition_id))
+
+
+async def _list(partition_id: str | None) -> dict[str, dict[str, Tag]]:
+    return await _connected().partitions(None if partition_id is None else _partition(partition_id))
 
 
 def kv_clear(keys: list[str] | str, partition_id: str) -> None:
     """Forget keys, with their fields and tags; their bytes are free at once. Keys that are not there are passed over."""
-    _connected().call(_connected().clear(_keys(keys), partition_id))
+    _connected().call(_clear(keys, partition_id))
 
 
 async def async_kv_clear(keys: list[str] | str, partition_id: str) -> None:
     """:func:`kv_clear`, awaited."""
-    await _connected().submit(_connected().clear(_keys(keys), partition_id))
+    await _connected().submit(_clear(keys, partition_id))
+
+
+async def _clear(keys: list[str] | str, partition_id: str) -> None:
+    await _connected().clear(_keys(keys), _partition(partition_id))

@@ -14,6 +14,8 @@ import os
 import tempfile
 from pathlib import Path
 
+SHARED_VARIABLE = "ASYNCDOCK_SHARED_MEMORY"
+
 
 class StaleHandle(LookupError):
     """A handle points to a row or block that was released; its bytes may belong to somebody else by now."""
@@ -50,6 +52,13 @@ class Arena:
 
 
 def shared_memory_directory() -> Path:
-    """Where files live in memory: ``/dev/shm`` on Linux, the temporary directory elsewhere."""
+    """Where files live in memory: the folder in ``ASYNCDOCK_SHARED_MEMORY``, else ``/dev/shm`` on Linux and the temporary
+    directory elsewhere. Raises NotADirectoryError for a folder that cannot be written to."""
+    if chosen := os.environ.get(SHARED_VARIABLE):
+        if not (os.path.isdir(chosen) and os.access(chosen, os.W_OK)):
+            raise NotADirectoryError(
+                f"{SHARED_VARIABLE} = {chosen!r} is not a folder that can be written to; give one in memory, or unset it"
+            )
+        return Path(chosen)
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

@@ -262,6 +262,13 @@ class Turn:
                 await self._generate(update)
             await self._evaluate(update.trained)
 
+    async def give_to_training(self) -> None:
+        """Training has the device when this returns; the other ranks follow with the next call that they make together. For
+        use after :meth:`run`."""
+        if self.device.state is State.GENERATING:
+            await self._leave()
+        await self.device.ready()
+
     async def _generating(self, update: ColocatedUpdate) -> None:
         """One thing that happens in generation's turn."""
         if self.device.claims.held_back or await self._due(update.trained):
@@ -387,7 +394,7 @@ class ColocatedMate(Mate):
                 await self.device.generate(said["version"], probe or None)
             case "probe":
                 await asyncio.to_thread(probed, self.engine, *said["probe"])
-            case "train":
+            case "train" | "save":
                 await self.device.ready()
                 await super().do(said)
             case _:

@@ -1,7 +1,7 @@
 """Prompts that other programs put into the run while it goes on, asked in the order in which they came.
 
     put ─▶ index (a few MiB wait there) ─▶ Feed.run: does it make a prompt? ─▶ prompts.jsonl ─▶ gate: group n asks line n
-             └ no room: who puts waits         └ no: told as an event, left out
+             └ no room: who puts waits         └ no, or too long: an event, left out
 
 The file is the source of the run: a lost group, or a resumed run, asks it for the same line and gets the same prompt. When
 the feed is ended its lines are gone through again and again, as a table's.
@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from pipeline.index import Index
-from stages.prompts import Prompt, PromptError, PromptForm, Row, given_of
+from stages.prompts import LISTED, Prompt, PromptError, PromptForm, Row, TooLong, given_of
 from stages.reward_functions import RESERVED
 
 log = structlog.get_logger()
@@ -38,6 +38,7 @@ class Feed:
 
     def __init__(self, index: Index, path: Path, form: PromptForm) -> None:
         self.index, self.path, self.form = index, path, form
+        self.too_long = TooLong(form.options, path.with_name(LISTED))
         self.ended = False
         self._rows: list[Row] = []
         self._position = 0  # of the next prompt to take over; those that made no prompt have one too, and no line
@@ -57,6 +58,7 @@ class Feed:
 
     async def begin(self) -> None:
         """Read what the run has already."""
+        self.too_long.resume()
         self.path.touch(mode=0o600)
         text = self.path.read_bytes()
         whole = text[: text.rfind(b"\n") + 1]
@@ -69,13 +71,19 @@ class Feed:
         await self.index.call("kept", below=self._position)
 
     async def run(self) -> None:
-        """Take prompts over as they come. Runs until it is cancelled."""
+        """Take prompts over as they come. Runs until it is cancelled. Raises PromptError when they have ended without one
+        that can be asked."""
         while True:
             came = await self.index.call("fed", **{"from": self._position, "most": AT_ONCE})
             if prompts := came["prompts"] or ():
                 await self._take(prompts)
             elif came["ended"] and not self.ended:
                 self.ended = True
+                if not self._rows:
+                    raise PromptError(
+                        f"prompts: all {self._position} prompts that were put are left out, and no more will come; see the "
+                        f"`prompt` events and {self.too_long.path}"
+                    )
                 await self.index.call("nudge", topic="version")
             else:
                 await self.index.wait("fed", came["wait"], WAIT_SECONDS)
@@ -85,12 +93,11 @@ class Feed:
         for position, text in enumerate(prompts, self._position):
             row = json.loads(text)
             try:
-                prompt = self.form.prompt(row, f"prompt {position}")
-                if not self.form.too_long(prompt, f"prompt {position}"):
+                if self.form.bounded(row, f"prompt {position}", self.too_long) is not None:
                     lines.append(json.dumps({"position": position, "row": row}) + "\n")
                     rows.append(row)
                     continue
-                reason = f"it has more than max_prompt_tokens = {self.form.options.max_prompt_tokens} tokens"
+                reason = f"it is longer than {self.form.limits.tokens} tokens, {self.form.limits.why}"
             except (
                 Exception
             ) as error:  # a chat template, for one, raises what it likes; another program's prompt ends no run

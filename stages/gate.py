@@ -11,10 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import structlog
+
 from pipeline.dock import Dock
 from pipeline.index import Index
 from stages.feed import Feed
 from stages.prompts import Prompt, PromptSource
+
+log = structlog.get_logger()
 
 WAIT_SECONDS = 10.0
 
@@ -27,10 +31,12 @@ class Gate:
         self.dock, self.source = dock, source
         self.group_size, self.steps, self.groups = group_size, steps, steps * groups_per_step
         self.stopping = self.paused = False
+        self._reported = (0, 0)  # prompts skipped and cut
 
     async def run(self) -> None:
         """Return when all steps are trained, or after :meth:`stop`."""
         index: Index = self.dock.index
+        await self._report_too_long()
         while not self.stopping:
             at = await index.call("room_at_gate")
             limit = min(at["gate"], self.groups + at["filtered"])
@@ -47,6 +53,21 @@ class Gate:
     async def admit(self, numbers: Sequence[int]) -> None:
         prompts = [self.source.prompt(number) for number in numbers]
         await self.dock.admit([(number, self.group_size) for number in numbers], columns(prompts))
+        await self._report_too_long()
+
+    async def _report_too_long(self) -> None:
+        """Emit a ``prompt`` event with how many prompts were too long so far, if that has changed."""
+        found = self.source.too_long
+        if (found.skipped, found.cut) == self._reported:
+            return
+        self._reported = (found.skipped, found.cut)
+        done = [f"{n} {what}" for n, what in ((found.skipped, "skipped"), (found.cut, "cut")) if n]
+        reason = f"prompts that are too long: {' and '.join(done)}" + (
+            f"; listed in {found.path}" if found.path else ""
+        )
+        log.warning(reason)
+        event = {"change": "too long", "skipped": found.skipped, "cut": found.cut, "reason": reason}
+        await self.dock.index.emit("prompt", event)
 
     async def stop(self) -> None:
         self.stopping = True

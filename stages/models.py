@@ -11,13 +11,11 @@ a path      a directory in Hugging Face format
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import importlib.util
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+
+from pipeline.locks import locked
 
 Tokenizer = PreTrainedTokenizerBase
 
@@ -177,7 +177,7 @@ def _smollm2_folder() -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _exclusive(target.parent / f"{target.name}.lock"):
+    with locked(target.parent / f"{target.name}.lock", wait=CONVERSION_DEADLINE):
         if not target.is_dir():  # nobody made it while this process waited
             _convert(gguf, target)
     return target
@@ -215,22 +215,3 @@ def _convert(gguf: Path, target: Path) -> None:
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path``; the kernel frees it when its holder dies."""
-    deadline = time.monotonic() + CONVERSION_DEADLINE
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"model: another process has held {path} for {CONVERSION_DEADLINE:.0f} s while converting "
-                        "weights; end that process, or point XDG_CACHE_HOME elsewhere"
-                    ) from None
-                time.sleep(0.1)
-        yield

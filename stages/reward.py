@@ -27,7 +27,7 @@ from tensordict import TensorDict
 from pipeline.controller import Output
 from pipeline.index import Claim
 from stages.models import Tokenizer
-from stages.reward_functions import RESERVED, RewardError, find_reward
+from stages.reward_functions import RESERVED, RewardError, RewardFunctions
 
 ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
 
@@ -60,7 +60,8 @@ class RewardSet:
         self.weights = torch.tensor([weight for _, weight in functions], dtype=torch.float32)
         if not self.weights.isfinite().all():
             raise RewardError(f"rewards: the weights {self.weights.tolist()} of {self.names} must be finite")
-        self._functions = [find_reward(name) for name in self.names]
+        known = RewardFunctions()
+        self._functions = [known.find(name) for name in self.names]
         self._timeout = timeout
 
     async def score(

@@ -2,7 +2,7 @@
 
     update ── while the step is trained ──▶ Recorder.read: columns, texts ── once it is ──▶ SampleBook.add
     FOLDER/samples/  00000001.jsonl … 00000008.jsonl  00000009.jsonl ◀── written to         newest first ──▶ read
-                      └ the oldest goes when all together are larger than `pipeline.keep_samples`
+                      └ the oldest goes when all together are larger than `pipeline.keep_samples`, or the disk is nearly full
 
 A sample is one line. Samples of a step stand last first, so that reading backwards gives steps newest first, and each step's
 samples in the order of their groups.
@@ -14,6 +14,7 @@ import asyncio
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,9 @@ if TYPE_CHECKING:  # samples are read by the service without torch
     from stages.models import Tokenizer
 
 FOLDER = "samples"  # in the run's folder
-FILES = 8  # that share the room
+FILES = 8  # that share the room, at least
+LARGEST_FILE = 16 * 2**20  # bytes; a reader takes in a whole file
+RESERVED, RESERVED_SHARE = 2**30, 1 / 20  # of the disk stays free: so many bytes, or this share of it if that is less
 MOST_SCANNED = 8 << 20  # bytes that one reading looks through
 COLUMNS = ("given", "response_ids", "versions", "truncated", "reward", "scores", "advantage")
 
@@ -39,36 +42,65 @@ Sample = dict[str, Any]
 
 
 class SampleBook:
-    """Samples on disk below ``folder``, ``most`` bytes of them. One process writes, others read."""
+    """Samples on disk below ``folder``, ``most`` bytes of them, and fewer when the disk has no room. One process writes,
+    others read."""
 
     def __init__(self, folder: Path, most: int) -> None:
         self.folder, self.most = folder, most
+        self._sizes: dict[int, int] | None = None  # bytes of the files, by their numbers
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Add what one step was made of. Raises OSError."""
+    def add(self, samples: Sequence[Sample]) -> bool:
+        """Add what one step was made of; False when the disk has no room for it. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        files = _files(self.folder)
-        number = files[-1] if files else 1
+        sizes = self._sizes
+        if sizes is None:
+            sizes = self._sizes = {number: _path(self.folder, number).stat().st_size for number in _files(self.folder)}
         lines = [json.dumps(s, ensure_ascii=False, separators=(",", ":")).encode() + b"\n" for s in reversed(samples)]
-        at = 0
+        added, room = sum(map(len, lines)), self._room(sum(sizes.values()))
+        if room < self.most:  # the disk decides: what goes must go before
+            self._forget(sizes, room - added)
+            if added > self._room(sum(sizes.values())):
+                return False
+        number, at = max(sizes, default=1), 0
         while at < len(lines):
             with _path(self.folder, number).open("ab+") as file:
                 size = file.seek(0, os.SEEK_END)
                 if size and file.seek(size - 1) >= 0 and file.read(1) != b"\n":  # a kill cut the last line short
                     size += file.write(b"\n")
-                while at < len(lines) and size < self.most / FILES:
+                while at < len(lines) and size < min(LARGEST_FILE, room / FILES):
                     size += file.write(lines[at])
                     at += 1
+            sizes[number] = size
             number += 1
-        self._forget()
+        self._forget(sizes, room)
+        return True
 
-    def _forget(self) -> None:
-        """Remove the oldest files that there is no room for; the newest one stays."""
-        files = _files(self.folder)
-        sizes = [_path(self.folder, number).stat().st_size for number in files]
-        while len(files) > 1 and sum(sizes) > self.most:
-            _path(self.folder, files.pop(0)).unlink()
-            sizes.pop(0)
+    def rewind(self, step: int) -> None:
+        """Remove the samples of ``step`` and of later ones, which a run that goes on from there makes again."""
+        self._sizes = None
+        for number in reversed(_files(self.folder)):
+            path = _path(self.folder, number)
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) < step]
+            if len(kept) == len(lines):
+                return
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(b"".join(kept))
+            os.replace(partial, path)
+
+    def _room(self, taken: int) -> int:
+        """Bytes for all samples, ``taken`` of which are in use."""
+        disk = shutil.disk_usage(self.folder)
+        return min(self.most, max(0, taken + disk.free - min(RESERVED, int(disk.total * RESERVED_SHARE))))
+
+    def _forget(self, sizes: dict[int, int], room: int) -> None:
+        """Remove the oldest files that there is no ``room`` for; the newest one stays."""
+        total = sum(sizes.values())
+        for number in sorted(sizes)[:-1]:
+            if total <= room:
+                return
+            _path(self.folder, number).unlink(missing_ok=True)
+            total -= sizes.pop(number)
 
 
 def read(
@@ -115,6 +147,13 @@ def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
             place = begin
 
 
+def _step_of(line: bytes) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:  # a kill cut it short
+        return -1
+
+
 def _files(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
 
@@ -129,7 +168,7 @@ class Recorder:
 
     def __init__(self, dock: Dock, tokenizer: Tokenizer, rewards: Sequence[str], book: SampleBook) -> None:
         self.dock, self.tokenizer, self.rewards, self.book = dock, tokenizer, tuple(rewards), book
-        self.stopped = False
+        self.stopped = self._full = False
 
     async def read(self, step: int, claim: Claim, stale: Sequence[int]) -> list[Sample]:
         """The claim's samples, in order of group and place; what they lie in is not needed afterwards."""
@@ -141,7 +180,10 @@ class Recorder:
     async def write(self, samples: Sequence[Sample]) -> None:
         if samples and not self.stopped:
             try:
-                await asyncio.to_thread(self.book.add, samples)
+                kept = await asyncio.to_thread(self.book.add, samples)
+                if not kept and not self._full:
+                    log.warning("the disk is nearly full: samples are not kept", folder=str(self.book.folder))
+                self._full = not kept
             except OSError as refused:
                 self.stopped = True
                 log.warning("samples are not recorded any more", folder=str(self.book.folder), reason=str(refused))

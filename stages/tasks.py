@@ -10,23 +10,35 @@ import random
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from stages.json_schema import options_model
 
 Completions = list[str | list[dict[str, str]]]
 
+LONGEST = 10_000  # answer of the task ``repeat``, in characters
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 
 
-def repeat(number: int, seed: int, *, length: int = 4, letters: str = "abcdefgh") -> dict[str, str]:
+def repeat(
+    number: int,
+    seed: int,
+    *,
+    length: Annotated[int, Field(ge=1, description="`repeat`: letters of the answer.")] = 4,
+    letters: Annotated[str, Field(min_length=1, description="`repeat`: letters to choose from.")] = "abcdefgh",
+) -> dict[str, str]:
     """``be=`` wants ``bbbb``: the first of two letters, again and again. A model made from scratch learns it in seconds
     when ``max_tokens`` is ``length``, so that it need not find out first how to stop."""
-    if length < 1 or not letters:
-        raise ValueError(f"repeat: length = {length}, letters = {letters!r}; both must be at least one")
+    if not 1 <= length <= LONGEST or not letters:
+        raise ValueError(f"repeat: length = {length}, letters = {letters!r}; one at least, and a length <= {LONGEST}")
     first, other = random.Random(f"repeat:{seed}:{number}").choices(letters, k=2)
     return {"prompt": f"{first}{other}=", "answer": first * length}
 
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {"repeat": repeat}
+CONFIGS: dict[str, type[BaseModel]] = {name: options_model(task) for name, task in TASKS.items()}  # of prompts.config
 
 
 def spelling(completions: Completions, answer: list[str], **_: Any) -> list[float]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,6 +17,7 @@ from hypothesis import settings
 
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Index
+from pipeline.warehouse import SHARED_VARIABLE, shared_memory_directory
 from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 
 # A run of the suite says something about the code alone: the same examples each time. New ones are looked for with
@@ -22,12 +27,45 @@ settings.register_profile("explore", derandomize=False)
 settings.load_profile("fixed")
 
 
+@pytest.fixture(scope="session")
+def shared_memory() -> Iterator[dict[str, str]]:
+    """Shared memory of this session alone, empty at its end; filled with the module after which each entry was there."""
+    home = Path(tempfile.mkdtemp(prefix="asyncdock-tests-", dir=shared_memory_directory()))
+    home.chmod(0o1777)  # as /dev/shm: tests start processes of other users
+    os.environ[SHARED_VARIABLE] = str(home)
+    appeared: dict[str, str] = {}
+    yield appeared
+    deadline = time.monotonic() + 20
+    while (left := [path.name for path in home.iterdir()]) and time.monotonic() < deadline:
+        time.sleep(0.05)  # a killed process is about to end; nothing announces it
+    os.environ.pop(SHARED_VARIABLE)
+    shutil.rmtree(home)
+    assert not left, f"left in shared memory: { {name: appeared.get(name, 'the last module') for name in left} }"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_memory_of_module(shared_memory: dict[str, str], request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    for path in shared_memory_directory().iterdir():
+        shared_memory.setdefault(path.name, request.node.name)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def state_home() -> Iterator[None]:
+    """Commands that the tests start write their error logs to a temporary folder, not to the home of the user."""
+    with tempfile.TemporaryDirectory(prefix="asyncdock-state-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", folder)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def logs_as_they_were() -> Iterator[None]:
     """A command that a test runs in this process sends logs to what pytest captures for this test alone."""
-    before = structlog.get_config()
+    before, asyncio_log = structlog.get_config(), logging.getLogger("asyncio")
+    handlers, propagate = asyncio_log.handlers, asyncio_log.propagate
     yield
     structlog.configure(**before)
+    asyncio_log.handlers, asyncio_log.propagate = handlers, propagate
 
 
 @pytest.fixture(scope="session", params=["valkey", "redis"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -44,7 +46,7 @@ class RedisServer:
             options |= {"port": "0", "tls-port": str(self.port), "tls-cert-file": cert, "tls-key-file": key}
             options |= {"tls-ca-cert-file": cert, "tls-auth-clients": "no"}
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-        self.process = subprocess.Popen([REDIS, *arguments], preexec_fn=die_with_parent)
+        self.process = subprocess.Popen([REDIS, *arguments], preexec_fn=partial(die_with_parent, os.getpid()))
         client, deadline = redis.Redis.from_url(self.url), time.monotonic() + 15
         while True:
             try:

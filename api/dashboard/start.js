@@ -37,12 +37,26 @@ function follows(plan) {
   return `A step trains ${count(plan.rows_per_step)} samples, at most ${count(plan.rows_in_flight)} are in flight, and it takes ${memory}.`;
 }
 
+/** The meaning of every key, by its dotted name, from the recipe's JSON Schema. */
+export function meanings(schema) {
+  const found = new Map();
+  const walk = (prefix, table) => {
+    for (const [name, key] of Object.entries(table.properties)) {
+      if (key.description) found.set(prefix + name, key.description);
+      const ref = key.$ref ?? key.anyOf?.find((one) => one.$ref)?.$ref;
+      if (ref) walk(`${prefix}${name}.`, schema.$defs[ref.split("/").pop()]);
+    }
+  };
+  walk("", schema);
+  return found;
+}
+
 let fields = 0;
 
 export class Start {
   /** `onStarted(run)` with the run's record. */
   constructor(service, onStarted) {
-    Object.assign(this, { service, onStarted, recipes: [], recipe: {}, key: key(), usual: new Map(), more: [] });
+    Object.assign(this, { service, onStarted, recipes: [], recipe: {}, meanings: new Map(), key: key(), usual: new Map(), more: [] });
     this.title = element("h1", { tabindex: "-1" }, "New run");
     this.wrong = element("div", { class: "problems", tabindex: "-1", hidden: true });
     this.select = element("select", { id: "recipe-name", on: { change: () => this.choose().catch((problem) => this.problems(problem)) } });
@@ -86,7 +100,9 @@ export class Start {
 
   async load() {
     try {
-      this.recipes = (await this.service.json("v1/recipes")).recipes;
+      const [{ recipes }, schema] = await Promise.all([this.service.json("v1/recipes"), this.service.json("v1/recipes/schema")]);
+      this.recipes = recipes;
+      this.meanings = meanings(schema);
       this.select.replaceChildren(...this.recipes.map(({ name }) => element("option", { value: name }, name)));
       if (this.recipes.some(({ name }) => name === "mock")) this.select.value = "mock";
       await this.choose();
@@ -111,7 +127,7 @@ export class Start {
     if (name !== this.select.value) return;
     this.recipe = found.recipe;
     const all = new Map(flat(found.recipe));
-    this.keys.replaceChildren(...[...all.keys()].map((each) => element("option", { value: each })));
+    this.keys.replaceChildren(...[...all.keys()].map((each) => element("option", { value: each, label: this.meanings.get(each) ?? "" })));
     for (const each of USUAL) {
       const field = this.usual.get(each) ?? this.field(each, WORDS[each], this.grid);
       this.usual.set(each, field);
@@ -131,7 +147,7 @@ export class Start {
 
   field(name, label, place) {
     const id = `field-${(fields += 1)}`;
-    const input = element("input", { id, autocomplete: "off", spellcheck: "false" });
+    const input = element("input", { id, autocomplete: "off", spellcheck: "false", title: this.meanings.get(name) ?? "" });
     const wrong = element("div", { id: `${id}-wrong` });
     place.append(element("div", { class: "field" }, element("label", { for: id }, label, element("code", {}, name)), input, wrong));
     return { input, wrong, key: () => name, value: () => input.value.trim() };

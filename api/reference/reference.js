@@ -16,7 +16,7 @@ function prose(text = "") {
 function typeName(schema) {
   if (!schema) return "";
   if (schema.$ref) return schema.$ref.split("/").pop();
-  if (schema.anyOf) return schema.anyOf.map(typeName).join(" or ");
+  if (schema.anyOf ?? schema.oneOf) return (schema.anyOf ?? schema.oneOf).map(typeName).join(" or ");
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(", ");
   if ("const" in schema) return JSON.stringify(schema.const);
   if (schema.type === "array") return `list of ${typeName(schema.items)}`;
@@ -31,6 +31,8 @@ function table(head, rows) {
 function schemaView(schema, schemas, seen = []) {
   const name = schema.$ref?.split("/").pop();
   const full = name ? schemas[name] : schema;
+  if (full.contentSchema?.items) return eventsView(full.contentSchema.items.oneOf, schemas);
+  if (full.oneOf) return element("div", full.oneOf.flatMap((one) => [element("p", prose(schemas[typeName(one)]?.description)), schemaView(one, schemas, seen)]));
   const rows = Object.entries(full.properties ?? {}).map(([key, value]) => {
     const needed = full.required?.includes(key) ? "" : "optional";
     const inner = [value, ...(value.anyOf ?? []), value.items ?? {}].find((part) => part.$ref);
@@ -47,6 +49,15 @@ function nested(reference, schemas, seen) {
     if (holder.children.length === 1) holder.append(element("div", schemaView(reference, schemas, seen)));
   });
   return holder;
+}
+
+/** The messages of a stream, each with its payload. */
+function eventsView(messages, schemas) {
+  const rows = messages.map(({ properties: { event, data } }) => {
+    const payload = data.contentSchema;
+    return [element("code", event.const), [...prose(schemas[typeName(payload)].description), nested(payload, schemas, [typeName(payload)])]];
+  });
+  return table(["Event", "Its data, as JSON"], rows);
 }
 
 function contentView(content, schemas) {

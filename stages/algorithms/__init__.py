@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stages.reward_functions import said_of
+
 if TYPE_CHECKING:  # a recipe's algorithm and its options are checked without torch
     import torch
 
@@ -89,8 +91,10 @@ def algorithm_class(name: str) -> Any:
         module, _, attribute = name.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"algorithm: {name!r} cannot be imported ({error}); is it on PYTHONPATH?") from error
+        except (Exception, SystemExit) as error:  # whatever a module does that is imported
+            raise ValueError(
+                f"algorithm: {name!r} cannot be imported ({said_of(error)}); is it on PYTHONPATH?"
+            ) from error
     from stages.algorithms.grpo import GRPO
 
     known = {"grpo": GRPO}
@@ -100,4 +104,7 @@ def algorithm_class(name: str) -> Any:
     if name not in entries.names:
         names = sorted({*known, *entries.names})
         raise ValueError(f"algorithm: {name!r} is not known; use 'module:Class' or one of {names}")
-    return entries[name].load()
+    try:
+        return entries[name].load()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"algorithm: {name!r} cannot be loaded ({said_of(error)}); correct the package") from error

@@ -26,19 +26,34 @@ class GRPO(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    """The ratio gains nothing below ``1 - clip_low`` (negative advantages)."""
-    clip_high: float = Field(0.2, ge=0)
-    """The ratio gains nothing above ``1 + clip_high`` (positive advantages)."""
-    max_ratio: float | None = Field(None, gt=1)
-    """Importance weights are truncated here, which also bounds the loss of negative advantages (dual clip, 1912.09729).
-    None: no truncation."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of the k3 estimate of KL(policy || reference) added to each token's loss. Above 0 it needs a reference."""
-    scale_rewards: bool = True
-    """Divide by the group's standard deviation. False: only subtract the mean (Dr. GRPO, 2503.20783)."""
-    loss_normalization: Literal["token", "sequence"] = "token"
-    """``token``: every token of the batch weighs the same (DAPO). ``sequence``: mean over rows of each row's mean."""
+    clip_low: float = Field(
+        default=0.2, ge=0, lt=1, description="The ratio gains nothing below `1 - clip_low` (negative advantages)."
+    )
+    clip_high: float = Field(
+        default=0.2, ge=0, description="The ratio gains nothing above `1 + clip_high` (positive advantages)."
+    )
+    max_ratio: float | None = Field(
+        default=None,
+        gt=1,
+        description="Importance weights are truncated here, which also bounds the loss of negative advantages (dual clip, "
+        "arXiv 1912.09729). Default: no truncation.",
+    )
+    kl_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the k3 estimate of KL(policy || reference) added to each token's loss. Above 0 the run has a "
+        "reference stage.",
+    )
+    scale_rewards: bool = Field(
+        default=True,
+        description="Divide advantages by the group's standard deviation. false: only subtract the mean (Dr. GRPO, arXiv "
+        "2503.20783).",
+    )
+    loss_normalization: Literal["token", "sequence"] = Field(
+        default="token",
+        description="`token`: every token of the batch weighs the same (DAPO). `sequence`: mean over rows of "
+        "each row's mean.",
+    )
 
     @property
     def needs_reference(self) -> bool:

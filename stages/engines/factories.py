@@ -48,7 +48,7 @@ def find_factory(side: Side, name: str) -> Callable[..., Any]:
     try:
         module, _, attribute = name.partition(":")
         found = getattr(importlib.import_module(module), attribute) if attribute else entries[name].load()
-    except Exception as error:  # whatever a module does that is imported
+    except (Exception, SystemExit) as error:  # whatever a module does that is imported
         fix = "put its directory on PYTHONPATH, or correct the name"
         raise EngineUnknown(f"{told} cannot be imported ({error!r}); {fix}") from error
     if not callable(found):

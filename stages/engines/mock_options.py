@@ -1,51 +1,65 @@
-"""What the mock engines are told: how long things take. Recipes are checked against it without loading the engines."""
+"""Options of the mock engines: how long things take. Recipes are checked against them without loading the engines.
+
+Seconds are the model's own; ``time_scale`` real seconds pass for each.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from stages.json_schema import unit
+
+Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0), unit("seconds")]
+Rate = Annotated[float, Field(gt=0), unit("tokens/s")]
+Rows = Annotated[int, Field(ge=1), unit("responses")]
 
 
-@dataclass(frozen=True)
-class MockRolloutOptions:
-    """Seconds are the model's own; ``time_scale`` real seconds pass for each."""
+class MockOptions(BaseModel):
+    """Base of both."""
 
-    max_rows: int = 256  # rows that decode at the same time; the others wait in order
-    row_rate: float = 50.0  # tokens a second of one row, alone
-    saturation_rows: int = 64  # up to here every row keeps its rate; beyond, all share what these had
-    prefill_rate: float = 5000.0  # prompt tokens a second, once for the rows of a group that come together
-    median_tokens: float = 200.0  # of the log-normal response length
-    sigma: float = 0.8  # of its logarithm; 0 makes all responses equally long
-    swap_seconds: float = 0.1  # a weight update, while nothing decodes
-    copy_seconds: float = 0.0  # a weight update, beside decoding
-    vocabulary: int = 1000
-    time_scale: float = 1.0
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    def __post_init__(self) -> None:
-        for name in ("max_rows", "row_rate", "saturation_rows", "prefill_rate", "median_tokens", "time_scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"mock rollout: {name} = {getattr(self, name)} must be above 0")
-        for name in ("sigma", "swap_seconds", "copy_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"mock rollout: {name} = {getattr(self, name)} must not be negative")
-        if self.vocabulary < 2:
-            raise ValueError(f"mock rollout: vocabulary = {self.vocabulary} must be at least 2")
+    time_scale: Positive = Field(default=1.0, description="Real seconds that pass for each second here.")
 
 
-@dataclass(frozen=True)
-class MockTrainOptions:
-    """Seconds are the model's own; ``time_scale`` real seconds pass for each."""
+class MockRolloutOptions(MockOptions):
+    """Latency model of the mock rollout engine."""
 
-    step_seconds: float = 0.2  # of one optimizer step, whatever its size
-    token_seconds: float = 1e-4  # more for each token trained: responses, and each group's prompt once
-    logprob_token_seconds: float = 3e-5  # of ``logprobs``, for each token
-    parameters: int = 4096  # float32 values of the policy
-    learning_rate: float = 1e-3
-    time_scale: float = 1.0
+    max_rows: Rows = Field(
+        default=256,
+        description="Responses that decode at the same time; the others wait in order. In a recipe the default is "
+        "`rollout.max_rows`.",
+    )
+    row_rate: Rate = Field(default=50.0, description="Speed of one response alone.")
+    saturation_rows: Rows = Field(
+        default=64, description="Up to so many responses each keeps its speed; more of them share what these had."
+    )
+    prefill_rate: Rate = Field(
+        default=5000.0, description="Speed of reading prompts; once for the responses of a group that come together."
+    )
+    median_tokens: Annotated[float, Field(gt=0), unit("tokens")] = Field(
+        default=200.0, description="Median of the log-normal response length."
+    )
+    sigma: Annotated[float, Field(ge=0)] = Field(
+        default=0.8, description="Deviation of the length's logarithm. 0: all responses are equally long."
+    )
+    swap_seconds: Seconds = Field(default=0.1, description="Part of a weight update in which nothing decodes.")
+    copy_seconds: Seconds = Field(default=0.0, description="Part of a weight update beside decoding.")
+    vocabulary: Annotated[int, Field(ge=2), unit("tokens")] = Field(
+        default=1000, description="Size of the vocabulary. In a recipe the default is the tokenizer's."
+    )
 
-    def __post_init__(self) -> None:
-        for name in ("step_seconds", "token_seconds", "logprob_token_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"mock train: {name} = {getattr(self, name)} must not be negative")
-        for name in ("parameters", "time_scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"mock train: {name} = {getattr(self, name)} must be above 0")
+
+class MockTrainOptions(MockOptions):
+    """Latency model of the mock train engine."""
+
+    step_seconds: Seconds = Field(default=0.2, description="Time of one optimizer step, whatever its size.")
+    token_seconds: Seconds = Field(
+        default=1e-4, description="Time added for each token trained: responses, and each group's prompt once."
+    )
+    logprob_token_seconds: Seconds = Field(default=3e-5, description="Time of a reference logprob, for each token.")
+    parameters: Annotated[int, Field(ge=1)] = Field(default=4096, description="float32 values of the policy.")
+    learning_rate: float = Field(default=1e-3, description="Size of the change that a step makes to them.")

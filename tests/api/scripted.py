@@ -125,6 +125,8 @@ class ScriptedRun:
         self.waiting = asyncio.Event()  # execute has begun
         out_dir.mkdir(parents=True, exist_ok=True)
 
+    begins = 0
+
     async def execute(self, stop: asyncio.Event | None = None) -> RunResult:
         last = self.script[-1].data
         state, reason = last["state"], last["reason"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 from orchestration.service_index import FILE, ServiceIndex
+from tests.api.watchdog import HELD
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0
@@ -18,11 +20,12 @@ SECONDS = 120.0
 class Served:
     """``asyncdock serve`` on one port, which a second server can take again."""
 
-    def __init__(self, data: Path, *options: str) -> None:
+    def __init__(self, data: Path, *options: str, descriptors: int = 0) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
         self.data, self.options, self.url = data, options, f"http://127.0.0.1:{self.port}"
+        self.descriptors = descriptors  # that its process may have; 0: as many as this one
         self.process: subprocess.Popen[str] | None = None
         self.log = data.parent / "serve.log"
 
@@ -30,15 +33,19 @@ class Served:
         command = ["serve", "--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", *self.options]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "api.cli", *command],
+                [sys.executable, "-P", "-m", "tests.api.watched", *command],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 cwd=ROOT,
                 env=environment(),
+                preexec_fn=self._limit if self.descriptors else None,
             )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == f"AsyncDock serves {self.url}\n", self.log.read_text()
+
+    def _limit(self) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.descriptors, self.descriptors))
 
     def stop(self, number: int = signal.SIGINT) -> int:
         """The server alone, by a signal: its exit code. Harmless when it has ended."""
@@ -51,10 +58,11 @@ class Served:
         self.stop(signal.SIGKILL)
 
     def end(self) -> None:
-        """The server, cleanly, and its index."""
+        """The server, cleanly, and its index. No handler may have held the event loop."""
         self.stop()
         if (self.data / FILE).exists():
             ServiceIndex(self.data).stop()
+        assert not (held := [line for line in self.log.read_text().splitlines() if HELD in line]), held
 
 
 def environment() -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,26 +14,42 @@ import aiohttp
 from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
+from api.checks import Checks
 from api.operations import build_routes
 from api.problems import MEDIA_TYPE
 from api.server import build_app
 from api.service import Settings
+from orchestration import logs
 from orchestration.registry import Registry
+from tests.api.watchdog import Watchdog, marked
 
 Client = TestClient[web.Request, web.Application]
+
+
+@functools.cache
+def shared_checks() -> Checks:
+    """One for all servers of this test process: its first process takes a second to start."""
+    checks = Checks()
+    atexit.register(checks.close)
+    return checks
 
 
 @asynccontextmanager
 async def serving(
     url: str, data: Path, *, modules: tuple[ModuleType, ...] = (), **settings: Any
 ) -> AsyncGenerator[Client, None]:
-    """A client of a server over the index at ``url``, with the operations of ``modules`` beside its own."""
-    registry = Registry(url, timeout=3.0)
-    app = build_app(Settings(data=data, **settings), url, registry)
+    """A client of a server over the index at ``url``, with the operations of ``modules`` beside its own. Afterwards no
+    handler may have held the event loop."""
+    logs.configure(terminal=False)  # as the command has them: what a test shows of an error takes longer
+    watchdog, registry = Watchdog(), Registry(url, timeout=3.0)
+    app = build_app(Settings(data=data, **settings), url, registry, shared_checks())
+    app.middlewares.insert(0, marked)
     build_routes(app, modules)
-    async with TestClient(TestServer(app), cookie_jar=aiohttp.DummyCookieJar()) as client:
-        yield client
+    with watchdog.watching():
+        async with TestClient(TestServer(app), cookie_jar=aiohttp.DummyCookieJar()) as client:
+            yield client
     await registry.close()
+    assert not watchdog.holds, watchdog.holds
 
 
 def bearer(token: str) -> dict[str, str]:

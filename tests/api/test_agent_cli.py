@@ -16,8 +16,8 @@ from api.cli import app
 from api.exits import BAD_INPUT
 from orchestration import agent as agents
 from orchestration.registry import RunRecord
-from orchestration.service_index import locked
 from pipeline.index import INDEX_VARIABLE
+from pipeline.locks import Locked, locked
 from tests.api.serving import serving as answering
 from tests.orchestration.runs import MOCK, recipe
 from tests.orchestration.services import Service, serving, shared_memory
@@ -42,9 +42,9 @@ def free(data: Path) -> list[str]:
     found = []
     for folder in sorted(data.glob("agent-*")):
         try:
-            with locked(folder / "agent.lock", wait=False):
+            with locked(folder / "agent.lock"):
                 found.append(folder.name)
-        except BlockingIOError:
+        except Locked:
             continue
     return found
 

@@ -57,6 +57,24 @@ def test_recipes_as_json_name_the_files_that_they_are() -> None:
     assert asyncdock("check", listed["tiny"]["path"])[0] == 0
 
 
+def test_the_keys_of_a_recipe_are_listed_with_their_meanings() -> None:
+    code, out, _ = asyncdock("recipes", "--keys", "rollout.vllm", "--json")
+    keys = json.loads(out)
+    assert (code, keys[0]["key"], keys[0]["unit"]) == (0, "rollout.vllm.max_model_len", "tokens")
+    assert all(key["key"].startswith("rollout.vllm.") and key["meaning"] for key in keys)
+    code, out, _ = asyncdock("recipes", "--keys")
+    assert code == 0
+    assert "train.steps  whole number ≥ 1, in steps; required\n    Optimizer steps of the whole run.\n" in out
+    assert all(
+        key in out for key in ("train.steps", "pipeline.staleness", "prompts.source", "algorithm.options.kl_coef")
+    )
+    assert asyncdock("recipes", "--keys", "rolout")[::2] == (
+        2,
+        "recipes: 'rolout' is no section of a recipe; did you mean 'rollout'?\n",
+    )
+    assert asyncdock("recipes", "train")[0] == 2
+
+
 @pytest.mark.parametrize("name", ["quickstart", "tiny", "mock"])
 def test_every_recipe_of_the_package_is_sound(name: str) -> None:
     code, out, err = asyncdock("check", name)

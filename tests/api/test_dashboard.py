@@ -210,6 +210,7 @@ class TestARunThatGoesOn:
 def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(browser: Browser, served: Site) -> None:
     browser.open(f"{served.url}#/new")
     browser.type("Optimizer steps", "0")
+    assert browser.named("Optimizer steps", "field").get_attribute("title") == "Optimizer steps of the whole run."
     browser.type("Staleness bound", "-1")
     browser.click("Start the run")
     beside = "return document.getElementById(arguments[0].getAttribute('aria-describedby'))?.innerText"
@@ -588,6 +589,11 @@ def test_the_page_of_the_api_shows_every_operation_and_asks_nobody_else(
     browser.js("document.querySelectorAll('#submit_run details').forEach((answer) => { answer.open = true; })")
     browser.until("return document.querySelectorAll('#submit_run details table').length > 0")
     assert "overrides" in browser.text("#submit_run")
+    assert "recipe_name" in browser.text("#submit_run")
+    browser.js("document.querySelector('#stream').open = true")
+    browser.js("document.querySelectorAll('#stream details').forEach((answer) => { answer.open = true; })")
+    browser.until("return document.querySelector('#stream').innerText.includes('An optimizer step was made.')")
+    assert "dropped" in browser.text("#stream")
     assert "`" not in browser.text("#submit_run"), "code is shown as code"
     assert browser.axe() == []
     assert browser.overflow() <= 0

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from api import cli
 from api.client import SyncClient, Unreachable
+from orchestration import service_index
 from orchestration.service_index import FILE
 from tests.api.served import ROOT, SECONDS, Served, environment
 from tests.orchestration.runs import MOCK
@@ -220,6 +221,30 @@ async def test_ctrl_c_closes_the_server_and_not_its_runs(mortal: Served) -> None
     await asyncio.to_thread(mortal.start)
     async with calling(mortal) as call:
         assert (await call("GET", f"/v1/runs/{run}"))["state"] == "stopped"
+
+
+def test_a_folder_others_could_read_and_a_lock_that_is_held_are_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is closed to others first; then the server says what it waits for, and for how long it has."""
+    monkeypatch.setattr(service_index, "LOCK_SECONDS", 0.3)
+    (tmp_path / "data").mkdir(mode=0o755)
+    holding = ["flock", str(tmp_path / "data" / "service.lock"), "sh", "-c", "echo held; read line"]
+    with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        code, out, err = asyncdock("serve", "--data", tmp_path / "data", "--listen", "127.0.0.1:0")
+        assert other.stdin is not None
+        other.stdin.close()
+    assert (code, out) == (2, "")
+    assert f"process {other.pid} (flock " in err
+    assert "holds this lock and did not free it for 0.3 s" in err
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "home" / "letters").mkdir(parents=True)
+    (tmp_path / "home").chmod(0o755)
+    code, out, err = asyncdock("serve", "--data", tmp_path / "home", "--listen", "127.0.0.1:0")
+    assert (code, out) == (2, "")
+    assert "has mode 755, so others can read it, and holds files that are not a service's" in err
 
 
 async def test_two_servers_on_one_folder_and_a_port_that_is_taken_are_told_apart(

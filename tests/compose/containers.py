@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,7 +131,9 @@ class Stack:
         command.chmod(0o755)
         hold = 'ip link set lo up && echo up && exec sleep "$1"'
         self._network = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", hold, "hold", "1800"], stdout=subprocess.PIPE, preexec_fn=die_with_parent
+            ["unshare", "--net", "sh", "-c", hold, "hold", "1800"],
+            stdout=subprocess.PIPE,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         assert self._network.stdout is not None
         assert self._network.stdout.readline() == b"up\n"

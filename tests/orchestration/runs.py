@@ -9,7 +9,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from api.schemas_events import EVENTS
 from orchestration.forkserver import ForkServer, ForkServerDied
+from orchestration.metrics import finite
 from orchestration.recipe import Recipe, parse_recipe
 from orchestration.run import Run, RunResult
 from pipeline.index import Event
@@ -73,6 +75,13 @@ class Watched:
                 self.changed.notify_all()
 
 
+def assert_documented(event: Event) -> None:
+    """The event is as the REST contract says, with nothing in it that is not named there but a step's metrics."""
+    model, data = EVENTS[event.kind], {"time": event.time, **finite(event.data)}
+    model.model_validate(data)
+    assert event.kind == "step" or set(data) <= set(model.model_fields), (event.kind, data)
+
+
 @functools.cache
 def forks() -> ForkServer | None:
     """One fork server for all runs of this process that do not bring their own."""
@@ -94,6 +103,8 @@ async def executing(run: Run) -> AsyncGenerator[tuple[Watched, asyncio.Task[RunR
     try:
         yield watched, work
         await following
+        for event in watched.events:
+            assert_documented(event)
     finally:
         for task in (work, following):
             task.cancel()

@@ -27,6 +27,7 @@ from pipeline.index import LeaseLost
 from stages.algorithms import build_algorithm
 from stages.external import Misfit, Terms, check_responses
 from stages.gang import trained_columns
+from stages.prompts import LISTED
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 from tests.orchestration.test_run import assert_each_sample_once
 
@@ -274,10 +275,20 @@ async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> 
             await external.put_prompts([{"question": "?"}])
         with pytest.raises(ValueError, match="reward functions get from the run"):
             await external.put_prompts([{"prompt": "a", "completions": 1}])
+        with pytest.raises(ValueError, match="prompt 0 has half of a surrogate pair"):
+            await external.put_prompts([{"prompt": "\ud800"}])
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            await external.put_prompts([{"prompt": [{"role": "user", "content": "\udfff"}]}])
+        async with asyncio.timeout(60):
+            while (await external.index.call("room_at_gate"))["admitted"] < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         held = await claimed(external, 8)
         assert sorted(set(held.claim.group.tolist())) == [0, 1, 2, 3, 4], "the one that is too long is left out"
         left_out = [event for event in watched.of("prompt") if event["change"] == "left out"]
         assert [event["position"] for event in left_out] == [5]
+        assert "longer than 16 tokens" in left_out[0]["reason"]
+        [listed] = [json.loads(line) for line in (tmp_path / "run" / LISTED).read_text().splitlines()]
+        assert listed == {"where": "prompt 5", "length": "40 tokens", "done": "skipped"}
         await external.put_prompts(FED_PROMPTS[5:], last=True)
         with pytest.raises(Exception, match="after the last"):
             await external.put_prompts(FED_PROMPTS[:1])
@@ -291,6 +302,30 @@ async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> 
     lines = [json.loads(line) for line in (tmp_path / "run" / FED).read_text().splitlines()]
     assert [line["row"] for line in lines] == FED_PROMPTS
     assert [line["position"] for line in lines] == [0, 1, 2, 3, 4, 6, 7, 8]
+
+
+async def test_prompts_that_would_break_the_run_are_left_out_and_when_none_is_left_it_says_so(tmp_path: Path) -> None:
+    """Prompts that cannot be asked: longer than the model's context, a gigabyte once the template is filled, a conversation
+    for a tokenizer without a chat template, without a column that the template names, larger than there is room for."""
+    template = "{prompt}{answer}" + "{prompt}" * 2000
+    of = recipe(
+        {**ROLLOUT, "prompts": {"source": "external", "template": template, "too_long": "fail"}}, train__steps=4
+    )
+    bad = [
+        {"prompt": "a" * 600, "answer": ""},
+        {"prompt": "a" * 500_000, "answer": ""},
+        {"prompt": [{"role": "user", "content": "a"}], "answer": ""},
+        {"prompt": "a"},
+        {"prompt": "a", "answer": "", "about": "x" * 2_000_000},
+    ]
+    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
+        await external.put_prompts(bad, first=0)
+        await watched.until(lambda: len([e for e in watched.of("prompt") if e["change"] == "left out"]) == len(bad))
+        await external.put_prompts([], first=len(bad), last=True)
+        result = await work
+    assert result.state == "failed"
+    assert "all 5 prompts that were put are left out, and no more will come" in result.reason
+    assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
 
 
 async def test_a_resumed_run_has_the_prompts_that_were_put(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ToldLaunch
     await index.transition([""], "created")
     launcher = ToldLauncher(index)
     workers = [("flow", 0), *(("update", number) for number in range(3))]
-    supervisor = Supervisor(index, launcher, workers, server=None, max_restarts=2, startup_timeout=20, stop_timeout=0.2)
+    supervisor = Supervisor(index, launcher, workers, max_restarts=2, startup_timeout=20, stop_timeout=0.2)
     work = asyncio.create_task(supervisor.run(asyncio.Event()))
     yield supervisor, launcher, work
     work.cancel()

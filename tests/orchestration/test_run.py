@@ -180,9 +180,9 @@ async def test_a_killed_index_comes_back_with_all_that_was_acknowledged(tmp_path
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 3)
         assert watched.run.supervisor is not None
-        assert watched.run.supervisor.server is not None
-        assert watched.run.supervisor.server.pid is not None
-        os.kill(watched.run.supervisor.server.pid, signal.SIGKILL)
+        assert watched.run.server is not None
+        assert watched.run.server.pid is not None
+        os.kill(watched.run.server.pid, signal.SIGKILL)
         result = await work
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)

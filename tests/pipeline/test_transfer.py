@@ -530,6 +530,24 @@ async def test_connections_are_limited(arena: Arena) -> None:
         await remote(server).copy_out(0, 8)
 
 
+async def test_half_open_connections_do_not_refuse_an_authenticated_peer(arena: Arena) -> None:
+    limits = Limits(handshakes=8, connections=2, hello_seconds=60.0)
+    async with WarehouseServer(arena, SCHEMA, secret=SECRET, limits=limits) as server:
+        strangers = [await asyncio.open_connection(*server.address) for _ in range(100)]
+        warehouse = remote(server, timeout=5.0)
+        await warehouse.copy_out(0, 8)
+        # The oldest were closed, and the known peer takes none of the strangers' places.
+        await until(lambda: server.connections <= limits.handshakes + 1)
+        for reader, _ in strangers[:80]:
+            async with asyncio.timeout(10):
+                assert len(await reader.read()) <= 40
+        await warehouse.copy_out(0, 8)
+        await warehouse.close()
+        for _, writer in strangers:
+            writer.close()
+        await until(lambda: server.connections == 0)
+
+
 @contextmanager
 def certificate(directory: Path) -> Iterator[tuple[ssl.SSLContext, ssl.SSLContext]]:
     """TLS contexts of a server with a new certificate for 127.0.0.1, and of a client that trusts it."""

@@ -4,8 +4,9 @@ is room for."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,12 @@ from orchestration.run import Run
 from stages import samplebook
 from stages.samplebook import FILES, FOLDER, SampleBook, read
 from tests.orchestration.runs import MOCK, complete, recipe
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
 
 
 def sample(step: int, place: int, size: int = 0) -> dict[str, Any]:
@@ -60,6 +67,53 @@ def test_a_step_that_was_cut_short_hides_nothing(tmp_path: Path) -> None:
     assert all_of(tmp_path) == [sample(0, 0), sample(0, 1)]
     book.add([sample(1, 0), sample(1, 1)])
     assert all_of(tmp_path) == [sample(1, 0), sample(1, 1), sample(0, 0), sample(0, 1)]
+
+
+class Disk:
+    """A disk of ``total`` bytes, on which nothing lies but the samples in ``folder``."""
+
+    def __init__(self, folder: Path, total: int) -> None:
+        self.folder, self.total, self.other = folder, total, 0
+
+    def usage(self, _: Path) -> Usage:
+        used = self.other + sum(path.stat().st_size for path in self.folder.iterdir())
+        return Usage(self.total, used, max(0, self.total - used))
+
+
+def test_samples_are_kept_only_as_far_as_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe that keeps 100 TiB does not fill the disk; when others fill it, the oldest samples go, and then all wait."""
+    disk = Disk(tmp_path, total=100_000)  # a twentieth of which stays free
+    monkeypatch.setattr(shutil, "disk_usage", disk.usage)
+    book = SampleBook(tmp_path, 100 * 2**40)
+    for step in range(60):
+        assert book.add([sample(step, place, 400) for place in range(4)])
+        assert disk.usage(tmp_path).free >= 5_000
+    found = all_of(tmp_path, limit=100)
+    assert [one["step"] for one in found[:4]] == [59] * 4
+    assert 20 < len(found) < 240, "the oldest must have gone, and no more"
+    kept = []
+    for step in range(60, 100):
+        disk.other += disk.usage(tmp_path).free  # others take whatever is free
+        kept.append(book.add([sample(step, 0, 400)]))
+        assert not kept[-1] or disk.usage(tmp_path).free >= 5_000
+    assert kept[0]
+    assert not kept[-1], "there is no room for any"
+    assert len(list(tmp_path.iterdir())) == 1
+    disk.other = 0
+    assert book.add([sample(100, 0)])
+    assert next(one["step"] for one in all_of(tmp_path, limit=100)) == 100
+
+
+def test_no_file_is_larger_than_a_reader_takes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplebook, "LARGEST_FILE", 2000)
+    book = SampleBook(tmp_path, 2**40)
+    for step in range(20):
+        book.add([sample(step, place, 100) for place in range(4)])
+    assert max(path.stat().st_size for path in tmp_path.iterdir()) < 2000 + 500
+    assert len(all_of(tmp_path, limit=100)) == 80
+    again = SampleBook(tmp_path, 5000)  # of a trainer that was started again, with less
+    again.add([sample(20, 0)])
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 5000 + 2500
 
 
 def test_looking_ends_where_nothing_more_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,83 @@
+"""Lock files: one process at a time; one that waits says for which, and not for ever.
+
+The kernel frees a lock when its holder ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger()
+
+QUIET_SECONDS = 1.0  # of waiting, after which a line of the log says what is waited for
+AGAIN_SECONDS = 0.05  # a lock can be waited for, or with a deadline, but not both: it is asked for again and again
+
+
+class Locked(RuntimeError):
+    """Another process holds a lock. ``process`` is its number, 0 when it is not known."""
+
+    def __init__(self, path: Path, process: int, waited: float) -> None:
+        for_so_long = f" and did not free it for {waited:g} s" if waited else ""
+        fix = "end that process, or give another folder"
+        super().__init__(f"{path}: {_named(process)} holds this lock{for_so_long}; {fix}")
+        self.process = process
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: float = 0.0) -> Iterator[None]:
+    """Hold the lock file ``path``, after at most ``wait`` seconds. Raises Locked, and OSError for what is no plain file."""
+    with open(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+b", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path}: is no plain file, so it can be no lock; remove it")
+        _acquire(file.fileno(), path, wait)
+        file.truncate(0)
+        file.write(b"%d\n" % os.getpid())  # for systems that do not list their locks
+        yield
+
+
+def _acquire(descriptor: int, path: Path, wait: float) -> None:
+    began, silent = time.monotonic(), True
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = time.monotonic() - began
+            if waited >= wait:
+                raise Locked(path, holder(path), wait) from None
+            if silent and waited >= QUIET_SECONDS:
+                log.warning("waiting for a lock", file=str(path), held_by=_named(holder(path)), at_most=f"{wait:g} s")
+                silent = False
+            time.sleep(AGAIN_SECONDS)
+
+
+def holder(path: Path) -> int:
+    """The process that holds the lock file ``path``; 0 when it is not known."""
+    try:
+        inode, known = path.stat().st_ino, path.read_text().strip()
+    except OSError:
+        return 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()  # number: FLOCK ADVISORY WRITE process major:minor:inode begin end
+            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
+                return max(0, int(fields[4]))  # of a process in another container: 0, or -1
+    return int(known) if known.isdigit() else 0
+
+
+def _named(process: int) -> str:
+    """``process`` as a person finds it."""
+    if not process:
+        return "another process"
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        shown = "".join(c if c.isprintable() else "?" for c in words)
+        return f"process {process} ({shown[:100]})"
+    return f"process {process}"

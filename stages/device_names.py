@@ -1,0 +1,61 @@
+"""Devices by the names that a recipe gives them: whether there are any here, found out without torch.
+
+What is looked for are the installed build of torch and the driver's device files; :func:`stages.device.select` asks torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import re
+import sys
+from pathlib import Path
+
+KINDS = ("auto", "cpu", "cuda", "npu", "xpu", "mps", "hpu", "mlu", "musa", "mtia", "privateuseone")
+OTHERWISE = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "ascend": "npu", "metal": "mps"}  # what torch calls them
+# The driver's files of each device of a kind, on Linux; what another system, or another kind, has is left to torch.
+FILES = {"cuda": ("nvidia[0-9]*",), "npu": ("davinci[0-9]*",), "xpu": ("dri/renderD*",)}
+ANY = {"cuda": ("dxg", "kfd")}  # of all devices together: in WSL, and of ROCm
+VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "npu": ("ASCEND_RT_VISIBLE_DEVICES",)}
+
+
+def device_fault(name: str, devices: Path = Path("/dev")) -> tuple[str, str] | None:
+    """What is wrong with the device ``name`` on this machine, and what to do; None where nothing is known to be."""
+    kind, _, number = name.partition(":")
+    if kind not in KINDS:
+        close = [OTHERWISE[kind]] if kind in OTHERWISE else difflib.get_close_matches(kind, KINDS, n=1)
+        known = "use 'auto', 'cpu', 'cuda', 'cuda:1', 'npu', …"
+        return "is not a known device", f"did you mean {close[0]!r}?" if close else known
+    if kind in ("auto", "cpu") or not sys.platform.startswith("linux"):
+        return None
+    here = "set 'auto', which takes the accelerator that is here, or 'cpu'"
+    if kind == "mps":
+        return "is a device of macOS", here
+    if kind in ("cuda", "xpu") and (build := _cpu_build()):
+        return (
+            f"cannot be used by the torch that is installed ({build}, a build for CPUs)",
+            f"install another; or {here}",
+        )
+    if kind not in FILES:
+        return None
+    hidden = next((variable for variable in VISIBLE.get(kind, ()) if os.environ.get(variable) in ("", "-1")), None)
+    if hidden:
+        return f"is hidden by {hidden}", f"unset it; or {here}"
+    if any((devices / file).exists() for file in ANY.get(kind, ())):
+        return None
+    count = sum(len(list(devices.glob(pattern))) for pattern in FILES[kind])
+    if not count:
+        return f"is not here: there is no /dev/{FILES[kind][0]}", f"install its driver; or {here}"
+    if number.isdecimal() and int(number) >= count:
+        return f"is not here: there are {count}, counted from 0", f"use {kind}:0 to {kind}:{count - 1}"
+    return None
+
+
+def _cpu_build() -> str:
+    """The version of a torch that was built without devices; "" where it was not, or is not installed."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return f"torch {version}" if re.search(r"\+cpu", version) else ""

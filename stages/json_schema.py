@@ -1,0 +1,45 @@
+"""JSON Schema of keys whose values another model checks: a table of options of an engine, an algorithm, a task.
+
+A recipe keeps such a table as it was given, since what it may hold depends on another key (``rollout.mock`` on
+``rollout.engine``, ``algorithm.options`` on ``algorithm.name``). Its schema is that of the model that it is checked against.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, create_model
+from pydantic.fields import FieldInfo
+
+
+def unit(name: str) -> FieldInfo:
+    """Annotation of a number with its unit: ``x-unit`` in the JSON Schema, a column of docs/recipe.md."""
+    field: FieldInfo = Field(json_schema_extra={"x-unit": name})
+    return field
+
+
+def schema_of(shown: Any) -> BeforeValidator:
+    """Annotation of a dict: its JSON Schema is that of the type ``shown``; the dict itself is not changed."""
+    return BeforeValidator(lambda value: value, json_schema_input_type=shown)
+
+
+def only_where(conditions: Mapping[str, str], table: str, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    """The JSON Schema of a section whose ``table`` is a union: where the keys are as in ``conditions``, it is the first of
+    them (``if`` and ``then``)."""
+    schema = handler(core)
+    section = handler.resolve_ref_schema(schema)
+    if handler.mode == "validation":
+        section["if"] = {"properties": {key: {"const": value} for key, value in conditions.items()}}
+        section["then"] = {"properties": {table: section["properties"][table]["anyOf"][0]}}
+    return schema
+
+
+def options_model(function: Callable[..., Any]) -> type[BaseModel]:
+    """A model with the keyword-only parameters of ``function``; their meanings are ``Annotated`` to their types."""
+    hints = get_type_hints(function, include_extras=True)
+    parameters = inspect.signature(function).parameters.values()
+    fields: dict[str, Any] = {p.name: (hints[p.name], p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    return create_model(f"{function.__name__.capitalize()}Config", __config__=config, __module__=__name__, **fields)

@@ -1,0 +1,157 @@
+"""Recipes in the documentation: each TOML block is checked as ``asyncdock check`` does, with the files that it names."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestration.recipe import Recipe, parse_recipe
+from orchestration.recipe_keys import rewrite, sections
+from stages.models import load_model, load_tokenizer
+from stages.prompts import PromptSource, load_prompts
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "compose" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+KEYS = ROOT / "docs" / "recipe.md"
+# What a block that shows some sections leaves out.
+REST: dict[str, dict[str, Any]] = {
+    "model": {"source": "tiny"},
+    "prompts": {"source": "builtin", "task": "repeat"},
+    "reward": {"functions": [{"name": "spelling"}]},
+    "train": {"steps": 10},
+}
+MODULES = {
+    "my_rewards": "def brevity(completions, **columns):\n    return [1.0] * len(completions)\n",
+    "my_data": 'def questions():\n    return [{"prompt": "How high is it?", "answer": "4806"}] * 3\n',
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+TOML = [(page, text) for page in PAGES for text in blocks(page, "toml")]
+SOURCES = [text for page, text in TOML if page == KEYS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages' recipes name: rows as docs/recipe.md shows them, modules, a model."""
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    made = tmp_path_factory.mktemp("pages")
+    text, conversation = blocks(KEYS, "json")
+    (made / "questions.jsonl").write_text(text)
+    (made / "conversations.jsonl").write_text(conversation)
+    rows = [{"prompt": "How high is it?", "answer": "4806"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made / "questions.parquet")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(made / "questions"))
+    engines = next(code for code in blocks(ROOT / "docs" / "engines.md", "python") if "def fast(" in code)
+    for name, code in {**MODULES, "my_engines": engines}.items():
+        (made / f"{name}.py").write_text(f"from __future__ import annotations\n\n{code}")
+    model, tokenizer = load_model("tiny", dtype=torch.float32, seed=0)
+    model.config.max_position_embeddings = 4096  # README.md asks for responses of 2048 tokens
+    model.save_pretrained(made / "models" / "my-model")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(made / "models" / "my-model")
+    return made
+
+
+@pytest.fixture
+def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory is :func:`folder`; the machine has the four cores that README.md asks for."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    yield folder
+    for name in (*MODULES, "my_engines"):
+        sys.modules.pop(name, None)
+
+
+def completed(text: str) -> Recipe:
+    """The recipe of a block. Raises RecipeError with all that ``asyncdock check`` would say."""
+    data = tomllib.loads(text)
+    for section, keys in {**REST, "model": {"source": "models/my-model"}}.items():
+        given = data.setdefault(section, {})
+        if next(iter(keys)) not in given:
+            given.update(keys)
+    return parse_recipe({"name": "page", **data})
+
+
+@pytest.mark.parametrize(("page", "text"), TOML, ids=lambda value: value.name if isinstance(value, Path) else "")
+def test_a_recipe_on_a_page_is_sound(page: Path, text: str, there: Path) -> None:
+    completed(text)
+
+
+@pytest.mark.parametrize("text", blocks(ROOT / "README.md", "toml"), ids=["your own", "larger"])
+def test_the_recipes_of_the_readme_are_whole(text: str, there: Path) -> None:
+    assert {
+        section: next(iter(keys)) in tomllib.loads(text)[section] for section, keys in REST.items()
+    } == dict.fromkeys(REST, True)
+
+
+@pytest.mark.parametrize("text", SOURCES, ids=lambda text: tomllib.loads(text)["prompts"]["source"])
+def test_each_source_of_prompts_gives_prompts_as_the_page_shows(text: str, there: Path) -> None:
+    options = completed(text).prompts
+    if options.source == "external":
+        return
+    tokenizer = load_tokenizer("models/my-model")
+    source: PromptSource = load_prompts(options, tokenizer, seed=0).train
+    assert source.prompt(0).given
+    assert "answer" in source.prompt(0).fields
+
+
+def test_every_source_of_prompts_has_an_example() -> None:
+    accepted = Recipe.model_json_schema()["$defs"]["PromptOptions"]["properties"]["source"]["enum"]
+    assert {tomllib.loads(text)["prompts"]["source"] for text in SOURCES} == set(accepted)
+
+
+# --- the reference of keys ----------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_what_the_model_says() -> None:
+    page = KEYS.read_text(encoding="utf-8")
+    assert page == rewrite(page), "run: python -m orchestration.recipe_keys docs/recipe.md"
+
+
+def test_every_key_has_a_type_and_a_meaning() -> None:
+    keys = [key for section in sections() for key in section.keys]
+    assert len(keys) > 90
+    assert [key.key for key in keys if not key.meaning or not key.type] == []
+    assert {key.key: key.default for key in keys}["pipeline.arena"] == '"64MiB"'
+    assert {key.key: key.unit for key in keys}["pipeline.lease_seconds"] == "seconds"
+
+
+def test_every_default_is_what_a_recipe_without_the_key_gets() -> None:
+    """The reference's defaults, given as TOML, are the recipe's own."""
+    plain = parse_recipe({"name": "page", **REST}).model_dump()
+    for key in (key for section in sections() for key in section.keys):
+        parts, found = key.key.split("."), plain
+        if key.default in ("", "required") or parts[:2] in (["rollout", "mock"], ["train", "mock"]) or "N" in parts:
+            continue
+        if parts[1:2] in (["options"], ["config"]):
+            continue
+        for part in parts:
+            found = found[part]
+        given = tomllib.loads(f"value = {key.default}")["value"]
+        assert (list(found) if isinstance(found, tuple) else found) == (
+            given if key.unit != "bytes" else _bytes(given)
+        ), key.key
+
+
+def _bytes(text: str | int) -> int:
+    from orchestration.recipe import parse_size
+
+    size = parse_size(text)
+    assert isinstance(size, int)
+    return size
