@@ -28,7 +28,7 @@ from stages.external import Misfit
 
 CONTROL = "asyncdock"  # the key of the header's metadata that holds what is no column
 OFFSETS = ".offsets"
-LONGEST_HEADER = 2**20
+LONGEST_HEADER = 2 * 2**20
 
 
 class Unreadable(ValueError):

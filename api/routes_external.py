@@ -47,7 +47,7 @@ from api.schemas_external import (
     WeightsView,
 )
 from api.service import Service
-from api.weight_header import LENGTH_BYTES, HeaderUnreadable, WeightHeader, header_bytes, parse_header
+from api.weight_header import LENGTH_BYTES, HeaderUnreadable, WeightHeader, header_bytes, longest_header, parse_header
 from pipeline.index import BoundBroken, IndexRefused, LeaseLost
 from pipeline.warehouse import StaleHandle
 from stages.feed import FeedFull
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
 TAG = "external stages"
 MOST_BYTES = 128 * 2**20  # of one body of columns
+MOST_JSON = 4 * 2**20  # of one that is JSON: parsing it holds up all other requests
 PROMPTS_BYTES = 16 * 2**20
 JSON_VALUES = 500_000  # of one JSON body; columns with more come as safetensors
 WAITING_SECONDS = 90.0  # what a request may take that may wait for 60
@@ -186,7 +187,7 @@ def _body(external: External, view: ExperienceView, experience: Experience | Non
     summary="What was made of the rows is committed, or parked",
     tag=TAG,
     errors=(404, 409),
-    body_limit=MOST_BYTES,
+    body_limit=MOST_JSON,
     body_values=JSON_VALUES,
     binary=("body",),
 )
@@ -329,10 +330,10 @@ async def publish_weights(
             raise Problem(503, detail, kind="no-room", fix="ask the operator for room", headers={"Retry-After": "60"})
 
     with refusals():
-        await external.may_publish(path.version)
+        wanted = await external.may_publish(path.version)
         async with outside.publishing:
             published = await external.publish(
-                path.version, await _spooled(service, request, expect), covered=query.covered
+                path.version, await _spooled(service, request, longest_header(wanted), expect), covered=query.covered
             )
         state, _, _ = await external.index.state()
         return await _weights(external, published, state)
@@ -341,21 +342,23 @@ async def publish_weights(
 Expect = Callable[[WeightHeader], Awaitable[None]]
 
 
-async def _spooled(service: Service, request: web.Request, expect: Expect) -> Iterable[tuple[str, torch.Tensor]]:
+async def _spooled(
+    service: Service, request: web.Request, longest: int, expect: Expect
+) -> Iterable[tuple[str, torch.Tensor]]:
     """The tensors of the body. They lie in a file that goes with them."""
     from safetensors.torch import load_file
 
     with tempfile.NamedTemporaryFile(dir=service.settings.data, suffix=".safetensors") as file:
-        await _receive(request, file, expect)
+        await _receive(request, file, longest, expect)
         try:
             return (await asyncio.to_thread(load_file, file.name)).items()
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise _unreadable(type(error).__name__) from None
 
 
-async def _receive(request: web.Request, file: IO[bytes], expect: Callable[[WeightHeader], Awaitable[None]]) -> None:
-    """Write the body, a safetensors file, to ``file``: its header first, for ``expect`` to refuse before the payload is
-    taken, and then as many bytes as the header says, at no less than SLOWEST bytes a second."""
+async def _receive(request: web.Request, file: IO[bytes], longest: int, expect: Expect) -> None:
+    """Write the body, a safetensors file, to ``file``: its header first, of at most ``longest`` bytes, for ``expect`` to
+    refuse before the payload is taken, and then as many bytes as the header says, at no less than SLOWEST bytes a second."""
     if request.content_type != BINARY:
         fix = f"send the header 'Content-Type: {BINARY}'"
         raise Problem(415, "The body is of another media type.", kind="media-type", field="body", fix=fix)
@@ -372,7 +375,7 @@ async def _receive(request: web.Request, file: IO[bytes], expect: Callable[[Weig
                 raise TimeoutError
             if header is None:
                 beginning += part
-                header = _weight_header(beginning)
+                header = await asyncio.to_thread(_weight_header, beginning, longest)
                 if header is None:
                     continue
                 await expect(header)
@@ -392,9 +395,9 @@ async def _receive(request: web.Request, file: IO[bytes], expect: Callable[[Weig
     file.flush()
 
 
-def _weight_header(beginning: bytearray) -> WeightHeader | None:
+def _weight_header(beginning: bytearray, longest: int) -> WeightHeader | None:
     """None when not all of it is there. Raises HeaderUnreadable."""
-    if len(beginning) < LENGTH_BYTES or len(beginning) < header_bytes(beginning):
+    if len(beginning) < LENGTH_BYTES or len(beginning) < header_bytes(beginning, longest):
         return None
     return parse_header(beginning)
 

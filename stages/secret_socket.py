@@ -7,7 +7,7 @@
     messages (msgpack, small) and bytes, both ways
 
 The same proof as the warehouse wire's (:mod:`pipeline.transfer`), for threads. What follows the proof is neither encrypted
-nor signed: where somebody could read or change packets on their way, give TLS contexts.
+nor signed: where a third party could read or change packets, give TLS contexts.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class SecretSocket:
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def tell(self, message: Any) -> None:
+    def send_message(self, message: Any) -> None:
         packed = msgpack.packb(message)
         self._sock.sendall(_LENGTH.pack(len(packed)) + packed)
 
-    def hear(self) -> Any:
+    def receive_message(self) -> Any:
         """The next message. Raises ``ConnectionError``, also for what is none."""
         (length,) = _LENGTH.unpack(_received(self._sock, _LENGTH.size))
         if length > MOST_MESSAGE:
@@ -179,13 +179,13 @@ def connect(
         if magic != _MAGIC or version != VERSION:
             raise ProofRefused(f"what answers at {address} is no trainer of this release")
         nonce = os.urandom(_NONCE)
-        mine = nonce + _proof(secret, b"engine", hello, nonce)
-        sock.sendall(mine)
+        reply = nonce + _proof(secret, b"engine", hello, nonce)
+        sock.sendall(reply)
         try:
             proof = _received(sock, _PROOF, deadline)
         except ConnectionError:
             raise ProofRefused(f"{address} hung up on the proof: it has another secret") from None
-        if not hmac.compare_digest(proof, _proof(secret, b"trainer", hello, mine)):
+        if not hmac.compare_digest(proof, _proof(secret, b"trainer", hello, reply)):
             raise ProofRefused(f"what answers at {address} does not prove that it knows the run's secret")
         return SecretSocket(sock, timeout)
     except BaseException:
@@ -207,10 +207,10 @@ def _accepted(sock: socket.socket, secret: bytes, tls: ssl.SSLContext | None) ->
         sock = tls.wrap_socket(sock, server_side=True)
     hello = _HELLO.pack(_MAGIC, VERSION, os.urandom(_NONCE))
     sock.sendall(hello)
-    told = _received(sock, _NONCE + _PROOF, deadline)
-    if not hmac.compare_digest(told[_NONCE:], _proof(secret, b"engine", hello, told[:_NONCE])):
+    reply = _received(sock, _NONCE + _PROOF, deadline)
+    if not hmac.compare_digest(reply[_NONCE:], _proof(secret, b"engine", hello, reply[:_NONCE])):
         raise ProofRefused("a wrong proof came")
-    sock.sendall(_proof(secret, b"trainer", hello, told))
+    sock.sendall(_proof(secret, b"trainer", hello, reply))
     return sock
 
 

@@ -97,11 +97,11 @@ class WeightSender:
 
     def _answer(self, engine: SecretSocket) -> None:
         try:
-            asked = engine.hear()
+            asked = engine.receive_message()
             version, kind = int(asked["version"]), str(asked["device"])
             with self._reading(version) as published:
                 together = self._together(kind)
-                engine.tell({"have": published is not None, "group": together})
+                engine.send_message({"have": published is not None, "group": together})
                 if published is None:
                     return
                 memory = self._store.memory(published.slot, published.nbytes)
@@ -180,8 +180,8 @@ class WeightReceiver:
         host, port, _ = json.loads(published.source)
         options: dict[str, Any] = {"connecting": CONNECT_SECONDS, "timeout": self._timeout, "tls": self._tls}
         with closing(connect((host, port), self._secret, **options)) as trainer:
-            trainer.tell({"version": published.version, "device": self._device.type})
-            answer = trainer.hear()
+            trainer.send_message({"version": published.version, "device": self._device.type})
+            answer = trainer.receive_message()
             if not answer["have"]:
                 gone = "the trainer has them no more; take the newest"
                 raise WeightsDamaged(f"weights of version {published.version}: {gone}")
@@ -224,8 +224,8 @@ class Credentials:
 
     @classmethod
     def read(cls, folder: Path) -> Credentials:
-        told = json.loads((folder / _CREDENTIALS).read_text())
-        return cls(told["secret"].encode(), told["authority"])
+        found = json.loads((folder / _CREDENTIALS).read_text())
+        return cls(found["secret"].encode(), found["authority"])
 
     def receiver(self, device: torch.device) -> WeightReceiver:
         tls = None if self.authority is None else ssl.create_default_context(cafile=self.authority or None)
@@ -241,8 +241,8 @@ class RemoteStore(Store):
 
     def _ask(self, do: str, *arguments: Any) -> Any:
         with self._turn:
-            self._peer.tell([do, *arguments])
-            answer = self._peer.hear()
+            self._peer.send_message([do, *arguments])
+            answer = self._peer.receive_message()
         if "wrong" in answer:
             raise RuntimeError(f"the rendezvous failed at the trainer: {answer['wrong']}")
         return answer["is"]
@@ -270,13 +270,13 @@ def serve_store(peer: SecretSocket, store: Store) -> None:
     """Answer the calls of a :class:`RemoteStore` out of ``store`` until the other end hangs up."""
     try:
         while True:
-            do, *arguments = peer.hear()
+            do, *arguments = peer.receive_message()
             if do not in ("set", "get", "add", "check", "wait", "delete_key"):
                 raise ConnectionError(f"the engine asks the rendezvous for {do!r}")
             try:
-                peer.tell({"is": getattr(store, do)(*arguments)})
+                peer.send_message({"is": getattr(store, do)(*arguments)})
             except RuntimeError as error:  # torch's: a key did not come in time
-                peer.tell({"wrong": str(error)[:1000]})
+                peer.send_message({"wrong": str(error)[:1000]})
     except (OSError, ValueError, TypeError):
         return
 

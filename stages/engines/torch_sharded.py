@@ -75,10 +75,10 @@ def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None =
     def proof(rank: int) -> bytes:
         return hmac.digest(secret, f"{dist.get_process_group_ranks(group)} {rank}".encode(), "sha256")
 
-    mine = torch.frombuffer(bytearray(proof(dist.get_rank(group))), dtype=torch.uint8).to(device)
-    told = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(told, mine, group=group)
-    for rank, found in enumerate(told):
+    own = torch.frombuffer(bytearray(proof(dist.get_rank(group))), dtype=torch.uint8).to(device)
+    proofs = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(proofs, own, group=group)
+    for rank, found in enumerate(proofs):
         if not hmac.compare_digest(bytes(found.cpu().numpy()), proof(rank)):
             raise PermissionError(
                 f"rank {rank} of a train engine's group is a process that did not meet the others; start again"

@@ -95,6 +95,7 @@ async def going(url: str, tmp_path: Path, of: Recipe) -> AsyncGenerator[Going, N
         await watched.until(lambda: any(state["state"] == "running" for state in watched.of("state")))
         yield Going(client, watched, work, url, record.id)
         watched.stop.set()
+        await work  # until its shared memory is gone, too: leaving cancels it
     await registry.ask(record.id, "stop")  # it still waits for an agent there, before the runs of later tests
     await registry.close()
 

@@ -269,7 +269,7 @@ def test_an_engine_that_asks_nothing_or_nonsense_is_given_up(tmp_path: Path) -> 
         for message in (None, *nonsense):
             peer = connect(address(sender), SECRET, connecting=5.0, timeout=5.0)
             if message is not None:
-                peer.tell(message)
+                peer.send_message(message)
         assert same(WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT).read(published), 1)
         assert_all_answered()
     finally:
@@ -292,7 +292,7 @@ def address(sender: WeightSender) -> tuple[str, int]:
 
 
 def test_an_engine_without_the_runs_secret_gets_nothing(sender: WeightSender, receiver: WeightReceiver) -> None:
-    """Whoever reached the port could download the weights."""
+    """Any client that reached the port could download the weights."""
     published = sender.publish(1, weights(1).items())
     with pytest.raises(WeightsUnreachable, match="another secret"):
         WeightReceiver(CPU, secret=b"a secret of another run", timeout=TIMEOUT).read(published)
