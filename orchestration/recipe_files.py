@@ -1,6 +1,6 @@
 """Checks of a recipe against the machine: the files that it names, devices, and room for what a run writes.
 
-    recipe ──▶ prompts: each row ──▶ model: config, tokenizer, headers ──▶ devices ──▶ disk, shared memory ──▶ problems
+    recipe ──▶ model: config, tokenizer, headers ──▶ prompts: each row ──▶ devices ──▶ disk, shared memory ──▶ problems
                  └────────────── within one Reading: rows, bytes, seconds ──┘
 
 Nothing here imports torch or loads weights.
@@ -9,6 +9,7 @@ Nothing here imports torch or loads weights.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from stages.device_names import device_fault
 from stages.engines.factories import BUILT_IN, Side, engine_names
 from stages.prompt_check import PromptCheck
 from stages.prompt_files import Reading
+from stages.reward_functions import RESERVED, RewardError, find_reward
 
 if TYPE_CHECKING:
     from orchestration.recipe import Recipe
@@ -39,13 +41,12 @@ PACKAGES = {
 
 @dataclass
 class Surroundings:
-    """Where a recipe is checked: see :func:`orchestration.recipe.parse_recipe`. ``conversation`` is where the first
-    conversation among the prompts stands."""
+    """Where a recipe is checked: see :func:`orchestration.recipe.parse_recipe`. ``prompts`` has read the prompts."""
 
     reading: Reading
     folder: Path
     devices: bool
-    conversation: str = field(default="", init=False)
+    prompts: PromptCheck | None = field(default=None, init=False)
 
 
 Check = Callable[["Recipe", Surroundings], Iterator[Problem]]
@@ -68,7 +69,7 @@ def _prompts_can_be_read(recipe: Recipe, here: Surroundings) -> Iterator[Problem
     check = PromptCheck(prompts, here.reading)
     for fault in check.faults():
         yield _of_prompts(recipe, str(fault))
-    here.conversation = check.conversation
+    here.prompts = check
 
 
 def _of_prompts(recipe: Recipe, text: str) -> Problem:
@@ -97,8 +98,8 @@ def _chat_template_is_there(recipe: Recipe, here: Surroundings) -> Iterator[Prob
         yield Problem("prompts.chat", True, f"asks for a chat template, {lacks}", "set prompts.chat = false")
     if prompts.system is not None:
         yield Problem("prompts.system", prompts.system, f"needs a chat template, {lacks}", "use prompts.template")
-    if here.conversation:
-        wrong = f"holds a conversation ({here.conversation}), which needs a chat template, {lacks}"
+    if here.prompts and here.prompts.conversation:
+        wrong = f"holds a conversation ({here.prompts.conversation}), which needs a chat template, {lacks}"
         yield Problem("prompts.path", prompts.path, wrong, "use a model that has one, or texts")
 
 
@@ -122,6 +123,28 @@ def _model_can_be_loaded(recipe: Recipe, here: Surroundings) -> Iterator[Problem
     weights = any(engine in ("torch", "vllm") for engine, is_ours in ours.items() if is_ours)
     for wrong, fix in model_files.faults(folder, here.reading, weights=weights):
         yield Problem("model.source", source, wrong, fix)
+
+
+def _rewards_get_their_columns(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+    """Whether the rows have what the run's own reward functions are called with."""
+    columns = here.prompts.columns if here.prompts else set()
+    if not recipe.ours("reward") or not columns:
+        return
+    source = recipe.prompts.path or recipe.prompts.task
+    if taken := sorted(columns & set(RESERVED)):
+        wrong = f"has columns {taken}, which reward functions get from the run"
+        yield Problem("prompts.path", recipe.prompts.path, wrong, "rename them")
+    for at, function in enumerate(recipe.reward.functions):
+        try:
+            parameters = inspect.signature(find_reward(function.name)).parameters.values()
+        except (RewardError, TypeError, ValueError):  # said of the name itself, or not known
+            continue
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        needed = [each.name for each in parameters if each.kind in by_name and each.default is each.empty]
+        if lacking := [name for name in needed if name not in columns and name not in RESERVED]:
+            wrong = f"needs the column {lacking[0]!r}, which no row of {source} has (they have {sorted(columns)})"
+            fix = "add the column, or give the parameter a default"
+            yield Problem(f"reward.functions.{at}.name", function.name, wrong, fix)
 
 
 def _context_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
@@ -200,13 +223,15 @@ def free_bytes(folder: Path) -> int | None:
 
 
 # Each with the keys (or sections) it reads, as in orchestration.recipe.CHECKS: not those whose default serves as well.
+# The model comes first: it takes little of the Reading, and prompts may take all of it.
 READING_CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
+    (_model_can_be_loaded, ("model.source", "rollout.engine", "train.engine", "external")),
     (
         _prompts_can_be_read,
         tuple(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split")),
     ),
+    (_rewards_get_their_columns, ("reward.functions", "external")),
     (_chat_template_is_there, ("prompts", "model.source")),
-    (_model_can_be_loaded, ("model.source", "rollout.engine", "train.engine", "external")),
     (_context_has_room, ("model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine")),
     (_rollout_device_is_here, ("rollout.device", "rollout.engine", "external")),
     (_train_device_is_here, ("train.device", "train.engine", "external")),

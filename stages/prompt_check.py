@@ -41,11 +41,12 @@ MOST_FAULTS = 10  # of the rows of one source
 
 class PromptCheck:
     """Reads the rows that ``options`` name. After :meth:`faults`, ``conversation`` is where the first conversation stands
-    ("": none was seen)."""
+    ("": none was seen), and ``columns`` are those of the rows that were seen, without the prompt's (empty: none was)."""
 
     def __init__(self, options: PromptOptions, reading: Reading) -> None:
         self.options, self.reading = options, reading
         self.conversation = ""
+        self.columns: set[str] = set()
         self._pieces = parse_template(options.template)
 
     def faults(self) -> Iterator[PromptError]:
@@ -76,8 +77,10 @@ class PromptCheck:
                 self._saved(existing(Path(str(self.options.path))))
             case "reasoning_gym":
                 self._task()
+                self.columns |= {"question", "answer", "metadata"}
             case "builtin":
-                open_rows(self.options, 0)
+                rows = open_rows(self.options, 0)
+                self.columns |= set(rows(0) if callable(rows) else ()) - {self.options.column}
 
     def _jsonl(self, path: Path) -> Iterator[PromptError]:
         rows = 0
@@ -101,8 +104,9 @@ class PromptCheck:
     def _row(self, row: Any, where: str) -> None:
         column = self.options.column
         given = given_of(row, column, where)
+        fields: Row = {name: value for name, value in row.items() if name != column}
+        self.columns.update(fields)
         if isinstance(given, str):
-            fields: Row = {name: value for name, value in row.items() if name != column}
             fill(self._pieces, fields | {"prompt": given}, SHORT_CHARACTERS, where)
         else:
             self.conversation = self.conversation or where
@@ -132,7 +136,7 @@ class PromptCheck:
             nbytes = sum(about.column(at).total_uncompressed_size for at in range(about.num_columns))
             if not self.reading.spend(nbytes=max(nbytes, about.total_byte_size)):
                 return
-            for batch in parquet.iter_batches(batch_size=256, row_groups=[group]):
+            for batch in parquet.iter_batches(batch_size=8, row_groups=[group]):
                 for row in batch.to_pylist():
                     first += 1
                     if not self.reading.spend(rows=1):
@@ -159,8 +163,10 @@ class PromptCheck:
         columns = self._object(folder / "dataset_info.json").get("features")
         if isinstance(columns, Mapping) and self.options.column not in columns:
             self._lacks_column(str(folder), list(columns))
+        if isinstance(columns, Mapping):
+            self.columns |= set(columns) - {self.options.column}
         for data in self._object(folder / "state.json").get("_data_files") or ():
-            open_file(folder / str(data["filename"])).close()
+            open_file(folder / Path(str(data["filename"])).name).close()
 
     def _object(self, path: Path) -> dict[str, Any]:
         with open_file(path) as file:

@@ -33,7 +33,9 @@ def of(base: dict[str, Any] = TINY, **sections: Any) -> dict[str, Any]:
 
 
 def of_rows(path: Path | str, **more: Any) -> dict[str, Any]:
-    return {**of(), "prompts": {"source": "jsonl", "path": str(path), "max_prompt_tokens": 16, **more}}
+    """A recipe of the prompts in a file, with a reward that needs no other column."""
+    reward = {"functions": [{"name": "tests.orchestration.runs:early_letters"}]}
+    return {**of(reward=reward), "prompts": {"source": "jsonl", "path": str(path), "max_prompt_tokens": 16, **more}}
 
 
 def problems(data: dict[str, Any], **options: Any) -> list[Problem]:
@@ -126,6 +128,28 @@ def test_a_prompts_file_that_is_none_is_one_sentence_and_no_traceback(habit: str
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
     assert said(of_rows(tmp_path / "rows.jsonl")) == {}
+
+
+def needs_the_question(completions: list[str], question: list[str], level: int = 1) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def test_rewards_and_the_columns_of_the_prompts_are_compared(tmp_path: Path) -> None:
+    """A run would only find out when the first response is scored."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "about": "b"}\n')
+    data = of_rows(path) | {"reward": {"functions": [{"name": "spelling"}, {"name": f"{__name__}:needs_the_question"}]}}
+    found = said(data)
+    assert found["reward.functions.0.name"].startswith(f"needs the column 'answer', which no row of {path} has")
+    assert "needs the column 'question'" in found["reward.functions.1.name"]
+    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "question": "b"}\n')
+    assert said(data) == {}
+    path.write_text('{"prompt": "a", "answer": "b", "question": "c", "completions": "d"}\n')
+    assert said(data) == {
+        "prompts.path": "has columns ['completions'], which reward functions get from the run; rename them"
+    }
+    assert said({**data, "external": {"stages": ["reward"]}}) == {}
+    assert "needs the column 'question'" in said(of(reward=data["reward"]))["reward.functions.1.name"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,7 +306,8 @@ def test_a_request_has_no_file_read_that_the_operator_does_not_allow(tmp_path: P
     (tmp_path / "inside" / "link.jsonl").symlink_to(tmp_path / "outside" / "rows.jsonl")
     model_folder(tmp_path / "outside" / "model")
     (tmp_path / "outside" / "model" / "config.json").write_text("the secret of the house")
-    settings = Settings(data=tmp_path, roots=(tmp_path / "inside",))
+    code = frozenset({"tests.orchestration.runs:early_letters"})
+    settings = Settings(data=tmp_path, roots=(tmp_path / "inside",), allow_rewards=code)
 
     def refused(data: dict[str, Any]) -> list[str]:
         with pytest.raises(RecipeError) as raised:
@@ -299,7 +324,8 @@ def test_a_request_has_no_file_read_that_the_operator_does_not_allow(tmp_path: P
 
 def test_a_check_of_a_request_can_be_ended_from_another_thread(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 300_000)
-    settings, stop = Settings(data=tmp_path, roots=(tmp_path,)), threading.Event()
+    code = frozenset({"tests.orchestration.runs:early_letters"})
+    settings, stop = Settings(data=tmp_path, roots=(tmp_path,), allow_rewards=code), threading.Event()
     reading = Reading(rows=10**9, nbytes=10**12, seconds=600, stop=stop)
     done: list[Recipe] = []
     checking = threading.Thread(target=lambda: done.append(accept(settings, of_rows("rows.jsonl"), {}, reading)))
