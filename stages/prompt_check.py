@@ -9,6 +9,7 @@ task      its options
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,9 @@ class PromptCheck:
         import pyarrow.parquet as pq
 
         folder = kind_of(existing(path)) == "a folder"
-        files = sorted(existing(path).rglob("*.parquet")) if folder else [path]
+        files = self._parquet_files(existing(path)) if folder else [path]
+        if files is None:  # the folder holds more than may be looked through
+            return
         if not files:
             raise PromptError(f"prompts: prompts.path = {str(path)!r} is a folder without *.parquet; give a file")
         rows = 0
@@ -129,6 +132,15 @@ class PromptCheck:
                 yield from self._parquet_rows(parquet, path if not folder else file, 0 if folder else first)
         if not rows:
             yield PromptError(f"prompts: {path} has no rows; give a file with prompts")
+
+    def _parquet_files(self, folder: Path) -> list[Path] | None:
+        """The Parquet files below ``folder``; None when it is too large to be looked through."""
+        found = []
+        for parent, _, names in os.walk(folder):
+            if not self.reading.spend(rows=1 + len(names) // 100):
+                return None
+            found += [Path(parent, name) for name in names if name.endswith(".parquet")]
+        return sorted(found)
 
     def _parquet_rows(self, parquet: Any, path: Path, first: int) -> Iterator[PromptError]:
         for group in range(parquet.num_row_groups):

@@ -214,6 +214,23 @@ def test_a_model_that_is_not_whole_is_said(damage: str, tmp_path: Path) -> None:
     assert sentence in said(of(model={"source": str(folder)}))["model.source"]
 
 
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "~nobody-at-all/x", "/dev/null", "\u202e", "a" + "/a" * 3000])
+def test_odd_paths_are_problems_and_no_tracebacks(path: str) -> None:
+    found = said(of(model={"source": path}, pipeline={"tls_certificate": path, "tls_key": path, "tls_authority": path}))
+    assert found["model.source"].startswith("is neither a known model nor a directory")
+    assert found["pipeline.tls_certificate"].startswith("is no file")
+    for source in ("jsonl", "parquet", "datasets"):
+        assert set(said(of_rows(path, source=source))) == {"prompts.path"}
+
+
+def test_a_folder_of_parquet_is_not_looked_through_without_end(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    assert "without *.parquet" in said(of_rows(tmp_path, source="parquet"))["prompts.path"]
+    for at in range(300):
+        (tmp_path / str(at)).mkdir()
+    assert said(of_rows(tmp_path, source="parquet"), reading=Reading(rows=100)) == {}
+
+
 def test_a_model_of_others_needs_no_weights_of_ours(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     (folder / INDEX).unlink()
