@@ -129,8 +129,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("tokens", f"{tokens}, {number(summary['tokens_per_second'], ',.0f')} per second"),
     ]
     if summary["prompts_skipped"] or summary["prompts_cut"]:
-        skipped, cut = summary["prompts_skipped"], summary["prompts_cut"]
-        rows.append(("prompts", f"{skipped} skipped and {cut} cut as too long, listed in {LISTED}"))
+        done = [f"{summary[key]} {key[8:]}" for key in ("prompts_skipped", "prompts_cut") if summary[key]]
+        rows.append(("prompts", f"{' and '.join(done)} as too long, listed in {LISTED}"))
     if summary["restarts"]:
         rows.append(("restarts", str(summary["restarts"])))
     if summary["reason"]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,20 +33,30 @@ class ModelFileError(ValueError):
         super().__init__(f"{wrong}; {fix}")
 
 
+def folder_of(source: str) -> Path:
+    """The path ``source`` with the home directory in it. Never raises, as pathlib does for one that is not known."""
+    return Path(os.path.expanduser(source))
+
+
+def is_folder(source: str) -> bool:
+    """Whether ``source`` is the path of a folder, whatever text it is."""
+    return os.path.isdir(folder_of(source))
+
+
 def text_config(source: str) -> dict[str, Any]:
     """What the config in the folder ``source`` says of the language model; empty where there is none."""
     try:
-        config = _json(Path(source).expanduser() / CONFIG)
-    except (ModelFileError, RuntimeError):
+        config = _json(folder_of(source) / CONFIG) if is_folder(source) else {}
+    except ModelFileError:
         return {}
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
 
-def parameters_in(folder: Path) -> int:
-    """Weights in the safetensors files of ``folder``; those that cannot be read count nothing."""
+def parameters_in(source: str) -> int:
+    """Weights in the safetensors files of the folder ``source``; those that cannot be read count nothing."""
     count = 0
-    for path in folder.glob("*.safetensors"):
+    for path in folder_of(source).glob("*.safetensors") if is_folder(source) else ():
         try:
             header = read_header(path)
         except ModelFileError:

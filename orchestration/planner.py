@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestration.model_files import parameters_in, text_config
@@ -303,7 +302,7 @@ def parameters_of(recipe: Recipe) -> int | None:
     source = recipe.model.source
     if source == "mock":
         return None
-    return PARAMETERS[source] if source in PARAMETERS else parameters_in(Path(source).expanduser()) or None
+    return PARAMETERS[source] if source in PARAMETERS else parameters_in(source) or None
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:

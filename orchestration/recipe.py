@@ -1009,12 +1009,12 @@ def _tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
     for key, value in files.items():
         if not value:
             yield Problem(key, value, "is missing", f"give all of {', '.join(files)}, or none for no TLS")
-        elif not Path(value).is_file():
+        elif not os.path.isfile(value):
             yield Problem(key, value, "is no file", "give the path of a PEM file")
     if not recipe.pipeline.serve and recipe.sync.transport != "collective":
         wrong = "serves nobody, so that TLS has nothing to protect"
         yield Problem("pipeline.serve", "", wrong, "set pipeline.serve = '0.0.0.0', or take the tls_ keys out")
-    if all(Path(value).is_file() for value in files.values()):
+    if all(os.path.isfile(value) for value in files.values()):
         try:
             recipe.pipeline.tls_contexts()
         except OSError as error:

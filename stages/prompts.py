@@ -471,7 +471,9 @@ Piece = tuple[
 def parse_template(template: str) -> list[Piece]:
     """The pieces of a :meth:`str.format` template. Raises ValueError."""
     pieces = list(string.Formatter().parse(template))
-    for _, name, spec, _ in pieces:
+    for _, name, spec, conversion in pieces:
+        if conversion not in (None, "s", "r", "a"):
+            raise ValueError(f"{{{name}!{conversion}}} converts to nothing that is known")
         if name is not None and (name == "" or name[0].isdigit()):
             raise ValueError(f"{{{name}}} names no column")
         if spec and ("{" in spec or any(int(number) > WIDEST for number in re.findall(r"\d+", spec))):

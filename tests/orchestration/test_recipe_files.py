@@ -33,7 +33,9 @@ def of(base: dict[str, Any] = TINY, **sections: Any) -> dict[str, Any]:
 
 
 def of_rows(path: Path | str, **more: Any) -> dict[str, Any]:
-    return {**of(), "prompts": {"source": "jsonl", "path": str(path), "max_prompt_tokens": 16, **more}}
+    """A recipe of the prompts in a file, with a reward that needs no other column."""
+    reward = {"functions": [{"name": "tests.orchestration.runs:early_letters"}]}
+    return {**of(reward=reward), "prompts": {"source": "jsonl", "path": str(path), "max_prompt_tokens": 16, **more}}
 
 
 def problems(data: dict[str, Any], **options: Any) -> list[Problem]:
@@ -128,6 +130,28 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     assert said(of_rows(tmp_path / "rows.jsonl")) == {}
 
 
+def needs_the_question(completions: list[str], question: list[str], level: int = 1) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def test_rewards_and_the_columns_of_the_prompts_are_compared(tmp_path: Path) -> None:
+    """A run would only find out when the first response is scored."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "about": "b"}\n')
+    data = of_rows(path) | {"reward": {"functions": [{"name": "spelling"}, {"name": f"{__name__}:needs_the_question"}]}}
+    found = said(data)
+    assert found["reward.functions.0.name"].startswith(f"needs the column 'answer', which no row of {path} has")
+    assert "needs the column 'question'" in found["reward.functions.1.name"]
+    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "question": "b"}\n')
+    assert said(data) == {}
+    path.write_text('{"prompt": "a", "answer": "b", "question": "c", "completions": "d"}\n')
+    assert said(data) == {
+        "prompts.path": "has columns ['completions'], which reward functions get from the run; rename them"
+    }
+    assert said({**data, "external": {"stages": ["reward"]}}) == {}
+    assert "needs the column 'question'" in said(of(reward=data["reward"]))["reward.functions.1.name"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Model files
 
@@ -188,6 +212,23 @@ def test_a_model_that_is_not_whole_is_said(damage: str, tmp_path: Path) -> None:
     damaging, sentence = BROKEN_MODELS[damage]
     damaging(folder)
     assert sentence in said(of(model={"source": str(folder)}))["model.source"]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "~nobody-at-all/x", "/dev/null", "\u202e", "a" + "/a" * 3000])
+def test_odd_paths_are_problems_and_no_tracebacks(path: str) -> None:
+    found = said(of(model={"source": path}, pipeline={"tls_certificate": path, "tls_key": path, "tls_authority": path}))
+    assert found["model.source"].startswith("is neither a known model nor a directory")
+    assert found["pipeline.tls_certificate"].startswith("is no file")
+    for source in ("jsonl", "parquet", "datasets"):
+        assert set(said(of_rows(path, source=source))) == {"prompts.path"}
+
+
+def test_a_folder_of_parquet_is_not_looked_through_without_end(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    assert "without *.parquet" in said(of_rows(tmp_path, source="parquet"))["prompts.path"]
+    for at in range(300):
+        (tmp_path / str(at)).mkdir()
+    assert said(of_rows(tmp_path, source="parquet"), reading=Reading(rows=100)) == {}
 
 
 def test_a_model_of_others_needs_no_weights_of_ours(tmp_path: Path) -> None:
@@ -282,7 +323,8 @@ def test_a_request_has_no_file_read_that_the_operator_does_not_allow(tmp_path: P
     (tmp_path / "inside" / "link.jsonl").symlink_to(tmp_path / "outside" / "rows.jsonl")
     model_folder(tmp_path / "outside" / "model")
     (tmp_path / "outside" / "model" / "config.json").write_text("the secret of the house")
-    settings = Settings(data=tmp_path, roots=(tmp_path / "inside",))
+    code = frozenset({"tests.orchestration.runs:early_letters"})
+    settings = Settings(data=tmp_path, roots=(tmp_path / "inside",), allow_rewards=code)
 
     def refused(data: dict[str, Any]) -> list[str]:
         with pytest.raises(RecipeError) as raised:
@@ -299,7 +341,8 @@ def test_a_request_has_no_file_read_that_the_operator_does_not_allow(tmp_path: P
 
 def test_a_check_of_a_request_can_be_ended_from_another_thread(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 300_000)
-    settings, stop = Settings(data=tmp_path, roots=(tmp_path,)), threading.Event()
+    code = frozenset({"tests.orchestration.runs:early_letters"})
+    settings, stop = Settings(data=tmp_path, roots=(tmp_path,), allow_rewards=code), threading.Event()
     reading = Reading(rows=10**9, nbytes=10**12, seconds=600, stop=stop)
     done: list[Recipe] = []
     checking = threading.Thread(target=lambda: done.append(accept(settings, of_rows("rows.jsonl"), {}, reading)))

@@ -430,6 +430,7 @@ def test_what_is_no_file_is_a_sentence_and_is_not_waited_for(tmp_path: Path, pla
                 load_prompts(options, plain, seed=0)
             [found] = PromptCheck(options, Reading()).faults()
             assert re.search(sentence, str(found))
+            assert str(found).count("prompts.path") <= 1
 
 
 @pytest.mark.parametrize(
