@@ -211,8 +211,7 @@ class PipelineSection(Section):
 
 class SyncSection(Section):
     """How rollout engines take new weights. ``rolling``: several replicas swap one after the other, so that generation never
-    stops as a whole. ``probe``: after a swap the engine scores a few tokens, whose logprobs must be the trainer's within
-    ``probe_tolerance`` (0: by the model's dtype). ``timeout``: seconds that reading or loading a version may take.
+    stops as a whole. ``timeout``: seconds that reading or loading a version may take.
     ``transport``: engines read the trainer's memory on the same node, or get the bytes by torch.distributed (``collective``:
     trainer and engines have devices or nodes of their own), from the address ``serve`` of the trainer's node.
     ``prefetch``, ``bucket``: of a colocated run; training's memory comes back as soon as nothing is left to generate, not
@@ -223,8 +222,24 @@ class SyncSection(Section):
     rolling: bool = True
     prefetch: bool = True
     bucket: Annotated[int, BeforeValidator(parse_size), Field(ge=1024)] = 4 * 2**20
-    probe: bool = True
-    probe_tolerance: float = Field(default=0.0, ge=0)
+    probe: bool = Field(
+        default=True,
+        description="After a swap, before its next token, the engine scores a few rows of the batches just trained; their "
+        "tokens' logprobs must be the trainer's, within the two limits below.",
+    )
+    probe_tolerance: float = Field(
+        default=0.0,
+        ge=0,
+        description="Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token. 0: by "
+        "model.dtype, 0.001 in float32; in bfloat16 6 * 2**-8 * sqrt(layers) * the standard deviation of the probed "
+        "logprobs (at least 1). `asyncdock resume` may change it.",
+    )
+    probe_mean_tolerance: float = Field(
+        default=0.0,
+        ge=0,
+        description="Largest mean of the differences of all probed logprobs. 0: a quarter of the limit above. "
+        "`asyncdock resume` may change it.",
+    )
     timeout: Seconds = 120.0
 
 
@@ -305,12 +320,6 @@ class Recipe(Section):
     def replicas(self) -> int:
         """Rollout engines."""
         return self.train.ranks if self.colocated else self.rollout.workers
-
-    @property
-    def probe_tolerance(self) -> float:
-        """By how much a probed logprob may differ from the trainer's; 0: nothing is probed."""
-        usual = {"float32": 1e-3, "bfloat16": 0.1}[self.model.dtype]
-        return (self.sync.probe_tolerance or usual) if self.sync.probe else 0.0
 
     @property
     def needs_reference(self) -> bool:
@@ -403,6 +412,9 @@ HOW = (
     "rollout.threads",
     "rollout.workers",
     "pipeline.keep_samples",
+    "sync.probe",
+    "sync.probe_tolerance",
+    "sync.probe_mean_tolerance",
     "launch",
 )
 
