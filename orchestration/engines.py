@@ -24,7 +24,7 @@ from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.external import Terms
 from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder, weight_shapes
-from stages.weight_sync import Publisher, Reader, WeightStore
+from stages.weight_sync import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
     from stages.engines.torch_rollout import TorchRolloutEngine
@@ -74,6 +74,22 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
     if source != "mock" and not recipe.ours("update"):
         weights = {name: (recipe.model.dtype, shape) for name, shape in weight_shapes(source).items()}
     return Terms(vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights)
+
+
+def probe_tokens(recipe: Recipe) -> int:
+    """Tokens that a swap is probed with, at least: one row where each token is judged, else enough for a percentile."""
+    return (1 if recipe.model.dtype == "float32" else 128) if recipe.sync.probe else 0
+
+
+def probe_rule(recipe: Recipe) -> ProbeRule | None:
+    """How probed logprobs are held to the trainer's; None: nothing is probed."""
+    sync, source = recipe.sync, recipe.model.source
+    if not sync.probe:
+        return None
+    layers = 1 if source == "mock" else int(getattr(load_config(source).get_text_config(), "num_hidden_layers", 32))
+    return ProbeRule(
+        getattr(torch, recipe.model.dtype), layers, q95=sync.probe_tolerance, mean=sync.probe_mean_tolerance
+    )
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:

@@ -361,10 +361,21 @@ class SyncSection(Section):
     )
     probe: bool = Field(
         default=True,
-        description="After a swap the engine scores a few tokens, whose logprobs must be the trainer's.",
+        description="After a swap, before its next token, the engine scores a few rows of the batches just trained; their "
+        "tokens' logprobs must be the trainer's, within the two limits below.",
     )
     probe_tolerance: float = Field(
-        default=0.0, ge=0, description="Largest difference of a probed logprob. 0: by the model's dtype."
+        default=0.0,
+        ge=0,
+        description="Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token. 0: by "
+        "model.dtype, 0.001 in float32; in bfloat16 6 * 2**-8 * sqrt(layers) * the standard deviation of the probed "
+        "logprobs (at least 1). `asyncdock resume` may change it.",
+    )
+    probe_mean_tolerance: float = Field(
+        default=0.0,
+        ge=0,
+        description="Largest mean of the differences of all probed logprobs. 0: a quarter of the limit above. "
+        "`asyncdock resume` may change it.",
     )
     timeout: Seconds = Field(default=120.0, description="Longest time that reading or loading a version may take.")
 
@@ -473,12 +484,6 @@ class Recipe(Section):
         return self.train.ranks if self.colocated else self.rollout.workers
 
     @property
-    def probe_tolerance(self) -> float:
-        """By how much a probed logprob may differ from the trainer's; 0: nothing is probed."""
-        usual = {"float32": 1e-3, "bfloat16": 0.1}[self.model.dtype]
-        return (self.sync.probe_tolerance or usual) if self.sync.probe else 0.0
-
-    @property
     def needs_reference(self) -> bool:
         """Whether the algorithm needs logprobs under the frozen reference policy (for example with ``kl_coef`` > 0)."""
         from stages.algorithms import build_algorithm
@@ -566,6 +571,9 @@ HOW = (
     "rollout.workers",
     "pipeline.keep_samples",
     "prompts.too_long",
+    "sync.probe",
+    "sync.probe_tolerance",
+    "sync.probe_mean_tolerance",
     "launch",
 )
 

@@ -30,6 +30,8 @@ import structlog
 from orchestration import checkpoint
 from orchestration.engines import (
     colocated_engine,
+    probe_rule,
+    probe_tokens,
     reference_engine,
     rollout_engine,
     sampling_of,
@@ -339,7 +341,7 @@ class Worker:
             steps=recipe.train.steps,
             overlap=overlap,
             policy=SwapPolicy(
-                tolerance=recipe.probe_tolerance,
+                probe=probe_rule(recipe),
                 timeout=recipe.sync.timeout,
                 rolling=recipe.sync.rolling and overlap and recipe.replicas > 1,
             ),
@@ -393,7 +395,7 @@ class Worker:
             stage,
             controller,
             self.index,
-            tolerance=recipe.probe_tolerance,
+            probe=probe_rule(recipe),
             deadline=recipe.launch.collective_timeout,
         )
         turn = Turn(
@@ -502,7 +504,7 @@ class Worker:
             after_step=after_step,
             after_last=lambda: controller.stop(),
             gang=gang,
-            probe=recipe.probe_tolerance > 0,
+            probe_tokens=probe_tokens(recipe),
             spans=spans,
             recorder=await self._recorder(tokenizer),
             publish_first=not recipe.ours("rollout"),

@@ -22,7 +22,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tensordict import TensorDict
 
 from pipeline.controller import Controller, Output
@@ -35,7 +34,7 @@ from stages.resharding.plan import Phase, ReshardPlan
 from stages.resharding.swap import State, Swap, SwapError, local_weights
 from stages.rollout import Rollout
 from stages.update import Update
-from stages.weight_sync import Gap, Probe, probed
+from stages.weight_sync import Probe, ProbeFailed, ProbeJudge, ProbeRule, probed, scored
 
 if TYPE_CHECKING:
     from stages.engines.torch_train import TorchTrainEngine
@@ -47,7 +46,7 @@ class SharedDevice:
     """One rank's device, its two engines, and whose turn it is. Training has it at first; ``rollout`` sleeps.
 
     ``claims`` is this rank's rollout stage, run by ``controller``: it claims nothing while it is not the engine's turn.
-    ``tolerance``: by how much a probed logprob may differ from the trainer's (0: nothing is probed). ``deadline``: seconds
+    ``probe``: how probed logprobs are held to the trainer's (None: nothing is probed). ``deadline``: seconds
     that a change may wait for another rank, or for the engine. Raises what :class:`Swap` raises.
     """
 
@@ -61,11 +60,12 @@ class SharedDevice:
         controller: Controller,
         index: Index,
         *,
-        tolerance: float,
+        probe: ProbeRule | None,
         deadline: float,
     ) -> None:
         self.rollout, self.claims, self.controller, self.index = rollout, claims, controller, index
-        self.worker, self.tolerance, self.deadline = f"rollout-{rank}", tolerance, deadline
+        self.worker, self.deadline = f"rollout-{rank}", deadline
+        self._judge = None if probe is None else ProbeJudge(probe)
         self.swap = Swap(
             plan,
             rank,
@@ -127,14 +127,14 @@ class SharedDevice:
         self._most = {}
         with self.controller.spans.during("swap", version=version):
             await asyncio.to_thread(self.swap.to_rollout)
-            gap = await self._wake(version, probe if self.tolerance else None)
+            gap = await self._wake(version, probe)
         await self._tell_sync(
             "generation",
             nbytes=self._moved,
             exposed=time.monotonic() - began,
             released_bytes=self.swap.arena.used,
             device_bytes={phase.value: most for phase, most in self._most.items()},
-            **({} if gap is None else {"gap_max": gap.max, "gap_mean": gap.mean, "gap_k3": gap.k3}),
+            **gap,
         )
         await self._tell_turn()
         if claims:
@@ -145,24 +145,19 @@ class SharedDevice:
         self.claims.held_back = False
         self.controller.nudge()
 
-    async def _wake(self, version: int, probe: Probe | None) -> Gap | None:
+    async def _wake(self, version: int, probe: Probe | None) -> dict[str, float]:
         """Wake the engine; before it makes a token it must find what the trainer has found."""
         async with asyncio.timeout(self.deadline):
-            await self.rollout.wake(version, hold=probe is not None)
-            if probe is None:
-                return None
-            found = await self.rollout.score(
-                torch.tensor(probe.prompt_ids),
-                torch.tensor(probe.response_ids),
-                temperature=self.claims.params.temperature,
-            )
-            gap = None if found is None else probe.gap(found)
-            if gap is not None and not gap.max <= self.tolerance:
-                raise SwapError(
-                    f"{self.worker}: with the weights of version {version} the engine's logprobs differ from the trainer's "
-                    f"by {gap.max:.3g} (sync.probe_tolerance is {self.tolerance:g}); the ranks begin again at the last "
-                    "checkpoint"
-                )
+            judge = self._judge
+            await self.rollout.wake(version, hold=judge is not None and probe is not None)
+            if judge is None or probe is None:
+                return {}
+            found = await scored(self.rollout, probe, self.claims.params.temperature)
+            try:
+                gap = {} if found is None else judge.judge(probe, found)
+            except ProbeFailed as failed:
+                about = f"{self.worker}: with the weights of version {version}"
+                raise SwapError(f"{about} {failed}; the ranks begin again at the last checkpoint") from None
             await self.rollout.resume()
             return gap
 
@@ -374,7 +369,7 @@ class ColocatedUpdate(Update):
         """Tell the index that the version is there: it opens the gate."""
         if self._probe:
             await self.gang.tell("probe", probe=self._probe)
-            self.probe = await asyncio.to_thread(probed, self.engine, *self._probe)
+            self.probe = await asyncio.to_thread(probed, self.engine, self._probe)
         await self.dock.index.call("publish", version=self.trained, record={})
 
 
@@ -390,10 +385,10 @@ class ColocatedMate(Mate):
             case "return":
                 await self.device.leave()
             case "generate":
-                probe = said["probe"] and Probe(**{name: tuple(values) for name, values in said["probe"].items()})
-                await self.device.generate(said["version"], probe or None)
+                probe = Probe.from_record(said["probe"]) if said["probe"] else None
+                await self.device.generate(said["version"], probe)
             case "probe":
-                await asyncio.to_thread(probed, self.engine, *said["probe"])
+                await asyncio.to_thread(probed, self.engine, said["probe"])
             case "train" | "save":
                 await self.device.ready()
                 await super().do(said)

@@ -29,14 +29,17 @@ from stages.evaluate import Evaluator, evaluate_once
 from stages.rollout import Rollout
 from stages.weight_sync import (
     ASKED,
-    Gap,
     Probe,
+    ProbeFailed,
+    ProbeJudge,
+    ProbeRule,
     Published,
     Reader,
     WeightsDamaged,
     WeightsUnreachable,
     damaged,
     done_with,
+    scored,
 )
 
 log = structlog.get_logger()
@@ -53,11 +56,11 @@ class SwapRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class SwapPolicy:
-    """``tolerance``: by how much a probed logprob may differ from the trainer's (0: nothing is probed). ``timeout``: seconds
+    """``probe``: how probed logprobs are held to the trainer's (None: nothing is probed). ``timeout``: seconds
     that reading, loading, probing and going on may take, and an engine to undo what it has begun of them. ``rolling``:
     replicas swap one after the other."""
 
-    tolerance: float = 0.0
+    probe: ProbeRule | None = None
     timeout: float = 120.0
     rolling: bool = False
 
@@ -93,6 +96,7 @@ class Follower:
         )
         self.worker, self.every, self.steps, self.overlap, self.policy = worker, every, steps, overlap, policy
         self.cut = cut
+        self._judge = None if policy.probe is None else ProbeJudge(policy.probe)
         self._held: Published | None = None  # what the engine has; None: what it was built with
         self._failed: dict[int, int] = {}  # attempts at the version that is published now
         self._damaged: Published | None = None  # what was found damaged last, and asked for again
@@ -157,7 +161,7 @@ class Follower:
                 "exposed_seconds": times.exposed,
                 "hidden_seconds": times.hidden + reading,
                 "publish_seconds": 0.0,
-                **({} if gap is None else {"gap_max": gap.max, "gap_mean": gap.mean, "gap_k3": gap.k3}),
+                **gap,
             },
         )
         return True
@@ -233,19 +237,21 @@ class Follower:
         finally:
             await asyncio.shield(self.index.call("swapped", worker=self.worker))
 
-    async def _swap(self, published: Published, weights: Mapping[str, torch.Tensor]) -> tuple[SwapTimes, Gap | None]:
+    async def _swap(
+        self, published: Published, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[SwapTimes, dict[str, float]]:
         """Load and probe. Raises SwapRefused with the old weights back in place."""
-        probe, engine = published.probe if self.policy.tolerance else None, self.stage.engine
-        hold, was, changed = probe is not None, engine.version, False
+        judge, probe, engine = self._judge, published.probe, self.stage.engine
+        hold, was, changed = judge is not None and probe is not None, engine.version, False
         try:
             try:
                 times = await self._load(published.version, weights, hold)
             finally:
                 changed = engine.version != was  # also by a load that has failed, or was given up too late
-            if probe is None:
-                return times, None
+            if judge is None or probe is None:
+                return times, {}
             swapped = time.monotonic()
-            gap = await self._probe(published.version, probe)
+            gap = await self._probe(published, probe, judge)
             return SwapTimes(times.exposed + time.monotonic() - swapped, times.hidden), gap
         except SwapRefused as refused:
             if changed:
@@ -266,18 +272,16 @@ class Follower:
             )
         return times
 
-    async def _probe(self, version: int, probe: Probe) -> Gap | None:
-        """How far what the engine finds lies from what the trainer found. Raises SwapRefused when that is too far."""
-        prompt, response = torch.tensor(probe.prompt_ids), torch.tensor(probe.response_ids)
-        scoring = self.stage.engine.score(prompt, response, temperature=self.stage.params.temperature)
-        found = await self._in_time(scoring, f"weights of version {version}: not probed")
-        gap = None if found is None else probe.gap(found)
-        if gap is not None and not gap.max <= self.policy.tolerance:
-            raise SwapRefused(
-                f"weights of version {version}: the engine's logprobs differ from the trainer's by {gap.max:.3g} "
-                f"(sync.probe_tolerance is {self.policy.tolerance:g})"
-            )
-        return gap
+    async def _probe(self, published: Published, probe: Probe, judge: ProbeJudge) -> dict[str, float]:
+        """The gap to what the trainer found, as fields of the event. Raises SwapRefused when it is too large."""
+        about = f"weights of version {published.version}"
+        scoring = scored(self.stage.engine, probe, self.stage.params.temperature)
+        found = await self._in_time(scoring, f"{about}: not probed")
+        same = self._held is not None and self._held.buckets == published.buckets
+        try:
+            return {} if found is None else judge.judge(probe, found, same_weights=same)
+        except ProbeFailed as failed:
+            raise SwapRefused(f"{about}: {failed}") from None
 
     async def _go_on(self) -> None:
         """The engine makes tokens again; one that does not is of no more use."""

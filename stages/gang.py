@@ -127,7 +127,7 @@ class Mate:
 
     def _give_weights(self, probe: Sequence[list[int]]) -> None:
         if probe:
-            probed(self.engine, *probe)
+            probed(self.engine, probe)
         for _ in self.engine.weights():  # gathering one is a call of all ranks; rank 0 keeps it
             pass
 

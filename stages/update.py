@@ -35,7 +35,8 @@ from stages.weight_sync import ASKED, Published, Publisher, damaged, done_with, 
 log = structlog.get_logger()
 
 WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
-PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of what a swap is probed with
+PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of a row that a swap is probed with
+PROBE_ROWS, PROBE_NEW_ROWS = 16, 8  # at most, in all and of one batch: the others are the batches' before
 
 
 class Update:
@@ -58,7 +59,7 @@ class Update:
         after_step: Callable[[int], Awaitable[None]],
         after_last: Callable[[], None],
         gang: Gang | None = None,
-        probe: bool = False,
+        probe_tokens: int = 0,
         spans: Spans | None = None,
         recorder: Recorder | None = None,
         publish_first: bool = False,
@@ -73,7 +74,7 @@ class Update:
         self._publish_first = publish_first
         self._turn = asyncio.Lock()  # of whoever calls the engine, and tells the gang what all ranks call
         self._over = asyncio.Event()
-        self._probes, self._probe = probe, tuple[list[int], ...]()  # prompt and response of a row of the last batch
+        self._probe_tokens, self._probe = probe_tokens, list[list[int]]()  # rows of the last batches
 
     def room(self, held: int) -> int:
         return 0 if held or self.trained >= self.steps else 1
@@ -149,9 +150,8 @@ class Update:
         shares = await self.gang.deal(self.dock, claim)
         await self.gang.tell("train", claim=claim.record(), shares=shares)
         batch = await self.gang.fetch(self.dock, claim, shares, trained_columns(self.algorithm))
-        if self._probes:
-            limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
-            self._probe = tuple(batch[name].unbind()[0][:most].tolist() for name, most in limits)
+        if self._probe_tokens:
+            self._probe = probe_rows(self._probe, batch, self._probe_tokens)
         with self.spans.during("train", rows=len(claim), version=self.trained):
             return await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
 
@@ -229,8 +229,32 @@ class Update:
         )
 
     def _write(self) -> Published:
-        probe = probed(self.engine, *self._probe) if self._probe else None
+        probe = probed(self.engine, self._probe) if self._probe else None
         return self.store.publish(self.trained, self.engine.weights(), probe)
+
+
+def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:
+    """Sequences for the next probe: those of ``before``, the newest last, and of ``batch`` one row, or as many groups' first
+    rows as it takes for ``tokens`` to be probed. The oldest leave first, where the others are enough."""
+    limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
+    prompts, responses = (batch[name].unbind() for name, _ in limits)
+    first = {group: number for number, group in reversed(list(enumerate(batch["group"].tolist())))}
+    fresh = [
+        [*prompts[number][:PROBE_PROMPT].tolist(), *responses[number][:PROBE_RESPONSE].tolist()]
+        for number in sorted(first.values())
+    ]
+    rows, added = list(before), 0
+    for ids in fresh:
+        if ids not in rows and added < PROBE_NEW_ROWS and (not added or _probed_tokens(rows) < tokens):
+            rows.append(ids)
+            added += 1
+    while len(rows) > PROBE_ROWS or (len(rows) > 1 and _probed_tokens(rows[1:]) >= tokens):
+        del rows[0]
+    return rows
+
+
+def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
+    return sum(len(ids) - 1 for ids in rows)
 
 
 def step_event(step: int, claim: Claim, reward: torch.Tensor, stale: list[int], metrics: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import torch
 import xxhash
 from tensordict import TensorDict
 
-from stages.engines.protocols import TrainEngine
+from stages.engines.protocols import RolloutEngine, TrainEngine
 
 BUCKET_BYTES = 32 * 2**20
 ASKED = "weights"  # the index's topic of whoever wants something of the trainer's weights, or nothing more of them
@@ -48,44 +48,155 @@ class Tensor:
     nbytes: int
 
 
+Ids = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Probe:
-    """A short response and what its tokens' logprobs are under the weights it comes with: an engine that has loaded them
-    must find the same."""
+    """Token sequences, at least two tokens each, and the logprobs of all tokens but each one's first under the weights that
+    the probe comes with: an engine that has loaded them must find the same."""
 
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    sequences: tuple[Ids, ...]
+    logprobs: tuple[tuple[float, ...], ...]
 
-    def gap(self, found: torch.Tensor) -> Gap:
-        return gap(torch.tensor(self.logprobs), found)
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Probe:
+        return cls(tuple(map(tuple, record["sequences"])), tuple(map(tuple, record["logprobs"])))
 
 
-def probed(engine: TrainEngine, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Probe:
-    """What ``engine`` says of a response under its present weights; a call of all ranks where it has several."""
-    row = TensorDict({"group": torch.zeros(1, dtype=torch.int64), "place": torch.zeros(1, dtype=torch.int64)}, [1])
-    for name, ids in (("prompt_ids", prompt_ids), ("response_ids", response_ids)):
-        row[name] = torch.nested.nested_tensor([torch.tensor(ids)], layout=torch.jagged)
-    return Probe(tuple(prompt_ids), tuple(response_ids), tuple(engine.logprobs(row).unbind()[0].tolist()))
+def probed(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> Probe:
+    """The logprobs of ``sequences`` under the present weights of ``engine``; a call of all ranks where it has several."""
+    rows = len(sequences)
+    batch = TensorDict({"group": torch.arange(rows), "place": torch.zeros(rows, dtype=torch.int64)}, [rows])
+    for name, part in (("prompt_ids", slice(1)), ("response_ids", slice(1, None))):
+        batch[name] = torch.nested.nested_tensor([torch.tensor(ids[part]) for ids in sequences], layout=torch.jagged)
+    logprobs = (tuple(row.tolist()) for row in engine.logprobs(batch).unbind())
+    return Probe(tuple(map(tuple, sequences)), tuple(logprobs))
+
+
+async def scored(engine: RolloutEngine, probe: Probe, temperature: float) -> list[torch.Tensor] | None:
+    """The logprobs that ``engine`` finds for each sequence of ``probe``; None where it cannot compute them."""
+    found = []
+    for ids in map(torch.tensor, probe.sequences):
+        logprobs = await engine.score(ids[:1], ids[1:], temperature=temperature)
+        if logprobs is None:
+            return None
+        found.append(logprobs)
+    return found
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far logprobs of one policy by two engines lie apart: largest and mean difference, and the k3 estimate of the KL
-    divergence (http://joschu.net/blog/kl-approx.html)."""
+    """How far the logprobs of one policy by two engines lie apart, over ``tokens``: the largest, the mean and the 95th
+    percentile of the absolute differences, and the k3 estimate of the KL divergence (http://joschu.net/blog/kl-approx.html)."""
 
     max: float
     mean: float
     k3: float
+    q95: float
+    tokens: int
+
+    def told(self) -> dict[str, float]:
+        """The fields of a ``sync`` event."""
+        return {f"gap_{name}": value for name, value in asdict(self).items()}
 
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> Gap:
-    """Of logprobs [T] and [T], the first those of the policy that is trained. Not a number anywhere: infinite."""
-    difference = one.double() - other.double()
+    """Compare logprobs [T] with [T], the first those of the policy that is trained. Not a number anywhere: infinite."""
+    difference, tokens = one.double() - other.double(), len(one)
     if not bool(difference.isfinite().all()):
-        return Gap(math.inf, math.inf, math.inf)
+        return Gap(math.inf, math.inf, math.inf, math.inf, tokens)
     size = difference.abs()
-    return Gap(float(size.max()), float(size.mean()), float((difference.exp() - 1 - difference).mean()))
+    k3, q95 = (difference.exp() - 1 - difference).mean(), size.sort().values[math.ceil(0.95 * tokens) - 1]
+    return Gap(float(size.max()), float(size.mean()), float(k3), float(q95), tokens)
+
+
+@dataclass(frozen=True)
+class ProbeLimits:
+    """The largest :class:`Gap` that two engines with the same weights may have."""
+
+    mean: float
+    q95: float
+    max: float = math.inf
+
+    def exceeded(self, gap: Gap) -> str | None:
+        """What ``gap`` exceeds, with the key of the limit; None: it is within the limits."""
+        judged = (
+            (gap.max, self.max, f"the largest of {gap.tokens} tokens", "sync.probe_tolerance"),
+            (gap.q95, self.q95, f"95th percentile of {gap.tokens} tokens", "sync.probe_tolerance"),
+            (gap.mean, self.mean, f"mean of {gap.tokens} tokens", "sync.probe_mean_tolerance"),
+        )
+        for found, limit, what, key in judged:
+            if not found <= limit:
+                return f"by {found:.3g} ({what}; {key} is {limit:.3g})"
+        return None
+
+    def told(self) -> dict[str, float]:
+        """The fields of a ``sync`` event."""
+        return {f"gap_{name}_limit": limit for name, limit in asdict(self).items() if limit < math.inf}
+
+
+@dataclass(frozen=True)
+class ProbeRule:
+    """What the limits of a probe follow from: the dtype that a model of ``layers`` layers computes in, and the probe itself.
+    ``q95`` and ``mean`` replace the limits of these names where they are not 0. docs/weights.md derives the numbers."""
+
+    dtype: torch.dtype
+    layers: int = 1
+    q95: float = 0.0
+    mean: float = 0.0
+
+    def limits(self, probe: Probe) -> ProbeLimits:
+        """In float32 every token is held to 0.001. In a lower dtype a hidden state's error is about one rounding times the
+        root of the number of layers, and a logprob's is that times how far logprobs are spread: 95 of 100 tokens are held to
+        six times this, their mean to a quarter of that."""
+        if self.dtype == torch.float32:
+            q95 = self.q95 or 1e-3
+            return ProbeLimits(self.mean or q95 / 4, q95, q95)
+        spread = float(torch.tensor([value for row in probe.logprobs for value in row]).std(correction=0))
+        rounding = torch.finfo(self.dtype).eps / 2
+        q95 = self.q95 or 6 * rounding * math.sqrt(self.layers) * max(1.0, spread)
+        return ProbeLimits(self.mean or q95 / 4, q95)
+
+
+class ProbeFailed(RuntimeError):
+    """The engine's logprobs are not those of the weights that it should have. The message says by how much."""
+
+
+class ProbeJudge:
+    """Judges the logprobs that one engine finds, from version to version.
+
+    Successive probes share sequences. Where an update has not reached the engine, it finds for these bit for bit what it
+    found before, while the trainer does not: in a dtype whose roundings hide one update this still shows it.
+    """
+
+    def __init__(self, rule: ProbeRule) -> None:
+        self.rule = rule
+        self._accepted: dict[Ids, tuple[tuple[float, ...], torch.Tensor]] = {}  # by sequence: trainer's, engine's
+
+    def judge(self, probe: Probe, found: Sequence[torch.Tensor], *, same_weights: bool = False) -> dict[str, float]:
+        """Compare ``found`` with the trainer's. ``same_weights``: they are known to be those of the last version judged.
+        Returns the gap and its limits as the fields of a ``sync`` event. Raises ProbeFailed."""
+        measured = gap(torch.tensor([value for row in probe.logprobs for value in row]), torch.cat(list(found)))
+        limits = self.rule.limits(probe)
+        if exceeded := limits.exceeded(measured):
+            raise ProbeFailed(f"the engine's logprobs differ from the trainer's {exceeded}")
+        now = dict(zip(probe.sequences, zip(probe.logprobs, found, strict=True), strict=True))
+        shared = now.keys() & self._accepted.keys()
+        if shared and not same_weights and all(self._unmoved(now[ids], self._accepted[ids]) for ids in shared):
+            tokens = sum(len(ids) - 1 for ids in shared)
+            raise ProbeFailed(
+                f"the engine's logprobs of {tokens} tokens are bit for bit those of the weights before, and the trainer's "
+                "are not; the update has not reached what the engine computes with"
+            )
+        self._accepted = now
+        return measured.told() | limits.told()
+
+    @staticmethod
+    def _unmoved(now: tuple[Ids | tuple[float, ...], torch.Tensor], before: tuple[Any, torch.Tensor]) -> bool:
+        """Whether the engine's logprobs of a sequence are the same as before, and most of the trainer's are others."""
+        moved = sum(one != other for one, other in zip(now[0], before[0], strict=True))
+        return torch.equal(now[1], before[1]) and 2 * moved > len(now[0])
 
 
 @dataclass(frozen=True)
@@ -114,9 +225,7 @@ class Published:
             record["nbytes"],
             tuple(Tensor(**tensor) for tensor in record["tensors"]),
             tuple((offset, nbytes, digest) for offset, nbytes, digest in record["buckets"]),
-            Probe(**{name: tuple(values) for name, values in probe.items()})
-            if (probe := record.get("probe"))
-            else None,
+            Probe.from_record(probe) if (probe := record.get("probe")) else None,
             record.get("source", ""),
             record.get("edition", 0),
         )

@@ -11,7 +11,7 @@ kind is not told from its name: :meth:`LlamaForward.of` looks at the modules, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +134,9 @@ class LlamaForward:
         self.packed = packed
         self.embedding, self.norm = model.model.embed_tokens, model.model.norm
         self.layers = [_Layer(layer, packed) for layer in model.model.layers]
-        self.head: Any = PackedLinear(model.lm_head) if packed else JoinedLinear(model.lm_head)
+        # In a lower dtype the module itself, which the decoder has made to give float32.
+        packed_head = packed and model.lm_head.weight.dtype == torch.float32
+        self.head: Any = PackedLinear(model.lm_head) if packed_head else model.lm_head
         rotary = model.model.rotary_emb
         self.frequencies = torch.cat([rotary.inv_freq, rotary.inv_freq]).float()
         self.half = len(rotary.inv_freq)
@@ -179,13 +181,22 @@ class LlamaForward:
 
     def places(self, names: Mapping[int, str]) -> list[Place]:
         """Where the weights live in the packed layout; ``names`` of parameters by their id."""
-        linears = [*(linear for layer in self.layers for linear in layer.linears()), self.head]
-        found = [place for linear in linears for place in linear.places(names)]
+        modules = [self.embedding, self.norm]
         norms = [m for layer in self.layers for m in (layer.before, layer.between, layer.q_norm, layer.k_norm)]
-        for module in [self.embedding, self.norm, *norms]:
-            if module is not None:
-                found.append(Place((names[id(module.weight)],), module, "weight", copied))
-        return found
+        modules += [norm for norm in norms if norm is not None]
+        linears = [linear for layer in self.layers for linear in layer.linears()]
+        (linears if isinstance(self.head, PackedLinear) else modules).append(self.head)
+        return [place for linear in linears for place in linear.places(names)] + own_places(modules, names)
+
+
+def own_places(modules: Iterable[nn.Module], names: Mapping[int, str]) -> list[Place]:
+    """Where the modules' own parameters live, those that several of them share once."""
+    found = {
+        id(parameter): Place((names[id(parameter)],), module, attribute, copied)
+        for module in modules
+        for attribute, parameter in module.named_parameters(recurse=False)
+    }
+    return list(found.values())
 
 
 def copied(weights: Sequence[torch.Tensor]) -> torch.Tensor:

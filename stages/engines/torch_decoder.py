@@ -31,7 +31,8 @@ import torch
 from torch import nn
 
 from stages import device as devices
-from stages.engines.llama_forward import LlamaForward, PackedLinear, Place, copied
+from stages.engines.head import use_float32
+from stages.engines.llama_forward import LlamaForward, PackedLinear, own_places
 from stages.engines.protocols import WeightMismatch
 
 ATTENTION = "asyncdock_two_part"
@@ -441,6 +442,9 @@ class TorchDecoder:
 
         AttentionInterface.register(ATTENTION, _two_part_attention)
         self.model.set_attn_implementation(ATTENTION)
+        head = self.model.get_output_embeddings()
+        if type(head) is nn.Linear and self.dtype != torch.float32:
+            use_float32(head)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self._llama: LlamaForward | None = None
         self._compare(probe, expected)
@@ -448,15 +452,10 @@ class TorchDecoder:
         if self._llama is not None and self._gap(probe, expected) > self._limit(expected):
             self._llama = None
         if not self._packed:
-            self._places = [
-                Place((name,), module, attribute, copied)
-                for module in self.model.modules()
-                for attribute, parameter in module.named_parameters(recurse=False)
-                for name in [names[id(parameter)]]
-            ]
+            self._places = own_places(self.model.modules(), names)
         elif self._llama is not None:
             self._places = self._llama.places(names)
-            plain = {place.names[0] for place in self._places if isinstance(place.holder, nn.Embedding)}
+            plain = {place.names[0] for place in self._places if isinstance(place.holder, nn.Embedding | nn.Linear)}
             for name, parameter in self.model.named_parameters():
                 if parameter.dim() == 2 and name not in plain:
                     parameter.data = parameter.data.new_empty(0)  # the packed copy is the weight now
@@ -465,16 +464,17 @@ class TorchDecoder:
             self._compare(probe, expected)
 
     def _pack_modules(self, names: Mapping[int, str]) -> None:
-        self._places = []
+        self._places, kept = [], []
+        head = None if self.dtype == torch.float32 else self.model.get_output_embeddings()
         for module_name, module in list(self.model.named_modules()):
-            if type(module) is nn.Linear:
+            if type(module) is nn.Linear and module is not head:
                 place = PackedLinear(module)
                 parent, _, attribute = module_name.rpartition(".")
                 setattr(self.model.get_submodule(parent), attribute, place)
                 self._places += place.places(names)
             else:
-                for attribute, parameter in module.named_parameters(recurse=False):
-                    self._places.append(Place((names[id(parameter)],), module, attribute, copied))
+                kept.append(module)
+        self._places += own_places(kept, names)
 
     def _refuse_unsteady_rope(self) -> None:
         rope = getattr(self.model.config, "rope_parameters", None) or {}

@@ -29,6 +29,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from stages import device as devices
 from stages.algorithms import Algorithm, TokenBatch, split_gap
+from stages.engines.head import float32_logits
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.resharding.swap import training_state
 
@@ -238,7 +239,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
-    logits = nn.functional.linear(hidden, weight, bias).float()
+    logits = float32_logits(hidden, weight, bias)
     return logits if temperature == 1 else logits.div_(temperature)
 
 

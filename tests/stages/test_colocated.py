@@ -269,7 +269,7 @@ async def test_a_mate_takes_its_turns_when_it_is_told_to(index: Index) -> None:
     device, nothing = Noted(), object()
     mate = ColocatedMate(device, nothing, nothing, nothing, other, version=0, save=nothing)  # type: ignore[arg-type]
     listening = asyncio.create_task(mate.run())
-    probe = {"prompt_ids": [1], "response_ids": [2], "logprobs": [-0.5]}
+    probe = {"sequences": [[1, 2]], "logprobs": [[-0.5]]}
     await first.tell("generate", version=4, probe=probe)
     await device.until(lambda: device.did == ["generate 4"])
     await first.tell("return", together=False)
@@ -278,4 +278,4 @@ async def test_a_mate_takes_its_turns_when_it_is_told_to(index: Index) -> None:
     await first.tell("end")
     async with asyncio.timeout(20):
         await listening
-    assert device.probes == [Probe((1,), (2,), (-0.5,)), None]
+    assert device.probes == [Probe(((1, 2),), ((-0.5,),)), None]

@@ -29,11 +29,12 @@ from stages.gang import Gang, Mate
 from stages.models import tiny_model
 from stages.rollout import Rollout
 from stages.update import Update
-from stages.weight_sync import ASKED, Probe, Published, WeightsDamaged, WeightStore, gap, probed
+from stages.weight_sync import ASKED, Probe, ProbeRule, Published, WeightsDamaged, WeightStore, gap, probed
 from tests.stages.test_torch_rollout import DEADLINE, Brake
 
 PARAMS = SamplingParams(max_tokens=8)
-PROBED = (list(range(3, 9)), list(range(4, 20)))  # prompt and response
+PROBED = [[*range(3, 9), *range(4, 20)]]
+EXACT = ProbeRule(torch.float32)
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Trainer:
         for _, tensor in self.engine.weights():
             tensor += 0.05 * torch.randn(tensor.shape, generator=random)
         published = self.store.publish(
-            self.version, self.engine.weights(), probed(self.engine, *PROBED) if probe else None
+            self.version, self.engine.weights(), probed(self.engine, PROBED) if probe else None
         )
         await self.index.call("nudge", topic="version")
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)  # steps are not the matter here
@@ -98,7 +99,7 @@ async def told(index: Index, kind: str) -> list[dict[str, Any]]:
 
 async def test_a_probed_swap_tells_the_gap(trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path) -> None:
     await trainer.publish()
-    assert await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=1e-3))._take()
+    assert await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT))._take()
     assert engine.version == 1
     assert not engine._paused, "it goes on after the probe"
     (sync,) = await told(trainer.index, "sync")
@@ -112,9 +113,9 @@ async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -
     store: Any = WeightStore(tmp_path)
     try:
         await index._redis.hset(f"{index.prefix}n", "trained", 1)
-        published = store.publish(1, train.weights(), probed(train, *PROBED))
+        published = store.publish(1, train.weights(), probed(train, PROBED))
         await index.call("publish", version=1, record=published.record())
-        assert await follower(index, WeightStore(tmp_path), rollout, SwapPolicy(tolerance=1e-4))._take()
+        assert await follower(index, WeightStore(tmp_path), rollout, SwapPolicy(probe=EXACT))._take()
         (sync,) = await told(index, "sync")
         assert 0 < sync["gap_max"] < 1e-4, "two engines never round alike, and hardly differ"
         assert 0 < sync["gap_mean"] <= sync["gap_max"]
@@ -183,7 +184,7 @@ async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
     trainer, engine = pair
     trainer.store.bucket_bytes = 4096
     store = Faulty(tmp_path, fault, 0, released)
-    following = follower(trainer.index, store, engine, SwapPolicy(tolerance=1e-3, timeout=20))
+    following = follower(trainer.index, store, engine, SwapPolicy(probe=EXACT, timeout=20))
     await trainer.publish()
     assert await following._take()
     before = await response(engine)
@@ -441,7 +442,10 @@ class Failing(MockRolloutEngine):
         ("refuses", "head.weight: offered"),
         ("comes too late", "not loaded within sync.timeout = 0.5 s"),
         ("is not probed", "not probed within sync.timeout = 0.5 s"),
-        ("loads something else", r"logprobs differ from the trainer's by [\d.]+ \(sync.probe_tolerance is 0.001\)"),
+        (
+            "loads something else",
+            r"logprobs differ from the trainer's by [\d.]+ \(the largest of 21 tokens; sync.probe_tol",
+        ),
     ],
 )
 async def test_an_engine_that_fails_to_load_keeps_its_old_weights(
@@ -449,7 +453,7 @@ async def test_an_engine_that_fails_to_load_keeps_its_old_weights(
 ) -> None:
     engine = Failing(MockRolloutOptions(swap_seconds=0))
     try:
-        following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=1e-3, timeout=0.5))
+        following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT, timeout=0.5))
         await trainer.publish()
         assert await following._take()
         before = await engine.score(torch.arange(3), torch.arange(9))
@@ -472,7 +476,7 @@ async def test_wrong_weights_with_nothing_to_go_back_to_end_the_worker(trainer: 
     engine.fault = "loads something else"
     await trainer.publish()
     with pytest.raises(RuntimeError, match=r"version 1: .* never published; the worker begins anew"):
-        await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=1e-3))._take()
+        await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT))._take()
     await engine.close()
 
 
@@ -489,24 +493,24 @@ async def test_an_engine_of_which_nobody_knows_what_it_will_do_ends_the_worker(
     engine = Failing(MockRolloutOptions(swap_seconds=0))
     engine.fault = fault
     await trainer.publish()
-    policy = SwapPolicy(tolerance=1e-3, timeout=0.1)
+    policy = SwapPolicy(probe=EXACT, timeout=0.1)
     with pytest.raises(RuntimeError, match=said):
         await asyncio.wait_for(follower(trainer.index, WeightStore(tmp_path), engine, policy)._take(), 20)
     await engine.close()
 
 
-@pytest.mark.parametrize("tolerance", [0.0, 1e-4], ids=["not probed", "probed"])
+@pytest.mark.parametrize("probe", [None, EXACT], ids=["not probed", "probed"])
 async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsaid(
-    index: Index, tmp_path: Path, tolerance: float
+    index: Index, tmp_path: Path, probe: ProbeRule | None
 ) -> None:
     """A load that was given up does not happen at the next token either: it would be unprobed, and told by nobody."""
     await index.init(RunConfig(()), {})
     train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
     engine = TorchRolloutEngine(tiny_model(0), max_rows=2, threads=1)
-    following = follower(index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=tolerance, timeout=0.3))
+    following = follower(index, WeightStore(tmp_path), engine, SwapPolicy(probe=probe, timeout=0.3))
     try:
         await index._redis.hset(f"{index.prefix}n", "trained", 1)
-        published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, *PROBED))
+        published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, PROBED))
         await index.call("publish", version=1, record=published.record())
         brake = Brake(engine, 2)
         stream = engine.generate([GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=50), seed=0)])
@@ -519,7 +523,7 @@ async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsai
         (kept,) = await told(index, "worker")
         assert "version 1: not loaded within sync.timeout = 0.3 s" in kept["reason"]
         assert not await told(index, "sync")
-        following.policy = SwapPolicy(tolerance=tolerance, timeout=DEADLINE)
+        following.policy = SwapPolicy(probe=probe, timeout=DEADLINE)
         assert await following._take()
         assert engine.version == 1
         assert following._held == published
@@ -532,7 +536,7 @@ async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsai
 
 async def test_a_mock_swap_that_takes_too_long_is_not_taken_later_either(trainer: Trainer, tmp_path: Path) -> None:
     engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=60, median_tokens=8, sigma=0))
-    following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(tolerance=1e-3, timeout=0.2))
+    following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT, timeout=0.2))
     try:
         stream = engine.generate([GroupRequest(0, (0,), torch.arange(3), SamplingParams(max_tokens=8), seed=0)])
         await trainer.publish()
@@ -632,7 +636,7 @@ async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index:
     await index.init(RunConfig(()), {})
     train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
     await index._redis.hset(f"{index.prefix}n", "trained", 1)
-    published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, *PROBED))
+    published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, PROBED))
     await index.call("publish", version=1, record=published.record())
     reached, go_on = asyncio.Queue[int](), asyncio.Event()
 
@@ -643,7 +647,7 @@ async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index:
             return await super().score(*arguments, **options)
 
     engines = [Held(tiny_model(0), max_rows=2, threads=1) for _ in range(2)]
-    policy = SwapPolicy(tolerance=1e-4, rolling=True)
+    policy = SwapPolicy(probe=EXACT, rolling=True)
     following = [
         follower(index, WeightStore(tmp_path), e, policy, worker=f"rollout-{i}") for i, e in enumerate(engines)
     ]

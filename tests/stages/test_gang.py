@@ -116,8 +116,8 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: 
     await gangs[0].tell("train", claim=claim.record(), shares=shares)
     mine = await gangs[0].fetch(dock, claim, shares, columns)
     await asyncio.to_thread(engines[0].train_batch, mine, algorithm)
-    await gangs[0].tell("publish", probe=([5, 6], [7]))
-    await asyncio.to_thread(probed, engines[0], [5, 6], [7])
+    await gangs[0].tell("publish", probe=[[5, 6, 7]])
+    await asyncio.to_thread(probed, engines[0], [[5, 6, 7]])
     await asyncio.to_thread(list, engines[0].weights())
     await gangs[0].tell("save", folder="/somewhere")
     await asyncio.to_thread(engines[0].save, Path("/somewhere"))
@@ -127,7 +127,7 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: 
     assert [mate.trained for mate in mates] == [5] * len(mates)
     assert all(engine.saved == [Path("/somewhere")] for engine in engines)
     assert all(engine.given == ["a", "b"] for engine in engines)
-    assert all(engine.probes == [[7]] for engine in engines), "scoring is a call of all ranks too"
+    assert all(engine.probes == [[6, 7]] for engine in engines), "scoring is a call of all ranks too"
     found: dict[tuple[int, int], int] = {}
     for rank, engine in enumerate(engines):
         [batch] = engine.batches
