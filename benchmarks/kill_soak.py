@@ -68,8 +68,8 @@ class Soak:
     home: Path
     random: random.Random
     supervisor: bool = False
-    most: int = 6
-    span: float = 12.0  # seconds from a command's start in which its kills lie
+    most: int = 8
+    span: float = 10.0  # seconds from a command's start in which its kills lie
     deadline: float = 240.0  # for one command
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
 
@@ -83,7 +83,7 @@ class Soak:
         sockets.mkdir(exist_ok=True)
         env = {**os.environ, MARK: mark, SHARED_VARIABLE: str(memory), "TMPDIR": str(sockets), "OMP_NUM_THREADS": "1"}
         command = ["run", str(recipe), "--plain", "--out", str(out)]
-        left = self.random.randint(1, self.most)
+        left = self.random.randint(2, self.most)
         log = self.home / f"run{number}.log"
         try:
             while True:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -45,6 +46,7 @@ from orchestration.supervisor import Outcome, Supervisor, ending
 from pipeline.embedded import EmbeddedIndex
 from pipeline.index import Event, Index, IndexUnreachable
 from pipeline.warehouse import shared_memory_directory
+from stages.aside import aside
 
 log = structlog.get_logger()
 
@@ -304,6 +306,8 @@ class Run:
         await self._index.transition(allowed, to)
 
     async def _prepare(self, index: Index) -> None:
+        # It imports torch, for seconds in which the loop would hear no signal.
+        await aside(lambda: importlib.import_module("stages.sample"), "imports")
         config = flow_of(self.recipe).config(self.recipe.staleness_plan)
         begun = not await index.init(config, *self._beginning())
         if begun and not self.shared.is_dir():  # the machine was started anew, or is another one: the samples are gone
