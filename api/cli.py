@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from api.agent_cli import agent_command
@@ -41,9 +40,12 @@ from api.runs_cli import login, logout, recipe_files, runs_app
 from api.serve_cli import serve_command
 from api.token_cli import token_app
 from api.track_cli import track_command
+from api.view import console as new_console
 from api.view import viewing
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from api.progress import Event
     from orchestration.forkserver import ForkServer
     from orchestration.recipe import Recipe
@@ -77,7 +79,9 @@ def _complete_recipe(incomplete: str) -> Iterator[tuple[str, str]]:
 RecipeArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="A TOML file, or a name from `asyncdock recipes`.", autocompletion=_complete_recipe
+        metavar="RECIPE",
+        help="A TOML file, the recipe.json of a run, or a name from `asyncdock recipes`.",
+        autocompletion=_complete_recipe,
     ),
 ]
 SetOption = Annotated[
@@ -123,12 +127,12 @@ def run(
     plain: PlainOption = False,
 ) -> None:
     """Train as RECIPE says, and show it live. Ctrl-C stops cleanly, a second one at once."""
-    path = _find(recipe)
-    with _forks() as forks:
+    path, here = _find(recipe).resolve(), Path.cwd()
+    with _standing(path.parent), _forks() as forks:
         loaded = _load(path, set_)
         from orchestration.run import Run, RunError
 
-        folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = here / (out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         try:
             made = Run.create(loaded, folder)
         except (RunError, OSError) as error:
@@ -145,7 +149,9 @@ def resume(
     plain: PlainOption = False,
 ) -> None:
     """Go on from the newest checkpoint of the run in RUN_DIR, on other devices or ranks if --set says so."""
-    with _forks() as forks:
+    run_dir = run_dir.resolve()
+    run_dir = run_dir.parent if run_dir.name == "recipe.json" else run_dir
+    with _standing(run_dir), _forks() as forks:
         from orchestration.run import Run, RunError
 
         try:
@@ -154,6 +160,22 @@ def resume(
             _refuse(str(error))
         made.forks = forks
         raise typer.Exit(_show(made, json=json, plain=plain))
+
+
+@contextlib.contextmanager
+def _standing(run_dir: Path) -> Iterator[None]:
+    """Work in the folder in which the run in ``run_dir`` was begun, so that its modules and files are found; where there is
+    no run, or its folder is gone, stay."""
+    from orchestration.run import BEGUN_IN
+
+    begun = run_dir / BEGUN_IN
+    folder = Path(begun.read_text()) if begun.is_file() else None
+    if folder is None or not folder.is_dir():
+        yield
+        return
+    with contextlib.chdir(folder):
+        sys.path.append(str(folder))
+        yield
 
 
 @contextlib.contextmanager
@@ -182,7 +204,7 @@ def check(recipe: RecipeArgument, set_: SetOption = None, as_json: DocumentOptio
         return
     from api.report import plan_table
 
-    Console().print(plan_table(loaded, follows))
+    new_console().print(plan_table(loaded, follows))
 
 
 @app.command()
@@ -199,7 +221,7 @@ def recipes(as_json: DocumentOption = False) -> None:
     table.add_column()
     for name, path in _recipes().items():
         table.add_row(name, _description(path))
-    Console().print(table)
+    new_console().print(table)
 
 
 @plan_app.command("reshard")
@@ -238,7 +260,7 @@ def plan_reshard(
     if as_json:
         print(json.dumps(report))
     else:
-        Console().print(reshard_view(report))
+        new_console().print(reshard_view(report))
 
 
 app.command()(login)
@@ -273,6 +295,11 @@ def _find(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         return path
+    if (path / "recipe.json").is_file():
+        _refuse(
+            f"recipe: {name!r} is the folder of a run; go on with `asyncdock resume {name}`, or begin one like it with "
+            f"`asyncdock run {path / 'recipe.json'}`"
+        )
     known = _recipes()
     if name in known:
         return known[name]
@@ -302,10 +329,10 @@ def _refuse(message: str) -> NoReturn:
 
 def _show(made: RunLike, *, json: bool, plain: bool) -> int:
     """Execute ``made`` in front of a person, report what came out, and return the exit code."""
-    console = Console(stderr=json)
+    console = new_console(stderr=json)
     outcome = asyncio.run(show(made, console, json=json, plain=plain))
     if outcome is None:
-        console.print(f"[bold yellow]Ended at once.[/] Go on with: asyncdock resume {made.out_dir}")
+        console.print(f"Ended at once. Go on with: asyncdock resume {made.out_dir}", soft_wrap=True, markup=False)
         return INTERRUPTED
     _report(made, outcome, console)
     return OF_STATE[outcome.state]
@@ -370,18 +397,25 @@ async def _until_over(made: RunLike, follow: Callable[[], Any], say: Callable[[s
 
 
 def _report(made: RunLike, outcome: RunResult, console: Console) -> None:
-    from api.report import summary_table, write_report
+    from api.report import log_of, summary_table, write_report
 
     model = outcome.checkpoint.model if outcome.checkpoint else None
     report = write_report(made.out_dir, made.recipe, seconds=outcome.seconds, checkpoint=model)
+    told = {} if console.stderr else {"reason": ""}  # the view has said it; events on standard output are for programs
     console.print()
-    console.print(summary_table(report.summary))
+    console.print(summary_table(report.summary | told))
+    for line in report.notes:
+        console.print(f"  {line}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if outcome.state == "failed":
+        console.print(f"  log: {log_of(made.out_dir, outcome.reason)}", highlight=False, markup=False, soft_wrap=True)
+    if model is not None:
+        console.print(f"  model: {model}", highlight=False, markup=False, soft_wrap=True)
     for path in report.files:
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
+        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     for line in report.missing:
-        console.print(f"  {line}", style="yellow", highlight=False, markup=False)
+        console.print(f"  {line}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if outcome.state != "finished":
-        console.print(f"Go on with: asyncdock resume {made.out_dir}", highlight=False, soft_wrap=True)
+        console.print(f"Go on with: asyncdock resume {made.out_dir}", highlight=False, markup=False, soft_wrap=True)
 
 
 def main() -> None:

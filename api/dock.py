@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from api.exits import BAD_INPUT
+from api.view import console as new_console
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def status(
         return {"run": dock.index.run, "stats": stats, "ledger": await dock.index.ledger()}
 
     told = _look(run_dir, index, run, look)
-    print(json.dumps(told)) if as_json else Console().print(status_view(told, time.time()))
+    print(json.dumps(told)) if as_json else new_console().print(status_view(told, time.time()))
 
 
 @dock_app.command()
@@ -63,7 +64,7 @@ def inspect(
     rows = _look(run_dir, index, run, look)
     if not rows:
         _refuse(f"group: {group} is not there; it is not admitted yet, or released after its training")
-    print(json.dumps(rows)) if as_json else Console().print(group_view(group, rows))
+    print(json.dumps(rows)) if as_json else new_console().print(group_view(group, rows))
 
 
 def status_view(told: Mapping[str, Any], now: float) -> RenderableType:

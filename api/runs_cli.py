@@ -26,6 +26,7 @@ from rich.table import Table
 
 from api.exits import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE, OF_STATE
 from api.keyring import DEFAULT_SERVER, SERVER_VARIABLE, TOKEN_VARIABLE, KeyringError, find_token, forget, remember
+from api.view import console as new_console
 
 if TYPE_CHECKING:
     from api.client import ApiProblem, Client, ServiceError
@@ -37,7 +38,6 @@ PATIENCE = 5.0  # seconds for which a command goes on trying: a person waits
 WATCH_PATIENCE = 300.0  # seconds for which a view that has begun outlasts a service that is away
 COMPLETION_SECONDS = 2.0  # the TAB key's
 UNKNOWN_RUN = "urn:asyncdock:unknown-run"  # what api.problems calls it
-WIDE = 200  # columns of a table that no terminal limits
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 runs_app = typer.Typer(help="Start, stop and watch the runs of a service.", no_args_is_help=True)
@@ -113,7 +113,7 @@ def list_(
     if as_json:
         print(json.dumps([run.model_dump(mode="json") for run in runs]))
     elif runs:
-        Console(width=None if sys.stdout.isatty() else WIDE).print(runs_table(runs, time.time()))
+        new_console().print(runs_table(runs, time.time()))
     else:
         which = " with these filters" if state or name or owner else ""
         _say(f"No runs{which} at {server}. Start one: asyncdock runs start mock --watch")
@@ -416,7 +416,7 @@ def _recipe(recipe: str, sets: Sequence[str]) -> tuple[str | dict[str, Any], dic
 
 def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
     """Show ``run`` until it ends, and end with the exit code of how it did."""
-    console = Console(stderr=as_json)
+    console = new_console(stderr=as_json)
     shown: list[Callable[[str], None]] = [_say]
 
     def say(failure: ServiceError, seconds: float) -> None:
@@ -529,7 +529,7 @@ def _show(view: RunView, as_json: bool) -> None:
     if as_json:
         print(view.model_dump_json())
     else:
-        Console().print(run_table(view, time.time()), markup=False, highlight=False)
+        new_console().print(run_table(view, time.time()), markup=False, highlight=False)
 
 
 def _moved(view: RunView, as_json: bool) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from api.exits import BAD_INPUT, FAILED, NO_SERVICE
+from api.view import console as new_console
 
 if TYPE_CHECKING:
     from api.tokens import Scope, Token, Tokens
@@ -89,7 +89,7 @@ def list_(data: DataOption = None, index: IndexOption = "", as_json: JsonOption 
         table.add_column(column)
     for token in found:
         table.add_row(token.id, token.name, token.scope, _when(token.created), _when(token.expires))
-    Console().print(table)
+    new_console().print(table)
 
 
 @token_app.command()

@@ -6,6 +6,7 @@ a terminal ──▶ LiveView      --plain, or no terminal ──▶ PlainView  
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from api.progress import Event, Progress
 
 REDRAWS_PER_SECOND = 4
+PIPE_WIDTH = 4096  # columns where there is no terminal: a program reads lines, and no path is cut
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where a command prints: as wide as its terminal, and without a limit where there is none."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else PIPE_WIDTH)
 
 
 class View(Protocol):

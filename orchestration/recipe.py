@@ -29,7 +29,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pipeline.staleness import StalenessPlan, passing_steps
 from stages.engines.factories import BUILT_IN, TOLD, EngineUnknown, Side, engine_names, find_factory
 from stages.prompts import PromptOptions
+from stages.user_code import place_of
 
+MODELS = ("smollm2", "tiny", "mock")  # known by name; any other source is a folder
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
 NAMES_ITS_KEY = re.compile(r"(?P<key>\w+\.\w+)(?: = .*?)? (?P<wrong>(?:is|means|must|needs) .*)", re.DOTALL)
@@ -319,6 +321,15 @@ class Recipe(Section):
 
         return build_algorithm(self.algorithm.name, self.algorithm.options).needs_reference
 
+    def located(self) -> Recipe:
+        """The same recipe with the paths in it resolved, so that it means the same in any folder."""
+        paths = {"model": ("source",), "prompts": ("path",), "pipeline": TLS_FILES}
+        changes = {}
+        for section, keys in paths.items():
+            found = {key: _resolved(getattr(getattr(self, section), key)) for key in keys}
+            changes[section] = getattr(self, section).model_copy(update=found)
+        return self.model_copy(update=changes)
+
     def to_json(self) -> str:
         return self.model_dump_json()
 
@@ -326,6 +337,13 @@ class Recipe(Section):
     def from_json(cls, text: str | bytes) -> Recipe:
         """The recipe that :meth:`to_json` wrote. Relations and paths were checked when the run was made."""
         return cls.model_validate_json(text)
+
+
+def _resolved(value: str | None) -> str | None:
+    """``value`` as an absolute path when there is a file or a folder of this name; a name stays what it is."""
+    if not value or value in MODELS or not Path(value).expanduser().exists():
+        return value
+    return str(Path(value).expanduser().resolve())
 
 
 @dataclass(frozen=True)
@@ -352,10 +370,22 @@ class RecipeError(ValueError):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override and check the recipe at ``path``. ``overrides`` are ``section.key=value`` with a TOML value;
-    what is no TOML value is a string. A recipe without a name is called like its file. Raises :class:`RecipeError`."""
+    """Read, override and check the recipe at ``path``: TOML, or JSON as a run's folder keeps it. ``overrides`` are
+    ``section.key=value`` with a TOML value; what is no TOML value is a string. A recipe without a name is called like its
+    file. Raises :class:`RecipeError`."""
     data, problems = read_recipe(path, overrides)
+    _shorten(data, overrides)
     return parse_recipe(data, where=str(path), problems=problems)
+
+
+def _shorten(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Let a warm-up end with the run, when the run was made shorter than the recipe's warm-up by an override alone."""
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    train = data.get("train")
+    if "train.steps" in keys and "train.warmup_steps" not in keys and isinstance(train, dict):
+        steps, warmup = train.get("steps"), train.get("warmup_steps")
+        if type(steps) is int and type(warmup) is int and 0 < steps < warmup:
+            train["warmup_steps"] = steps
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
@@ -363,13 +393,24 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[s
     :class:`RecipeError` when there is no TOML."""
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = _json_tables(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(str(path), [Problem("file", str(path), f"cannot be read ({error})")]) from error
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(str(path), [Problem("file", None, f"is not TOML: {error}")]) from error
+    except ValueError as error:
+        raise RecipeError(str(path), [Problem("file", None, f"is not a recipe in JSON: {error}")]) from error
     data.setdefault("name", path.stem)
     return data, [problem for text in overrides if (problem := _override(data, text))]
+
+
+def _json_tables(text: str) -> dict[str, Any]:
+    """A recipe as a run's folder keeps it."""
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise ValueError(f"it holds a {type(data).__name__}, not an object")
+    return data
 
 
 def parse_recipe(data: Mapping[str, Any], where: str = "recipe", problems: Sequence[Problem] = ()) -> Recipe:
@@ -703,6 +744,8 @@ def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, A
         except ValidationError as error:
             for item in error.errors():
                 yield _field_problem({**item, "loc": (*key.split("."), *item["loc"])}, allowed)
+        except Exception as error:
+            yield _raised(key, options, constructor, error)
         return
     unknown = [option for option in options if option not in allowed]
     for option in unknown:
@@ -711,12 +754,22 @@ def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, A
         constructor(**{option: value for option, value in options.items() if option not in unknown})
     except (TypeError, ValueError) as error:
         yield Problem(key, options, f"is refused ({error})", f"it takes {', '.join(allowed)}")
+    except Exception as error:
+        yield _raised(key, options, constructor, error)
+
+
+def _raised(key: str, options: Mapping[str, Any], constructor: Any, error: Exception) -> Problem:
+    """What the code of a user has raised that ``options`` were given to."""
+    made_by = getattr(constructor, "__init__") if isinstance(constructor, type) else constructor  # noqa: B009
+    return Problem(
+        key, options, f"cannot be used: {error!r} was raised ({place_of(error, made_by)})", "correct its code"
+    )
 
 
 def _model_exists(recipe: Recipe) -> Iterator[Problem]:
     source = recipe.model.source
-    if source not in (known := ("smollm2", "tiny", "mock")) and not Path(source).is_dir():
-        fix = suggest(source, known) + " or give the directory of a Hugging Face checkpoint"
+    if source not in MODELS and not Path(source).is_dir():
+        fix = suggest(source, MODELS) + " or give the directory of a Hugging Face checkpoint"
         yield Problem("model.source", source, "is neither a known model nor a directory", fix)
 
 
@@ -770,7 +823,14 @@ def _algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
         fix = "see stages.algorithms.Algorithm"
         yield Problem("algorithm.name", name, f"is not an algorithm: it has no {' and no '.join(lacks)}", fix)
         return
-    yield from _refusals("algorithm.options", algorithm, options)
+    refused = list(_refusals("algorithm.options", algorithm, options))
+    yield from refused
+    if not refused:
+        try:
+            _ = recipe.needs_reference
+        except Exception as error:
+            fix = "give the class a property needs_reference: whether its loss reads ref_logprobs"
+            yield Problem("algorithm.name", name, f"has no needs_reference that can be read ({error!r})", fix)
     if name == "grpo" and recipe.algorithm.group_size < 2:
         size = recipe.algorithm.group_size
         yield Problem("algorithm.group_size", size, "leaves no one to compare with in a group", "use a value >= 2")

@@ -40,6 +40,7 @@ from pipeline.warehouse import shared_memory_directory
 
 log = structlog.get_logger()
 
+BEGUN_IN = "begun-in"  # in the run's folder: where its command stood, whose modules and files the recipe may name
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 _SHARED = "asyncdock-{pid}-{run}"
 
@@ -84,7 +85,9 @@ class Run:
                 f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`"
             )
         out_dir.mkdir(parents=True, exist_ok=True)
+        recipe = recipe.located()
         (out_dir / "recipe.json").write_text(recipe.to_json())
+        (out_dir / BEGUN_IN).write_text(str(Path.cwd()))
         return cls(recipe, out_dir)
 
     @classmethod

@@ -12,7 +12,6 @@ sides, however often a table or a generator repeats it.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from stages.tasks import TASKS
+from stages.user_code import imported, place_of
 
 if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch: it takes seconds to import
     import torch
@@ -350,11 +350,14 @@ class ParquetRows(Sequence[Row]):
 
 def _dataset(path: str, split: str | None) -> Sequence[Row]:
     if ":" in path:
-        module, _, function = path.partition(":")
         try:
-            dataset = getattr(importlib.import_module(module), function)()
-        except (ImportError, AttributeError) as error:
-            raise PromptError(f"prompts.path = {path!r} cannot be imported: {error}") from error
+            make = imported(path)
+        except ImportError as error:
+            raise PromptError(f"prompts.path = {path!r} {error}") from error
+        try:
+            dataset = make()
+        except Exception as error:
+            raise PromptError(f"prompts.path = {path!r} raised {error!r} ({place_of(error, make)})") from error
     else:
         _require("datasets", "folders written by save_to_disk", "data")
         from datasets import load_from_disk

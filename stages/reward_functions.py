@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 from stages.tasks import REWARDS
+from stages.user_code import imported
 
 ENTRY_POINTS = "asyncdock.rewards"
 RESERVED = ("prompts", "completions", "completion_ids")  # arguments that reward functions get from the run
@@ -20,20 +20,19 @@ class RewardError(RuntimeError):
 
 def find_reward(name: str) -> Callable[..., Any]:
     """The reward function called ``name``. Raises :class:`RewardError` with the names there are."""
-    if ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise RewardError(f"reward {name!r} cannot be imported: {error}") from error
-    elif name in REWARDS:
-        found = REWARDS[name]
-    else:
+    if name in REWARDS:
+        return REWARDS[name]
+    place = name
+    if ":" not in name:
         entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
         if name not in entries.names:
             known = sorted({*REWARDS, *entries.names})
             raise RewardError(f"reward {name!r} is not known; use 'module:function' or one of {known}")
-        found = entries[name].load()
+        place = f"{entries[name].module}:{entries[name].attr}"
+    try:
+        found = imported(place)
+    except ImportError as error:
+        raise RewardError(f"reward {name!r} {error}") from error
     if not callable(found):
         raise RewardError(f"reward {name!r} is a {type(found).__name__}, not a function")
     return found
