@@ -406,8 +406,9 @@ def _report(made: RunLike, outcome: RunResult, console: Console) -> None:
     console.print(summary_table(report.summary | told))
     for line in report.notes:
         console.print(f"  {line}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    if outcome.state == "failed":
-        console.print(f"  log: {log_of(made.out_dir, outcome.reason)}", highlight=False, markup=False, soft_wrap=True)
+    log = log_of(made.out_dir, outcome.reason)
+    if outcome.state == "failed" and log is not None:
+        console.print(f"  log: {log}", highlight=False, markup=False, soft_wrap=True)
     if model is not None:
         console.print(f"  model: {model}", highlight=False, markup=False, soft_wrap=True)
     for path in report.files:

@@ -73,11 +73,13 @@ def _notes(progress: Progress) -> list[str]:
     ]
 
 
-def log_of(out_dir: Path, reason: str) -> Path:
-    """The log of the worker that ``reason`` names, or the folder of all of them."""
-    worker = re.match(r"\w+-\d+", reason)
-    log = out_dir / "logs" / f"{worker[0]}.log" if worker else None
-    return log if log is not None and log.is_file() else out_dir / "logs"
+def log_of(out_dir: Path, reason: str) -> Path | None:
+    """The log of the worker that ``reason`` names, or the folder of all of them; None where there is none, as with the
+    launcher ``inline``."""
+    worker, logs = re.match(r"\w+-\d+", reason), out_dir / "logs"
+    if worker and (logs / f"{worker[0]}.log").is_file():
+        return logs / f"{worker[0]}.log"
+    return logs if logs.is_dir() else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
