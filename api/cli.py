@@ -84,7 +84,9 @@ def _complete_recipe(incomplete: str) -> Iterator[tuple[str, str]]:
 RecipeArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="A TOML file, or a name from `asyncdock recipes`.", autocompletion=_complete_recipe
+        metavar="RECIPE",
+        help="A TOML file, the recipe.json of a run, or a name from `asyncdock recipes`.",
+        autocompletion=_complete_recipe,
     ),
 ]
 SetOption = Annotated[
@@ -139,13 +141,13 @@ def run(
     plain: PlainOption = False,
 ) -> None:
     """Train as RECIPE says, and show it live. Ctrl-C stops cleanly, a second one at once."""
-    path = _find(recipe)
-    with _forks() as forks:
-        loaded = _load(path, set_, out)
+    path, here = _find(recipe).resolve(), Path.cwd()
+    with _standing(path.parent), _forks() as forks:
+        loaded = _load(path, set_, here / (out or "runs"))
         from orchestration.run import Run, RunError, RunLocked
 
         try:
-            made = Run.create(loaded, out or _new_folder(loaded.name))
+            made = Run.create(loaded, here / out if out else _new_folder(here / "runs", loaded.name))
         except RunLocked as locked:
             _refuse(str(locked), FAILED)
         except (RunError, OSError) as error:
@@ -162,7 +164,9 @@ def resume(
     plain: PlainOption = False,
 ) -> None:
     """Go on from the newest checkpoint of the run in RUN_DIR, on other devices or ranks if --set says so."""
-    with _forks() as forks:
+    run_dir = run_dir.resolve()
+    run_dir = run_dir.parent if run_dir.name == "recipe.json" else run_dir
+    with _standing(run_dir), _forks() as forks:
         from orchestration.run import Run, RunError, RunLocked
 
         try:
@@ -175,11 +179,11 @@ def resume(
         raise typer.Exit(_show(made, json=json, plain=plain))
 
 
-def _new_folder(name: str) -> Path:
+def _new_folder(runs: Path, name: str) -> Path:
     """A new folder below ``runs``, of this run alone: another one of this second has another name."""
     name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
-        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        folder = runs / (name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir(parents=True)
             return folder
@@ -187,6 +191,22 @@ def _new_folder(name: str) -> Path:
             if not folder.is_dir():  # `runs` itself is a file
                 raise
     raise AssertionError("there is always another number")
+
+
+@contextlib.contextmanager
+def _standing(run_dir: Path) -> Iterator[None]:
+    """Work in the folder in which the run in ``run_dir`` was begun, so that its modules and files are found; where there is
+    no run, or its folder is gone, stay."""
+    from orchestration.run import BEGUN_IN
+
+    begun = run_dir / BEGUN_IN
+    folder = Path(begun.read_text()) if begun.is_file() else None
+    if folder is None or not folder.is_dir():
+        yield
+        return
+    with contextlib.chdir(folder):
+        sys.path.append(str(folder))
+        yield
 
 
 @contextlib.contextmanager
@@ -338,6 +358,11 @@ def _find(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         return path
+    if (path / "recipe.json").is_file():
+        _refuse(
+            f"recipe: {name!r} is the folder of a run; go on with `asyncdock resume {name}`, or begin one like it with "
+            f"`asyncdock run {path / 'recipe.json'}`"
+        )
     known = _recipes()
     if name in known:
         return known[name]
@@ -458,17 +483,25 @@ async def _until_over(made: RunLike, follow: Callable[[], Any], say: Callable[[s
 
 
 def _report(made: RunLike, outcome: RunResult, console: Console) -> None:
-    from api.report import summary_table, write_report
+    from api.report import log_of, summary_table, write_report
 
     model = outcome.checkpoint.model if outcome.checkpoint else None
     saved = outcome.checkpoint.version if outcome.checkpoint else 0
     report = write_report(made.out_dir, made.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved)
+    shown_before = {} if console.stderr else {"reason": ""}  # by the view; events on standard output are for programs
     console.print()
-    console.print(summary_table(report.summary), markup=False)
+    console.print(summary_table(report.summary | shown_before), markup=False)
+    for line in report.notes:
+        console.print(f"  {line}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    log = log_of(made.out_dir, outcome.reason)
+    if outcome.state == "failed" and log is not None:
+        console.print(f"  log: {log}", highlight=False, markup=False, soft_wrap=True)
+    if model is not None:
+        console.print(f"  model: {model}", highlight=False, markup=False, soft_wrap=True)
     for path in report.files:
         console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     for line in report.missing:
-        console.print(f"  {line}", style="yellow", highlight=False, markup=False)
+        console.print(f"  {line}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if outcome.state != "finished":
         console.print(f"Go on with: asyncdock resume {made.out_dir}", highlight=False, markup=False, soft_wrap=True)
 

@@ -62,6 +62,7 @@ class Progress:
     reason: str = ""
     began: float | None = None  # Unix seconds of the first event
     running: float | None = None  # of the first event of training
+    stepped: float | None = None  # of the last step's event
     now: float | None = None  # of the last event
     done: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # step events by step; a replayed step once
     evaluations: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by policy version
@@ -86,7 +87,7 @@ class Progress:
                 if self.reason:
                     self.messages.append(f"{self.state}: {self.reason}")
             case "step":
-                self.done[int(data["step"])] = data
+                self.done[int(data["step"])], self.stepped = data, event.time
             case "evaluation":
                 self.evaluations[int(data["version"])] = data
             case "stage":
@@ -146,12 +147,16 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Generated tokens per second over the last steps; None before there are two."""
+        """Generated tokens per second over the last steps, or since the run's first moment where these made none: the
+        responses of a short run are all made before its second step. None before the first step."""
         recent = self.history[-STEPS_OF_RATE - 1 :]
         seconds = sum(step["seconds"] for step in recent[1:])
-        if seconds <= 0:
+        generated = recent[-1]["tokens_generated"] - recent[0]["tokens_generated"] if recent else 0
+        if seconds > 0 and generated > 0:
+            return float(generated / seconds)
+        if not recent or self.running is None or self.stepped is None or self.stepped <= self.running:
             return None
-        return max(0, recent[-1]["tokens_generated"] - recent[0]["tokens_generated"]) / seconds
+        return float(recent[-1]["tokens_generated"] / (self.stepped - self.running))
 
     def rewards(self) -> list[float]:
         """Mean rewards by step; NaN where a file had to leave one out."""

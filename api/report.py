@@ -8,6 +8,7 @@ The report is made from ``metrics.jsonl``, so a resumed run is reported as one.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,11 +33,13 @@ BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and the summary itself. ``missing`` says which file could not be made, and why."""
+    """What was written, and the summary itself. ``missing`` says which file could not be made, and why; ``notes`` what a
+    person should know of the run."""
 
     summary: dict[str, Any]
     files: list[Path]
     missing: list[str]
+    notes: list[str]
 
 
 def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None, saved: int = 0) -> Report:
@@ -58,7 +61,28 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
             files.append(out_dir / PLOT)
         except ImportError:
             missing.append(f"{PLOT}: needs matplotlib; pip install 'asyncdock[quickstart]'")
-    return Report(summary, [*files, out_dir / METRICS], missing)
+    return Report(summary, [*files, out_dir / METRICS], missing, _notes(progress))
+
+
+def _notes(progress: Progress) -> list[str]:
+    """Of a run whose rewards were all equal: the advantage of every response is then 0, and its steps taught nothing."""
+    rewards = set(progress.rewards())
+    if len(rewards) != 1 or any(step.get("reward_std") != 0 for step in progress.history):
+        return []
+    return [
+        f"Every reward was {number(rewards.pop(), '.4g')}, in all {progress.steps_done} steps: there was nothing to learn "
+        "from. See what the reward function returns, and whether the responses can earn more (rollout.max_tokens, "
+        "prompts.template)."
+    ]
+
+
+def log_of(out_dir: Path, reason: str) -> Path | None:
+    """The log of the worker that ``reason`` names, or the folder of all of them; None where there is none, as with the
+    launcher ``inline``."""
+    worker, logs = re.match(r"\w+-\d+", reason), out_dir / "logs"
+    if worker and (logs / f"{worker[0]}.log").is_file():
+        return logs / f"{worker[0]}.log"
+    return logs if logs.is_dir() else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -91,7 +115,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "tokens_generated": last.get("tokens_generated", 0),
         "tokens_trained": last.get("tokens_trained", 0),
         "tokens_filtered": last.get("tokens_filtered", 0),
-        "tokens_per_second": generated / stepping if stepping > 0 else None,
+        "tokens_per_second": generated / stepping if stepping > 0 and generated > 0 else progress.tokens_per_second,
         "staleness_mean": _mean([step["staleness_mean"] for step in history]),
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
@@ -135,8 +159,6 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         rows.append(("restarts", str(summary["restarts"])))
     if summary["reason"]:
         rows.append(("reason", summary["reason"]))
-    if summary["checkpoint"]:
-        rows.append(("model", summary["checkpoint"]))
     if (saved := summary.get("resume_after_step")) is not None:
         rows.append(("resume", resume_text(saved, summary["steps_planned"], summary["steps"])))
     for name, value in rows:

@@ -41,7 +41,6 @@ PATIENCE = 5.0  # seconds for which a command goes on trying: a person waits
 WATCH_PATIENCE = 300.0  # seconds for which a view that has begun outlasts a service that is away
 COMPLETION_SECONDS = 2.0  # the TAB key's
 UNKNOWN_RUN = "urn:asyncdock:unknown-run"  # what api.problems calls it
-WIDE = 200  # columns of a table that no terminal limits
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 runs_app = typer.Typer(help="Start, stop and watch the runs of a service.", no_args_is_help=True)
@@ -117,7 +116,7 @@ def list_(
     if as_json:
         write(json.dumps([run.model_dump(mode="json") for run in runs]))
     elif runs:
-        safe_console(width=None if sys.stdout.isatty() else WIDE).print(runs_table(runs, time.time()))
+        safe_console().print(runs_table(runs, time.time()))
     else:
         which = " with these filters" if state or name or owner else ""
         _say(f"No runs{which} at {server}. Start one: asyncdock runs start mock --watch")

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
     from rich.measure import Measurement
 
+PIPE_WIDTH = 4096  # columns where there is no terminal: a program reads lines, and no path is cut
+
 
 def write(text: str) -> None:
     """A line of what was asked for, on standard output."""
@@ -27,10 +29,12 @@ def complain(text: str) -> None:
 
 def safe_console(**options: Any) -> Console:
     """A console of Rich's that shows text of others safely, wherever in a renderable it stands, and takes none of it for
-    markup unless ``markup`` is given to it or to its ``print``."""
+    markup unless ``markup`` is given to it or to its ``print``. It is as wide as its terminal; without one, lines are not
+    broken."""
     from rich.console import Console
 
-    made = Console(**{"markup": False, **options})
+    stream = sys.stderr if options.get("stderr") else sys.stdout
+    made = Console(**{"markup": False, "width": None if stream.isatty() else PIPE_WIDTH, **options})
     made.push_render_hook(cast("RenderHook", _Escaping()))
     return made
 

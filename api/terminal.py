@@ -130,7 +130,11 @@ class LiveView:
         if progress.stages:
             parts.append(_stages(progress, width))
         for message in progress.messages:
-            parts.append(Text(message, style="yellow", no_wrap=True, overflow="ellipsis"))
+            said = message.partition(": ")[2]  # by a death, whose words the reason of a failure repeats
+            if progress.state != "failed" or not said:
+                parts.append(Text(message, style="yellow", no_wrap=True, overflow="ellipsis"))
+            elif said == progress.reason or said not in progress.reason:
+                parts.append(Text(message, style="yellow", overflow="fold"))  # whole: nothing else says it
         if self.notice:
             parts.append(Text(self.notice, style="bold yellow"))
         return Group(*parts)
@@ -277,11 +281,22 @@ class PlainView:
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self.progress, self.console = progress, console
+        self._death = ("", "")  # a line that is not printed yet, and its reason: a run that fails of it says it
 
     def event(self, event: Event) -> None:
-        line = plain_line(self.progress, event)
-        if line:
-            self.console.print(escape(line), soft_wrap=True, highlight=False)
+        line, (death, reason) = plain_line(self.progress, event), self._death
+        if not line:
+            return
+        self._death = ("", "")
+        if death and not (event.kind == "state" and reason and reason in event.data.get("reason", "")):
+            self._print(death)
+        if event.kind == "worker" and event.data["change"] == "died":
+            self._death = (line, event.data.get("reason", ""))
+        else:
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        self.console.print(escape(line), soft_wrap=True, highlight=False)
 
 
 def plain_line(progress: Progress, event: Event) -> str:
@@ -302,6 +317,8 @@ def plain_line(progress: Progress, event: Event) -> str:
         case "evaluation":
             reward = number(data["reward_mean"], ".3f")
             return f"evaluation v{data['version']}  reward {reward} of {data['count']} held-out prompts"
+        case "worker" if data["change"] == "died" and data.get("reason"):
+            return f"worker {data['worker']} died: {data['reason']}"
         case "worker" if data["change"] in ("died", "restarted"):
-            return f"worker {data['worker']} {data['change']}" + (f": {data['reason']}" if data.get("reason") else "")
+            return f"worker {data['worker']} {data['change']}"
     return ""

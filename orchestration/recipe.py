@@ -29,7 +29,7 @@ from orchestration.problems import format_size as format_size
 from orchestration.problems import suggest as suggest
 from orchestration.problems import wrong_and_fix
 from orchestration.recipe_bounds import LARGEST, NotToml, out_of_bounds, read_toml
-from orchestration.recipe_files import READING_CHECKS, Surroundings
+from orchestration.recipe_files import KNOWN_MODELS, READING_CHECKS, Surroundings
 from pipeline.staleness import StalenessPlan, passing_steps
 from stages.algorithms.grpo import GRPO
 from stages.engines.factories import BUILT_IN, TOLD, EngineUnknown, Side, engine_names, find_factory
@@ -37,8 +37,8 @@ from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
 from stages.json_schema import only_where, schema_of, unit
 from stages.prompt_files import Reading
 from stages.prompts import PromptOptions
-from stages.reward_functions import said_of
 from stages.tasks import CONFIGS
+from stages.user_code import place_of
 
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 MOST_PROBLEMS = 100  # keys of a recipe that are wrong by themselves; more are counted
@@ -490,6 +490,15 @@ class Recipe(Section):
 
         return build_algorithm(self.algorithm.name, self.algorithm.options).needs_reference
 
+    def located(self) -> Recipe:
+        """The same recipe with the paths in it resolved, so that it means the same in any folder."""
+        paths = {"model": ("source",), "prompts": ("path",), "pipeline": TLS_FILES}
+        changes = {}
+        for section, keys in paths.items():
+            found = {key: _resolved(getattr(getattr(self, section), key)) for key in keys}
+            changes[section] = getattr(self, section).model_copy(update=found)
+        return self.model_copy(update=changes)
+
     def to_json(self) -> str:
         return self.model_dump_json()
 
@@ -499,12 +508,30 @@ class Recipe(Section):
         return cls.model_validate_json(text)
 
 
+def _resolved(value: str | None) -> str | None:
+    """``value`` as an absolute path when there is a file or a folder of this name; a name stays what it is."""
+    if not value or value in KNOWN_MODELS or not Path(value).expanduser().exists():
+        return value
+    return str(Path(value).expanduser().resolve())
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Recipe:
-    """Read, override and check the recipe at ``path``. ``overrides`` are ``section.key=value`` with a TOML value;
-    what is no TOML value is a string. A recipe without a name is called like its file. ``folder``: see
-    :func:`parse_recipe`. Raises :class:`RecipeError`."""
+    """Read, override and check the recipe at ``path``: TOML, or JSON as a run's folder keeps it. ``overrides`` are
+    ``section.key=value`` with a TOML value; what is no TOML value is a string. A recipe without a name is called like its
+    file. ``folder``: see :func:`parse_recipe`. Raises :class:`RecipeError`."""
     data, problems = read_recipe(path, overrides)
+    _shorten(data, overrides)
     return parse_recipe(data, where=str(path), problems=problems, folder=folder)
+
+
+def _shorten(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Let a warm-up end with the run, when the run was made shorter than the recipe's warm-up by an override alone."""
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    train = data.get("train")
+    if "train.steps" in keys and "train.warmup_steps" not in keys and isinstance(train, dict):
+        steps, warmup = train.get("steps"), train.get("warmup_steps")
+        if type(steps) is int and type(warmup) is int and 0 < steps < warmup:
+            train["warmup_steps"] = steps
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
@@ -512,13 +539,24 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[s
     :class:`RecipeError` when there is no TOML."""
     path = Path(path)
     try:
-        data = read_toml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = _json_tables(text) if path.suffix == ".json" else read_toml(text)
     except NotToml as error:
         raise RecipeError(str(path), [Problem("file", None, f"is not TOML: {error}")]) from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(str(path), [Problem("file", str(path), f"cannot be read ({error})")]) from error
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(str(path), [Problem("file", None, f"is not a recipe in JSON: {error}")]) from error
     data.setdefault("name", path.stem)
     return data, [problem for text in overrides if (problem := _override(data, text))]
+
+
+def _json_tables(text: str) -> dict[str, Any]:
+    """A recipe as a run's folder keeps it."""
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise ValueError(f"it holds a {type(data).__name__}, not an object")
+    return data
 
 
 def parse_recipe(
@@ -888,15 +926,26 @@ def _refusals(key: str, constructor: Callable[..., Any], options: Mapping[str, A
         except ValidationError as error:
             for item in error.errors():
                 yield _field_problem({**item, "loc": (*key.split("."), *item["loc"])}, allowed)
+        except Exception as error:
+            yield _raised(key, options, constructor, error)
         return
     unknown = [option for option in options if option not in allowed]
     for option in unknown:
         yield Problem(f"{key}.{option}", options[option], "is not a known key", suggest(option, allowed))
     try:
         constructor(**{option: value for option, value in options.items() if option not in unknown})
-    except Exception as error:  # whatever a constructor of the user's does
-        reason = error if isinstance(error, TypeError | ValueError) else said_of(error)
-        yield Problem(key, options, f"is refused ({reason})", f"it takes {', '.join(allowed)}")
+    except (TypeError, ValueError) as error:
+        yield Problem(key, options, f"is refused ({error})", f"it takes {', '.join(allowed)}")
+    except Exception as error:
+        yield _raised(key, options, constructor, error)
+
+
+def _raised(key: str, options: Mapping[str, Any], constructor: Any, error: Exception) -> Problem:
+    """What the code of a user has raised that ``options`` were given to."""
+    made_by = getattr(constructor, "__init__") if isinstance(constructor, type) else constructor  # noqa: B009
+    return Problem(
+        key, options, f"cannot be used: {error!r} was raised ({place_of(error, made_by)})", "correct its code"
+    )
 
 
 def _task_takes_config(recipe: Recipe) -> Iterator[Problem]:
@@ -939,7 +988,14 @@ def _algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
         fix = "see stages.algorithms.Algorithm"
         yield Problem("algorithm.name", name, f"is not an algorithm: it has no {' and no '.join(lacks)}", fix)
         return
-    yield from _refusals("algorithm.options", algorithm, options)
+    refused = list(_refusals("algorithm.options", algorithm, options))
+    yield from refused
+    if not refused:
+        try:
+            _ = recipe.needs_reference
+        except Exception as error:
+            fix = "give the class a property needs_reference: whether its loss reads ref_logprobs"
+            yield Problem("algorithm.name", name, f"has no needs_reference that can be read ({error!r})", fix)
     if name == "grpo" and recipe.algorithm.group_size < 2:
         size = recipe.algorithm.group_size
         yield Problem("algorithm.group_size", size, "leaves no one to compare with in a group", "use a value >= 2")

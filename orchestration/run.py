@@ -50,6 +50,7 @@ from stages.aside import aside
 
 log = structlog.get_logger()
 
+BEGUN_IN = "begun-in"  # in the run's folder: where its command stood, whose modules and files the recipe may name
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
 LOOK_SECONDS = 0.1  # between two looks at a lock
@@ -104,10 +105,12 @@ class Run:
         if out_dir.exists():
             _refuse_used(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
+        recipe = recipe.located()
         lock = RunLock.take(out_dir)
         try:
             _refuse_used(out_dir, lock)
             _write_recipe(out_dir, recipe)
+            (out_dir / BEGUN_IN).write_text(str(Path.cwd()))
             return cls(recipe, out_dir, lock=lock)
         except BaseException:
             lock.release()

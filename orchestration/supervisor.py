@@ -173,7 +173,7 @@ class Supervisor:
             kind, number = first
             fate = self._lives[first].fate
             reason = reasons[first] or ("its fork server has ended" if fate else ending(codes[first]))
-            log.warning("worker died", worker=names[first], code=codes[first], reason=reason)
+            log.debug("worker died", worker=names[first], code=codes[first], reason=reason)
             await self._tell(kind, number, "died", reason=reason)
             for other in gang:
                 if other != first and reasons[other]:  # not only ended: it had something to say

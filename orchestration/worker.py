@@ -54,7 +54,7 @@ from pipeline.index import INDEX_VARIABLE, BoundBroken, GateClosed, Index, Never
 from pipeline.spans import Spans
 from pipeline.warehouse import StaleHandle
 from stages.advantage import Advantage
-from stages.algorithms import build_algorithm
+from stages.algorithms import AlgorithmError, NamedAlgorithm, build_algorithm
 from stages.aside import apart
 from stages.colocated import ColocatedMate, ColocatedUpdate, SharedDevice, Turn
 from stages.device import DeviceMissing
@@ -116,6 +116,7 @@ FATAL = (
     WrittenTwice,
     GateClosed,
     NeverFits,
+    AlgorithmError,
     ColumnError,
     DeviceMissing,
     EngineMissing,
@@ -266,6 +267,10 @@ class Worker:
         self._controllers.append(controller)
         return controller
 
+    def _algorithm(self) -> NamedAlgorithm:
+        name, options = self.recipe.algorithm.name, self.recipe.algorithm.options
+        return NamedAlgorithm(name, build_algorithm(name, options))
+
     def _rewards(self) -> RewardSet:
         return RewardSet([(function.name, function.weight) for function in self.recipe.reward.functions])
 
@@ -285,7 +290,7 @@ class Worker:
         )
         if recipe.ours("reward"):
             self._control(Reward(self._rewards(), tokenizer))
-        self._control(Advantage(build_algorithm(recipe.algorithm.name, recipe.algorithm.options)))
+        self._control(Advantage(self._algorithm()))
 
     async def _prompts(self, tokenizer: Tokenizer) -> PromptSource:
         if self.recipe.prompts.source != "external":
@@ -430,7 +435,7 @@ class Worker:
             gang, meeting = Gang(self.index, ranks, life), self.place.shared / f"gang-{life}"
         engine = await asyncio.to_thread(train_engine, recipe, ranks if meeting else None, meeting)
         self._close.append(engine.close)
-        algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+        algorithm = self._algorithm()
         saved = checkpoint.latest(self.place.checkpoints)
         if saved is not None:
             await asyncio.to_thread(saved.load_into, engine)

@@ -14,7 +14,6 @@ tokenizer alone, so skipping them keeps all of this.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import json
 import re
@@ -34,6 +33,7 @@ from stages.prompt_files import PromptError as PromptError
 from stages.prompt_files import Row as Row
 from stages.prompt_files import kind_of, lines, open_file, parse_line
 from stages.tasks import CONFIGS, TASKS
+from stages.user_code import imported, place_of
 
 if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch: it takes seconds to import
     import torch
@@ -647,7 +647,11 @@ class ParquetRows(NumberedRows):
 
 def _dataset(path: str, split: str | None) -> Any:
     if ":" in path:
-        dataset = dataset_function(path)()
+        make = dataset_function(path)
+        try:
+            dataset = make()
+        except Exception as error:
+            raise PromptError(f"prompts.path = {path!r} raised {error!r} ({place_of(error, make)})") from error
     else:
         _require("datasets", "folders written by save_to_disk", "data")
         if kind_of(existing(Path(path))) != "a folder":
@@ -668,13 +672,10 @@ def _dataset(path: str, split: str | None) -> Any:
 
 def dataset_function(path: str) -> Callable[[], Any]:
     """The function that ``module:function`` names. Raises PromptError."""
-    module, _, name = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # whatever a module does that is imported
-        raise PromptError(
-            f"prompts.path = {path!r} cannot be imported: {error!r}; put its directory on PYTHONPATH, or correct the name"
-        ) from error
+        function = imported(path)
+    except ImportError as error:
+        raise PromptError(f"prompts.path = {path!r} {error}") from error
     if not callable(function):
         raise PromptError(
             f"prompts.path = {path!r} is a {type(function).__name__}; name a function that gives a dataset"

@@ -28,6 +28,7 @@ from pipeline.controller import Output
 from pipeline.index import Claim
 from stages.models import Tokenizer
 from stages.reward_functions import RESERVED, RewardError, RewardFunctions
+from stages.user_code import place_of
 
 ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
 
@@ -94,7 +95,7 @@ class RewardSet:
                     f"reward {name!r} took more than {self._timeout:g} s for {_rows(given)} rows"
                 ) from None
             row = await self._culprit(function, given)
-            raise RewardError(f"reward {name!r} raised {error!r} at {row}") from error
+            raise RewardError(f"reward {name!r} raised {error!r} at {row} ({place_of(error, function)})") from error
         return _checked(name, result, _rows(given))
 
     async def _culprit(self, function: Callable[..., Any], given: dict[str, list[Any]]) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from stages.tasks import REWARDS
+from stages.user_code import imported
 
 ENTRY_POINTS = "asyncdock.rewards"
 RESERVED = ("prompts", "completions", "completion_ids")  # arguments that reward functions get from the run
@@ -18,19 +17,6 @@ RESERVED = ("prompts", "completions", "completion_ids")  # arguments that reward
 class RewardError(RuntimeError):
     """A reward function cannot be found, or broke its contract: the message names it and, where there is one, the
     row."""
-
-
-def said_of(error: BaseException) -> str:
-    """What an import has failed with: the message, and of what is no ImportError the type and the line too."""
-    if isinstance(error, ImportError | AttributeError) or error.__traceback__ is None:
-        return str(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    place = (
-        f"{error.filename}, line {error.lineno}"
-        if isinstance(error, SyntaxError)
-        else f"{last.filename}, line {last.lineno}"
-    )
-    return f"{type(error).__name__}: {error} ({place})"
 
 
 class RewardFunctions:
@@ -45,14 +31,13 @@ class RewardFunctions:
         if ":" not in name and name not in REWARDS and name not in self._installed.names:
             known = sorted({*REWARDS, *self._installed.names})
             raise RewardError(f"reward {name!r} is not known; use 'module:function' or one of {known}")
+        if name in REWARDS:
+            return REWARDS[name]
+        place = name if ":" in name else f"{self._installed[name].module}:{self._installed[name].attr}"
         try:
-            module, _, attribute = name.partition(":")
-            if attribute:
-                found = getattr(importlib.import_module(module), attribute)
-            else:
-                found = REWARDS.get(name) or self._installed[name].load()
-        except (Exception, SystemExit) as error:  # whatever a module does that is imported
-            raise RewardError(f"reward {name!r} cannot be imported: {said_of(error)}") from error
+            found = imported(place)
+        except ImportError as error:
+            raise RewardError(f"reward {name!r} {error}") from error
         if not callable(found):
             raise RewardError(f"reward {name!r} is a {type(found).__name__}, not a function")
         return found  # type: ignore[no-any-return]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stages.reward_functions import said_of
+from stages.user_code import imported, place_of
 
 if TYPE_CHECKING:  # a recipe's algorithm and its options are checked without torch
     import torch
@@ -77,6 +76,71 @@ class Algorithm(Protocol):
         """What is reported of a train batch, from its summed metrics: the place for quotients of sums."""
 
 
+class AlgorithmError(RuntimeError):
+    """An algorithm raised, or returned what is none of what its method promises; the message names it, the method and the
+    line."""
+
+
+class NamedAlgorithm:
+    """``algorithm``, whose failures are told by the name it has in the recipe. Raises :class:`AlgorithmError`."""
+
+    def __init__(self, name: str, algorithm: Algorithm) -> None:
+        self.name, self.algorithm = name, algorithm
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.needs_reference
+
+    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        out: Any = self._call("advantages", rewards)
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point() or out.shape != rewards.shape:
+            raise self._wrong("advantages", out, f"a float tensor of shape {list(rewards.shape)}, one for each reward")
+        if not bool(out.isfinite().all()):
+            raise self._wrong("advantages", out.tolist(), f"finite numbers, for the rewards {rewards.tolist()}")
+        return out
+
+    def loss(self, tokens: TokenBatch) -> LossOutput:
+        import torch
+
+        out: Any = self._call("loss", tokens)
+        if not isinstance(out, LossOutput):
+            raise self._wrong("loss", out, "a stages.algorithms.LossOutput")
+        if not isinstance(out.loss, torch.Tensor) or out.loss.numel() != 1:
+            raise self._wrong("loss", out.loss, "a tensor of one number in LossOutput.loss")
+        if tokens.logprobs.requires_grad and not out.loss.requires_grad:
+            raise self._wrong("loss", out.loss, "a loss with gradient: it must depend on tokens.logprobs")
+        return out
+
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        out: Any = self._call("finish", metrics)
+        if not isinstance(out, dict) or not all(isinstance(value, int | float) for value in out.values()):
+            raise self._wrong("finish", out, "a dict of numbers")
+        return out
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        function = getattr(self.algorithm, method)
+        try:
+            return function(*arguments)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if type(error).__name__ in (
+                "OutOfMemoryError",
+                "AcceleratorError",
+            ):  # the device's failure, not the algorithm's
+                raise
+            place = place_of(error, function)
+            raise AlgorithmError(f"algorithm {self.name!r} raised {error!r} in {method} ({place})") from error
+
+    def _wrong(self, method: str, out: Any, wanted: str) -> AlgorithmError:
+        place = place_of(AlgorithmError(), getattr(self.algorithm, method))
+        return AlgorithmError(
+            f"algorithm {self.name!r} returned {out!r:.200} from {method} ({place}); wanted is {wanted}"
+        )
+
+
 def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
     """The algorithm called ``name``; ``options`` are the fields of its class.
 
@@ -88,13 +152,7 @@ def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
 def algorithm_class(name: str) -> Any:
     """The class behind ``name``: built in, ``module:Class``, or an entry point of the group ``asyncdock.algorithms``."""
     if ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except (Exception, SystemExit) as error:  # whatever a module does that is imported
-            raise ValueError(
-                f"algorithm: {name!r} cannot be imported ({said_of(error)}); is it on PYTHONPATH?"
-            ) from error
+        return _imported(name, name)
     from stages.algorithms.grpo import GRPO
 
     known = {"grpo": GRPO}
@@ -104,7 +162,11 @@ def algorithm_class(name: str) -> Any:
     if name not in entries.names:
         names = sorted({*known, *entries.names})
         raise ValueError(f"algorithm: {name!r} is not known; use 'module:Class' or one of {names}")
+    return _imported(name, f"{entries[name].module}:{entries[name].attr}")
+
+
+def _imported(name: str, place: str) -> Any:
     try:
-        return entries[name].load()
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"algorithm: {name!r} cannot be loaded ({said_of(error)}); correct the package") from error
+        return imported(place)
+    except ImportError as error:
+        raise ValueError(f"algorithm: {name!r} {error}") from error

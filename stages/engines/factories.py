@@ -16,10 +16,11 @@ in a thread, without an event loop. A recipe is checked without torch, so nothin
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 from collections.abc import Callable
 from typing import Any, Literal
+
+from stages.user_code import imported
 
 Side = Literal["rollout", "train"]
 
@@ -46,11 +47,9 @@ def find_factory(side: Side, name: str) -> Callable[..., Any]:
             f"{told} is not known; name a factory as 'module:factory', or use one of {engine_names(side)}"
         )
     try:
-        module, _, attribute = name.partition(":")
-        found = getattr(importlib.import_module(module), attribute) if attribute else entries[name].load()
-    except (Exception, SystemExit) as error:  # whatever a module does that is imported
-        fix = "put its directory on PYTHONPATH, or correct the name"
-        raise EngineUnknown(f"{told} cannot be imported ({error!r}); {fix}") from error
+        found = imported(name if ":" in name else f"{entries[name].module}:{entries[name].attr}")
+    except ImportError as error:
+        raise EngineUnknown(f"{told} {error}") from error
     if not callable(found):
         raise EngineUnknown(f"{told} is a {type(found).__name__}; name a function or a class that makes an engine")
     return found  # type: ignore[no-any-return]

@@ -1,0 +1,56 @@
+"""The code of a user, named as ``module:attribute``: how it is found, and what is said of it when it fails."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import operator
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def imported(name: str) -> Any:
+    """The attribute that ``name``, ``module:attribute``, says. Raises ImportError, whose text says what went wrong, in which
+    line, and what to do."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # whatever a module does that is imported
+        fix = "put its directory on PYTHONPATH, or correct the name"
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module}.".startswith(f"{missing}."):  # it was found, and failed
+            fix = f"correct {module}, or install what it needs"
+        raise ImportError(f"cannot be imported: {_shown(error)}; {fix}") from error
+    try:
+        return operator.attrgetter(attribute)(found)
+    except AttributeError:
+        names = [known for known in vars(found) if not known.startswith("_")]
+        close = difflib.get_close_matches(attribute, names, n=1)
+        fix = f"did you mean {f'{module}:{close[0]}'!r}?" if close else f"use one of {names[:20]}"
+        raise ImportError(f"cannot be imported: {module} has no attribute {attribute!r}; {fix}") from None
+
+
+def _shown(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({_named(str(error.filename), error.lineno)})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    return f"{error!r}" + (f" ({_named(own[-1].filename, own[-1].lineno)})" if own else "")
+
+
+def place_of(error: BaseException, function: Callable[..., Any]) -> str:
+    """File and line at which ``error`` left the file of ``function``, innermost first; where ``function`` begins, when it
+    never came so far, as with wrong arguments."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    if code is not None:
+        lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+        return _named(code.co_filename, lines[-1] if lines else code.co_firstlineno)
+    return _named(frames[-1].filename, frames[-1].lineno) if frames else "in a place that is not known"
+
+
+def _named(file: str, line: int | None) -> str:
+    return f"{os.path.abspath(file)}, line {line}"
