@@ -346,31 +346,6 @@ async def test_a_body_of_weights_that_drips_is_given_up(
         assert not spooled(tmp_path)
 
 
-async def test_a_revoked_tokens_weights_end_within_a_second_and_leave_no_file(index_url: str, tmp_path: Path) -> None:
-    async with going(index_url, tmp_path, recipe(TRAINER)) as run:
-        tokens = Tokens(index_url)
-        known, mine = await tokens.create("bob", "run")
-        whole, spooling = save(whole_model()), asyncio.Event()
-
-        async def body() -> AsyncIterator[bytes]:
-            yield whole[:5000]
-            while not spooled(tmp_path):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            spooling.set()
-            while True:
-                yield b""
-                await asyncio.sleep(0.02)
-
-        headers = {"Content-Type": BINARY, **bearer(mine)}
-        request = asyncio.create_task(run.client.put(f"{run.at}/weights/0", data=body(), headers=headers))
-        await asyncio.wait_for(spooling.wait(), 30)
-        await tokens.revoke(known.id)
-        async with asyncio.timeout(1):
-            assert (await problem(await request, 401))["type"] == "urn:asyncdock:token"
-        assert not spooled(tmp_path)
-        await tokens.close()
-
-
 def test_the_poisons_are_what_they_are_called() -> None:
     assert np.isnan(POISON.numpy()).sum() == 1
     assert set(whole_model()) > {NORM}
