@@ -65,8 +65,8 @@ def _index_url(value: object) -> object:
 
 def _bytes(least: int) -> BeforeValidator:
     """:func:`parse_size`, whose JSON Schema says what it takes: ``least`` bytes or more, or a text."""
-    some = "(?=[0-9.]*[1-9])" if least else ""
-    text = rf"^\s*{some}[0-9]{{1,18}}(\.[0-9]{{1,18}})? ?([KkMmGg]?[Bb]|[KkMmGgTt][Ii][Bb])?\s*$"
+    number = r"([0-9]*[1-9][0-9]*(\.[0-9]+)?|0+\.0*[1-9][0-9]*)" if least else r"[0-9]+(\.[0-9]+)?"
+    text = rf"^ *{number} ?([KkMmGg]?[Bb]|[KkMmGgTt][Ii][Bb])? *$"
     shown = Annotated[int, Field(ge=least, le=LARGEST)] | Annotated[str, Field(json_schema_extra={"pattern": text})]
     return BeforeValidator(parse_size, json_schema_input_type=shown)
 
