@@ -10,13 +10,14 @@ import http
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import pydantic
 import structlog
 from aiohttp import web
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from api.text import Text, sendable
 from orchestration.recipe import RecipeError
 from orchestration.registry import KeyReused, UnknownRun, WrongState
 from pipeline.index import IndexUnreachable
@@ -32,14 +33,6 @@ MOST_ERRORS = 100
 TOO_MANY_ERRORS = 2000  # pydantic lists all errors or none; more than this many are not listed
 # Of a URL's user and password up to the last "@". Linear in the text: a match is tried after "://" alone, and ends at "/".
 _PASSWORD = re.compile(r"(?<=\w://)[^\s/]+@")
-
-
-def _sendable(value: object) -> object:
-    """``value``; a text without what UTF-8 cannot carry (surrogates, which headers and arguments may hold)."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-
-
-Text = Annotated[str, BeforeValidator(_sendable)]
 
 
 class Wrong(BaseModel):
@@ -135,7 +128,7 @@ def _beginning(value: object) -> str:
         if len(text) > LONGEST_READ:
             text = text[:LONGEST_READ] + "@"  # ends what may be a password that goes on
             break
-    return str(_sendable(text))
+    return str(sendable(text))
 
 
 def without_password(text: str) -> str:

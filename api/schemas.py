@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
 
-from api.problems import Text
+from api.text import Text
 from orchestration.planner import Plan
 from orchestration.recipe import Recipe
 from stages.json_schema import schema_of
