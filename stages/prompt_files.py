@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 Row = dict[str, Any]
 
 LINE_BYTES = 16 * 2**20  # of one line; a longer one is not read
+PIECE = 2**20
 MOST_PASSED_OVER = 2**30  # bytes of a longer one that are passed over to find its end
 BYTE_ORDER_MARK = "\ufeff"  # which some editors put before UTF-8
 TO_UTF8 = "save it as UTF-8, for example with `iconv -f {} -t utf-8`"
@@ -112,7 +113,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
             number = 0
             while raw := file.readline(LINE_BYTES):
                 if len(raw) == LINE_BYTES and not raw.endswith(b"\n"):
-                    number += 1
+                    number, raw = number + 1, b""
                     yield number, None
                     _pass_over(file, f"{path}, line {number}")
                     continue
@@ -125,9 +126,9 @@ def lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
 
 def _pass_over(file: BinaryIO, where: str) -> None:
     """Read the rest of a line. Raises PromptError when there is no end to it."""
-    for _ in range(MOST_PASSED_OVER // LINE_BYTES):
-        raw = file.readline(LINE_BYTES)
-        if len(raw) < LINE_BYTES or raw.endswith(b"\n"):
+    for _ in range(MOST_PASSED_OVER // PIECE):
+        raw = file.readline(PIECE)
+        if len(raw) < PIECE or raw.endswith(b"\n"):
             return
     raise PromptError(
         f"prompts: {where} has more than {MOST_PASSED_OVER >> 30} GiB; write one JSON object on each line"
