@@ -99,9 +99,7 @@ class Feed:
                     rows.append(row)
                     continue
                 reason = f"it is longer than {self.form.limits.tokens} tokens, {self.form.limits.why}"
-            except (
-                Exception
-            ) as error:  # a chat template, for one, raises what it likes; another program's prompt ends no run
+            except Exception as error:  # whatever a chat template raises: another program's prompt ends no run
                 reason = str(error) if isinstance(error, PromptError) else f"{type(error).__name__}: {error}"
             log.warning("prompt left out", position=position, reason=reason)
             await self.index.emit("prompt", {"position": position, "change": "left out", "reason": reason})
