@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -69,7 +70,7 @@ class Soak:
     random: random.Random
     supervisor: bool = False
     most: int = 8
-    span: float = 10.0  # seconds from a command's start in which its kills lie
+    gap: float = 1.5  # seconds between kills, on average
     deadline: float = 240.0  # for one command
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
 
@@ -110,7 +111,8 @@ class Soak:
 
     def _command(self, command: Sequence[str], env: dict[str, str], log: Path, most: int) -> tuple[int, int, bool]:
         """Exit code of one command, how many of its processes were killed, and whether itself was."""
-        moments = sorted(self.random.uniform(0, self.span) ** 2 / self.span for _ in range(most))  # more of them early
+        gaps = [self.random.expovariate(1 / self.gap) for _ in range(most)]
+        moments = list(itertools.accumulate(gaps))  # from 0 s on
         began, killed, itself = time.monotonic(), 0, False
         with log.open("ab") as file:
             process = psutil.Popen(
@@ -131,9 +133,10 @@ class Soak:
 
     def _victim(self, process: psutil.Process) -> psutil.Process | None:
         try:
-            family = process.children(recursive=True) + ([process] if self.supervisor else [])
+            family = [child for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
         except psutil.NoSuchProcess:
             return None
+        family += [process] if self.supervisor else []
         return self.random.choice(family) if family else None
 
     def _check_metrics(self, out: Path, resumed: bool) -> None:
