@@ -137,8 +137,13 @@ class SyncEvent(EventData):
     hidden_seconds: Seconds = Field(default=None, description="Beside generation.")
     to: str = Field(default="", description="In a colocated run: whose turn the weights were moved for.")
     gap_max: Number = Field(default=None, description="Largest difference of a probed logprob.")
+    gap_q95: Number = Field(default=None, description="Their 95th percentile.")
     gap_mean: Number = None
     gap_k3: Number = None
+    gap_tokens: Number = Field(default=None, description="Tokens probed.")
+    gap_max_limit: Number = None
+    gap_q95_limit: Number = None
+    gap_mean_limit: Number = None
     released_bytes: int = Field(default=0, description="In a colocated run: of training's memory, moved to the host.")
     device_bytes: dict[str, int] = Field(default={}, description="In a colocated run: most on the device, by phase.")
 
@@ -176,11 +181,14 @@ class WorkerEvent(EventData):
 
 
 class PromptEvent(EventData):
-    """A prompt that another program put into the run was left out."""
+    """Prompts that the run does not ask as they were given: one that another program put into it was left out, with its
+    `position`; or some are too long, with how many were `skipped` and `cut` so far."""
 
-    position: int
-    change: str
+    change: Literal["left out", "too long"]
     reason: str
+    position: int | None = None
+    skipped: int = 0
+    cut: int = 0
 
 
 class EndMessage(BaseModel):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
+import contextlib
+import errno
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 import structlog
 
-from orchestration.processes import Process
+from pipeline.locks import Locked, take
 
 log = structlog.get_logger()
 
-LOCK = "run.lock"  # in the run's folder: who holds the lock, or held it last
+LOCK = "run.lock"  # in the run's folder
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of some network file systems
 
 
 class RunError(RuntimeError):
@@ -27,45 +27,34 @@ class RunLocked(RunError):
 
 
 class RunLock:
-    """The lock of the run's folder ``folder``, held from :meth:`take` to :meth:`release`.
+    """The lock of the run's folder ``folder``, held from :meth:`take` to :meth:`release`."""
 
-    A lock file is never removed: a process that waits for a removed file's lock would hold another one than its successor.
-    """
-
-    def __init__(self, folder: Path, file: TextIO) -> None:
+    def __init__(self, folder: Path, file: BinaryIO | None) -> None:
         self.folder, self._file = folder, file
 
     @classmethod
     def take(cls, folder: Path) -> RunLock:
         """Raises RunLocked when another process, or another run in this one, holds the lock of ``folder``."""
-        file = open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600), "r+")  # noqa: SIM115  (closed by release)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with file:
-                raise RunLocked(f"run: {folder} is executed by {_holder(file)}; stop it first") from None
-        except OSError as error:  # some network file systems have no locks
+            return cls(folder, take(folder / LOCK))
+        except Locked as held:
+            raise RunLocked(f"run: {folder} is executed by {held.holder}{_since(folder)}; stop it first") from None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
             log.warning(
                 "the run's folder cannot be locked; do not execute it twice", folder=str(folder), error=str(error)
             )
-        file.truncate()
-        json.dump({"process": str(Process.of(os.getpid())), "host": os.uname().nodename, "since": time.time()}, file)
-        file.flush()
-        return cls(folder, file)
+            return cls(folder, None)
 
     def release(self) -> None:
         """Harmless when repeated."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
-def _holder(file: TextIO) -> str:
-    """The process that holds the lock of ``file``, in words."""
-    try:
-        written = json.load(file)
-        process, host, since = Process.parse(written["process"]), str(written["host"]), float(written["since"])
-    except (ValueError, KeyError, TypeError):  # it has just taken the lock
-        return "another process"
-    if process is None or (host == os.uname().nodename and not process.alive()):
-        return "another process"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
-    return f"process {process.pid} on {host} since {when}"
+def _since(folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        taken = (folder / LOCK).stat().st_mtime
+        return f" since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(taken))}"
+    return ""

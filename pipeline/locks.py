@@ -12,6 +12,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import structlog
 
@@ -22,25 +23,37 @@ AGAIN_SECONDS = 0.05  # a lock can be waited for, or with a deadline, but not bo
 
 
 class Locked(RuntimeError):
-    """Another process holds a lock. ``process`` is its number, 0 when it is not known."""
+    """Another process holds a lock. ``process`` is its number, 0 when it is not known; ``holder`` names it in words."""
 
     def __init__(self, path: Path, process: int, waited: float) -> None:
+        self.process, self.holder = process, _named(process)
         for_so_long = f" and did not free it for {waited:g} s" if waited else ""
-        fix = "end that process, or give another folder"
-        super().__init__(f"{path}: {_named(process)} holds this lock{for_so_long}; {fix}")
-        self.process = process
+        super().__init__(
+            f"{path}: {self.holder} holds this lock{for_so_long}; end that process, or give another folder"
+        )
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: float = 0.0) -> Iterator[None]:
     """Hold the lock file ``path``, after at most ``wait`` seconds. Raises Locked, and OSError for what is no plain file."""
-    with open(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+b", buffering=0) as file:
+    with take(path, wait=wait):
+        yield
+
+
+def take(path: Path, *, wait: float = 0.0) -> BinaryIO:
+    """The lock file ``path``, locked until it is closed: see :func:`locked`. It is never removed: a process that waits for
+    the lock of a removed file would hold another lock than the next one."""
+    file = open(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+b", buffering=0)  # noqa: SIM115
+    try:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path}: is no plain file, so it can be no lock; remove it")
         _acquire(file.fileno(), path, wait)
         file.truncate(0)
         file.write(b"%d\n" % os.getpid())  # for systems that do not list their locks
-        yield
+    except BaseException:
+        file.close()
+        raise
+    return cast(BinaryIO, file)
 
 
 def _acquire(descriptor: int, path: Path, wait: float) -> None:
