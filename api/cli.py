@@ -433,7 +433,7 @@ async def show(made: RunLike, console: Console, *, json: bool, plain: bool) -> R
                 show_event(event)
 
         outcome = await _until_over(made, follow, say)
-        if outcome is not None and not progress.ended:  # its index could not tell of its end any more
+        if outcome is not None and not progress.ended:  # its index did not record its end
             now = time.time()
             ended = {"state": outcome.state, "reason": outcome.reason}
             show_event(Recorded(f"{int(now * 1000)}-0", now, "state", ended))

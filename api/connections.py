@@ -217,7 +217,7 @@ class Connections(web.BaseSite):
         self._hosts: Counter[str] = Counter()
         # Those that wait for their client, in the order in which they were heard of, and until when.
         self._waiting: OrderedDict[Connection, float] = OrderedDict()
-        self._stalled: OrderedDict[Connection, float] = OrderedDict()  # those whose client takes nothing
+        self._stalled: OrderedDict[Connection, float] = OrderedDict()  # answers that their client does not read
         self._sweeping: asyncio.TimerHandle | None = None
 
     @property
@@ -348,7 +348,7 @@ class Connections(web.BaseSite):
         return True
 
     def _end(self, connection: Connection, why: Problem) -> None:
-        """Close a connection at once; one that has begun a request is told ``why``."""
+        """Close a connection at once; ``why`` is the answer to a request that has begun."""
         opening = self._open[connection]
         writable = connection not in self._stalled and not connection.between_requests
         self.forget(connection)

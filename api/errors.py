@@ -29,8 +29,8 @@ def errors_in_words() -> Iterator[None]:
         path = _keep(error)
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        complain(f"error: {said}\nThe traceback is in {path}; with --trace it is printed.")
+        shown = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        complain(f"error: {shown}\nThe traceback is in {path}; with --trace it is printed.")
         sys.exit(FAILED)
 
 

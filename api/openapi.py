@@ -105,7 +105,7 @@ def _described(o: Operation, references: Mapping[Any, Any], tokens: bool) -> ope
 
 
 def _text_or_bytes(media_type: str) -> openapi.MediaType:
-    """Bytes are a string of ``format`` binary, by which generated clients tell them from a text."""
+    """Bytes are a string of ``format`` binary, which generated clients do not take for a text."""
     binary = {} if media_type.startswith("text/") else {"format": "binary", "contentMediaType": media_type}
     return openapi.MediaType(schema=openapi.Schema.model_validate({"type": "string", **binary}))  # type: ignore[call-arg]
 

@@ -112,7 +112,7 @@ class Progress:
             self.messages.append(f"{data['worker']} {change}" + (f": {reason}" if reason and change == "died" else ""))
 
     def _prompt(self, data: Mapping[str, Any]) -> None:
-        if data["change"] == "too long":  # with totals; a worker that was started again counts anew
+        if data["change"] == "too long":  # totals; a restarted worker counts from 0
             self.prompts_skipped = max(self.prompts_skipped, data["skipped"])
             self.prompts_cut = max(self.prompts_cut, data["cut"])
             self.messages.append(data["reason"])

@@ -381,7 +381,7 @@ async def _receive(request: web.Request, file: IO[bytes], longest: int, expect: 
                 await expect(header)
                 part = bytes(beginning)
             if received > header.nbytes or (request.content_length or header.nbytes) != header.nbytes:
-                raise _unreadable(f"its header tells of {header.nbytes} bytes in all, and it has others")
+                raise _unreadable(f"its header declares {header.nbytes} bytes in all, and it has another number")
             await asyncio.to_thread(file.write, part)
     except TimeoutError:
         detail = f"The body stopped for {SILENT_SECONDS:.0f} s, or came at less than {SLOWEST} bytes a second."
@@ -391,7 +391,7 @@ async def _receive(request: web.Request, file: IO[bytes], longest: int, expect: 
     except HeaderUnreadable as error:
         raise _unreadable(str(error)) from None
     if header is None or received != header.nbytes:
-        raise _unreadable("it ends before what its header tells of")
+        raise _unreadable("it is shorter than its header declares")
     file.flush()
 
 

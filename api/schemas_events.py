@@ -123,7 +123,7 @@ class SpanEvent(EventData):
     stage: str
     worker: Worker
     spans: list[Span]
-    left_out: int = Field(description="Shorter ones that are not told.")
+    left_out: int = Field(description="Shorter ones that are left out.")
 
 
 class SyncEvent(EventData):
@@ -164,7 +164,7 @@ class CheckpointEvent(EventData):
 
     version: Version
     path: str = Field(description="On the machine that runs it.")
-    requested: bool = Field(description="Whether somebody asked for it.")
+    requested: bool = Field(description="Whether it was requested.")
 
 
 class WorkerEvent(EventData):

@@ -1,4 +1,4 @@
-"""What commands write for people: whatever others have said in it, it changes nothing but what is read.
+"""Terminal output of the commands. Control characters in text from others (samples, logs, names) are escaped.
 
 text ──▶ write, complain ──▶ standard output, standard error        a picture, a table ──▶ safe_console ──▶ the same
 """

@@ -191,7 +191,7 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
         finally:
             if index is not None and not await registry.active():
                 try:
-                    await asyncio.to_thread(index.stop)  # nobody needs it until the next start, which finds all of it
+                    await asyncio.to_thread(index.stop)  # nothing uses it until the next start
                 except Locked as held:
                     log.warning("the index is left as it is", reason=str(held))
             await registry.close()

@@ -92,7 +92,7 @@ class Settings(BaseModel):
 
 class Service:
     """``closing`` is set when the server goes down: streams then say so to their readers, and end. ``checks`` that are
-    given are closed by whoever made them."""
+    given are closed by the caller."""
 
     def __init__(
         self, settings: Settings, url: str, registry: Registry, tokens: Tokens, checks: Checks | None = None
@@ -191,7 +191,7 @@ class Service:
                     over = True
                 except ConnectionError:
                     continue
-                if over and self._indexes.get(run) == (index, used):  # nobody has asked for it meanwhile
+                if over and self._indexes.get(run) == (index, used):  # it was not used meanwhile
                     del self._indexes[run]
                     await index.close()
 

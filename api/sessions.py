@@ -53,7 +53,7 @@ class Sessions:
             try:
                 marker = await self._tokens.changed(marker, RECHECK_SECONDS)
                 await self._end_refused()
-            except IndexUnreachable as lost:  # as long as it does not answer nobody can revoke a token, either
+            except IndexUnreachable as lost:  # while it does not answer, no token can be revoked either
                 log.warning("whether tokens were revoked is not known now", reason=str(lost))
                 await asyncio.sleep(1.0)
 

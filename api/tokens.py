@@ -3,7 +3,7 @@
     create ──▶ adock_ID_SECRET (shown once)        index: ID ──▶ {name, scope, sha256(SECRET), created, expires}
     find(token) ──▶ by ID, then the hashes compared in constant time ──▶ Token, or None
     revoke ──▶ the entry goes, its ID stays among the revoked ones: it is never let in again
-    changed ──▶ whoever waits for it is woken by each of these
+    changed ──▶ each of these wakes all waiters
 
 A secret has 256 random bits, so that a plain hash of it cannot be turned back and needs no slow function.
 """

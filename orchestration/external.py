@@ -215,12 +215,12 @@ class External:
     async def _version(self, worker: str, version: int | None, owner: str) -> int:
         """The version that a rollout's claim is made with."""
         if version is None:
-            told = await self.index.get(_loaded(worker, owner))
-            if told is None:
+            notified = await self.index.get(_loaded(worker, owner))
+            if notified is None:
                 raise Misfit(
-                    "version", "is not known of this worker", "give it, or tell weight_sync_notify what was loaded"
+                    "version", "is not known of this worker", "give it, or call weight_sync_notify with what was loaded"
                 )
-            version = int(told)
+            version = int(notified)
         await self._refuse_unpublished(version)
         return version
 

@@ -147,7 +147,7 @@ def write_traceback(error: BaseException, path: Path) -> str:
 
 
 def _escape(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """What others have said, as a terminal may show it."""
+    """Text from others, with control characters escaped for a terminal."""
     return {key: escaped(value) if isinstance(value, str) else value for key, value in event.items()}
 
 

@@ -85,7 +85,7 @@ class MetricsFile:
 
 
 def _made_after(version: int, event: Mapping[str, Any]) -> bool:
-    """Whether ``event`` tells of a step, an evaluation, a publication or a checkpoint after ``version``."""
+    """Whether ``event`` reports a step, an evaluation, a publication or a checkpoint after ``version``."""
     return event["kind"] in ("step", "evaluation", "sync", "checkpoint") and event["data"].get("version", 0) > version
 
 

@@ -1,4 +1,4 @@
-"""Folders and files that nobody but their owner reads: a service's folder holds its index, its tokens and its runs."""
+"""Folders and files with access for their owner alone. A service's folder holds its index, its tokens and its runs."""
 
 from __future__ import annotations
 

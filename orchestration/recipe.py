@@ -732,7 +732,7 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
         return Problem(key, value, f"is a {_toml_type(value)}", f"write {TYPES[kind]}")
     if kind == "value_error":
         message = str(context["error"])
-        if (named := NAMES_ITS_KEY.fullmatch(message)) and isinstance(value, Mapping):  # said of a section as a whole
+        if (named := NAMES_ITS_KEY.fullmatch(message)) and isinstance(value, Mapping):  # about a section as a whole
             return Problem(named["key"], value.get(named["key"].split(".")[1]), *wrong_and_fix(named["wrong"]))
         return Problem(key, value, *wrong_and_fix(f"is {message}"))
     if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
@@ -1106,7 +1106,7 @@ def _reference_is_asked(recipe: Recipe) -> Iterator[Problem]:
         return
     try:
         needed = recipe.needs_reference
-    except Exception:  # said of the algorithm itself
+    except Exception:  # reported for the algorithm itself
         return
     if not needed:
         wrong = f"holds 'reference', which algorithm.name = {recipe.algorithm.name!r} with these options never asks"

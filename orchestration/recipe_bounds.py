@@ -1,4 +1,4 @@
-"""What any recipe keeps within, whoever wrote it: checked before all else, so that no further check stumbles or takes long.
+"""Bounds of every recipe, checked first, so that no further check fails or takes long.
 
 text ──▶ read_toml ──▶ tables ──▶ out_of_bounds: depth, number and size of values ──▶ (nothing) ──▶ orchestration.recipe
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 DEEPEST = 32  # tables and lists inside each other, and parts of a key
-LARGEST = 2**53  # of whole numbers; beyond it JSON's readers disagree on what was said
+LARGEST = 2**53  # of whole numbers; beyond it JSON parsers disagree on the value
 MOST_VALUES = 10_000
 MOST_CHARACTERS = 64 * 1024  # of all texts and keys
 LONGEST_KEY = 200

@@ -73,7 +73,7 @@ def _prompts_can_be_read(recipe: Recipe, here: Surroundings) -> Iterator[Problem
 
 
 def _of_prompts(recipe: Recipe, text: str) -> Problem:
-    """The problem that the message of a PromptError tells: of the key that it begins with, or else of the path."""
+    """The message of a PromptError as a problem of the key that it begins with, or else of the path."""
     prompts = recipe.prompts
     text = text.removeprefix("prompts: ")
     keys = {"path": prompts.path, "split": prompts.split, "config": prompts.config, "task": prompts.task}
@@ -158,7 +158,7 @@ def _rewards_get_their_columns(recipe: Recipe, here: Surroundings) -> Iterator[P
     for at, function in enumerate(recipe.reward.functions):
         try:
             parameters = inspect.signature(there.find(function.name)).parameters.values()
-        except (RewardError, TypeError, ValueError):  # said of the name itself, or not known
+        except (RewardError, TypeError, ValueError):  # reported for the name itself, or not known
             continue
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         needed = [each.name for each in parameters if each.kind in by_name and each.default is each.empty]

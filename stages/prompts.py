@@ -386,8 +386,8 @@ class PromptForm:
                 yield i
 
     def _fits(self, row: Row, where: str, too_long: TooLong) -> bool:
-        """Whether ``row`` makes a prompt. Text that is surely too long is not built, and none is tokenized whose length can
-        be told from its bytes."""
+        """Whether ``row`` makes a prompt. Text that is surely too long is not built, and not tokenized where its bytes
+        already show its length."""
         given, fields, text = self._read(row, where)
         limit, most = self.limits.tokens, self.limits.nbytes
         if most is not None and (size := _json_bytes(given, fields, where)) > most:

@@ -1,4 +1,4 @@
-"""The code of a user, named as ``module:attribute``: how it is found, and what is said of it when it fails."""
+"""The code of a user, named as ``module:attribute``: how it is imported, and how its errors are reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def imported(name: str) -> Any:
-    """The attribute that ``name``, ``module:attribute``, says. Raises ImportError, whose text says what went wrong, in which
+    """The attribute that ``name``, ``module:attribute``, names. Raises ImportError, whose text says what went wrong, in which
     line, and what to do."""
     module, _, attribute = name.partition(":")
     try:

@@ -289,7 +289,7 @@ class _Line:
         self._group = devices.group(device, store, rank, 2, timedelta(seconds=timeout))
 
     def move(self, pieces: Sequence[torch.Tensor], landed: Callable[[int], None] = lambda number: None) -> None:
-        """``pieces``: uint8 tensors in host memory, of equal sizes at both ends; ``landed`` is told the number of each in
+        """``pieces``: uint8 tensors in host memory, of equal sizes at both ends; ``landed`` is called with the number of each in
         turn."""
         largest = max((piece.nbytes for piece in pieces), default=0)
         staged = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(IN_FLIGHT)]

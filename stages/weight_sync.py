@@ -96,7 +96,7 @@ class Gap:
     q95: float
     tokens: int
 
-    def told(self) -> dict[str, float]:
+    def fields(self) -> dict[str, float]:
         """The fields of a ``sync`` event."""
         return {f"gap_{name}": value for name, value in asdict(self).items()}
 
@@ -131,7 +131,7 @@ class ProbeLimits:
                 return f"by {found:.3g} ({what}; {key} is {limit:.3g})"
         return None
 
-    def told(self) -> dict[str, float]:
+    def fields(self) -> dict[str, float]:
         """The fields of a ``sync`` event."""
         return {f"gap_{name}_limit": limit for name, limit in asdict(self).items() if limit < math.inf}
 
@@ -190,7 +190,7 @@ class ProbeJudge:
                 "are not; the update has not reached what the engine computes with"
             )
         self._accepted = now
-        return measured.told() | limits.told()
+        return measured.fields() | limits.fields()
 
     @staticmethod
     def _unmoved(now: tuple[Ids | tuple[float, ...], torch.Tensor], before: tuple[Any, torch.Tensor]) -> bool:

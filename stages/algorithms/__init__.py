@@ -82,7 +82,7 @@ class AlgorithmError(RuntimeError):
 
 
 class NamedAlgorithm:
-    """``algorithm``, whose failures are told by the name it has in the recipe. Raises :class:`AlgorithmError`."""
+    """``algorithm``, whose errors name it as the recipe does. Raises :class:`AlgorithmError`."""
 
     def __init__(self, name: str, algorithm: Algorithm) -> None:
         self.name, self.algorithm = name, algorithm

@@ -27,7 +27,7 @@ def refusal(folder: Path, dtype: torch.dtype, side: Side) -> str:
 
 @lru_cache(maxsize=64)
 def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side) -> str:
-    """``text``: the config's, so that a changed one is read anew."""
+    """``text``: the config's, so that a changed one is read again."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, TypeError, OSError) as error:

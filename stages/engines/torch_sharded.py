@@ -51,7 +51,7 @@ def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) 
     """Become a rank of torch.distributed's default group: every rank calls this, and returns when all have. A collective
     call that some rank does not join within ``timeout`` seconds raises on the others."""
     devices.use(device)
-    # Ranks are processes of one node: nobody elsewhere can reach the ports that gloo opens, which ask for no credentials.
+    # Ranks are processes of one node: the ports that gloo opens ask for no credentials, so they are opened on loopback.
     os.environ.setdefault(
         "GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     )

@@ -152,7 +152,7 @@ class VllmRolloutEngine:
         self._version = initial_version
         self._layout = _layout(model, dtype)
         self._store = WeightStore(shared, slots=1)
-        # Where vLLM's workers say that weights have landed: a file, which nobody else can write, and no port.
+        # Where vLLM's workers report that weights have landed: a file with access for its owner alone, not a port.
         self._landed = shared / "landed"
         shared.mkdir(parents=True, exist_ok=True)
         os.close(os.open(self._landed, os.O_CREAT | os.O_WRONLY, 0o600))
