@@ -50,9 +50,7 @@ from stages.aside import aside
 
 log = structlog.get_logger()
 
-BEGUN_IN = (
-    "begun-in"  # in the run's folder: the working directory of its command, for modules and files that the recipe names
-)
+BEGUN_IN = "begun-in"  # in the run's folder: the working directory of its command, for modules that the recipe names
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
 LOOK_SECONDS = 0.1  # between two looks at a lock

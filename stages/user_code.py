@@ -13,8 +13,8 @@ from typing import Any
 
 
 def imported(name: str) -> Any:
-    """The attribute that ``name``, ``module:attribute``, names. Raises ImportError, whose text says what went wrong, in which
-    line, and what to do."""
+    """The attribute that ``name``, ``module:attribute``, names. Raises ImportError, whose text says what went wrong, in
+    which line, and what to do."""
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)

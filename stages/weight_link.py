@@ -289,8 +289,8 @@ class _Line:
         self._group = devices.group(device, store, rank, 2, timedelta(seconds=timeout))
 
     def move(self, pieces: Sequence[torch.Tensor], landed: Callable[[int], None] = lambda number: None) -> None:
-        """``pieces``: uint8 tensors in host memory, of equal sizes at both ends; ``landed`` is called with the number of each in
-        turn."""
+        """``pieces``: uint8 tensors in host memory, of equal sizes at both ends; ``landed`` is called with the number of
+        each in turn."""
         largest = max((piece.nbytes for piece in pieces), default=0)
         staged = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(IN_FLIGHT)]
         flying: deque[tuple[int, torch.Tensor, Any]] = deque()
