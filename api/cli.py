@@ -311,7 +311,7 @@ def plan_reshard(
     as_json: DocumentOption = False,
 ) -> None:
     """Plan the allgather-swap of RECIPE's model from its training layout to its rollout layout."""
-    loaded = _load(_find(recipe), set_)
+    loaded = _load(_find(recipe), set_, files=False)  # a config is enough: no weights need be here
     from api.reshard import PlanRefused, reshard_report, reshard_view
 
     try:
@@ -371,12 +371,12 @@ def _find(name: str) -> Path:
     _refuse(f"recipe: {name!r} is neither a file nor a known name; {hint}")
 
 
-def _load(path: Path, overrides: list[str] | None, folder: Path | None = None) -> Recipe:
-    """The recipe at ``path``, whose run will lie in ``folder``."""
+def _load(path: Path, overrides: list[str] | None, folder: Path | None = None, *, files: bool = True) -> Recipe:
+    """The recipe at ``path`` for a run in ``folder``. ``files``: see :func:`orchestration.recipe.parse_recipe`."""
     from orchestration.recipe import RecipeError, load_recipe
 
     try:
-        return load_recipe(path, overrides or [], folder)
+        return load_recipe(path, overrides or [], folder, files=files)
     except RecipeError as error:
         _refuse(str(error))
 

@@ -9,7 +9,6 @@ What is derived from a recipe (groups in flight, memory, ...) is in :mod:`orches
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import itertools
 import json
@@ -32,6 +31,7 @@ from orchestration.recipe_bounds import LARGEST, NotToml, out_of_bounds, read_to
 from orchestration.recipe_files import KNOWN_MODELS, READING_CHECKS, Surroundings
 from pipeline.staleness import StalenessPlan, passing_steps
 from stages.algorithms.grpo import GRPO
+from stages.device_names import PATTERN, device_fix
 from stages.engines.factories import BUILT_IN, TOLD, EngineUnknown, Side, engine_names, find_factory
 from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
 from stages.json_schema import only_where, schema_of, unit
@@ -86,9 +86,7 @@ Betas = Annotated[
     tuple[Share, Share], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 ]
 
-ACCELERATORS = ("cuda", "npu", "xpu", "mps", "mtia", "hpu")
-DEVICE = rf"^(auto|(cpu|{'|'.join(ACCELERATORS)})(:[0-9]{{1,4}})?)$"
-Device = Annotated[str, Field(pattern=DEVICE, examples=["auto", "cpu", "cuda", "cuda:1", "npu:0"])]
+Device = Annotated[str, Field(pattern=PATTERN, examples=["auto", "cpu", "cuda", "cuda:1", "npu:0"])]
 DEVICE_MEANING = (
     "`auto`: the accelerator that torch finds, else the CPU. A number chooses one of several devices: `cuda:1`. `npu` needs "
     "torch_npu."
@@ -355,7 +353,7 @@ class SyncSection(Section):
         description="In a colocated run: training's memory comes back as soon as nothing is left to generate, not only when "
         "a batch is claimed.",
     )
-    bucket: Annotated[int, _bytes(1024), Field(ge=1024), unit("bytes")] = Field(
+    bucket: Annotated[int, _bytes(1024), Field(ge=1024, le=LARGEST), unit("bytes")] = Field(
         default=4 * 2**20,
         description="In a colocated run: each of the two buffers through which ranks exchange weights.",
     )
@@ -515,13 +513,15 @@ def _resolved(value: str | None) -> str | None:
     return str(Path(value).expanduser().resolve())
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), folder: Path | None = None, *, files: bool = True
+) -> Recipe:
     """Read, override and check the recipe at ``path``: TOML, or JSON as a run's folder keeps it. ``overrides`` are
     ``section.key=value`` with a TOML value; what is no TOML value is a string. A recipe without a name is called like its
-    file. ``folder``: see :func:`parse_recipe`. Raises :class:`RecipeError`."""
+    file. ``folder``, ``files``: see :func:`parse_recipe`. Raises :class:`RecipeError`."""
     data, problems = read_recipe(path, overrides)
     _shorten(data, overrides)
-    return parse_recipe(data, where=str(path), problems=problems, folder=folder)
+    return parse_recipe(data, where=str(path), problems=problems, folder=folder, files=files)
 
 
 def _shorten(data: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -567,12 +567,14 @@ def parse_recipe(
     reading: Reading | None = None,
     folder: Path | None = None,
     devices: bool = True,
+    files: bool = True,
 ) -> Recipe:
     """Check ``data`` (nested tables) and return the recipe, or raise :class:`RecipeError` with all that is wrong, added
     to ``problems`` found before. Relations between keys are checked as far as the keys themselves are sound: no check looks
     at one of which there is a problem. The files that the recipe names are read as far as ``reading`` allows; the run's own
     will lie below ``folder`` (default: the present directory), on whose disk there must be room. ``devices``: whether the
-    run will be executed on this machine, so that its devices must be here."""
+    run will be executed on this machine, so that its devices must be here. ``files``: whether the recipe is compared with
+    files and machine at all."""
     found = list(problems)
     if beyond := [Problem(key, None, *said) for key, *said in out_of_bounds(data)]:
         raise RecipeError(where, [*found, *beyond])  # nothing else is asked of such a thing
@@ -589,7 +591,7 @@ def parse_recipe(
     found += [problem for check in sound for problem in check(recipe)]
     place = Surroundings(reading or Reading(), folder or Path.cwd(), devices)
     reads = (check for check, keys in READING_CHECKS if not any(_touches(key, unsound) for key in keys))
-    found += [problem for check in reads for problem in check(recipe, place)]
+    found += [problem for check in reads if files for problem in check(recipe, place)]
     if found:
         raise RecipeError(where, found)
     return recipe
@@ -739,8 +741,8 @@ def _field_problem(error: dict[str, Any], allowed: Sequence[str]) -> Problem:
         sign = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}[kind]
         limit = next(iter(context.values()))
         return Problem(key, value, "is out of range", f"use a value {sign} {limit}")
-    if kind == "string_pattern_mismatch" and context["pattern"] == DEVICE:
-        return Problem(key, value, "is not the name of a device", _device_fix(str(value)))
+    if kind == "string_pattern_mismatch" and context["pattern"] == PATTERN:
+        return Problem(key, value, "is not the name of a device", device_fix(str(value)))
     if kind == "string_pattern_mismatch":
         return Problem(key, value, "is not a name", "use letters, digits, '.', '_' and '-', a letter or digit first")
     if kind in ("too_short", "too_long", "string_too_short"):
@@ -759,14 +761,6 @@ def _key_of(error: Mapping[str, Any]) -> str:
 def _said_of(name: str, error: Exception) -> tuple[str, str]:
     """Wrong and fix of a message that begins with whose it is and ``name``."""
     return wrong_and_fix(str(error).partition(f"{name!r} ")[2] or str(error))
-
-
-def _device_fix(given: str) -> str:
-    close = difflib.get_close_matches(given.partition(":")[0], ("auto", "cpu", *ACCELERATORS), n=1, cutoff=0.7)
-    names = "auto, cpu, " + ", ".join(ACCELERATORS)
-    return (
-        f"did you mean {close[0]!r}? " if close else ""
-    ) + f"use one of: {names}; or cuda:1, to choose among several"
 
 
 def _annotation(loc: Sequence[int | str]) -> Any:

@@ -119,10 +119,9 @@ def _model_can_be_loaded(recipe: Recipe, here: Surroundings) -> Iterator[Problem
     ours = {recipe.rollout.engine: recipe.ours("rollout"), recipe.train.engine: recipe.ours("update")}
     weights = any(engine in ("torch", "vllm") for engine, is_ours in ours.items() if is_ours)
     folder = model_files.folder_of(source)
-    faults = list(model_files.faults(folder, here.reading, weights=weights))
-    for wrong, fix in faults:
+    for wrong, fix in model_files.faults(folder, here.reading, weights=weights):
         yield Problem("model.source", source, wrong, fix)
-    if not faults:
+    if model_files.text_config(source):
         yield from _engines_run_the_model(recipe, folder)
 
 

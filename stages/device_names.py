@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 KINDS = ("auto", "cpu", "cuda", "npu", "xpu", "mps", "hpu", "mlu", "musa", "mtia", "privateuseone")
+PATTERN = rf"^(auto|({'|'.join(kind for kind in KINDS if kind != 'auto')})(:[0-9]{{1,4}})?)$"
 OTHERWISE = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "ascend": "npu", "metal": "mps"}  # what torch calls them
 # The driver's files of each device of a kind, on Linux; what another system, or another kind, has is left to torch.
 FILES = {"cuda": ("nvidia[0-9]*",), "npu": ("davinci[0-9]*",), "xpu": ("dri/renderD*",)}
@@ -20,13 +21,19 @@ ANY = {"cuda": ("dxg", "kfd")}  # of all devices together: in WSL, and of ROCm
 VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "npu": ("ASCEND_RT_VISIBLE_DEVICES",)}
 
 
+def device_fix(name: str) -> str:
+    """What to write instead of ``name``, which is not the name of a device."""
+    kind = name.partition(":")[0]
+    close = [OTHERWISE[kind]] if kind in OTHERWISE else difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.7)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return f"{meant}use one of: {', '.join(KINDS)}; or cuda:1, to choose among several"
+
+
 def device_fault(name: str, devices: Path = Path("/dev")) -> tuple[str, str] | None:
     """What is wrong with the device ``name`` on this machine, and what to do; None where nothing is known to be."""
     kind, _, number = name.partition(":")
-    if kind not in KINDS:
-        close = [OTHERWISE[kind]] if kind in OTHERWISE else difflib.get_close_matches(kind, KINDS, n=1)
-        known = "use 'auto', 'cpu', 'cuda', 'cuda:1', 'npu', …"
-        return "is not a known device", f"did you mean {close[0]!r}?" if close else known
+    if not re.match(PATTERN, name):
+        return "is not the name of a device", device_fix(name)
     if kind in ("auto", "cpu") or not sys.platform.startswith("linux"):
         return None
     here = "set 'auto', which takes the accelerator that is here, or 'cpu'"

@@ -89,7 +89,7 @@ class Rows(GRPO):
 
 class Infinite(GRPO):
     def advantages(self, rewards):
-        return rewards / 0
+        return rewards + float("inf")
 
 class Texts(GRPO):
     def finish(self, metrics):

@@ -119,7 +119,9 @@ def test_weights_that_are_packed_cannot_be_given_away() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_its_engine_says_what_to_install() -> None:
-    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart-vllm.toml", ["model.source=tiny"])
+    recipe = load_recipe(
+        Path(__file__).parents[2] / "recipes" / "quickstart-vllm.toml", ["model.source=tiny"], files=False
+    )
     with pytest.raises(EngineMissing, match=r"rollout.engine = 'vllm' .* pip install 'asyncdock\[vllm\]'"):
         rollout_engine(recipe, version=0)
     assert EngineMissing in FATAL  # no worker is started again for it

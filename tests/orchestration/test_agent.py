@@ -90,7 +90,14 @@ async def test_runs_wait_for_room_and_begin_in_their_order(tmp_path: Path) -> No
         # What an ended run leaves: its folder, and what readers ask the index for.
         record, index = records[0], Index(service.url, waiting[0])
         assert (await index.ledger())["trained"] == of_all.train.steps * 16
-        assert sorted(os.listdir(record.folder)) == ["checkpoints", "logs", "metrics.jsonl", "recipe.json", "samples"]
+        assert sorted(os.listdir(record.folder)) == [
+            "checkpoints",
+            "logs",
+            "metrics.jsonl",
+            "recipe.json",
+            "run.lock",
+            "samples",
+        ]
         await service.registry.delete(record.id)
         marker = ""
         async with asyncio.timeout(30):

@@ -168,10 +168,11 @@ async def test_mixed_precision_on_one_rank_is_the_synchronous_run_bit_for_bit(tm
 
 @pytest.mark.parametrize("section", ["train", "rollout"])
 async def test_a_device_that_is_not_here_fails_the_run_at_once(section: str, tmp_path: Path) -> None:
-    of = recipe(TINY, **{f"{section}__device": "nowhere"})
+    of = recipe(TINY)  # a check finds this out before; an agent on another machine than the check's does not
+    of = of.model_copy(update={section: getattr(of, section).model_copy(update={"device": "hpu"})})
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
-    assert "DeviceMissing: device 'nowhere'" in result.reason
+    assert "DeviceMissing: device 'hpu'" in result.reason
     assert not [w for w in watched.of("worker") if w["change"] == "restarted"]
 
 
