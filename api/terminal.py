@@ -13,7 +13,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -296,7 +295,7 @@ class PlainView:
             self._print(line)
 
     def _print(self, line: str) -> None:
-        self.console.print(escape(line), soft_wrap=True, highlight=False)
+        self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def plain_line(progress: Progress, event: Event) -> str:

@@ -101,6 +101,11 @@ def group(
     return kind(store, rank, size, options)
 
 
+def multiplies_into_float32(device: torch.device) -> bool:
+    """Whether ``torch.mm`` takes ``out_dtype=torch.float32`` for bfloat16 matrices there."""
+    return device.type == "cuda" and torch.version.cuda is not None
+
+
 def can_pin(device: torch.device) -> bool:
     """Whether copies between ``device`` and page-locked host memory are faster: not on the CPU, where pinning raises."""
     return device.type != "cpu"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from stages import device
+
 PIECE = 2**20  # weights that are held in float32 at once where the device has no matmul with float32 output: 4 MiB
 
 
@@ -19,7 +21,7 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     if weight.dtype == torch.float32:
         return nn.functional.linear(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    if hidden.device.type == "cuda" and torch.version.cuda:
+    if device.multiplies_into_float32(hidden.device):
         logits = torch.mm(rows, weight.t(), out_dtype=torch.float32)
     else:
         logits = _by_pieces(rows.float(), weight)
