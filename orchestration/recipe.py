@@ -31,7 +31,7 @@ from orchestration.recipe_bounds import LARGEST, NotToml, out_of_bounds, read_to
 from orchestration.recipe_files import KNOWN_MODELS, READING_CHECKS, Surroundings
 from pipeline.staleness import StalenessPlan, passing_steps
 from stages.algorithms.grpo import GRPO
-from stages.device_names import PATTERN, device_fix
+from stages.device_names import EXAMPLES, PATTERN, device_fix
 from stages.engines.factories import BUILT_IN, TOLD, EngineUnknown, Side, engine_names, find_factory
 from stages.engines.mock_options import MockRolloutOptions, MockTrainOptions
 from stages.json_schema import only_where, schema_of, unit
@@ -86,7 +86,7 @@ Betas = Annotated[
     tuple[Share, Share], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 ]
 
-Device = Annotated[str, Field(pattern=PATTERN, examples=["auto", "cpu", "cuda", "cuda:1", "npu:0"])]
+Device = Annotated[str, Field(pattern=PATTERN, examples=EXAMPLES)]
 DEVICE_MEANING = (
     "`auto`: the accelerator that torch finds, else the CPU. A number chooses one of several devices: `cuda:1`. `npu` needs "
     "torch_npu."

@@ -14,6 +14,7 @@ from pathlib import Path
 
 KINDS = ("auto", "cpu", "cuda", "npu", "xpu", "mps", "hpu", "mlu", "musa", "mtia", "privateuseone")
 PATTERN = rf"^(auto|({'|'.join(kind for kind in KINDS if kind != 'auto')})(:[0-9]{{1,4}})?)$"
+EXAMPLES = ["auto", "cpu", "cuda", "cuda:1", "npu:0"]
 OTHERWISE = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "ascend": "npu", "metal": "mps"}  # what torch calls them
 # The driver's files of each device of a kind, on Linux; what another system, or another kind, has is left to torch.
 FILES = {"cuda": ("nvidia[0-9]*",), "npu": ("davinci[0-9]*",), "xpu": ("dri/renderD*",)}
