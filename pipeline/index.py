@@ -385,11 +385,8 @@ class Link:
         pool = redis.ConnectionPool.from_url(url, socket_timeout=None, socket_connect_timeout=patience)
         self.redis = _Commands(self, pool)
         # Waiting calls block for as long as they say; their deadline is kept here, not by the socket.
-        most = max(
-            16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // WAITS_SHARE
-        )  # further ones wait for one of these
         waits = redis.BlockingConnectionPool.from_url(
-            url, socket_timeout=None, socket_connect_timeout=patience, max_connections=most, timeout=None
+            url, socket_timeout=None, socket_connect_timeout=patience, max_connections=_most_waits(), timeout=None
         )
         self._waiting = redis.Redis(connection_pool=waits)
         self._reads: dict[Any, asyncio.Future[Any]] = {}
@@ -494,6 +491,12 @@ class Link:
                 if not _is_loading(refused) or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.05)
+
+
+def _most_waits() -> int:
+    """Connections of one link that block at the same time; further waits queue for one of them."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 4096 if files == resource.RLIM_INFINITY else max(16, files // WAITS_SHARE)
 
 
 class Index:
