@@ -159,7 +159,7 @@ async def test_weights_too_old_are_refused_at_the_claim_and_at_the_commit(tmp_pa
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
         with pytest.raises(Misfit, match="1 is not published"):
             await external.get_experience("rollout", "test", 1, version=1)
-        with pytest.raises(Misfit, match="tell weight_sync_notify"):
+        with pytest.raises(Misfit, match="call weight_sync_notify"):
             await external.get_experience("rollout", "test", 1)
         await roll_out(external, "a", until=lambda answer: answer.published >= 2)
         await external.notify("slow", 0)  # with η = 1 and P = 4 version 0 may make groups 0 .. 7
