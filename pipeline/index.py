@@ -376,17 +376,23 @@ class Link:
     one for all calls, and one for each position of streams that is waited on, however many wait there.
 
     ``timeout`` is the deadline of one call in seconds, all retries included; past it :class:`IndexUnreachable` is raised.
+    ``shares_waits``: whether those that wait for the same share a connection, and the number of connections is bounded. A
+    link of one index alone needs neither.
     """
 
-    def __init__(self, url: str, *, timeout: float = 30.0) -> None:
-        self.url, self.timeout, self.closed = url, timeout, False
+    def __init__(self, url: str, *, timeout: float = 30.0, shares_waits: bool = True) -> None:
+        self.url, self.timeout, self.closed, self._shares_waits = url, timeout, False, shares_waits
         # Deadlines are kept here: redis-py's own would make a task of each call.
         patience = min(5.0, timeout / 3)
         pool = redis.ConnectionPool.from_url(url, socket_timeout=None, socket_connect_timeout=patience)
         self.redis = _Commands(self, pool)
         # Waiting calls block for as long as they say; their deadline is kept here, not by the socket.
-        waits = redis.BlockingConnectionPool.from_url(
-            url, socket_timeout=None, socket_connect_timeout=patience, max_connections=_most_waits(), timeout=None
+        waits: redis.ConnectionPool = (
+            redis.BlockingConnectionPool.from_url(
+                url, socket_timeout=None, socket_connect_timeout=patience, max_connections=_most_waits(), timeout=None
+            )
+            if shares_waits
+            else redis.ConnectionPool.from_url(url, socket_timeout=None, socket_connect_timeout=patience)
         )
         self._waiting = redis.Redis(connection_pool=waits)
         self._reads: dict[Any, asyncio.Future[Any]] = {}
@@ -435,9 +441,17 @@ class Link:
             return self._line
 
     async def read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
-        """Block until one of ``streams`` has entries after its position, for at most ``timeout`` seconds. Calls that wait
-        for the same share one blocked connection."""
-        key, deadline = (tuple(sorted(streams.items())), count), time.monotonic() + timeout
+        """Block until one of ``streams`` has entries after its position, for at most ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        keys: Any = dict(streams)
+
+        async def once(again: bool) -> Any:
+            block = max(1, int((deadline - time.monotonic()) * 1000))
+            return await self._waiting.xread(keys, count=count, block=block)
+
+        if not self._shares_waits:
+            return await self.retry(once, timeout + self.timeout)
+        key = (tuple(sorted(streams.items())), count)
         while (shared := self._reads.get(key)) is not None:
             await asyncio.wait([shared], timeout=max(0.0, deadline - time.monotonic()))
             if shared.done() and (found := shared.result()):
@@ -445,12 +459,6 @@ class Link:
             if time.monotonic() >= deadline:
                 return None
         shared = self._reads[key] = asyncio.get_running_loop().create_future()
-        keys: Any = dict(streams)
-
-        async def once(again: bool) -> Any:
-            block = max(1, int((deadline - time.monotonic()) * 1000))
-            return await self._waiting.xread(keys, count=count, block=block)
-
         try:
             shared.set_result(await self.retry(once, timeout + self.timeout))
         except IndexUnreachable as error:
@@ -504,7 +512,7 @@ class Index:
     is that of a link of its own."""
 
     def __init__(self, where: str | Link, run: str, *, timeout: float = 30.0) -> None:
-        self._link = where if isinstance(where, Link) else Link(where, timeout=timeout)
+        self._link = where if isinstance(where, Link) else Link(where, timeout=timeout, shares_waits=False)
         self._shared = isinstance(where, Link)
         self.url, self.run, self.timeout = self._link.url, run, self._link.timeout
         self.prefix = _prefix(run)
