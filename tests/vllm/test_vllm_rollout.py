@@ -23,12 +23,13 @@ from stages.engines import vllm_rollout
 from stages.engines.protocols import Completion, EngineFailed, GroupRequest, RolloutEngine, SamplingParams
 from stages.engines.vllm_rollout import VllmCollectiveEngine, VllmRolloutEngine
 from stages.models import load_model, load_tokenizer, model_folder
-from stages.weight_link import WeightSender
+from stages.weight_link import Credentials, WeightSender
 from stages.weight_sync import Published, WeightsDamaged, WeightStore, WeightsUnreachable
 from tests.engines.contract_rollout import ModelContract, collect, new_processes
 
 pytestmark = pytest.mark.timeout(900)
 TOKENIZER = load_tokenizer("smollm2")
+SECRET = b"a run's secret, for the tests"
 
 
 @cache
@@ -204,7 +205,8 @@ async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(t
     contract = OnSmolLM2()
     engine = await contract.build(0, VllmCollectiveEngine)
     assert isinstance(engine, VllmCollectiveEngine)
-    sender = WeightSender(WeightStore(tmp_path), torch.device("cpu"), host="127.0.0.1")
+    Credentials(SECRET).write(engine._store.directory)
+    sender = WeightSender(WeightStore(tmp_path), torch.device("cpu"), host="127.0.0.1", secret=SECRET)
     try:
         published = sender.publish(1, contract.weights(1).items())
         memory = sender._store.memory(published.slot, published.nbytes)
