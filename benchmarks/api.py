@@ -40,10 +40,10 @@ import psutil
 # This file's name is also that of the package: a script's folder would hide it.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
-from orchestration.recipe import parse_recipe  # noqa: E402
-from orchestration.registry import Registry  # noqa: E402
-from pipeline.embedded import EmbeddedIndex  # noqa: E402
-from pipeline.index import Index  # noqa: E402
+from orchestration.recipe.recipe import parse_recipe  # noqa: E402
+from orchestration.service.registry import Registry  # noqa: E402
+from pipeline.index.client import Index  # noqa: E402
+from pipeline.index.embedded import EmbeddedIndex  # noqa: E402
 
 ANSWER_SECONDS = 240.0  # a busy machine takes its time to start a process
 CONNECTS = 5  # attempts of one reader
@@ -95,8 +95,8 @@ def serve(url: str, data: str, told: Connection) -> None:
     """The REST server, until it is ended."""
 
     async def run() -> None:
-        from api.server import build_app, listen, settle
-        from api.service import Settings
+        from api.server.app import build_app, listen, settle
+        from api.server.service import Settings
 
         settings, registry = Settings(data=Path(data), port=0, runs=0, rate=1e6, burst=10**6), Registry(url)
         _, where = await listen(build_app(settings, url, registry), settings)
@@ -217,7 +217,7 @@ def process(target: Any, *arguments: Any) -> Iterator[tuple[multiprocessing.Proc
 @contextlib.contextmanager
 def agent(url: str, data: Path) -> Iterator[None]:
     """`asyncdock agent`; what it has started is asked to stop by the run's own state before this ends."""
-    command = [sys.executable, "-P", "-m", "api.cli", "agent", "--data", str(data)]
+    command = [sys.executable, "-P", "-m", "api.cli.main", "agent", "--data", str(data)]
     environment = {**os.environ, "ASYNCDOCK_INDEX": url}
     with (data / "agent.log").open("wb") as log:
         made = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

@@ -35,9 +35,9 @@ from statistics import median
 from typing import Any
 
 from orchestration.logs import configure
-from orchestration.recipe import Recipe, format_size, parse_recipe
-from orchestration.run import Run
-from pipeline.index import Event
+from orchestration.recipe.recipe import Recipe, format_size, parse_recipe
+from orchestration.run.run import Run
+from pipeline.index.client import Event
 
 ARMS: dict[str, dict[str, Any]] = {
     "separate": {"launch": {"placement": "separate"}},

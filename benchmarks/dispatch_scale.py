@@ -74,10 +74,10 @@ import redis
 import torch
 
 from pipeline.columns import Column, Packed, PackedRows, Schema
-from pipeline.dock import Dock
-from pipeline.embedded import EmbeddedIndex, die_with_parent
-from pipeline.index import Claim, Index, RunConfig, StageSpec
-from pipeline.warehouse import shared_memory_directory
+from pipeline.index.client import Claim, Index, RunConfig, StageSpec
+from pipeline.index.embedded import EmbeddedIndex, die_with_parent
+from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.warehouse.dock import Dock
 
 MOST_HOSTS = 8
 SUBNET, PORT = "10.77.0", 6379

@@ -48,9 +48,9 @@ from typing import Any
 import torch
 
 from pipeline.columns import Column, Schema
-from pipeline.dock import Dock
-from pipeline.embedded import EmbeddedIndex
-from pipeline.index import StageSpec
+from pipeline.index.client import StageSpec
+from pipeline.index.embedded import EmbeddedIndex
+from pipeline.warehouse.dock import Dock
 
 SECRET = b"of one benchmark run on one machine"
 ELEMENT = 4  # bytes: the paper's B

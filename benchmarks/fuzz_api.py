@@ -22,8 +22,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from api.tokens import Tokens
-from orchestration.service_index import ServiceIndex
+from api.server.access.tokens import Tokens
+from orchestration.service.index_server import ServiceIndex
 
 ROOT = Path(__file__).resolve().parents[1]
 # A recipe may fit its schema and not be sound: a schema cannot say how keys must fit together, and 422 does.
@@ -56,7 +56,7 @@ class Served:
     """``with Served(…) as (url, token)``: a server of its own that executes nothing, and an admin's token. ``module``: what
     is started. ``log``: what it wrote, once it has ended."""
 
-    def __init__(self, *options: str, module: str = "api.cli") -> None:
+    def __init__(self, *options: str, module: str = "api.cli.main") -> None:
         self.options, self.module, self.log = options, module, ""
 
     def __enter__(self) -> tuple[str, str]:

@@ -63,8 +63,8 @@ from orchestration.logs import configure
 from stages import device as devices
 from stages.algorithms.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
-from stages.engines.torch_rollout import TorchRolloutEngine
-from stages.engines.torch_train import TorchTrainEngine
+from stages.engines.torch.rollout import TorchRolloutEngine
+from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
 from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import Phase, plan_reshard
@@ -282,7 +282,7 @@ def made_up(asked: Sequence[GroupRequest], case: Case, vocabulary: int) -> Tenso
 async def turns(
     build: Callable[[], PreTrainedModel], shape: dict[str, Any], case: Case, device: torch.device, repeat: int
 ) -> list[Figure]:
-    """Both engines of one rank, as a colocated run has them (``stages/colocated.py``)."""
+    """Both engines of one rank, as a colocated run has them (``stages/training/colocated.py``)."""
     rollout = TorchRolloutEngine(build(), max_rows=case.rows, device=device, packed=False)
     await rollout.sleep()
     empty(rollout.tensors.values())

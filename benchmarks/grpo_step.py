@@ -40,10 +40,10 @@ from tensordict import TensorDict
 
 from stages.algorithms.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
-from stages.engines.torch_rollout import TorchRolloutEngine
-from stages.engines.torch_train import TorchTrainEngine
+from stages.engines.torch.rollout import TorchRolloutEngine
+from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model
-from stages.tasks import arithmetic
+from stages.prompts.tasks import arithmetic
 
 GROUPS, ROWS, MAX_TOKENS = 4, 8, 16
 LEARNING_RATE = 1e-6

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from orchestration.metrics import METRICS, read_metrics
-from pipeline.warehouse import SHARED_VARIABLE, shared_memory_directory
+from orchestration.events_file import METRICS, read_metrics
+from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
 
 MARK = "ASYNCDOCK_SOAK"  # in the environment of all processes of a run
 STEPS, GROUPS, SIZE = 12, 4, 4
@@ -116,7 +116,7 @@ class Soak:
         began, killed, itself = time.monotonic(), 0, False
         with log.open("ab") as file:
             process = psutil.Popen(
-                [sys.executable, "-P", "-m", "api.cli", *command], env=env, stdout=file, stderr=file, cwd=self.home
+                [sys.executable, "-P", "-m", "api.cli.main", *command], env=env, stdout=file, stderr=file, cwd=self.home
             )
         while process.poll() is None:
             if time.monotonic() - began > self.deadline:

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestration.logs import configure
-from orchestration.recipe import load_recipe
-from orchestration.run import Run
+from orchestration.recipe.recipe import load_recipe
+from orchestration.run.run import Run
 
 ENDS = 5  # steps at each end whose mean reward is compared
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito: told apart by all eyes

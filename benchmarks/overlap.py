@@ -6,8 +6,8 @@
     python benchmarks/overlap.py --smoke [--engine torch]
 
 Real runs: recipe, embedded index, worker processes, shared memory, leases, weight sync. Only the engines are mock: they
-take the time that a model of latency says (``stages/engines/mock.py``), response lengths are log-normal with a long tail,
-and the same group has the same lengths in every arm. The synchronous arm is ``orchestration/synchronous.py`` over the same
+take the time of a model of latency (``stages/engines/mock/engines.py``), response lengths are log-normal with a long tail,
+and a group has the same lengths in every arm. The synchronous arm is ``orchestration/run/synchronous.py`` over the same
 engines: generate all, reward all, advantage all, train, swap.
 
 The bound
@@ -54,12 +54,12 @@ from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
 
-from orchestration.forkserver import ForkServer
 from orchestration.logs import configure
-from orchestration.recipe import Recipe, parse_recipe
-from orchestration.run import Run
-from orchestration.synchronous import synchronous_run
-from pipeline.index import Event
+from orchestration.processes.forkserver import ForkServer
+from orchestration.recipe.recipe import Recipe, parse_recipe
+from orchestration.run.run import Run
+from orchestration.run.synchronous import synchronous_run
+from pipeline.index.client import Event
 
 
 @dataclass(frozen=True)

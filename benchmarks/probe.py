@@ -6,9 +6,9 @@
     generate ─▶ one optimizer step ─▶ the trainer scores a probe ─▶ the engine scores it: still with the weights before (an
     undelivered update), then with the new ones (equal weights); after the last step with damaged ones, layer swapped, …
 
-The engines are the recipe's, in one process; probes and their verdict are the run's own (``stages.update.probe_rows``,
-``stages.weight_sync.ProbeJudge``). Advantages are random: a step moves the weights as far as any other of AdamW's. Beside it
-stand both engines against the same weights in float32, and how that error grows from layer to layer.
+The engines are the recipe's, in one process; probes and verdict are those of a run (``probe_rows`` in stages/training/update.py,
+``ProbeJudge`` in stages/weights/store.py). Advantages are random: a step moves the weights as far as any other of AdamW's.
+Beside it stand both engines against the same weights in float32, and how that error grows from layer to layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from orchestration.engines import (
+from orchestration.recipe.recipe import Recipe, load_recipe
+from orchestration.run.engines import (
     probe_rule,
     probe_tokens,
     rollout_engine,
@@ -33,13 +34,12 @@ from orchestration.engines import (
     tokenizer_of,
     train_engine,
 )
-from orchestration.recipe import Recipe, load_recipe
 from stages.algorithms import build_algorithm
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, TrainEngine
 from stages.models import load_model
-from stages.prompts import load_prompts
-from stages.update import probe_rows
-from stages.weight_sync import Gap, Probe, ProbeFailed, ProbeJudge, ProbeLimits, gap, probed, scored
+from stages.prompts.sources import load_prompts
+from stages.training.update import probe_rows
+from stages.weights.store import Gap, Probe, ProbeFailed, ProbeJudge, ProbeLimits, gap, probed, scored
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 ENDS: tuple[tuple[str, Any], ...] = (("least", min), ("largest", max))

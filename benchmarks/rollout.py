@@ -12,7 +12,7 @@ each token, the others do not. The arms' order rotates. Figures are medians; rat
 the time that passed and of processor seconds: on a busy machine the second is the steadier, best with ``--threads 1``, where
 no thread waits in vain for another.
 
-  ours          stages.engines.torch_rollout, a group's prompt computed once
+  ours          stages.engines.torch.rollout, a group's prompt computed once
   generate      transformers' generate on the repeated prompts
   continuous    transformers' continuous batching
   vllm          vLLM, in the interpreter that --vllm-python names, with prefix caching
@@ -44,10 +44,10 @@ from typing import Any
 
 import torch
 
-from stages.aside import apart
 from stages.engines.protocols import GroupRequest, SamplingParams
-from stages.engines.torch_rollout import TorchRolloutEngine
+from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.models import load_model, model_folder
+from stages.threads import apart
 
 MEASURED_TOKENS = 512  # matmuls of more tokens are taken to cost in proportion
 Tokens = list[list[int]]

@@ -55,10 +55,10 @@ import xxhash
 from tensordict import TensorDict
 
 from pipeline.columns import Column, Schema
-from pipeline.dock import Dock
-from pipeline.embedded import EmbeddedIndex
-from pipeline.index import StageSpec
-from pipeline.warehouse import shared_memory_directory
+from pipeline.index.client import StageSpec
+from pipeline.index.embedded import EmbeddedIndex
+from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.warehouse.dock import Dock
 
 DEADLINE = 300.0  # seconds that one order to a process may take
 SWEPT_BYTES = 48 << 20  # copied to empty the caches: more than they hold

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import psutil
 
-from orchestration.forkserver import ForkServer
-from orchestration.recipe import Recipe, parse_recipe
-from orchestration.run import Run
+from orchestration.processes.forkserver import ForkServer
+from orchestration.recipe.recipe import Recipe, parse_recipe
+from orchestration.run.run import Run
 
 ARMS = ("spawn", "forkserver", "in use already")
 VICTIM = "flow-0"

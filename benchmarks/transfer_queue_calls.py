@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline import transfer_queue as ours
+from pipeline.compat import transfer_queue as ours
 
 CASES = {"64 x 8192": (64, 8192), "1024 x 128": (1024, 128), "1024 x U(16-240)": (1024, 0), "1 x 8192": (1, 8192)}
 DTYPES = {"ids": torch.int64, "mask": torch.int64, "positions": torch.int64, "old": torch.float32, "ref": torch.float32}
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    from tests.pipeline import transfer_queue_calls as calls
+    from tests.pipeline.compat import transfer_queue_calls as calls
 
     torch.set_num_threads(1)
     theirs = calls.start()

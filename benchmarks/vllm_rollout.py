@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.warehouse import shared_memory_directory
+from pipeline.warehouse.arena import shared_memory_directory
 from stages.engines.protocols import GroupRequest, SamplingParams
-from stages.engines.torch_train import TorchTrainEngine
-from stages.engines.vllm_rollout import VllmCollectiveEngine, VllmRolloutEngine
+from stages.engines.torch.train import TorchTrainEngine
+from stages.engines.vllm.rollout import VllmCollectiveEngine, VllmRolloutEngine
 from stages.models import load_model, load_tokenizer, model_folder
-from stages.weight_link import WeightSender
-from stages.weight_sync import WeightStore
+from stages.weights.collective import WeightSender
+from stages.weights.store import WeightStore
 
 GROUP = 8
 ARMS: list[tuple[type[VllmRolloutEngine], str, str]] = [

@@ -40,8 +40,8 @@ import numpy as np
 import torch
 
 from pipeline.columns import Column, Packed, PackedRows, Schema, pack
-from pipeline.transfer import RemoteWarehouse, WarehouseServer
-from pipeline.warehouse import Arena, shared_memory_directory
+from pipeline.warehouse.arena import Arena, shared_memory_directory
+from pipeline.warehouse.wire import RemoteWarehouse, WarehouseServer
 
 SECRET = b"the benchmark's own secret"
 DTYPES = [torch.int64] * 3 + [torch.float32] * 2

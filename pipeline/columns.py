@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDictBase
 
-from pipeline.warehouse import StaleHandle
+from pipeline.warehouse.arena import StaleHandle
 
 Dtype = torch.dtype | Literal["utf8"]
 

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import structlog
 
-from pipeline.index import Claim, LeaseLost
+from pipeline.index.client import Claim, LeaseLost
 from pipeline.spans import Spans
-from pipeline.warehouse import StaleHandle
+from pipeline.warehouse.arena import StaleHandle
 
 if TYPE_CHECKING:  # its clock is also for who shows what stages do, which goes without torch
     from tensordict import TensorDict
 
-    from pipeline.dock import Dock, Rows
+    from pipeline.warehouse.dock import Dock, Rows
 
 log = structlog.get_logger()
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import structlog
 
-from pipeline.dock import Dock
-from pipeline.index import Index
-from stages.feed import Feed
-from stages.prompts import Prompt, PromptSource
+from pipeline.index.client import Index
+from pipeline.warehouse.dock import Dock
+from stages.prompts.external import Feed
+from stages.prompts.sources import Prompt, PromptSource
 
 log = structlog.get_logger()
 

@@ -15,9 +15,9 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from pipeline.embedded import EmbeddedIndex
-from pipeline.index import Index
-from pipeline.warehouse import SHARED_VARIABLE, shared_memory_directory
+from pipeline.index.client import Index
+from pipeline.index.embedded import EmbeddedIndex
+from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
 from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 
 # A run of the suite says something about the code alone: the same examples each time. New ones are looked for with

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from stages.engines.plans import Ranks
-from stages.engines.torch_sharded import join
+from stages.engines.torch.sharded import join
 
 DEADLINE = 120.0
 
@@ -26,7 +26,7 @@ def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any, timeou
     """``work(ranks, *arguments)`` on each of dp · tp ranks of one group, one thread each; what each returned, by rank.
     Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that of their collectives."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stages.engines.torch_sharded"])
+    context.set_forkserver_preload(["stages.engines.torch.sharded"])
     told: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="adk-ranks-") as home:
         processes: list[BaseProcess] = [

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import redis
 
-from pipeline.embedded import die_with_parent
+from pipeline.index.embedded import die_with_parent
 
 REDIS = shutil.which("redis-server")
 WITHOUT_REDIS = "redis-server is not installed (Debian: apt install redis-server)"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from api.keyring import DEFAULT_SERVER
+from api.client.credentials import DEFAULT_SERVER
 from tests.api.served import Served
 
 ROOT = Path(__file__).parents[1]

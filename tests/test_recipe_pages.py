@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from orchestration.recipe import Recipe, parse_recipe
-from orchestration.recipe_keys import rewrite, sections
+from orchestration.recipe.keys import rewrite, sections
+from orchestration.recipe.recipe import Recipe, parse_recipe
 from stages.models import load_model, load_tokenizer
-from stages.prompts import PromptSource, load_prompts
-from stages.reward import RewardSet
+from stages.prompts.sources import PromptSource, load_prompts
+from stages.rewards.stage import RewardSet
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "compose" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -146,7 +146,7 @@ def test_every_source_of_prompts_has_an_example() -> None:
 
 def test_the_reference_is_what_the_model_says() -> None:
     page = KEYS.read_text(encoding="utf-8")
-    assert page == rewrite(page), "run: python -m orchestration.recipe_keys docs/recipe.md"
+    assert page == rewrite(page), "run: python -m orchestration.recipe.keys docs/recipe.md"
 
 
 def test_every_key_has_a_type_and_a_meaning() -> None:
@@ -175,7 +175,7 @@ def test_every_default_is_what_a_recipe_without_the_key_gets() -> None:
 
 
 def _bytes(text: str | int) -> int:
-    from orchestration.recipe import parse_size
+    from orchestration.recipe.recipe import parse_size
 
     size = parse_size(text)
     assert isinstance(size, int)

@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDictBase
 
 if TYPE_CHECKING:
-    from stages.weight_sync import Published
+    from stages.weights.store import Published
 
 FinishReason = Literal["stop", "length", "cut"]
 

@@ -28,7 +28,7 @@ from uuid import UUID
 import torch
 import torch.distributed as dist
 
-from pipeline.warehouse import shared_memory_directory
+from pipeline.warehouse.arena import shared_memory_directory
 from stages.resharding.plan import Round
 
 Move = tuple[str, tuple[slice, ...], slice, tuple[int, ...]]  # of a tensor's part, to or from a place in flat values

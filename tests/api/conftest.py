@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.embedded import EmbeddedIndex
+from pipeline.index.embedded import EmbeddedIndex
 
 
 @pytest.fixture(scope="session")

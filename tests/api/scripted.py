@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestration.metrics import Recorded
-from orchestration.recipe import Recipe, parse_recipe
-from orchestration.run import RunResult
+from orchestration.events_file import Recorded
+from orchestration.recipe.recipe import Recipe, parse_recipe
+from orchestration.run.run import RunResult
 
 STEPS, BOUND, BEGIN = 8, 2, 1_700_000_000.0
 

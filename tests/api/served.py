@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestration.service_index import FILE, ServiceIndex
+from orchestration.service.index_server import FILE, ServiceIndex
 from tests.api.watchdog import HELD
 
 ROOT = Path(__file__).resolve().parents[2]

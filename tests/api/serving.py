@@ -14,13 +14,13 @@ import aiohttp
 from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from api.checks import Checks
-from api.operations import build_routes
-from api.problems import MEDIA_TYPE
-from api.server import build_app
-from api.service import Settings
+from api.server.app import build_app
+from api.server.operations import build_routes
+from api.server.problems import MEDIA_TYPE
+from api.server.recipe_checks import Checks
+from api.server.service import Settings
 from orchestration import logs
-from orchestration.registry import Registry
+from orchestration.service.registry import Registry
 from tests.api.watchdog import Watchdog, marked
 
 Client = TestClient[web.Request, web.Application]

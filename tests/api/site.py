@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from api.tokens import Scope, Tokens
-from orchestration.service_index import ServiceIndex
+from api.server.access.tokens import Scope, Tokens
+from orchestration.service.index_server import ServiceIndex
 
 SECONDS = 90.0  # for which a condition is waited for: a machine may be busy
 LOOK_SECONDS = 0.1  # between two looks at it
@@ -51,7 +51,7 @@ class Site:
         with self._log.open("ab") as log:
             command = ["serve", "--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", "--runs", "1"]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "api.cli", *command, *self.options],
+                [sys.executable, "-P", "-m", "api.cli.main", *command, *self.options],
                 stdout=log,
                 stderr=log,
                 cwd=self.data,

@@ -16,10 +16,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from api import cli, terminal
-from api.progress import Progress
-from orchestration.recipe import load_recipe
-from orchestration.run import Run
+from api.cli import main as cli
+from api.telemetry.progress import Progress
+from api.terminal import live as terminal
+from orchestration.recipe.recipe import load_recipe
+from orchestration.run.run import Run
 from tests.api import scripted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,7 +166,16 @@ def test_a_failing_algorithm_names_itself_the_method_and_the_line(
 
 
 def test_a_failure_of_a_worker_process_stands_once_with_its_log(person: Path) -> None:
-    command = [sys.executable, "-m", "api.cli", "run", "mine.toml", "--out", "out", "--set=launch.launcher=process"]
+    command = [
+        sys.executable,
+        "-m",
+        "api.cli.main",
+        "run",
+        "mine.toml",
+        "--out",
+        "out",
+        "--set=launch.launcher=process",
+    ]
     command += ["--set=algorithm.name=habits_algorithm:Loss"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)

@@ -15,14 +15,14 @@ import aiohttp
 import psutil
 import pytest
 
-from api.client import Client
-from orchestration.processes import Process
-from orchestration.recipe import parse_recipe
-from orchestration.service_index import FILE
+from api.client.client import Client
+from orchestration.processes.handles import Process
+from orchestration.recipe.recipe import parse_recipe
+from orchestration.service.index_server import FILE
+from tests.api.cli.test_serve import serving
 from tests.api.served import SECONDS, Served
-from tests.api.test_serve import serving
 from tests.orchestration.runs import MOCK
-from tests.orchestration.test_agent import assert_whole
+from tests.orchestration.service.test_agent import assert_whole
 
 STEPS = 80
 RECIPE: dict[str, Any] = {

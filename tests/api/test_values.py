@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from aiohttp import ClientTimeout
 
-from api import outside as outside_module
-from api import service as service_module
-from api.operations import operations_of
-from api.outside import Outside, OutsideRun
-from api.server import ROUTES
-from api.service import SERVICE, Service
-from orchestration.registry import Registry, UnknownRun
+from api.server import external_sessions as outside_module
+from api.server import service as service_module
+from api.server.app import ROUTES
+from api.server.external_sessions import Outside, OutsideRun
+from api.server.operations import operations_of
+from api.server.service import SERVICE, Service
+from orchestration.service.registry import Registry, UnknownRun
 from tests.api.serving import Client, problem, serving
 from tests.orchestration.runs import MOCK
 
@@ -239,7 +239,7 @@ async def test_what_a_request_is_about_stays_open(index_url: str, tmp_path: Path
 
 
 def test_a_sample_whose_text_is_no_text_is_shown() -> None:
-    from api.schemas import SampleView
+    from api.schemas.runs import SampleView
 
     given = {"group": 0, "place": 0, "step": 0, "prompt": "a\ud800", "response": "b", "reward": 0.0, "rewards": {}}
     more = {"advantage": None, "tokens": 1, "versions": [], "staleness": 0, "truncated": False}

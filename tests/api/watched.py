@@ -7,7 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
-from api import cli, server
+from api.cli import main as cli
+from api.server import app as server
 from tests.api.watchdog import Watchdog, marked
 
 

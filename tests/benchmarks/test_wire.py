@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.wire import CASES, SMALL, Case, fill, main, schema
 from pipeline.columns import collect
-from pipeline.warehouse import Arena
+from pipeline.warehouse.arena import Arena
 
 
 def test_the_cases_lie_in_the_arena_as_their_names_say(tmp_path: Path) -> None:

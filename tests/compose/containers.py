@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import psutil
 import yaml
 
-from pipeline.embedded import die_with_parent
+from pipeline.index.embedded import die_with_parent
 from tests.compose.image import environment, stages
 from tests.compose.sandbox import ROOT, as_user, host_system
 
@@ -127,7 +127,7 @@ class Stack:
         subprocess.run([str(self._home / "setup")], check=True, capture_output=True)
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost {' '.join(self.services)}\n")
         command = self.folder / "asyncdock"
-        command.write_text('#!/bin/sh\nexec python -P -m api.cli "$@"\n')
+        command.write_text('#!/bin/sh\nexec python -P -m api.cli.main "$@"\n')
         command.chmod(0o755)
         hold = 'ip link set lo up && echo up && exec sleep "$1"'
         self._network = subprocess.Popen(

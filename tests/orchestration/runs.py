@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from api.schemas_events import EVENTS
-from orchestration.forkserver import ForkServer, ForkServerDied
-from orchestration.metrics import finite
-from orchestration.recipe import Recipe, parse_recipe
-from orchestration.run import Run, RunResult
-from pipeline.index import Event
+from api.schemas.events import EVENTS
+from orchestration.events_file import finite
+from orchestration.processes.forkserver import ForkServer, ForkServerDied
+from orchestration.recipe.recipe import Recipe, parse_recipe
+from orchestration.run.run import Run, RunResult
+from pipeline.index.client import Event
 
 TINY: dict[str, Any] = {
     "name": "tiny-test",

@@ -14,15 +14,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestration.agent import Agent
-from orchestration.hosted import shared_prefix
-from orchestration.metrics import METRICS, Recorded, read_metrics
-from orchestration.processes import Process
-from orchestration.recipe import Recipe
-from orchestration.registry import ENDED, Held, Registry, RunRecord
-from orchestration.service_index import ServiceIndex
-from pipeline.index import INDEX_VARIABLE, Event, Index
-from pipeline.warehouse import shared_memory_directory
+from orchestration.events_file import METRICS, Recorded, read_metrics
+from orchestration.processes.handles import Process
+from orchestration.recipe.recipe import Recipe
+from orchestration.service.agent import Agent
+from orchestration.service.index_server import ServiceIndex
+from orchestration.service.lifecycle import shared_prefix
+from orchestration.service.registry import ENDED, Held, Registry, RunRecord
+from pipeline.index.client import INDEX_VARIABLE, Event, Index
+from pipeline.warehouse.arena import shared_memory_directory
 from tests.orchestration.runs import forks
 
 SECONDS = 120.0
@@ -40,7 +40,7 @@ class Service:
         """``asyncdock agent``, as a person starts it."""
         data = data or self.data
         data.mkdir(exist_ok=True)
-        command = [sys.executable, "-P", "-m", "api.cli", "agent", "--data", str(data), "--runs", str(runs)]
+        command = [sys.executable, "-P", "-m", "api.cli.main", "agent", "--data", str(data), "--runs", str(runs)]
         env = {**os.environ, **({} if self.own else {INDEX_VARIABLE: self.url})}
         with (data / "agent.log").open("ab") as log:
             agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)

@@ -14,9 +14,9 @@ from tensordict import TensorDict
 
 from pipeline.columns import Column, Schema
 from pipeline.controller import Clock, Controller, Output
-from pipeline.dock import Dock
-from pipeline.index import Claim, Index, RunConfig, StageSpec
+from pipeline.index.client import Claim, Index, RunConfig, StageSpec
 from pipeline.spans import Spans
+from pipeline.warehouse.dock import Dock
 
 SCHEMA = Schema([Column.scalar("number", torch.int64), Column.scalar("doubled", torch.int64)])
 STAGES = (

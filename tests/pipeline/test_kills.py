@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from pipeline.columns import Column, Schema
-from pipeline.dock import Dock
-from pipeline.embedded import EmbeddedIndex
-from pipeline.index import Index, IndexUnreachable, LeaseLost, RunConfig, StageSpec
-from pipeline.transfer import WarehouseUnreachable
+from pipeline.index.client import Index, IndexUnreachable, LeaseLost, RunConfig, StageSpec
+from pipeline.index.embedded import EmbeddedIndex
+from pipeline.warehouse.dock import Dock
+from pipeline.warehouse.wire import WarehouseUnreachable
 from tests.servers import REDIS, WITHOUT_REDIS, Cable, RedisServer, self_signed
 
 SCHEMA = Schema([Column.ragged("tokens", torch.int64), Column.scalar("score", torch.float32)])
@@ -35,7 +35,7 @@ import asyncio, sys, time
 from pathlib import Path
 import torch
 from pipeline import columns
-from pipeline.dock import Dock
+from pipeline.warehouse.dock import Dock
 from tests.pipeline.test_kills import SCHEMA, STAGES
 
 def here():

@@ -9,12 +9,12 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from orchestration import checkpoint
+from orchestration.run import checkpoint
 from stages.algorithms.grpo import GRPO
-from stages.engines import torch_sharded
 from stages.engines.plans import GroupShape, Ranks, deal
-from stages.engines.torch_decoder import TorchDecoder
-from stages.engines.torch_sharded import ShardedTrainEngine, _whole, placement
+from stages.engines.torch import sharded as torch_sharded
+from stages.engines.torch.decoder import TorchDecoder
+from stages.engines.torch.sharded import ShardedTrainEngine, _whole, placement
 from stages.models import load_model
 from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import plan_reshard

@@ -1,0 +1,1 @@
+"""Commands of ``asyncdock``, one file each; ``main`` has the command line itself."""

@@ -1,0 +1,195 @@
+"""``asyncdock plan reshard``: what an allgather-swap between two layouts would move and take, from arithmetic alone.
+
+recipe ──▶ the model's config ──▶ parameters ────────────┐
+recipe's layouts, or --train and --rollout ──▶ layouts ──┴▶ plan ──▶ bytes of each phase and rank; the naive way beside them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestration.recipe.planner import beyond_engine, reshard_plan, rollout_layout, train_layout, trained_state
+from orchestration.recipe.recipe import LATER, Recipe, format_size, heads_divide, lacking, parse_size
+
+if TYPE_CHECKING:
+    from stages.resharding.layout import Layout
+
+SHOWN_RANKS = 16
+SMALLEST_BUCKET = 1024
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+TRAINING_STATE = "train: weights and AdamW's moments, as between two steps (within: gradients too)"
+
+
+class PlanRefused(ValueError):
+    """Input that no plan can be made from: the message names the field, the value and the fix."""
+
+
+def reshard_report(
+    recipe: Recipe,
+    train: str | None = None,
+    rollout: str | None = None,
+    *,
+    bucket: str | None = None,
+    ranks_per_node: int | None = None,
+) -> dict[str, Any]:
+    """What the plan for ``recipe``'s model says, in bytes. Layouts and bucket are the recipe's where they are None. Raises
+    :class:`PlanRefused`."""
+    if recipe.model.source == "mock":
+        raise PlanRefused("model.source: 'mock' has no parameters to lay out; use 'tiny', 'smollm2' or a checkpoint")
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise PlanRefused(f"--ranks-per-node: {ranks_per_node} is no number of ranks; use a whole number >= 1")
+    bucket_bytes = recipe.sync.bucket if bucket is None else _bucket_bytes(bucket)
+
+    from stages.models import ModelNotFound
+    from stages.resharding.layout import LayoutError, parse_layout
+    from stages.resharding.plan import adamw_bytes, memory, redundant_eq3, redundant_general, redundant_if_naive
+
+    try:
+        source = train_layout(recipe) if train is None else parse_layout(train, "train")
+        target = rollout_layout(recipe, source.world) if rollout is None else parse_layout(rollout, "rollout")
+    except LayoutError as error:
+        raise PlanRefused(f"--{str(error).replace('.', ' ', 1)}") from None
+    if source.world != target.world:
+        raise PlanRefused(
+            f"--rollout: {rollout or str(target)!r} has {target.world} ranks where --train {train or str(source)!r} has "
+            f"{source.world}; they take turns on the same ranks, so make the products of dp, tp and pp equal"
+        )
+    try:
+        model = trained_state(recipe)
+        plan = reshard_plan(
+            recipe,
+            "vllm",
+            model=model,
+            train=source,
+            rollout=target,
+            bucket_bytes=bucket_bytes,
+            ranks_per_node=ranks_per_node,
+        )
+        notes = [*_cannot_train(recipe, source)]
+    except LayoutError as error:
+        raise PlanRefused(f"layout of {recipe.model.source}: {error}") from None
+    except (ModelNotFound, ValueError, OSError, AttributeError) as error:
+        raise PlanRefused(f"model.source: {recipe.model.source!r} cannot be planned: {error}") from None
+    if rollout is None and not recipe.colocated:
+        notes.append(
+            "launch.placement = 'separate': the engines of this recipe have other devices; planned as if they took turns"
+        )
+    return {
+        "model": recipe.model.source,
+        "dtype": "float32" if recipe.train.precision == "mixed" else recipe.model.dtype,
+        "rollout_dtype": recipe.model.dtype,
+        "bytes": model.nbytes,
+        "expert_bytes": model.expert_bytes,
+        "train": str(source),
+        "rollout": str(target),
+        "notes": notes,
+        "ranks": plan.world,
+        "bucket_bytes": plan.bucket_bytes,
+        "rounds": len(plan.rounds),
+        "sent": plan.sent,
+        "received": plan.received,
+        "kept": plan.kept,
+        "phases": [
+            {
+                "phase": one.phase.value,
+                "moved": one.received,
+                "host": one.host,
+                "temporary": one.temporary,
+                "live": one.live,
+                "after": one.after,
+            }
+            for one in memory(plan, adamw_bytes(plan.source, gradients=False))
+        ],
+        "naive": {
+            "redundant": redundant_if_naive(plan),
+            "general": redundant_general(model, source, target),
+            "eq3": redundant_eq3(model, source, target),
+        },
+    }
+
+
+def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Why the train engine cannot run ``layout``, in the words of the check of recipes where that has any."""
+    if beyond := beyond_engine(layout):
+        for part in beyond:
+            key = f"train.{part.partition('=')[0]}"
+            why = lacking(key) if key in LATER else "the train engine shards over all replicas"
+            yield f"the train engine does not run this layout: {part}: {why}"
+        return
+    train = recipe.train.model_copy(update={"dp": layout.dp_shard, "tp": layout.tp})
+    said = [str(problem) for problem in heads_divide(recipe.model_copy(update={"train": train}))]
+    if not said and layout.tp > 1:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from stages.engines.torch.sharded import cuts
+        from stages.models import load_config
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(load_config(recipe.model.source))
+        try:
+            cuts(model, layout.tp)
+        except ValueError as error:
+            said = [str(error)]
+    for text in said:
+        yield f"the train engine does not run this layout: {text}"
+
+
+def _bucket_bytes(text: str) -> int:
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise PlanRefused(f"--bucket: {text!r} is {error}") from None
+    if not isinstance(size, int) or size < SMALLEST_BUCKET:
+        raise PlanRefused(f"--bucket: {text!r} is less than {SMALLEST_BUCKET} bytes; use for example 4MiB")
+    return size
+
+
+def reshard_view(report: Mapping[str, Any]) -> RenderableType:
+    """What the command prints."""
+    experts = f", {format_size(report['expert_bytes'])} of it experts" if report["expert_bytes"] else ""
+    bucket = format_size(report["bucket_bytes"])
+    generated = f", generating in {report['rollout_dtype']}" if report["rollout_dtype"] != report["dtype"] else ""
+    head = Text(
+        f"{report['model']} in {report['dtype']}: {format_size(report['bytes'])}{experts}{generated}\n"
+        f"train   {report['train']}\nrollout {report['rollout']}\n"
+        f"{report['ranks']} ranks, {report['rounds']} rounds, buckets of {bucket}, two in flight"
+    )
+    notes = [Text(f"! {note}") for note in report["notes"]]
+    largest = max(max(one["live"]) for one in report["phases"])
+    unit, name = next(one for one in UNITS if largest >= one[0] or one[0] == 1)
+
+    def figure(nbytes: float) -> str:
+        return f"{nbytes / unit:,.2f}" if nbytes else "-"
+
+    phases = _table(f"most of any rank, {name}", "received", "to/from host", "temporary", "live", "after")
+    for one in report["phases"]:
+        phases.add_row(
+            one["phase"], *(figure(max(one[key])) for key in ("moved", "host", "temporary", "live", "after"))
+        )
+    live = {one["phase"]: one["live"] for one in report["phases"]}
+    shown = [phase for phase in live if not phase.startswith("offload")]
+    ranks = _table(f"rank, {name}", "sends", "receives", "keeps", *(f"live: {shown[0]}", *shown[1:]))
+    for rank in range(min(report["ranks"], SHOWN_RANKS)):
+        columns = (report["sent"], report["received"], report["kept"], *(live[phase] for phase in shown))
+        ranks.add_row(str(rank), *(figure(column[rank]) for column in columns))
+    more = report["ranks"] - SHOWN_RANKS
+    naive, counted = report["naive"], report["naive"]["redundant"]
+    redundant = _table(f"naive: gather, slice, keep both, {name}", "redundant, all ranks", "most of any")
+    redundant.add_row("counted", figure(sum(counted)), figure(max(counted)))
+    redundant.add_row("N·(TW/UTP + EW·(1/UEP − 1/GEP))", figure(naive["general"]), "")
+    redundant.add_row("MindSpeed RL, Eq. 3", figure(naive["eq3"]), "")
+    told = f"and {more} ranks more, see --json" if more > 0 else TRAINING_STATE
+    return Group(head, *notes, "", phases, "", ranks, told, "", redundant)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return table

@@ -1,0 +1,1 @@
+"""Python clients of a service, and the client of external stages."""

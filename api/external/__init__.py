@@ -1,0 +1,1 @@
+"""Wire formats of external stages: schemas of requests, columns, headers of weights."""

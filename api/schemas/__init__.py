@@ -1,0 +1,1 @@
+"""Pydantic models of REST requests, answers and events."""

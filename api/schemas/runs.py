@@ -1,0 +1,255 @@
+"""What requests and answers are made of: pydantic models, from which the OpenAPI document is made too."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
+
+from api.schemas.text import Text
+from orchestration.recipe.planner import Plan
+from orchestration.recipe.recipe import Recipe
+from stages.json_schema import schema_of
+
+RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+State = Literal["created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
+Seconds = Annotated[float, Field(description="Unix seconds")]
+
+
+class Strict(BaseModel):
+    """A base for what requests carry: keys that are not known are errors."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=False)
+
+
+class RunPath(Strict):
+    run: str = Field(pattern=RUN_ID, max_length=200, description="The run's id.")
+
+
+class RunView(BaseModel):
+    """A run as the list has it, and how far it is. ``created`` waits in the queue: ``position`` 1 is next."""
+
+    id: str
+    name: str
+    state: State
+    reason: str = Field(description="Why it failed or stopped.")
+    position: int | None = Field(description="In the queue; null once it is out of it.")
+    owner: str = Field(description="The name of the token that submitted it.")
+    created: Seconds
+    started: Seconds | None
+    ended: Seconds | None
+    agent: str = Field(description="Who runs it.")
+    attempts: int = Field(description="How often a runner was started for it.")
+    folder: str = Field(description="Where its files lie, on the machine that runs it.")
+    steps: int = Field(description="Optimizer steps that the recipe asks for.")
+    steps_done: int
+    reward: float | None = Field(description="Mean reward of the newest step.")
+    recipe: dict[str, Any] = Field(description="As /v1/recipes/schema says, with every default.")
+
+
+class RunPage(BaseModel):
+    """Runs, newest first. ``next`` is the cursor of the next page (`after`), empty at the end."""
+
+    runs: list[RunView]
+    next: str
+
+
+class RunsQuery(Strict):
+    state: Literal["", "created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"] = Field(
+        "", description="Only runs in this state."
+    )
+    name: str = Field("", max_length=200, description="Only runs with this in their name.")
+    owner: str = Field("", max_length=200, description="Only runs that this token's name submitted.")
+    after: str = Field("", pattern=r"^[0-9]*$", max_length=15, description="`next` of the page before.")
+    limit: int = Field(50, ge=1, le=200)
+
+
+class SubmitHeaders(Strict):
+    key: str = Field(
+        "",
+        alias="Idempotency-Key",
+        pattern=r"^[\x21-\x7e]*$",
+        max_length=200,
+        description="Any text of the client's own choice: a repeat under the same key is answered with the run that the "
+        "first one made.",
+    )
+
+
+# The recipe's own checks say more of what is wrong with a table than a schema does.
+RecipeTable = Annotated[dict[str, Any], schema_of(Recipe)]
+Overrides = Annotated[
+    dict[str, Any], Field(description='Dotted keys and their values, as {"train.steps": 5}, which change single keys.')
+]
+
+
+class WholeRecipe(Strict):
+    """A whole recipe."""
+
+    recipe: RecipeTable = Field(description="As a recipe's TOML file, in JSON.")
+    overrides: Overrides = {}
+
+
+class NamedRecipe(Strict):
+    """A stored recipe."""
+
+    recipe_name: str = Field(max_length=200, description="One of GET /v1/recipes.")
+    overrides: Overrides = {}
+
+
+def _which(body: Any) -> str | None:
+    given = {"recipe", "recipe_name"} & set(body if isinstance(body, dict) else getattr(type(body), "model_fields", ()))
+    return given.pop() if len(given) == 1 else None
+
+
+class RecipeSubmission(
+    RootModel[
+        Annotated[
+            Annotated[WholeRecipe, Tag("recipe")] | Annotated[NamedRecipe, Tag("recipe_name")],
+            Discriminator(
+                _which,
+                custom_error_type="recipe_or_name",
+                custom_error_message="Input should be an object with either recipe or recipe_name",
+            ),
+        ]
+    ]
+):
+    """Either a whole `recipe`, or the `recipe_name` of a stored one."""
+
+
+class StageWorker(BaseModel):
+    """A worker's share in a stage since its process began. Seconds; the four shares add up to ``wall``."""
+
+    worker: str
+    process: str = Field(description="The worker process that it runs in; empty for an external one.")
+    state: str = Field(description="What was last said of that process: started, ready, died, restarted, stopped.")
+    pid: int
+    busy: float
+    waiting_input: float
+    waiting_room: float
+    other: float
+    wall: float
+    rows: int
+    tokens: int
+    queue_depth: int
+    in_flight: int
+
+
+class Stage(BaseModel):
+    name: str
+    takes: Literal["rows", "groups", "batch"]
+    ready: int = Field(description="Rows, or groups, that wait for it.")
+    leased: int = Field(description="Rows that its workers hold.")
+    workers: list[StageWorker]
+
+
+class Warehouse(BaseModel):
+    name: str
+    node: str
+    used: int = Field(description="Bytes.")
+    capacity: int = Field(description="Bytes.")
+    leaving: bool
+
+
+class Gate(BaseModel):
+    """Groups: admitted so far, how many may be by now, and those of them that are not trained."""
+
+    admitted: int
+    allowed: int
+    open: int
+
+
+class StagesView(BaseModel):
+    """The pipeline at this moment. Empty before the run has begun."""
+
+    stages: list[Stage]
+    ledger: dict[str, int] = Field(
+        description="Samples and tokens: generated = trained + filtered + remade + in flight."
+    )
+    warehouses: list[Warehouse]
+    published: int = Field(description="The newest policy version that rollout may use.")
+    trained: int = Field(description="Optimizer steps done.")
+    gate: Gate
+
+
+class CheckpointView(BaseModel):
+    version: int
+    path: str = Field(description="On the machine that runs it; `model` in it opens with transformers.")
+    time: Seconds
+    bytes: int
+
+
+class CheckpointsView(BaseModel):
+    """Whole checkpoints, oldest first."""
+
+    checkpoints: list[CheckpointView]
+
+
+class LogsQuery(Strict):
+    worker: str = Field("", max_length=100, description="As rollout-0; without one, all workers' lines by time.")
+    lines: int = Field(200, ge=1, le=5000, description="The last so many.")
+
+
+class RecipePath(Strict):
+    name: str = Field(pattern=RUN_ID, max_length=200, description="The recipe's name.")
+
+
+class RecipeSummary(BaseModel):
+    name: str
+    description: str
+
+
+class RecipesView(BaseModel):
+    recipes: list[RecipeSummary]
+
+
+class StoredRecipe(BaseModel):
+    """A stored recipe as it is written: what is left out has a default."""
+
+    name: str
+    description: str
+    recipe: dict[str, Any]
+
+
+class CheckedRecipe(BaseModel):
+    """A sound recipe with every default, and what follows from it. Sizes in bytes."""
+
+    recipe: dict[str, Any]
+    plan: Plan
+
+
+class Schema(RootModel[dict[str, Any]]):
+    """A JSON Schema, draft 2020-12."""
+
+
+class SampleView(BaseModel):
+    """A sample that was trained."""
+
+    group: int
+    place: int = Field(description="In its group.")
+    step: int = Field(description="That trained it.")
+    prompt: Text
+    response: Text
+    reward: float
+    rewards: dict[str, float | None] = Field(description="Of each reward function; null where it does not apply.")
+    advantage: float | None
+    tokens: int = Field(description="Of the response.")
+    versions: list[tuple[int, int]] = Field(description="Policy version and tokens, in the response's order.")
+    staleness: int
+    truncated: bool
+
+
+class SamplePage(BaseModel):
+    """Newest step first. ``next`` is the cursor of the next page (`after`), empty at the end: a page may hold fewer samples
+    than asked for, or none, and not be the last."""
+
+    samples: list[SampleView]
+    next: str
+
+
+class MetricsView(BaseModel):
+    """Series by name (`step`, `stage/rollout-0`), each as columns: `time` and its numbers. Times in Unix seconds."""
+
+    from_: float = Field(alias="from")
+    to: float
+    every: float = Field(description="Seconds that one point stands for; 0: each event is a point.")
+    series: dict[str, dict[str, list[float | None]]]

@@ -1,0 +1,1 @@
+"""The REST server: the application, its operations, and what they share."""

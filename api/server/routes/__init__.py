@@ -1,0 +1,1 @@
+"""REST operations, one file a subject."""

@@ -1,0 +1,68 @@
+"""The dashboard: one static page, its scripts and styles, and what they are built on (uPlot, MIT; Inter, OFL).
+
+The files are open to everybody, as those of ``/docs`` are: what they show they ask of the API, with the token of
+whoever looks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aiohttp import web
+from pydantic import Field
+
+from api.server.operations import Strict, operation
+from api.server.problems import Problem
+from api.server.service import Service
+
+FOLDER = Path(__file__).parents[2] / "dashboard"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+    ".LICENSE": "text/plain; charset=utf-8",
+}
+# Stricter than for other answers: no script, style or frame but its own files, and nothing is ever parsed as HTML.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+
+
+class FilePath(Strict):
+    file: str = Field(pattern=r"^[A-Za-z]+\.[A-Za-z0-9]+$", max_length=40)
+
+
+@operation("GET", "/", scope=None, summary="The dashboard", tag="service", produces="text/html", hidden=True)
+async def dashboard(service: Service) -> web.FileResponse:
+    answer = _file(FOLDER, "index.html")
+    answer.headers["Content-Security-Policy"] = POLICY
+    return answer
+
+
+@operation("GET", "/dashboard/{file}", scope=None, summary="Its files", tag="service", produces="text/css", hidden=True)
+async def dashboard_file(service: Service, path: FilePath) -> web.FileResponse:
+    return _file(FOLDER, path.file)
+
+
+@operation(
+    "GET",
+    "/dashboard/vendor/{file}",
+    scope=None,
+    summary="What it uses",
+    tag="service",
+    produces="text/css",
+    hidden=True,
+)
+async def vendored_file(service: Service, path: FilePath) -> web.FileResponse:
+    return _file(FOLDER / "vendor", path.file)
+
+
+def _file(folder: Path, name: str) -> web.FileResponse:
+    """A browser asks each time whether it still has the newest one: after an update all files fit each other."""
+    path = folder / name
+    if path.suffix not in TYPES or not path.is_file():
+        raise Problem(404, "There is nothing at this path.", kind="no-such-path", fix="see /docs")
+    return web.FileResponse(path, headers={"Content-Type": TYPES[path.suffix], "Cache-Control": "no-cache"})

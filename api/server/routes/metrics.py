@@ -1,0 +1,274 @@
+"""What a run does, as it happens and as it was: its event stream, its history, its trace, and what Prometheus reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic_core import PydanticCustomError, to_json
+
+from api.schemas.events import MESSAGES, EventKind
+from api.schemas.runs import MetricsView, RunPath
+from api.server.operations import JSON, Strict, operation
+from api.server.problems import Problem
+from api.server.service import SERVICE, Service
+from api.telemetry.fanout import Ending, Feed, Feeds, Reader
+from api.telemetry.history import History, id_at
+from api.telemetry.perfetto import REPORT_SECONDS, Trace, trace_json
+from api.telemetry.prometheus import Exposition, ServerMetrics
+from api.telemetry.series import SERIES, Series, TooMany, Wanted, names_like, width
+from orchestration.events_file import METRICS
+from orchestration.service.registry import ENDED, RunRecord
+
+EVENT_ID = r"^([0-9]{1,18}(-[0-9]{1,18})?|\$)$"
+FINEST_SECONDS = 1e-3  # of a point; events have their times in milliseconds
+MOST_NAMES = 60  # that an error lists
+Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
+
+
+class Watching:
+    """What the operations here share: the feeds of the runs that are watched, and the metrics."""
+
+    def __init__(self, service: Service) -> None:
+        self.server = ServerMetrics()
+        self._service = service
+        self.feeds = Feeds(self._feed)
+        self.exposition = Exposition(service.registry, self.feeds, self.server)
+
+    def history(self, record: RunRecord) -> History:
+        return History(lambda: self._service.index(record.id), self._service.folder(record) / METRICS)
+
+    def _feed(self, record: RunRecord) -> Feed:
+        async def over() -> Ending | None:
+            now = await self._service.registry.get(record.id)
+            return Ending(now.state, now.reason, now.ended or 0.0) if now.state in ENDED else None
+
+        return Feed(self.history(record), over, delayed=self.server.delay.observe)
+
+
+WATCHING = web.AppKey("watching", Watching)
+
+
+def watch(app: web.Application) -> None:
+    """Prepare ``app``, which has its service, for the operations here."""
+    app[WATCHING] = watching = Watching(app[SERVICE])
+    app.middlewares.insert(0, watching.server.count)
+
+    async def closing(app: web.Application) -> None:
+        watching.feeds.close()
+        await watching.exposition.close()
+
+    app.on_shutdown.append(closing)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stream
+
+
+def _listed(given: object) -> object:
+    """A key may be given several times, or once with commas."""
+    return [name for text in given for name in str(text).split(",") if name] if isinstance(given, list) else given
+
+
+def _series(name: str) -> str:
+    if not SERIES.fullmatch(name):
+        kinds = (
+            "step, evaluation, ledger, stage, sync, stage/WORKER, sync/WORKER, or a number of one of them as step.loss"
+        )
+        raise PydanticCustomError("series", "Input should be one of: {kinds}", {"kinds": kinds})
+    return name
+
+
+Name = Annotated[
+    str, Field(max_length=200, json_schema_extra={"pattern": f"^({SERIES.pattern})$"}), AfterValidator(_series)
+]
+
+
+class StreamQuery(Strict):
+    kinds: Annotated[list[EventKind], BeforeValidator(_listed)] = Field(
+        [], description="Only events of these kinds; none: all. The key is repeated, or has them with commas."
+    )
+    last_event_id: str = Field(
+        "", pattern=f"^$|{EVENT_ID}", description="As the header Last-Event-ID, for who cannot set it; $: from now on."
+    )
+
+
+class StreamHeaders(Strict):
+    last_event_id: str = Field(
+        "", alias="Last-Event-ID", pattern=f"^$|{EVENT_ID}", description="Go on after this event; none: from the first."
+    )
+
+
+@operation(
+    "GET",
+    "/v1/runs/{run}/metrics/stream",
+    scope="read",
+    summary="A run's events as they happen",
+    tag="metrics",
+    errors=(404,),
+    produces="text/event-stream",
+    events=MESSAGES,
+)
+async def stream(
+    service: Service, path: RunPath, query: StreamQuery, headers: StreamHeaders, request: web.Request
+) -> web.StreamResponse:
+    """Server-sent events: `event` is the kind, `data` its payload as JSON, `id` what `Last-Event-ID` takes. A comment comes
+    every ten seconds with the id up to which there is nothing more. The last message is `end` when the run has ended, or
+    `dropped` when the server gives the stream up: connect again then."""
+    record = await service.registry.get(path.run)
+    watching = request.app[WATCHING]
+    reader = Reader(request, frozenset(query.kinds) or None)
+    with service.held() as room, watching.server.reading() as dropped:
+        if not room:
+            raise Problem(503, "Too many readers.", kind="readers", fix="try again", headers={"Retry-After": "30"})
+        try:
+            await reader.open()
+        except ConnectionResetError:  # it has gone already
+            return reader.response
+        try:
+            async with watching.feeds.listening(record, reader) as feed:
+                await feed.join(reader, headers.last_event_id or query.last_event_id or "0")
+                dropped(await asyncio.shield(reader.done))
+        except (ConnectionError, LookupError):
+            reader.drop("", "the index does not answer; connect again")
+        except asyncio.CancelledError:
+            if not reader.done.done():
+                reader.drop("token", "the token was revoked, or has expired")
+                dropped("token")
+            raise
+    return reader.response
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# History and trace
+
+
+class RangeQuery(Strict):
+    begin: Time | None = Field(None, alias="from", description="Unix seconds; none: the run's beginning.")
+    end: Time | None = Field(None, alias="to", description="Unix seconds; none: now, or the run's end.")
+
+
+class HistoryQuery(RangeQuery):
+    every: float | None = Field(
+        None,
+        ge=0,
+        le=1e7,
+        description="Seconds that a point stands for; 0 (or less than a millisecond): each event; none: as suits the range.",
+    )
+    names: Annotated[list[Name], BeforeValidator(_listed)] = Field(
+        [],
+        max_length=100,
+        description="Series and numbers, as step, stage/rollout-0, step.reward_mean; none: all. The key is repeated, or has "
+        "them with commas.",
+    )
+
+
+@operation(
+    "GET", "/v1/runs/{run}/metrics", scope="read", summary="A run's past in numbers", tag="metrics", errors=(404, 422)
+)
+async def history(service: Service, path: RunPath, query: HistoryQuery, request: web.Request) -> MetricsView:
+    record = await service.registry.get(path.run)
+    begin, end = _range(record, query)
+    every = width(end - begin) if query.every is None else query.every
+    every = 0.0 if every < FINEST_SECONDS else every
+    series = Series(every, Wanted(query.names))
+    kinds = series.wanted.kinds
+    try:
+        async for page in _pages(request, record, begin, end):
+            for event in page:
+                if event.kind in kinds:
+                    series.add(event)
+    except TooMany as many:
+        raise Problem(
+            422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
+        ) from None
+    if missing := series.wanted.missing:
+        await _refuse_unknown(service, record, missing)
+    view = MetricsView.model_validate({"from": begin, "to": end, "every": every, "series": {}})
+    return web.Response(body=await asyncio.to_thread(_joined, view, series), content_type=JSON)  # type: ignore[return-value]
+
+
+def _joined(view: MetricsView, series: Series) -> bytes:
+    """``view`` with the columns of ``series`` as JSON: one column after the other, as writing holds the interpreter."""
+    parts = []
+    for name, columns in series.columns().items():
+        told = (to_json(key) + b":" + to_json(values, inf_nan_mode="null") for key, values in columns.items())
+        parts.append(to_json(name) + b":{" + b",".join(told) + b"}")
+    head = view.model_dump_json(by_alias=True).encode()
+    return head.removesuffix(b"{}}") + b"{" + b",".join(parts) + b"}}"
+
+
+async def _refuse_unknown(service: Service, record: RunRecord, names: frozenset[str]) -> None:
+    """Raise a Problem if one of ``names``, of which the range has nothing, is none of the run's: no worker of it, or no
+    number of its steps. Where there are no workers or steps yet, any may come."""
+    index = service.index(record.id)
+    newest, fold = await index.newest("step"), await service.watching.fold(index)
+    for name in sorted(names):
+        allowed = names_like(name, fold.workers, newest.data if newest else {})
+        if allowed and name not in allowed:
+            fix = f"use one of: {', '.join(allowed[:MOST_NAMES])}"
+            raise Problem(
+                422, f"{name} is not known here.", kind="unknown-name", field="query.names", value=name, fix=fix
+            )
+
+
+class TraceDocument(BaseModel):
+    """Chrome's trace event format, as ui.perfetto.dev opens it."""
+
+    displayTimeUnit: str
+    traceEvents: list[dict[str, Any]]
+
+
+@operation(
+    "GET",
+    "/v1/runs/{run}/trace",
+    scope="read",
+    summary="What every worker did and when, for Perfetto",
+    tag="metrics",
+    errors=(404, 422),
+    seconds=300,
+)
+async def trace(service: Service, path: RunPath, query: RangeQuery, request: web.Request) -> TraceDocument:
+    record = await service.registry.get(path.run)
+    begin, end = _range(record, query)
+    pages = _pages(request, record, begin, end + REPORT_SECONDS)
+    response: Any = web.StreamResponse(
+        headers={
+            "Content-Type": "application/json",
+            "Content-Disposition": f'attachment; filename="{record.id}.trace.json"',
+        }
+    )
+    with contextlib.suppress(ConnectionResetError):  # whoever asked has gone
+        await response.prepare(request)
+        async for piece in trace_json(pages, Trace(begin, end)):  # as it is made: a long run's trace is large
+            await response.write(piece)
+        await response.write_eof()
+    return response
+
+
+def _range(record: RunRecord, query: RangeQuery) -> tuple[float, float]:
+    begin = record.created if query.begin is None else query.begin
+    end = (record.ended + REPORT_SECONDS if record.ended else time.time()) if query.end is None else query.end
+    if query.begin is not None and query.end is not None and end < begin:
+        fix = "give a `to` that is not before `from`"
+        raise Problem(422, "The range ends before it begins.", kind="range", field="query.to", value=end, fix=fix)
+    return begin, max(begin, end)
+
+
+def _pages(request: web.Request, record: RunRecord, begin: float, end: float) -> AsyncIterator[Any]:
+    return request.app[WATCHING].history(record).pages(id_at(begin), end)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prometheus
+
+
+@operation("GET", "/metrics", scope="read", summary="For Prometheus", tag="metrics", produces="text/plain")
+async def metrics(service: Service, request: web.Request) -> web.Response:
+    text = await request.app[WATCHING].exposition.text()
+    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

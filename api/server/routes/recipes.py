@@ -1,0 +1,82 @@
+"""Recipes: what there is to run, what a recipe may say, and whether one is sound."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from api.schemas.runs import (
+    CheckedRecipe,
+    RecipePath,
+    RecipeSubmission,
+    RecipeSummary,
+    RecipesView,
+    Schema,
+    StoredRecipe,
+)
+from api.server.access.submission_policy import stored_recipe, stored_recipes, unknown_recipe
+from api.server.operations import operation, while_wanted
+from api.server.problems import Problem
+from api.server.recipe_checks import CheckLost
+from api.server.service import Service
+from orchestration.recipe.recipe import Recipe
+
+log = structlog.get_logger()
+
+NAMED = "/v1/recipes/{name:(?!check$|schema$)[^/]+}"
+
+
+@operation("GET", "/v1/recipes", scope="read", summary="The stored recipes", tag="recipes")
+async def list_recipes(service: Service) -> RecipesView:
+    def read() -> list[RecipeSummary]:
+        found = ((name, stored_recipe(service.settings, name)) for name in stored_recipes(service.settings))
+        return [RecipeSummary(name=name, description=str(data.get("description", ""))) for name, data in found]
+
+    return RecipesView(recipes=await asyncio.to_thread(read))
+
+
+@operation("GET", "/v1/recipes/schema", scope="read", summary="The JSON Schema of a recipe", tag="recipes")
+async def recipe_schema(service: Service) -> Schema:
+    """What a schema cannot say (how keys must fit together) POST /v1/recipes/check does."""
+    return Schema(await asyncio.to_thread(_schema))
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    return Recipe.model_json_schema()
+
+
+@operation("GET", NAMED, scope="read", summary="A stored recipe", tag="recipes", errors=(404,))
+async def get_recipe(service: Service, path: RecipePath) -> StoredRecipe:
+    try:
+        data = await asyncio.to_thread(stored_recipe, service.settings, path.name)
+    except LookupError:
+        raise unknown_recipe(service.settings, path.name, 404, "path.name") from None
+    return StoredRecipe(name=path.name, description=str(data.get("description", "")), recipe=data)
+
+
+@operation("POST", "/v1/recipes/check", scope="read", summary="Whether a recipe is sound", tag="recipes")
+async def check_recipe(service: Service, request: web.Request, body: RecipeSubmission, raw: bytes) -> CheckedRecipe:
+    """Tells all that is wrong with it (422), or what follows from it. Nothing is started."""
+    answer = await checked(service, request, raw, plan=True)
+    return CheckedRecipe(recipe=json.loads(answer["recipe"]), plan=answer["plan"])
+
+
+async def checked(service: Service, request: web.Request, submission: bytes, *, plan: bool) -> dict[str, Any]:
+    """The ``recipe`` that is submitted (by the body of a :class:`RecipeSubmission`), with all defaults, as JSON, and its
+    ``plan`` where that is wanted. Raises a Problem with all that is wrong with it."""
+    asked = service.checks.ask({"settings": service.settings.model_dump(mode="json"), "plan": plan}, submission)
+    try:
+        answer = await while_wanted(request, asked)
+    except CheckLost as lost:
+        log.error("the process of a check was lost", reason=str(lost))
+        detail, retry = "The recipe could not be checked: the process that does it ended.", {"Retry-After": "5"}
+        raise Problem(503, detail, kind="check-lost", fix="try again", headers=retry) from None
+    if "problem" in answer:
+        raise Problem.from_details(answer["problem"])
+    return answer

@@ -1,0 +1,276 @@
+"""Runs: start, look at, pause, stop, delete.
+
+submit ──▶ the queue of the registry ──▶ an agent starts it (none of this process's business) ──▶ asked by pause, resume, …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from aiohttp import web
+
+from api.schemas.runs import (
+    CheckpointsView,
+    CheckpointView,
+    Gate,
+    LogsQuery,
+    RecipeSubmission,
+    RunPage,
+    RunPath,
+    RunsQuery,
+    RunView,
+    Stage,
+    StagesView,
+    StageWorker,
+    SubmitHeaders,
+    Warehouse,
+)
+from api.server.operations import Reply, operation
+from api.server.problems import Problem, without_password
+from api.server.routes.recipes import checked
+from api.server.run_status import Fold
+from api.server.service import Service
+from orchestration.recipe.recipe import Recipe
+from orchestration.run import checkpoint
+from orchestration.service.registry import Ask, RunRecord
+from pipeline.index.client import IndexRefused
+
+TAIL_BYTES = 2**20  # of each log, from its end
+AT_ONCE = 16  # questions to the index for one page
+SHARES = ("busy", "waiting_input", "waiting_room", "other", "wall", "rows", "tokens", "queue_depth", "in_flight")
+
+
+@operation(
+    "POST",
+    "/v1/runs",
+    scope="run",
+    summary="The run was made, and waits for its turn",
+    tag="runs",
+    status=201,
+    also={200: "The run that the same Idempotency-Key made before"},
+    sends={"Location": "Where the run is."},
+)
+async def submit_run(
+    service: Service, request: web.Request, headers: SubmitHeaders, body: RecipeSubmission, raw: bytes
+) -> Reply[RunView]:
+    """Submits a run. It begins when fewer than the server's limit are active; until then `position` says how many are before
+    it. A repeat under the same `Idempotency-Key` within a day makes no second one."""
+    recipe = Recipe.from_json((await checked(service, request, raw, plan=False))["recipe"])
+    waiting, _ = await service.registry.list(state="created", limit=1)
+    if waiting and (waiting[0].position or 0) >= service.settings.max_waiting:
+        detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."
+        raise Problem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
+    said = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
+    record, made = await service.registry.submit(
+        recipe, owner=service.principal(request).name, key=headers.key, fingerprint=hashlib.sha256(said).hexdigest()
+    )
+    return Reply(await _view(service, record), 201 if made else 200, {"Location": f"/v1/runs/{record.id}"})
+
+
+@operation("GET", "/v1/runs", scope="read", summary="Runs, newest first", tag="runs")
+async def list_runs(service: Service, query: RunsQuery) -> RunPage:
+    records, after = await service.registry.list(**query.model_dump())
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def view(record: RunRecord) -> RunView:
+        async with limit:
+            return await _view(service, record)
+
+    return RunPage(runs=await asyncio.gather(*map(view, records)), next=after)
+
+
+@operation("GET", "/v1/runs/{run}", scope="read", summary="A run", tag="runs", errors=(404,))
+async def get_run(service: Service, path: RunPath) -> RunView:
+    return await _view(service, await service.registry.get(path.run))
+
+
+@operation("POST", "/v1/runs/{run}/pause", scope="run", summary="It pauses", tag="runs", status=202, errors=(404, 409))
+async def pause_run(service: Service, path: RunPath) -> RunView:
+    """Nothing new is begun; what is being worked on ends. Harmless when it is paused already."""
+    return await _ask(service, path.run, "pause")
+
+
+@operation(
+    "POST", "/v1/runs/{run}/resume", scope="run", summary="It goes on", tag="runs", status=202, errors=(404, 409)
+)
+async def resume_run(service: Service, path: RunPath) -> RunView:
+    """Harmless when it is running already."""
+    return await _ask(service, path.run, "resume")
+
+
+@operation("POST", "/v1/runs/{run}/stop", scope="run", summary="It stops", tag="runs", status=202, errors=(404, 409))
+async def stop_run(service: Service, path: RunPath) -> RunView:
+    """One that waits never begins; one that runs ends its workers cleanly. Harmless when it is stopping or stopped."""
+    return await _ask(service, path.run, "stop")
+
+
+@operation(
+    "POST",
+    "/v1/runs/{run}/checkpoint",
+    scope="run",
+    summary="It writes a checkpoint after its next step",
+    tag="runs",
+    status=202,
+    errors=(404, 409),
+)
+async def checkpoint_run(service: Service, path: RunPath) -> RunView:
+    """GET /v1/runs/{run}/checkpoints has it once it is whole."""
+    return await _ask(service, path.run, "checkpoint")
+
+
+@operation(
+    "DELETE", "/v1/runs/{run}", scope="run", summary="The run and its data are gone", tag="runs", errors=(404, 409)
+)
+async def delete_run(service: Service, request: web.Request, path: RunPath) -> None:
+    """Only a run that has ended, and only by who submitted it, or a token of scope admin."""
+    asking, record = service.principal(request), await service.registry.get(path.run)
+    if record.owner != asking.name and not asking.may("admin"):
+        raise Problem(403, "This run is somebody else's.", kind="owner", fix="ask its owner, or an admin")
+    await service.registry.delete(path.run)
+    await service.forget(path.run)
+
+
+@operation("GET", "/v1/runs/{run}/stages", scope="read", summary="The pipeline now", tag="runs", errors=(404,))
+async def get_stages(service: Service, path: RunPath) -> StagesView:
+    record = await service.registry.get(path.run)
+    index = service.index(record.id)
+    try:
+        stats, config, ledger = await asyncio.gather(index.stats(), index.config(), index.ledger())
+    except IndexRefused:  # it has not begun
+        gate = Gate(admitted=0, allowed=0, open=0)
+        return StagesView(stages=[], ledger={}, warehouses=[], published=0, trained=0, gate=gate)
+    fold = await service.watching.fold(index)
+    return StagesView(
+        stages=[
+            Stage(
+                name=stage["name"],
+                takes=stage["takes"],
+                ready=int(stats["stages"][stage["name"]]["ready"]),
+                leased=int(stats["stages"][stage["name"]]["leased"]),
+                workers=list(_workers(fold, stage["name"])),
+            )
+            for stage in config["stages"]
+        ],
+        ledger=ledger,
+        warehouses=[
+            Warehouse(
+                name=name,
+                node=str(house["node"]),
+                used=house["used"],
+                capacity=house["capacity"],
+                leaving=bool(house["leaving"]),
+            )
+            for name, house in sorted((stats["warehouses"] or {}).items())
+        ],
+        published=stats["published"],
+        trained=stats["trained"],
+        gate=Gate(admitted=stats["admitted"], allowed=stats["gate"], open=stats["open"]),
+    )
+
+
+@operation("GET", "/v1/runs/{run}/checkpoints", scope="read", summary="Its checkpoints", tag="runs", errors=(404,))
+async def get_checkpoints(service: Service, path: RunPath) -> CheckpointsView:
+    folder = service.folder(await service.registry.get(path.run)) / "checkpoints"
+
+    def look() -> list[CheckpointView]:
+        return [view for step in checkpoint.whole(folder) if (view := _checkpoint(step))]
+
+    return CheckpointsView(checkpoints=await asyncio.to_thread(look))
+
+
+@operation(
+    "GET",
+    "/v1/runs/{run}/logs",
+    scope="read",
+    summary="The end of its logs",
+    tag="runs",
+    errors=(404,),
+    produces="text/plain",
+)
+async def get_logs(service: Service, path: RunPath, query: LogsQuery) -> str:
+    """Lines of JSON, one a line, oldest first: of one worker, or of all of them by their times."""
+    folder = service.folder(await service.registry.get(path.run)) / "logs"
+    lines = await asyncio.to_thread(_tail, folder, query.worker, query.lines)
+    if lines is None:
+        workers = ", ".join(sorted(_log_files(folder))) or "none yet"
+        fix = f"use one of: {workers}"
+        detail = "No worker of this run has a log by that name."
+        raise Problem(404, detail, kind="unknown-worker", field="query.worker", value=query.worker, fix=fix)
+    return await asyncio.to_thread(lambda: "".join(map(without_password, lines)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+async def _ask(service: Service, run: str, what: Ask) -> RunView:
+    return await _view(service, await service.registry.ask(run, what))
+
+
+async def _view(service: Service, record: RunRecord) -> RunView:
+    step = await service.watching.step(service.index(record.id), record) if record.state != "created" else None
+    return RunView(
+        **vars(record),
+        steps=int(record.recipe["train"]["steps"]),
+        steps_done=int(step["step"]) + 1 if step else 0,
+        reward=step["reward_mean"] if step else None,
+    )
+
+
+def _workers(fold: Fold, stage: str) -> Iterator[StageWorker]:
+    for worker, told in sorted(fold.stages.items()):
+        if told["stage"] == stage:
+            process = fold.process(worker)
+            state, pid = fold.processes.get(process, ("", 0))
+            shares = {name: told.get(name, 0) for name in SHARES}
+            yield StageWorker(worker=worker, process=process, state=state, pid=pid, **shares)
+
+
+def _checkpoint(step: Path) -> CheckpointView | None:
+    """None when it is removed while it is looked at: a run keeps the newest ones only."""
+    try:
+        found = checkpoint.open_checkpoint(step)
+        size = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
+        return CheckpointView(version=found.version, path=str(step), time=step.stat().st_mtime, bytes=size)
+    except FileNotFoundError:
+        return None
+
+
+def _log_files(folder: Path) -> dict[str, Path]:
+    """Logs by worker. A link is none: it could lead anywhere."""
+    return {path.stem: path for path in folder.glob("*.log") if path.is_file() and not path.is_symlink()}
+
+
+def _tail(folder: Path, worker: str, lines: int) -> list[str] | None:
+    """The last lines of one worker's log, looked up among those there are, or of all by time; None: there is none."""
+    files = _log_files(folder)
+    if worker:
+        return _last_lines(files[worker], lines) if worker in files else None
+    found: list[tuple[str, str]] = []
+    for path in files.values():
+        written = ""
+        for line in _last_lines(path, lines):
+            written = _time(line) or written
+            found.append((written, line))
+    return [line for _, line in sorted(found, key=lambda timed: timed[0])][-lines:]
+
+
+def _last_lines(path: Path, lines: int) -> list[str]:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - TAIL_BYTES))
+        read = file.read(TAIL_BYTES).decode("utf-8", "replace").splitlines(keepends=True)
+    whole = read if size <= TAIL_BYTES else read[1:]
+    return [line if line.endswith("\n") else line + "\n" for line in whole[-lines:]]
+
+
+def _time(line: str) -> str:
+    """When a line was written, in a form that sorts; "" for one that does not say."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return ""
+    return str(told.get("timestamp", "")) if isinstance(told, dict) else ""

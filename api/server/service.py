@@ -1,0 +1,218 @@
+"""What a handler is given: the settings, the list of runs, the index, and who is asking.
+
+The service owns connections and nothing else: ending it changes no run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import structlog
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
+
+from api.server.access.sessions import Sessions
+from api.server.access.tokens import Scope, Token, Tokens
+from api.server.external_sessions import Outside
+from api.server.problems import Problem
+from api.server.recipe_checks import Checks
+from api.server.run_status import Watching
+from orchestration.service.registry import ENDED, Registry, RunRecord, UnknownRun
+from pipeline.index.client import Index
+
+log = structlog.get_logger()
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+INDEX_SECONDS = 10.0  # for which a request waits for an index that is being started again
+MOST_HELD = 2000  # requests that wait or stream, where connections are not limited to fewer
+IDLE_SECONDS = 600.0  # after which the connections to a run that has ended are closed
+PRINCIPAL = web.RequestKey("principal", Token)
+LOCAL = Token("local", "local", "admin", 0.0, None)  # whoever asks on loopback, where no token is needed
+
+
+class Settings(BaseModel):
+    """Everything that ``asyncdock serve`` is told. Sizes in bytes, times in seconds.
+
+    ``index``: a URL, or "" for a server of its own under ``data``. ``runs``: how many go at the same time; 0: others run
+    them. ``roots``: below these must lie every path in a recipe. ``recipes``: folders of stored recipes, before the
+    package's. ``allow_*``: ``module:name`` that a recipe may name beside what is installed; ``allow_listen``: addresses on
+    which its runs may open ports. ``hosts``: further names that it is reached by (behind a proxy); with any, a token is
+    needed. ``header_seconds``: in which a request's headers come. ``max_connections``, ``max_connections_per_address``: 0:
+    as the limit of open files allows. ``rate``, ``burst``: requests a second of one client, and how many at once.
+    ``max_waiting``: runs in the queue; ``max_workers``, ``max_arena``: what one recipe may ask for.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data: Path
+    host: str = "127.0.0.1"
+    port: int = Field(default=8765, ge=0, le=65535)
+    index: str = ""
+    runs: int = Field(default=1, ge=0)
+    roots: tuple[Path, ...] = ()
+    recipes: tuple[Path, ...] = ()
+    allow_rewards: frozenset[str] = frozenset()
+    allow_algorithms: frozenset[str] = frozenset()
+    allow_engines: frozenset[str] = frozenset()
+    allow_datasets: frozenset[str] = frozenset()
+    allow_listen: frozenset[str] = frozenset()
+    require_token: bool = False
+    hosts: tuple[str, ...] = ()
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    body_limit: int = Field(default=2**20, ge=1)
+    body_seconds: float = Field(default=20.0, gt=0)
+    handler_seconds: float = Field(default=60.0, gt=0)
+    header_seconds: float = Field(default=10.0, gt=0)
+    idle_seconds: float = Field(default=75.0, gt=0)
+    max_connections: int = Field(default=0, ge=0)
+    max_connections_per_address: int = Field(default=0, ge=0)
+    rate: float = Field(default=1000.0, gt=0)
+    burst: int = Field(default=2000, ge=1)
+    max_waiting: int = Field(default=1000, ge=1)
+    max_workers: int = Field(default=64, ge=3)
+    max_arena: int = Field(default=16 * 2**30, gt=0)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether nobody on another machine can reach it."""
+        return self.host in LOOPBACK or re.fullmatch(r"127(\.\d{1,3}){3}", self.host) is not None
+
+    @property
+    def tokens_needed(self) -> bool:
+        return self.require_token or not self.loopback or bool(self.hosts)
+
+
+class Service:
+    """``closing`` is set when the server goes down: streams then say so to their readers, and end. ``checks`` that are
+    given are closed by the caller."""
+
+    def __init__(
+        self, settings: Settings, url: str, registry: Registry, tokens: Tokens, checks: Checks | None = None
+    ) -> None:
+        self.settings, self.url, self.registry, self.tokens = settings, url, registry, tokens
+        self.sessions = Sessions(tokens)
+        self.checks = checks or Checks()
+        self._own_checks = checks is None
+        self.closing = asyncio.Event()
+        self.watching = Watching()
+        self._in_use: Counter[str] = Counter()
+        self.outside = Outside(settings.data, registry, self._in_use)
+        self.most_held, self._held = MOST_HELD, 0
+        self._indexes: dict[str, tuple[Index, float]] = {}
+
+    def index(self, run: str) -> Index:
+        """The run's part of the index. Ask for it anew at each use: one that nobody asked for in a while is
+        closed once the run has ended."""
+        found = self._indexes.get(run)
+        index = found[0] if found else Index(self.registry.link, run)
+        self._indexes[run] = index, time.monotonic()
+        return index
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[bool]:
+        """Surrounds a request that waits or streams for as long as its client likes. False when too many do: the rest of the
+        connections is for requests that are answered at once."""
+        self._held += 1
+        try:
+            yield self._held <= self.most_held
+        finally:
+            self._held -= 1
+
+    def folder(self, record: RunRecord) -> Path:
+        """Where the run's files lie: recipe.json, checkpoints/, logs/, metrics.jsonl."""
+        return Path(record.folder) if record.folder else self.settings.data / "runs" / record.id
+
+    def principal(self, request: web.Request) -> Token:
+        """Who asks. Only for operations with a scope."""
+        return request[PRINCIPAL]
+
+    @contextlib.asynccontextmanager
+    async def authorised(self, request: web.Request, scope: Scope) -> AsyncIterator[None]:
+        """Surrounds what a request does, once it is known who asks. Raises a Problem (401, 403) unless that one may, and as
+        soon as it no longer may."""
+        request[PRINCIPAL] = token = await self._token(request, scope)
+        if token is LOCAL:
+            yield
+        else:
+            async with self.sessions.session(token, scope):
+                yield
+
+    async def _token(self, request: web.Request, scope: Scope) -> Token:
+        kind, _, presented = request.headers.get("Authorization", "").partition(" ")
+        if not kind and not self.settings.tokens_needed:
+            return LOCAL
+        token = await self.tokens.find(presented.strip()) if kind.lower() == "bearer" else None
+        if token is None:
+            wrong = "The token is not valid." if kind else "A token is needed."
+            raise Problem(
+                401,
+                wrong,
+                kind="token",
+                fix="send the header 'Authorization: Bearer TOKEN'; `asyncdock token create` makes one",
+                headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'},
+            )
+        if not token.may(scope):
+            detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
+            raise Problem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
+        return token
+
+    @contextlib.contextmanager
+    def using(self, run: str | None) -> Iterator[None]:
+        """For as long as a request is about ``run``: connections to it stay open."""
+        if run is None:
+            yield
+            return
+        self._in_use[run] += 1
+        try:
+            yield
+        finally:
+            self._in_use[run] -= 1
+            if not self._in_use[run]:
+                del self._in_use[run]
+
+    async def close_idle(self) -> None:
+        """Close the connections to ended runs that nobody asks for any more, now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(IDLE_SECONDS / 10)
+            for run, (index, used) in list(self._indexes.items()):
+                if time.monotonic() - used < IDLE_SECONDS or run in self._in_use:
+                    continue
+                try:
+                    over = (await self.registry.get(run)).state in ENDED
+                except UnknownRun:
+                    over = True
+                except ConnectionError:
+                    continue
+                if over and self._indexes.get(run) == (index, used):  # it was not used meanwhile
+                    del self._indexes[run]
+                    await index.close()
+
+    async def forget(self, run: str) -> None:
+        """Close the connections to a run that is deleted."""
+        self.watching.forget(run)
+        await self.outside.forget(run)
+        found = self._indexes.pop(run, None)
+        if found:
+            await found[0].close()
+
+    async def close(self) -> None:
+        self.closing.set()
+        for index, _ in self._indexes.values():
+            await index.close()
+        self._indexes.clear()
+        await self.outside.close()
+        await self.tokens.close()
+        if self._own_checks:
+            await asyncio.to_thread(self.checks.close)
+
+
+SERVICE = web.AppKey("service", Service)
+DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")  # makes the OpenAPI document, once

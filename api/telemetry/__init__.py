@@ -1,0 +1,1 @@
+"""Readers of a run's events: histories, streams, series, traces, metrics, trackers."""

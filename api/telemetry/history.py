@@ -1,0 +1,133 @@
+"""Every event of a run, whoever asks and however old: one order of ids, two places where they lie.
+
+    metrics.jsonl  |0 ─────────────── older ones ───────────────|─ ─ (the same again) ─ ─▶
+    index                                              oldest there |────────────────────▶ newest
+
+    page(after) ──▶ below the oldest in the index: from the file; everything else: from the index
+
+An id is a Unix time in milliseconds and a number, as the index's server gives it, so ids only grow; a resumed run goes on in
+the same file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import IO
+
+from pipeline.index.client import EVENTS_AT_ONCE, Event, Index
+
+BEGINNING = "0"
+MOST_WAIT = 10.0  # seconds; a wait on the server is renewed this often
+_ID_OF_LINE = re.compile(rb'\{"id": ?"(\d+-\d+)"')
+
+
+def order(event_id: str) -> tuple[int, int]:
+    """What ids are compared by.
+
+    >>> order("17-2") < order("17-10") < order("18")
+    True
+    """
+    milliseconds, _, number = event_id.partition("-")
+    return int(milliseconds), int(number or 0)
+
+
+def id_at(seconds: float) -> str:
+    """An id before every event that the index's server got at the Unix time ``seconds`` or later."""
+    return f"{max(0, int(seconds * 1000) - 1)}-{2**63}"
+
+
+class EventsFile:
+    """``metrics.jsonl``, one event a line, ids growing. Any place in it is found by halving, so that its length does not
+    matter. What a kill cut short is passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def after(self, event_id: str, count: int = EVENTS_AT_ONCE) -> list[Event]:
+        """The next ``count`` events after ``event_id``; empty when there are none, or no file."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            file.seek(self._place(file, order(event_id)))
+            found: list[Event] = []
+            last = order(event_id)
+            for line in file:
+                if (event := _event_of(line)) is not None and order(event.id) > last:
+                    last = order(event.id)
+                    found.append(event)
+                    if len(found) == count:
+                        break
+            return found
+
+    @staticmethod
+    def _place(file: IO[bytes], wanted: tuple[int, int]) -> int:
+        """Where a line begins before which no id is past ``wanted``, less than a few lines from the first that is."""
+        low, high = 0, file.seek(0, 2)  # at `low` begins a line; all before it are at or below `wanted`
+        while high - low > 4096:
+            middle = (low + high) // 2
+            file.seek(middle)
+            file.readline()  # the rest of a line
+            at, found = file.tell(), None
+            while at < high and (line := file.readline()) and (found := _ID_OF_LINE.match(line)) is None:
+                at = file.tell()  # a line that was cut short
+            if found is None or order(found[1].decode()) > wanted:
+                high = middle
+            else:
+                low = at
+        return low
+
+
+def _event_of(line: bytes) -> Event | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        told = json.loads(line)
+        return Event(str(told["id"]), float(told["time"]), str(told["kind"]), dict(told["data"]))
+    except (ValueError, TypeError, KeyError):  # a kill cut it short, and the next runner wrote on behind it
+        return None
+
+
+class History:
+    """All events of one run. ``index`` gives the run's index anew at each use (None: there is none any more), ``file`` is
+    its ``metrics.jsonl``."""
+
+    def __init__(self, index: Callable[[], Index] | None, file: Path) -> None:
+        self._index, self._file = index, EventsFile(file)
+
+    async def newest(self) -> str:
+        """The id of the newest event in the index."""
+        return (await self._index().event_ends())[1] if self._index else BEGINNING
+
+    async def page(self, after: str) -> list[Event]:
+        """The next events after ``after`` that are there now, in order, nothing between them left out."""
+        if self._index is None:
+            return await asyncio.to_thread(self._file.after, after)
+        oldest, newest = await self._index().event_ends()
+        if newest == BEGINNING or order(after) < order(oldest):
+            found = await asyncio.to_thread(self._file.after, after)
+            older = [event for event in found if newest == BEGINNING or order(event.id) < order(oldest)]
+            if older:
+                return older
+        return await self._index().past_events(after)
+
+    async def wait(self, after: str, seconds: float) -> list[Event]:
+        """The next events in the index after ``after``; empty when none came within ``seconds``."""
+        assert self._index is not None, "who waits for events has an index"
+        return await self._index().events(after, seconds)
+
+    async def pages(self, after: str = BEGINNING, until: float = float("inf")) -> AsyncIterator[list[Event]]:
+        """Pages of what is there now after ``after``, up to the Unix time ``until`` by the index's clock."""
+        last = (int(until * 1000), 2**63) if until != float("inf") else None
+        while page := await self.page(after):
+            after = page[-1].id
+            kept = [event for event in page if order(event.id) <= last] if last else page
+            if kept:
+                yield kept
+            if len(kept) < len(page):
+                return

@@ -1,0 +1,132 @@
+"""A run's spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: Chrome's trace event format, JSON.
+
+    span   ──▶ X, a slice: one process for each worker, one track for each thing that it does
+    stage  ──▶ C, counters: queue depth and what is in flight          step ──▶ C: staleness, reward
+    state, worker ──▶ i, instants                     process_name, thread_name and their order ──▶ M, when first seen
+
+Slices of one track must lie inside each other or apart (Perfetto puts others aside). A worker may have several claims in
+hand at once, so each thing that it does has as many tracks as it needs: a slice goes to the first that is free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from pipeline.index.client import Event
+
+ORDER = ("run", "gate", "rollout", "reward", "reference", "advantage", "update")  # of processes, from the top
+RUN = "run"
+SECOND = 1_000_000  # the format counts microseconds
+REPORT_SECONDS = 5.0  # a span that began before the end of a trace is reported by then, or is left out
+
+Slice = dict[str, Any]
+
+
+class Trace:
+    """Makes trace events of a run's events. ``begin`` and ``end`` in Unix seconds: slices that touch this time are told."""
+
+    def __init__(self, begin: float = 0.0, end: float = float("inf")) -> None:
+        self.begin, self.end = begin, end
+        self._processes: dict[str, int] = {}
+        self._tracks: dict[tuple[int, str, int], int] = {}
+        self._free: dict[tuple[int, str], list[int]] = {}  # by thing: until when each of its tracks is taken, in µs
+
+    def events(self, event: Event) -> Iterator[Slice]:
+        """What ``event`` is in the trace, with the names that it is the first to need."""
+        data = event.data
+        if event.kind == "span":
+            for span in data["spans"]:
+                if span["start"] + span["seconds"] >= self.begin and span["start"] <= self.end:
+                    yield from self._slice(data["worker"], span)
+        elif not self.begin <= event.time <= self.end:
+            return
+        elif event.kind == "stage":
+            yield from self._counter(data["worker"], event.time, "queue depth", {"waiting": data["queue_depth"]})
+            yield from self._counter(data["worker"], event.time, "in flight", {"rows": data["in_flight"]})
+        elif event.kind == "step":
+            staleness = {name: data[f"staleness_{name}"] for name in ("mean", "max")}
+            yield from self._counter(RUN, event.time, "staleness", staleness)
+            yield from self._counter(RUN, event.time, "reward", {"mean": data["reward_mean"]})
+        elif event.kind == "state":
+            yield from self._instant(RUN, event.time, data["state"], data)
+        elif event.kind == "worker":
+            yield from self._instant(data["worker"], event.time, data["change"], data)
+
+    def _slice(self, worker: str, span: dict[str, Any]) -> Iterator[Slice]:
+        pid = yield from self._process(worker)
+        start, duration = round(span["start"] * SECOND), round(span["seconds"] * SECOND)
+        taken = self._free.setdefault((pid, span["name"]), [])
+        lane = next((at for at, until in enumerate(taken) if until <= start), len(taken))
+        taken[lane : lane + 1] = [start + duration]
+        tid = yield from self._track(pid, span["name"], lane)
+        told = {name: value for name, value in span.items() if name in ("rows", "version")}
+        yield {
+            "ph": "X",
+            "name": span["name"],
+            "cat": "stage",
+            "pid": pid,
+            "tid": tid,
+            "ts": start,
+            "dur": duration,
+            "args": told,
+        }
+
+    def _counter(self, worker: str, time: float, name: str, values: dict[str, Any]) -> Iterator[Slice]:
+        pid = yield from self._process(worker)
+        known = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
+        if known:
+            yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": round(time * SECOND), "args": known}
+
+    def _instant(self, worker: str, time: float, name: str, data: dict[str, Any]) -> Iterator[Slice]:
+        pid = yield from self._process(worker)
+        told = {"reason": data["reason"]} if data.get("reason") else {}
+        yield {
+            "ph": "i",
+            "name": name,
+            "cat": "run",
+            "pid": pid,
+            "tid": 0,
+            "ts": round(time * SECOND),
+            "s": "p",
+            "args": told,
+        }
+
+    def _process(self, worker: str) -> Any:
+        """The number of a worker's process; the first time with its name."""
+        pid = self._processes.get(worker)
+        if pid is None:
+            pid = self._processes[worker] = len(self._processes) + 1
+            yield _named("process_name", pid, 0, name=worker)
+            kind = worker.rpartition("-")[0] or worker
+            place = ORDER.index(kind) if kind in ORDER else len(ORDER)
+            yield _named("process_sort_index", pid, 0, sort_index=place * 1000 + pid)
+        return pid
+
+    def _track(self, pid: int, name: str, lane: int) -> Any:
+        tid = self._tracks.get((pid, name, lane))
+        if tid is None:
+            tid = self._tracks[pid, name, lane] = len(self._tracks) + 1
+            yield _named("thread_name", pid, tid, name=name if lane == 0 else f"{name} ({lane + 1})")
+            yield _named("thread_sort_index", pid, tid, sort_index=tid)
+        return tid
+
+
+def _named(what: str, pid: int, tid: int, **args: Any) -> Slice:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+async def trace_json(pages: AsyncIterator[Sequence[Event]], trace: Trace) -> AsyncIterator[bytes]:
+    """The trace as pieces of one JSON document."""
+    yield b'{"displayTimeUnit":"ms","traceEvents":['
+    separator = b""
+    async for page in pages:
+        made = [
+            json.dumps(one, separators=(",", ":"), allow_nan=False) for event in page for one in trace.events(event)
+        ]
+        if made:
+            yield separator + ",\n".join(made).encode()
+            separator = b",\n"
+    yield b"]}"

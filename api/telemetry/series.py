@@ -1,0 +1,186 @@
+"""A run's past as series for charts: events in, columns of numbers out, several events to a point where there are many.
+
+    event ──▶ its series (`step`, `evaluation`, `ledger`, `stage/WORKER`, `sync/WORKER`) ──▶ its time's bucket ──▶ one point
+
+What a point says of the events in it goes by what the number is: the last of a count that only grows, the sum of what each
+event adds, the largest of a largest, and the mean of everything else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+from api.schemas.events import numbers_of
+from pipeline.index.client import Event
+
+KINDS = ("step", "evaluation", "ledger", "stage", "sync")
+OF_WORKERS = ("stage", "sync")  # one series for each worker
+POINTS = 1000  # of a series, about, where `every` is left to us
+WIDTHS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400)  # seconds
+RAW_SECONDS = 300.0  # of a run of which every event is told: two a second for each worker
+
+# Counts that only grow, by kind; with those of which any event has the present value.
+LAST: dict[str, frozenset[str] | None] = {
+    "step": frozenset({"step", "version", "tokens_generated", "tokens_trained", "tokens_filtered"}),
+    "evaluation": frozenset({"step", "version", "count"}),
+    "ledger": None,  # all of it
+    "stage": frozenset({"busy", "waiting_input", "waiting_room", "other", "wall", "rows", "tokens", "parked"}),
+    "sync": frozenset({"version"}),
+}
+SUM = {
+    "step": frozenset({"rows"}),
+    "sync": frozenset({"bytes", "publish_seconds", "exposed_seconds", "hidden_seconds"}),
+}
+
+# What can be asked for: the algorithm adds numbers of its own to those that each step has.
+SERIES = re.compile(
+    r"step(\.[A-Za-z0-9_]{1,60})?"
+    + "".join(rf"|{kind}(\.({'|'.join(numbers_of(kind))}))?" for kind in KINDS if kind != "step")
+    + rf"|({'|'.join(OF_WORKERS)})/[A-Za-z0-9_.-]{{1,150}}"
+)
+
+Point = dict[str, float]
+
+
+class TooMany(ValueError):
+    """More points were asked for than one answer holds."""
+
+
+def width(seconds: float) -> float:
+    """How many seconds one point should stand for, in a range of ``seconds``; 0: each event is a point.
+
+    >>> [width(seconds) for seconds in (60, 3_600, 86_400, 30 * 86_400)]
+    [0.0, 5.0, 120.0, 3600.0]
+    """
+    if seconds <= RAW_SECONDS:
+        return 0.0
+    return float(next((w for w in WIDTHS if w * POINTS >= seconds), WIDTHS[-1]))
+
+
+def series_of(event: Event) -> str:
+    """The series that an event belongs to; "" for none."""
+    if event.kind not in KINDS:
+        return ""
+    return f"{event.kind}/{event.data['worker']}" if event.kind in OF_WORKERS else event.kind
+
+
+class Wanted:
+    """Which series and which of their numbers: kinds, ``kind/worker``, ``kind.number``; none: everything.
+
+    >>> wanted = Wanted(["step.loss", "stage/reward-0"])
+    >>> wanted("step", "step", "loss"), wanted("step", "step", "reward_mean"), wanted("stage", "stage/reward-0", "rows")
+    (True, False, True)
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.names = frozenset(names)
+        self._found: set[str] = set()
+
+    def __call__(self, kind: str, series: str, number: str) -> bool:
+        if not self.names:
+            return True
+        found = self.names & {kind, series, f"{kind}.{number}", f"{series}.{number}"}
+        self._found |= found
+        return bool(found)
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Names that nothing has been asked about so far."""
+        return self.names - self._found
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Those that something is wanted of."""
+        return frozenset(name.partition(".")[0].partition("/")[0] for name in self.names) or frozenset(KINDS)
+
+
+def names_like(name: str, workers: Iterable[str], step: Mapping[str, object]) -> list[str]:
+    """The names of the kind of ``name`` in a run with ``workers`` whose newest step is the event ``step``; empty when there
+    are none yet, and any name may turn out to be one.
+
+    >>> names_like("step.los", [], {"loss": 0.5, "groups": [1]})
+    ['step', 'step.loss']
+    """
+    kind = name.partition(".")[0].partition("/")[0]
+    numbers = [key for key, value in step.items() if isinstance(value, int | float)] if kind == "step" else []
+    if kind == "step":
+        return [kind, *(f"{kind}.{number}" for number in numbers)] if numbers else []
+    named = [f"{kind}/{worker}" for worker in sorted(workers)]
+    of_all = [kind, *(f"{kind}.{number}" for number in numbers_of(kind))]
+    return [*named, *of_all, *(f"{one}.{number}" for one in named for number in numbers_of(kind))] if named else []
+
+
+class Series:
+    """Collects events, ``every`` seconds to a point (0: each its own). Raises TooMany past ``most`` points."""
+
+    def __init__(self, every: float, wanted: Wanted | None = None, most: int = 50_000) -> None:
+        self.every, self.wanted, self.most = every, wanted or Wanted(), most
+        self._points: dict[str, list[_Point]] = {}
+        self._count = 0
+
+    def add(self, event: Event) -> None:
+        name = series_of(event)
+        numbers = {
+            number: float(value)
+            for number, value in event.data.items()
+            if isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and self.wanted(event.kind, name, number)
+            and math.isfinite(value)
+        }
+        if not name or not numbers:
+            return
+        time = event.time if self.every == 0 else math.floor(event.time / self.every) * self.every
+        points = self._points.setdefault(name, [])
+        # Workers' clocks may differ a little: one that is late adds to the newest point.
+        if not points or (time > points[-1].time if self.every else True):
+            points.append(_Point(time, event.kind))
+            self._count += 1
+            if self._count > self.most:
+                raise TooMany(
+                    f"more than {self.most} points; ask for a shorter time, for some of the names, or with a larger every"
+                )
+        points[-1].add(numbers)
+
+    def columns(self) -> dict[str, dict[str, list[float | None]]]:
+        """By series and number, all as long as the series' ``time``; None where a point has no such number."""
+        out: dict[str, dict[str, list[float | None]]] = {}
+        for name, points in sorted(self._points.items()):
+            told = [point.numbers() for point in points]
+            names = dict.fromkeys(number for numbers in told for number in numbers)
+            out[name] = {"time": [point.time for point in points]}
+            out[name] |= {number: [numbers.get(number) for numbers in told] for number in names}
+        return out
+
+
+class _Point:
+    """What is known of the events of one bucket: of each number the last, the sum, the largest and how many."""
+
+    def __init__(self, time: float, kind: str) -> None:
+        self.time, self._kind = time, kind
+        self._last: Point = {}
+        self._sum: Point = {}
+        self._max: Point = {}
+        self._count: dict[str, int] = {}
+
+    def add(self, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._last[name] = value
+            self._sum[name] = self._sum.get(name, 0.0) + value
+            self._max[name] = max(value, self._max.get(name, value))
+            self._count[name] = self._count.get(name, 0) + 1
+
+    def numbers(self) -> Point:
+        return {name: self._choose(name)(name) for name in self._last}
+
+    def _choose(self, name: str) -> Callable[[str], float]:
+        last = LAST[self._kind]
+        if last is None or name in last:
+            return self._last.__getitem__
+        if name in SUM.get(self._kind, ()):
+            return self._sum.__getitem__
+        if name.endswith("_max") or name.startswith("max_"):
+            return self._max.__getitem__
+        return lambda name: self._sum[name] / self._count[name]

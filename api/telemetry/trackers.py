@@ -1,0 +1,287 @@
+"""Experiment trackers as readers of a run's events: what they show is what the run has told, whenever they begin to read.
+
+    RUN_DIR, or a run of a service ──▶ events ──▶ points (step, numbers) ──▶ TensorBoard | MLflow | W&B
+                                         ▲                                        │
+                                         └── goes on after DIR/tracked.json ◀─────┘  what is shown already
+
+The run knows nothing of it: a tracker that is slow, or dies, changes nothing there. MLflow and W&B are extras, imported when
+they are asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from api.telemetry.history import BEGINNING, History
+from orchestration.events_file import METRICS, Told
+from orchestration.service.registry import ENDED
+from pipeline.index.client import Index, IndexUnreachable
+
+TRACKED = "tracked.json"  # in the tracker's folder: which run, and up to which event
+WAIT_SECONDS = 10.0
+SAVE_SECONDS = 2.0  # what was shown since then may be shown again after a kill
+
+
+class TrackerMissing(RuntimeError):
+    """A tracker's package is not installed; the message says what to install."""
+
+
+class TrackError(RuntimeError):
+    """It cannot be tracked; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Numbers by name, at a step of the run and a Unix time."""
+
+    time: float
+    step: int
+    numbers: Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """Where points go. ``key`` is what it needs to go on with the same run later ("": nothing)."""
+
+    key: str
+
+    def show(self, point: Point) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Points:
+    """Makes points of events. A worker's shares are those between two steps, so that they stand at a step too."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Mapping[str, Any]] = {}
+        self._before: dict[str, Mapping[str, Any]] = {}
+
+    def of(self, event: Told) -> Iterator[Point]:
+        data = event.data
+        match event.kind:
+            case "step":
+                yield from self._point(event, "train", data)
+                yield from self._shares(event)
+            case "evaluation":
+                yield from self._point(event, "evaluation", data)
+            case "sync":
+                yield from self._point(event, f"sync/{data['worker']}", data, step=int(data["version"]))
+            case "stage":
+                if data["wall"] < self._latest.get(data["worker"], data)["wall"]:  # its process began anew
+                    self._before.pop(data["worker"], None)
+                self._latest[data["worker"]] = data
+
+    def _shares(self, event: Told) -> Iterator[Point]:
+        for worker, data in self._latest.items():
+            before = self._before.get(worker, {})
+            wall = data["wall"] - before.get("wall", 0.0)
+            if wall > 0:
+                shares = {
+                    f"{name}_share": (data[name] - before.get(name, 0.0)) / wall
+                    for name in ("busy", "waiting_input", "waiting_room")
+                }
+                rate = (data["tokens"] - before.get("tokens", 0)) / wall
+                numbers = {**shares, "tokens_per_second": rate, "queue_depth": data["queue_depth"]}
+                yield from self._point(event, f"stage/{worker}", numbers)
+            self._before[worker] = data
+
+    @staticmethod
+    def _point(event: Told, group: str, data: Mapping[str, Any], step: int | None = None) -> Iterator[Point]:
+        numbers = {
+            f"{group}/{name}": float(value)
+            for name, value in data.items()
+            if isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and name not in ("step", "version")
+            and math.isfinite(value)
+        }
+        if numbers:
+            yield Point(event.time, int(event.data["step"]) if step is None else step, numbers)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The trackers
+
+
+class TensorBoard:
+    """Event files in ``folder``: `tensorboard --logdir FOLDER` shows them."""
+
+    key = ""
+
+    def __init__(self, folder: Path, name: str, recipe: Mapping[str, Any], key: str) -> None:
+        _module("tensorboard", "tensorboard")
+        self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+        if not key and recipe:
+            self._writer.add_text("recipe", f"```json\n{json.dumps(recipe, indent=1)}\n```", 0)
+
+    def show(self, point: Point) -> None:
+        for name, value in point.numbers.items():
+            self._writer.add_scalar(name, value, point.step, walltime=point.time)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Mlflow:
+    """A run in MLflow: at MLFLOW_TRACKING_URI where that is set, else in a database in ``folder``."""
+
+    def __init__(self, folder: Path, name: str, recipe: Mapping[str, Any], key: str) -> None:
+        mlflow = _module("mlflow", "mlflow")
+        self._entities = _module("mlflow.entities", "mlflow")
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        self.key = key or self._made(name, recipe)
+
+    def _made(self, name: str, recipe: Mapping[str, Any]) -> str:
+        known = self._client.get_experiment_by_name("asyncdock")
+        experiment = known.experiment_id if known else self._client.create_experiment("asyncdock")
+        made = self._client.create_run(experiment, run_name=name).info.run_id
+        params = [self._entities.Param(key, str(value)[:500]) for key, value in _flat(recipe)]
+        self._client.log_batch(made, params=params[:100])
+        return str(made)
+
+    def show(self, point: Point) -> None:
+        when = int(point.time * 1000)
+        metrics = [self._entities.Metric(name, value, when, point.step) for name, value in point.numbers.items()]
+        self._client.log_batch(self.key, metrics=metrics)
+
+    def flush(self) -> None:
+        pass  # each batch is there when the call returns
+
+    def close(self) -> None:
+        self._client.set_terminated(self.key)
+
+
+class WandB:
+    """A run in Weights & Biases. Without WANDB_API_KEY, or with WANDB_MODE=offline, it lies in ``folder`` until
+    `wandb sync` takes it there."""
+
+    def __init__(self, folder: Path, name: str, recipe: Mapping[str, Any], key: str) -> None:
+        wandb = _module("wandb", "wandb")
+        mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+        self.key = key or wandb.util.generate_id()
+        self._run = wandb.init(
+            project="asyncdock",
+            name=name,
+            id=self.key,
+            resume="allow",
+            mode=mode,
+            dir=str(folder),
+            config=dict(recipe),
+        )
+        # Their own step must only grow; a `sync` of version v comes after step v. So the run's step is an axis of its own.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def show(self, point: Point) -> None:
+        self._run.log({**point.numbers, "step": point.step, "_timestamp": point.time})
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any], str], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": Mlflow,
+    "wandb": WandB,
+}
+
+
+def _module(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as missing:
+        raise TrackerMissing(f"--to {extra}: needs {missing.name}; pip install 'asyncdock[{extra}]'") from missing
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """``{"train": {"steps": 3}}`` as ``train.steps``, 3."""
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Following a run
+
+
+async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Told]:
+    """The events of the run in ``folder`` after the id ``after``: to its end while it is alive, else those there are."""
+    from orchestration.service.lifecycle import WHERE
+
+    where = folder / WHERE
+    told = json.loads(where.read_text()) if where.exists() else None
+    index = Index(told["index"], told["run"]) if told else None
+    history, state = History((lambda: index) if index else None, folder / METRICS), ""
+    try:
+        while True:
+            async for page in history.pages(after):
+                for event in page:
+                    state = event.data["state"] if event.kind == "state" else state
+                    yield event
+                after = page[-1].id
+            if index is not None and state in ENDED and after == await history.newest():
+                return
+            if index is None:
+                return
+            await history.wait(after, WAIT_SECONDS)
+    except IndexUnreachable:
+        async for page in History(None, folder / METRICS).pages(after):  # it has ended meanwhile
+            for event in page:
+                yield event
+    finally:
+        if index is not None:
+            await index.close()
+
+
+async def track(
+    events: Callable[[str], AsyncIterator[Told]], run: str, into: Path, make: Callable[[str], Tracker]
+) -> int:
+    """Show ``run``'s events, from where an earlier call for ``into`` has ended. Returns how many points. Raises TrackError
+    where ``into`` holds another run."""
+    into.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
+    file = into / TRACKED
+    known = json.loads(file.read_text()) if file.exists() else {"run": run, "after": BEGINNING, "key": ""}
+    if known["run"] != run:
+        raise TrackError(
+            f"--into: {into} has run {known['run']!r}, and {run!r} would be mixed with it; give another folder"
+        )
+    tracker, points, count = make(known["key"]), Points(), 0
+    loop = asyncio.get_running_loop()
+    after, saved = known["after"], loop.time()
+
+    def save() -> None:
+        tracker.flush()
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps({"run": run, "after": after, "key": tracker.key}))
+        partial.replace(file)
+
+    try:
+        async for event in events(after):
+            for point in points.of(event):
+                await asyncio.to_thread(tracker.show, point)
+                count += 1
+            after = event.id
+            if loop.time() - saved > SAVE_SECONDS:
+                save()
+                saved = loop.time()
+    finally:
+        save()
+        tracker.close()
+    return count

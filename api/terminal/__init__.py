@@ -1,0 +1,1 @@
+"""Output in a terminal: the live view, reports, escaped text."""

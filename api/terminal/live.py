@@ -1,0 +1,323 @@
+"""A run as a person sees it in a terminal: a live picture, or plain lines where there is no terminal.
+
+Event ──▶ Progress ──▶ LiveView   redrawn four times a second by Rich
+                  └──▶ PlainView  one line a step
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from api.telemetry.progress import SHARES, Event, Progress
+from orchestration.recipe.recipe import format_size
+
+SPARKS = "▁▂▃▄▅▆▇█"
+# Each share of time has a glyph and a colour of its own, so that neither colour nor glyph alone has to tell.
+GLYPHS = {
+    "busy": ("█", "cyan"),
+    "waiting_input": ("▒", "yellow"),
+    "waiting_room": ("▚", "magenta"),
+    "other": ("·", "dim"),
+}
+WORDS = {"busy": "busy", "waiting_input": "waiting for input", "waiting_room": "waiting for room", "other": "other"}
+STATE_STYLES = {"running": "bold green", "finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
+WIDE = 100  # columns from which a wider table is shown
+STARTING = "starting the workers (the first start of a model takes a while)"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """``values`` as at most ``width`` bars between their least and greatest; more values are averaged in buckets.
+
+    >>> sparkline([0.0, 0.5, 1.0], width=8)
+    '▁▅█'
+    """
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    top = len(SPARKS) - 1
+    scale = top / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((v - low) * scale + 1e-9)] if math.isfinite(v) else " " for v in values)
+
+
+def share_bar(shares: dict[str, float], width: int) -> Text:
+    """Where the time went, as ``width`` glyphs; the parts are rounded such that they fill it."""
+    exact = [shares[name] * width for name in SHARES]
+    cells = [int(value) for value in exact]
+    for at in sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])[: max(0, round(sum(exact)) - sum(cells))]:
+        cells[at] += 1
+    bar = Text()
+    for name, count in zip(SHARES, cells, strict=True):
+        glyph, style = GLYPHS[name]
+        bar.append(glyph * count, style=style)
+    bar.append(" " * (width - len(bar)))
+    return bar
+
+
+def duration(seconds: float | None) -> str:
+    """
+    >>> duration(75), duration(3725), duration(None)
+    ('1:15', '1:02:05', '–')
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: Any, form: str = ".3g") -> str:
+    """A number for a person, ``–`` when there is none."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return format(value, form)
+
+
+def count(value: int) -> str:
+    """
+    >>> count(98_765), count(987_654), count(98_765_432)
+    ('98,765', '988k', '98.8M')
+    """
+    if value < 100_000:
+        return f"{value:,}"
+    return f"{value / 1e3:.0f}k" if value < 999_500 else f"{value / 1e6:.3g}M"
+
+
+def short_seconds(seconds: float | None) -> str:
+    """
+    >>> short_seconds(0.0042), short_seconds(1.25)
+    ('4.2 ms', '1.25 s')
+    """
+    if seconds is None:
+        return "–"
+    return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else f"{seconds:.3g} s"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The live view
+
+
+class LiveView:
+    """Renders ``progress`` at the console's width. Used as ``Live(get_renderable=view.render)``."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self.progress, self.console = progress, console
+        self.notice = ""  # one line for the person at the keyboard, such as what Ctrl-C has begun
+
+    def event(self, event: Event) -> None:
+        """The progress has been told already; the next redraw shows it."""
+
+    def notify(self, notice: str) -> None:
+        self.notice = notice
+
+    def render(self) -> RenderableType:
+        progress, width = self.progress, self.console.width
+        parts: list[RenderableType] = [_header(progress, width), _learning(progress, width)]
+        if progress.stages:
+            parts.append(_stages(progress, width))
+        for message in progress.messages:
+            said = message.partition(": ")[2]  # by a death, whose words the reason of a failure repeats
+            if progress.state != "failed" or not said:
+                parts.append(Text(message, style="yellow", no_wrap=True, overflow="ellipsis"))
+            elif said == progress.reason or said not in progress.reason:
+                parts.append(Text(message, style="yellow", overflow="fold"))  # whole: nothing else says it
+        if self.notice:
+            parts.append(Text(self.notice, style="bold yellow"))
+        return Group(*parts)
+
+
+def _header(progress: Progress, width: int) -> RenderableType:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    name = Text.assemble((progress.name, "bold"), "  ", (progress.state, STATE_STYLES.get(progress.state, "bold cyan")))
+    if progress.done or progress.state not in ("created", "starting"):
+        name.append(f"  step {progress.steps_done}/{progress.steps}")
+        left = "" if progress.ended else f", {duration(progress.seconds_left)} left"
+        bar = ProgressBar(total=progress.steps, completed=progress.steps_done)
+        grid.add_row(name, bar, f"{duration(progress.elapsed)} elapsed{left}")
+    else:
+        grid.add_row(name, Text(STARTING, style="dim", no_wrap=True, overflow="ellipsis"), duration(progress.elapsed))
+    return grid
+
+
+def _learning(progress: Progress, width: int) -> RenderableType:
+    """Two columns of pairs: what is learned on the left, how the samples flow on the right."""
+    step = progress.last or {}
+    rewards = progress.rewards()
+    reward = Text(number(step.get("reward_mean"), ".3f"), style="bold")
+    if rewards:
+        reward.append(f" ±{number(step.get('reward_std'), '.2f')} ", style="dim")
+        reward.append(sparkline(rewards, 24 if width >= WIDE else 12), style="green")
+    left = [
+        ("reward", reward),
+        ("held out", _held_out(progress)),
+        ("loss", Text(f"{number(step.get('loss'), '.4f')}   grad {number(step.get('grad_norm'))}")),
+        ("KL", Text(f"{number(step.get('kl_behaviour'), '.2g')}   clipped {_percent(step.get('clip_fraction'))}")),
+        ("effective", Text(f"{_percent(step.get('ess'))} of tokens   lr {number(step.get('learning_rate'), '.2g')}")),
+    ]
+    right = [
+        ("tokens/s", Text(number(progress.tokens_per_second, ",.0f"), style="bold")),
+        ("tokens", _tokens(step)),
+        ("staleness", _staleness(progress)),
+        ("weights", _weights(progress, width)),
+        ("swap", _swap(progress)),
+    ]
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis", min_width=40 if width >= WIDE else 26)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for (a, b), (c, d) in zip(left, right, strict=True):
+        grid.add_row(a, b, c, d)
+    return Panel(grid, box=box.ROUNDED, border_style="dim", padding=(0, 1))
+
+
+def _held_out(progress: Progress) -> Text:
+    if not progress.evaluations:
+        return Text("–")
+    first, last = min(progress.evaluations), max(progress.evaluations)
+    text = Text(number(progress.evaluations[first]["reward_mean"], ".3f"))
+    if last != first:
+        text.append(" → ")
+        text.append(number(progress.evaluations[last]["reward_mean"], ".3f"), style="bold")
+    return text.append(f"  v{last} greedy", style="dim")
+
+
+def _staleness(progress: Progress) -> Text:
+    step = progress.last
+    if step is None:
+        return Text(f"bound {progress.bound}")
+    text = Text(f"{number(step['staleness_mean'], '.2f')} mean  {number(step['staleness_max'], '.0f')} max")
+    over = progress.staleness_max() > progress.bound
+    return text.append(f"  bound {progress.bound}", style="bold red" if over else "dim")
+
+
+def _tokens(step: Mapping[str, Any]) -> Text:
+    if not step:
+        return Text("–")
+    text = Text(f"{count(step['tokens_generated'])} made, {count(step['tokens_trained'])} trained")
+    return text.append(f", {count(step['tokens_filtered'])} filtered" if step["tokens_filtered"] else "")
+
+
+def _weights(progress: Progress, width: int) -> Text:
+    """The newest version published, and the newest that a rollout engine has taken."""
+    if progress.published is None:
+        return Text("–")
+    used = "–" if progress.swapped is None else f"v{progress.swapped['version']}"
+    text = Text(f"v{progress.published['version']} out, {used} in use")
+    return text.append(f"  {format_size(progress.published['bytes'])}" if width >= WIDE else "", style="dim")
+
+
+def _swap(progress: Progress) -> Text:
+    """Of the last weight update: seconds in which no token was made, and seconds beside generation."""
+    swap = progress.swapped
+    if swap is None:
+        return Text("–")
+    text = Text(f"{short_seconds(swap['exposed_seconds'])} exposed")
+    return text.append(f" {short_seconds(swap['hidden_seconds'])} hidden", style="dim")
+
+
+def _stages(progress: Progress, width: int) -> RenderableType:
+    wide = width >= WIDE
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("stage", no_wrap=True, min_width=11)
+    table.add_column("queue", justify="right", no_wrap=True)
+    table.add_column("held", justify="right", no_wrap=True)
+    bar = 36 if wide else 18
+    table.add_column("where its time goes", min_width=bar, no_wrap=True)
+    names = ("busy", "input", "room", "other") if wide else ("busy", "input")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("rows/s", justify="right", no_wrap=True)
+    table.add_column("tokens/s", justify="right", no_wrap=True)
+    for worker, stage in progress.stages.items():
+        shares = stage.shares()
+        shown = [_percent(shares[name]) for name in SHARES][: len(names)]
+        table.add_row(
+            worker,
+            str(stage.latest["queue_depth"]),
+            str(stage.latest["in_flight"]),
+            share_bar(shares, bar),
+            *shown,
+            number(stage.rate("rows"), ".1f"),
+            number(stage.rate("tokens"), ",.0f"),
+        )
+    legend = Text(" ")
+    for name in SHARES:
+        glyph, style = GLYPHS[name]
+        legend.append(glyph * 2, style=style)
+        legend.append(f" {WORDS[name]}   ", style="dim")
+    if progress.restarts:
+        legend.append(f"restarts: {progress.restarts}", style="bold yellow")
+    return Group(table, legend)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None or not math.isfinite(share) else f"{100 * share:.0f}%"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain lines
+
+
+class PlainView:
+    """One line for each step, evaluation, change of state and death."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self.progress, self.console = progress, console
+        self._death = ("", "")  # a line that is not printed yet, and its reason: a run that fails of it says it
+
+    def event(self, event: Event) -> None:
+        line, (death, reason) = plain_line(self.progress, event), self._death
+        if not line:
+            return
+        self._death = ("", "")
+        if death and not (event.kind == "state" and reason and reason in event.data.get("reason", "")):
+            self._print(death)
+        if event.kind == "worker" and event.data["change"] == "died":
+            self._death = (line, event.data.get("reason", ""))
+        else:
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def plain_line(progress: Progress, event: Event) -> str:
+    """What ``event`` (which ``progress`` knows already) says in one line; empty when it is not worth one."""
+    data = event.data
+    match event.kind:
+        case "state":
+            return f"run {progress.name}: {data['state']}" + (f" ({data['reason']})" if data.get("reason") else "")
+        case "step":
+            return (
+                f"step {data['step'] + 1}/{progress.steps}  reward {number(data['reward_mean'], '.3f')}  "
+                f"loss {number(data['loss'], '.4f')}  kl {number(data.get('kl_behaviour'), '.2g')}  "
+                f"clipped {_percent(data.get('clip_fraction'))}  "
+                f"staleness {number(data['staleness_mean'], '.2f')} mean {number(data['staleness_max'], '.0f')} max "
+                f"(bound {progress.bound})  {number(progress.tokens_per_second, ',.0f')} tokens/s  "
+                f"{number(data['seconds'], '.2f')} s  {duration(progress.seconds_left)} left"
+            )
+        case "evaluation":
+            reward = number(data["reward_mean"], ".3f")
+            return f"evaluation v{data['version']}  reward {reward} of {data['count']} held-out prompts"
+        case "worker" if data["change"] == "died" and data.get("reason"):
+            return f"worker {data['worker']} died: {data['reason']}"
+        case "worker" if data["change"] in ("died", "restarted"):
+            return f"worker {data['worker']} {data['change']}"
+    return ""

@@ -1,0 +1,330 @@
+"""What a run leaves for people in its folder: every event, a summary, a plot, and samples before and after.
+
+    events ──live──▶ metrics.jsonl ──at the end──▶ summary.json  reward.png  samples.md
+
+The report is made from ``metrics.jsonl``, so a resumed run is reported as one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from api.telemetry.progress import Progress
+from api.terminal.live import duration, number
+from orchestration.events_file import METRICS, finite, read_metrics
+from orchestration.recipe.planner import Plan, prompt_limits
+from orchestration.recipe.recipe import Recipe, format_size
+from stages.prompts.sources import LISTED
+
+SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
+TOO_LONG = {"skip": "longer ones are skipped", "cut": "longer ones are cut", "fail": "a longer one fails the run"}
+ENDS = 5  # steps at each end of a run that the summary compares
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written, and the summary itself. ``missing`` says which file could not be made, and why; ``notes`` what a
+    person should know of the run."""
+
+    summary: dict[str, Any]
+    files: list[Path]
+    missing: list[str]
+    notes: list[str]
+
+
+def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None, saved: int = 0) -> Report:
+    """Make the summary, the plot and the samples of the run in ``out_dir`` from its metrics. ``seconds`` is how long it
+    took, ``checkpoint`` the model that it made, ``saved`` the steps that its newest checkpoint holds."""
+    progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness)
+    for event in read_metrics(out_dir / METRICS):
+        progress.apply(event)
+    summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
+    summary["resume_after_step"] = None if progress.state == "finished" else saved
+    files, missing = [out_dir / SUMMARY], []
+    (out_dir / SUMMARY).write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
+    if progress.evaluations:
+        (out_dir / SAMPLES).write_text(samples_markdown(progress), encoding="utf-8")
+        files.append(out_dir / SAMPLES)
+    if progress.done:
+        try:
+            write_plot(out_dir / PLOT, progress)
+            files.append(out_dir / PLOT)
+        except ImportError:
+            missing.append(f"{PLOT}: needs matplotlib; pip install 'asyncdock[quickstart]'")
+    return Report(summary, [*files, out_dir / METRICS], missing, _notes(progress))
+
+
+def _notes(progress: Progress) -> list[str]:
+    """Of a run whose rewards were all equal: the advantage of every response is then 0, and its steps taught nothing."""
+    rewards = set(progress.rewards())
+    if len(rewards) != 1 or any(step.get("reward_std") != 0 for step in progress.history):
+        return []
+    return [
+        f"Every reward was {number(rewards.pop(), '.4g')}, in all {progress.steps_done} steps: there was nothing to learn "
+        "from. See what the reward function returns, and whether the responses can earn more (rollout.max_tokens, "
+        "prompts.template)."
+    ]
+
+
+def log_of(out_dir: Path, reason: str) -> Path | None:
+    """The log of the worker that ``reason`` names, or the folder of all of them; None where there is none, as with the
+    launcher ``inline``."""
+    worker, logs = re.match(r"\w+-\d+", reason), out_dir / "logs"
+    if worker and (logs / f"{worker[0]}.log").is_file():
+        return logs / f"{worker[0]}.log"
+    return logs if logs.is_dir() else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The summary
+
+
+def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
+    """The run in numbers, as ``summary.json`` keeps them."""
+    rewards, last = progress.rewards(), progress.last or {}
+    compared = min(ENDS, -(-len(rewards) // 2))  # a short run's two ends must not be the same steps
+    first, final = _mean(rewards[:compared]), _mean(rewards[len(rewards) - compared :])
+    evaluations = [progress.evaluations[version] for version in sorted(progress.evaluations)]
+    history = progress.history
+    stepping = sum(step["seconds"] for step in history[1:])
+    generated = last.get("tokens_generated", 0) - (history[0]["tokens_generated"] if history else 0)
+    return {
+        "name": progress.name,
+        "state": progress.state,
+        "reason": progress.reason,
+        "steps": progress.steps_done,
+        "steps_planned": progress.steps,
+        "seconds": seconds,
+        "seconds_per_step": statistics.median(step["seconds"] for step in history[1:]) if history[1:] else None,
+        "reward_first_steps": first,
+        "reward_last_steps": final,
+        "reward_gain": None if first is None or final is None else final - first,
+        "steps_compared": compared,
+        "held_out_first": evaluations[0]["reward_mean"] if evaluations else None,
+        "held_out_last": evaluations[-1]["reward_mean"] if evaluations else None,
+        "tokens_generated": last.get("tokens_generated", 0),
+        "tokens_trained": last.get("tokens_trained", 0),
+        "tokens_filtered": last.get("tokens_filtered", 0),
+        "tokens_per_second": generated / stepping if stepping > 0 and generated > 0 else progress.tokens_per_second,
+        "staleness_mean": _mean([step["staleness_mean"] for step in history]),
+        "staleness_max": progress.staleness_max(),
+        "staleness_bound": progress.bound,
+        "restarts": progress.restarts,
+        "prompts_skipped": progress.prompts_skipped,
+        "prompts_cut": progress.prompts_cut,
+        "stages": {
+            worker: {**stage.shares(recent=False), "rows": stage.latest["rows"], "tokens": stage.latest["tokens"]}
+            for worker, stage in progress.stages.items()
+        },
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+    }
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The summary for a person."""
+    table = Table(title=f"{summary['name']}: {summary['state']}", title_justify="left", show_header=False, box=None)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    compared, gain = summary["steps_compared"], summary["reward_gain"]
+    first, last = number(summary["reward_first_steps"], ".3f"), number(summary["reward_last_steps"], ".3f")
+    rows = [
+        ("steps", f"{summary['steps']} of {summary['steps_planned']} in {duration(summary['seconds'])}"),
+        ("reward", f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} steps)"),
+    ]
+    if summary["held_out_first"] is not None:
+        before, after = number(summary["held_out_first"], ".3f"), number(summary["held_out_last"], ".3f")
+        rows.append(("held out", f"{before} → {after}  (greedy)"))
+    mean, highest = number(summary["staleness_mean"], ".2f"), number(summary["staleness_max"], ".0f")
+    tokens = f"{summary['tokens_generated']:,} generated, {summary['tokens_trained']:,} trained"
+    if summary["tokens_filtered"]:
+        tokens += f", {summary['tokens_filtered']:,} filtered"
+    rows += [
+        ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
+        ("tokens", f"{tokens}, {number(summary['tokens_per_second'], ',.0f')} per second"),
+    ]
+    if summary["prompts_skipped"] or summary["prompts_cut"]:
+        done = [f"{summary[key]} {key[8:]}" for key in ("prompts_skipped", "prompts_cut") if summary[key]]
+        rows.append(("prompts", f"{' and '.join(done)} as too long, listed in {LISTED}"))
+    if summary["restarts"]:
+        rows.append(("restarts", str(summary["restarts"])))
+    if summary["reason"]:
+        rows.append(("reason", summary["reason"]))
+    if (saved := summary.get("resume_after_step")) is not None:
+        rows.append(("resume", resume_text(saved, summary["steps_planned"], summary["steps"])))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def resume_text(saved: int, steps: int, done: int = 0) -> str:
+    """Where a resume begins, of a run of ``steps`` whose newest checkpoint holds ``saved`` of the ``done`` ones.
+
+    >>> resume_text(40, 200, 42)
+    'after step 40 of 200; steps 41 to 42 are made again'
+    """
+    begins = f"after step {saved} of {steps}" if saved else "from the beginning"
+    if done <= saved:
+        return begins
+    again = f"steps {saved + 1} to {done} are" if done > saved + 1 else f"step {done} is"
+    return f"{begins}; {again} made again"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def plan_table(recipe: Recipe, plan: Plan) -> Table:
+    """What follows from a recipe, for a person: the answer of ``asyncdock check``."""
+    table = Table(title=f"{recipe.name}: sound", title_justify="left", show_header=False, box=None)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    rows = [
+        ("staleness bound", f"η = {plan.bound}; the oldest that can occur is {plan.max_age}"),
+        ("window", f"{plan.window} groups" + (", strictly in admission order" if plan.window == 1 else "")),
+        ("slack", f"S = {plan.slack} steps" + (", the synchronous order" if plan.slack == 0 else "")),
+        (
+            "one step",
+            f"{plan.groups_per_step} groups, {plan.rows_per_step} samples, ≤ {plan.tokens_per_step:,} new tokens",
+        ),
+        ("in flight", f"≤ {plan.groups_in_flight} groups, {plan.rows_in_flight} samples"),
+        ("decoding", f"≤ {plan.decode_rows} samples at once"),
+        ("kept for replay", f"≤ {plan.rows_retained} samples, until the next checkpoint"),
+        (
+            "prompts",
+            f"≤ {plan.prompt_tokens:,} tokens: {prompt_limits(recipe).why}; {TOO_LONG[recipe.prompts.too_long]}",
+        ),
+        ("arena", f"{format_size(recipe.pipeline.arena)}, of which ≤ {format_size(plan.arena_bytes)} are needed"),
+    ]
+    if plan.parameters:
+        rows += [
+            ("model", f"{plan.parameters:,} weights in {recipe.model.dtype}"),
+            (
+                "training",
+                f"{format_size(plan.train_bytes)} for weights, gradients and optimizer"
+                + (f" on each of {plan.train_ranks} ranks" if plan.train_ranks > 1 else "")
+                + ", activations on top",
+            ),
+            ("rollout", f"{format_size(plan.rollout_bytes)} for weights, KV caches on top"),
+            ("weight sync", f"{format_size(plan.slot_bytes)} of shared memory"),
+        ]
+        if (turns := plan.turns) is not None:
+            held = [
+                f"{format_size(turns.training)} to train",
+                f"or {format_size(turns.generating)} and ≤ {format_size(turns.caches)} of KV caches to generate",
+                f"{format_size(turns.between)} in between, {format_size(turns.buckets)} of it buckets",
+                f"{format_size(turns.host)} of host memory meanwhile",
+            ]
+            rows[-1] = ("each device", ", ".join(held))
+        if plan.reference_bytes:
+            rows.append(("reference", format_size(plan.reference_bytes)))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plot
+
+
+def smooth(values: Sequence[float], span: int) -> list[float]:
+    """Centred moving average over ``span`` values, fewer at the ends."""
+    half = span // 2
+    return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def write_plot(path: Path, progress: Progress) -> None:
+    """Reward above, staleness below, over optimizer steps. Raises ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    history, rewards = progress.history, progress.rewards()
+    steps = [int(step["version"]) for step in history]
+    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    reward, stale = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
+
+    reward.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1, label="each step")
+    span = max(3, len(steps) // 12)
+    reward.plot(steps, smooth(rewards, span), color=BLUE, linewidth=2, label=f"mean of {span} steps")
+    if progress.evaluations:
+        versions = sorted(progress.evaluations)
+        held_out = [progress.evaluations[version]["reward_mean"] for version in versions]
+        style = {"color": ORANGE, "marker": "D", "linewidth": 1, "linestyle": "--", "markersize": 5}
+        reward.plot(versions, held_out, label="held out, greedy", **style)
+    reward.set_ylabel("reward")
+    reward.set_title(f"{progress.name}: {progress.state} after {progress.steps_done} steps", loc="left", fontsize=11)
+    reward.legend(loc="best", frameon=False, fontsize=9)
+
+    stale.step(steps, [step["staleness_max"] for step in history], where="mid", color=GREEN, label="max of a step")
+    means = [step["staleness_mean"] for step in history]
+    stale.plot(steps, means, color=GREY, linewidth=1.5, linestyle=":", label="mean")
+    stale.axhline(progress.bound, color=RED, linestyle="--", linewidth=1.2, label=f"bound η = {progress.bound}")
+    stale.set_ylim(-0.1, max(progress.bound, progress.staleness_max()) + 0.6)
+    stale.yaxis.set_major_locator(MaxNLocator(integer=True))
+    stale.xaxis.set_major_locator(MaxNLocator(integer=True))
+    stale.set_ylabel("staleness")
+    stale.set_xlabel("optimizer step")
+    stale.legend(loc="upper center", bbox_to_anchor=(0.5, 1.02), ncols=3, frameon=False, fontsize=9)
+    for axes in (reward, stale):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples before and after
+
+
+def samples_markdown(progress: Progress) -> str:
+    """The same held-out prompts answered by the first and by the last version that was evaluated, side by side."""
+    first, last = (progress.evaluations[pick(progress.evaluations)] for pick in (min, max))
+    after = {sample["prompt"]: sample for sample in last["samples"]}
+    lines = [
+        f"# {progress.name}: held-out prompts before and after",
+        "",
+        f"Greedy answers. Mean reward of {first['count']} prompts: {number(first['reward_mean'], '.3f')} with version "
+        f"{first['version']}, {number(last['reward_mean'], '.3f')} with version {last['version']}.",
+    ]
+    before = {sample["prompt"]: sample for sample in first["samples"]}  # a prompt asked twice is shown once
+    for at, (prompt, sample) in enumerate(before.items(), start=1):
+        other = after.get(prompt)
+        answers = [_cell(sample["response"]), _cell(other["response"]) if other else ""]
+        rewards = [number(sample["reward"], ".2f"), number(other["reward"], ".2f") if other else "–"]
+        lines += [
+            "",
+            f"## {at}",
+            "",
+            *("> " + line for line in prompt.splitlines() or [""]),
+            "",
+            f"| before (version {first['version']}) | after (version {last['version']}) |",
+            "| --- | --- |",
+            f"| {answers[0]} | {answers[1]} |",
+            f"| reward {rewards[0]} | reward {rewards[1]} |",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """``text`` inside a Markdown table: nothing in it may end the cell or become markup."""
+    for plain, safe in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        ("\\", "\\\\"),
+        ("|", "\\|"),
+        ("*", "\\*"),
+        ("_", "\\_"),
+        ("`", "\\`"),
+    ):
+        text = text.replace(plain, safe)
+    return text.strip().replace("\n", "<br>") or "*(nothing)*"

@@ -1,0 +1,1 @@
+"""Recipes: their schema, their checks, their problems, and the plan of what they take."""

@@ -1,0 +1,1 @@
+"""One run: its supervisor, its workers, its launchers and its checkpoints."""

@@ -1,0 +1,409 @@
+"""A run: a recipe made into an index, shared memory, workers, and a folder that keeps what came out.
+
+out/  recipe.json  checkpoints/step-*/  logs/*.log  index/ (the embedded index's append-only file)
+
+Run.create(recipe, out) ─▶ execute(stop) ─▶ RunResult        events() ─▶ every reader of the run
+                             └ beside the supervisor: the embedded index, started again whenever it dies
+Run.resume(out)         ─▶ …the same, from the newest checkpoint
+Run.hosted(recipe, out, id) ─▶ host(url, stop) ─▶ Outcome    in the index of a service, begun or taken over
+
+Who executes a run holds the lock of its folder, from its making to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from orchestration.private_files import write_private
+from orchestration.processes.forkserver import ForkServer
+from orchestration.processes.handles import Process
+from orchestration.processes.starter import SPAWN
+from orchestration.recipe.planner import flow_of, workers_of
+from orchestration.recipe.recipe import Recipe, changed
+from orchestration.run import checkpoint
+from orchestration.run.checkpoint import Checkpoint
+from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher
+from orchestration.run.lock import LOCK, RunError, RunLock, RunLocked
+from orchestration.run.paths import Place
+from orchestration.run.supervisor import Outcome, Supervisor, ending
+from orchestration.service.lifecycle import WHERE, shared_of
+from orchestration.service.registry import ENDED
+from pipeline.index.client import Event, Index, IndexUnreachable
+from pipeline.index.embedded import EmbeddedIndex
+from pipeline.warehouse.arena import shared_memory_directory
+from stages.threads import aside
+
+log = structlog.get_logger()
+
+BEGUN_IN = "begun-in"  # in the run's folder: the working directory of its command, for modules that the recipe names
+READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
+FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
+LOOK_SECONDS = 0.1  # between two looks at a lock
+_SHARED = "asyncdock-{pid}-{run}"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended. ``checkpoint`` is the newest one; its ``model`` opens with transformers."""
+
+    run: str
+    state: str
+    reason: str
+    out_dir: Path
+    checkpoint: Checkpoint | None
+    seconds: float
+
+
+class Run:
+    """One run in ``out_dir``. Make it with :meth:`create` or :meth:`resume`; execute it once."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        out_dir: Path,
+        start: Checkpoint | None = None,
+        hosted: str = "",
+        lock: RunLock | None = None,
+    ) -> None:
+        self.recipe, self.out_dir, self.start = recipe, out_dir.resolve(), start
+        self.id = hosted or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        self.supervisor: Supervisor | None = None
+        self.forks: ForkServer | None = None  # what its workers come from; a fork server of its own if not set
+        self.server: EmbeddedIndex | None = None  # while it is executed, unless its index is another one
+        self.shared = shared_memory_directory() / _SHARED.format(pid=os.getpid(), run=self.id)
+        if hosted:  # whatever process it is that takes the run over finds its memory
+            self.shared = shared_of(self.out_dir)
+        self._hosted, self._lock = bool(hosted), lock
+        self._index: Index | None = None
+        self._up = asyncio.Event()
+        self._over = False
+        self._readers: set[asyncio.Event] = set()
+
+    @property
+    def begins(self) -> int:
+        """The optimizer steps that lie behind it when it starts."""
+        return self.start.version if self.start else 0
+
+    @classmethod
+    def create(cls, recipe: Recipe, out_dir: Path) -> Run:
+        """A new run; ``out_dir`` must be new or empty. Raises RunError."""
+        if out_dir.exists():
+            _refuse_used(out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        recipe = recipe.located()
+        lock = RunLock.take(out_dir)
+        try:
+            _refuse_used(out_dir, lock)
+            _write_recipe(out_dir, recipe)
+            (out_dir / BEGUN_IN).write_text(str(Path.cwd()))
+            return cls(recipe, out_dir, lock=lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def resume(cls, out_dir: Path, overrides: Sequence[str] = ()) -> Run:
+        """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none). ``overrides``,
+        ``section.key=value`` each, change where and how it is computed (:data:`~orchestration.recipe.recipe.HOW`), for good:
+        the
+        checkpoint fits any layout. Raises RunError, and RecipeError for what does not fit the recipe."""
+        try:
+            recipe = Recipe.from_json((out_dir / "recipe.json").read_text())
+        except OSError as error:
+            raise RunError(f"run: {out_dir} holds no recipe.json ({error}); give the folder of a run") from None
+        lock = RunLock.take(out_dir)
+        try:
+            _refuse_hosted(out_dir)
+            start = checkpoint.latest(out_dir / "checkpoints")
+            if start is not None and start.version >= recipe.train.steps:
+                raise RunError(
+                    f"run: {out_dir} has done all of its {recipe.train.steps} steps; there is nothing to resume"
+                )
+            if overrides:
+                recipe = changed(recipe, overrides)
+                _write_recipe(out_dir, recipe)
+            return cls(recipe, out_dir, start, lock=lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def hosted(cls, recipe: Recipe, out_dir: Path, run: str) -> Run:
+        """The run ``run`` of a service, which may have begun: in other hands, with what they left in ``out_dir``."""
+        out_dir.mkdir(parents=True, exist_ok=True)
+        _write_recipe(out_dir, recipe)
+        return cls(recipe, out_dir, checkpoint.latest(out_dir / "checkpoints"), hosted=run)
+
+    async def host(self, url: str, stop: asyncio.Event | None = None) -> Outcome:
+        """Run to the end in the index at ``url``, from wherever the run stands. Its samples stay in shared memory and in the
+        index until the service removes them; no process stays behind. Cancelling ends all workers at once, and changes
+        nothing else: the run can be taken over. Raises RunLocked when a former runner does not let go of the folder."""
+        launcher = self._launcher()
+        try:
+            await self._take_lock()
+            outcome = await self._work(url, stop or asyncio.Event(), launcher)
+            await self._let_readers_finish()
+            return outcome
+        finally:
+            launcher.close()
+            await self._end()
+
+    async def execute(self, stop: asyncio.Event | None = None) -> RunResult:
+        """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind, and a
+        run that cannot go on has failed, with its reason. Cancelling ends everything at once."""
+        began = time.monotonic()
+        launcher = self._launcher()
+        sockets = Path(tempfile.mkdtemp(prefix=f"asyncdock-{os.getpid()}-"))
+        try:
+            try:
+                sweep_leftovers()
+                outcome = await self._execute(sockets, stop or asyncio.Event(), launcher)
+            except Exception as error:
+                log.exception("the run cannot go on")
+                outcome = Outcome(
+                    "failed", str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+                )
+            return self._result(outcome, time.monotonic() - began)
+        finally:
+            launcher.close()
+            await self._end()
+            if self.server is not None:
+                self.server.stop()
+            shutil.rmtree(sockets, ignore_errors=True)
+            shutil.rmtree(self.shared, ignore_errors=True)
+
+    async def _execute(self, sockets: Path, stop: asyncio.Event, launcher: Launcher) -> Outcome:
+        if self.recipe.pipeline.index != "embedded":
+            outcome = await self._work(self.recipe.pipeline.index, stop, launcher)
+            await self._let_readers_finish()
+            return outcome
+        data = self.out_dir / "index"
+        shutil.rmtree(data, ignore_errors=True)
+        self.server = EmbeddedIndex(data, socket=sockets / "index.sock")
+        await self._start_index(self.server)
+        keeping = asyncio.create_task(self._keep_index(self.server))
+        working = asyncio.create_task(self._work(self.server.url, stop, launcher))
+        try:
+            await asyncio.wait([keeping, working], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                keeping.result()
+            outcome = working.result()
+            await self._let_readers_finish()
+            return outcome
+        finally:
+            for task in (keeping, working):
+                task.cancel()
+            await asyncio.gather(keeping, working, return_exceptions=True)
+
+    async def _start_index(self, server: EmbeddedIndex) -> None:
+        for pause in server.starting():
+            await asyncio.sleep(pause)
+
+    async def _keep_index(self, server: EmbeddedIndex) -> None:
+        """Start the embedded index again whenever it dies; its append-only file holds all that was acknowledged. Raises
+        RunError when it dies more often than workers may."""
+        most, events = self.recipe.launch.max_restarts, set[asyncio.Task[None]]()
+        try:
+            for deaths in itertools.count(1):
+                assert server.process is not None
+                code = await Process.of(server.process.pid, server.process).wait()
+                reason = f"the embedded index {ending(code or 0)}"
+                if deaths > most:
+                    raise RunError(f"{reason} and launch.max_restarts = {most} is used up; see {server.log}")
+                log.warning("the index died; starting it again", reason=reason)
+                await self._start_index(server)
+                events.add(asyncio.create_task(self._tell_restart(reason)))  # it may die again before it has taken this
+        finally:
+            for event in events:
+                event.cancel()
+            await asyncio.gather(*events, return_exceptions=True)
+
+    async def _tell_restart(self, reason: str) -> None:
+        told = {"stage": "index", "worker": "index-0", "change": "restarted", "pid": 0, "reason": reason}
+        with contextlib.suppress(IndexUnreachable):
+            if self._index is not None:
+                await self._index.emit("worker", told)
+
+    async def _take_lock(self) -> None:
+        """Wait for a former runner, which ends once it has lost its lease."""
+        deadline = time.monotonic() + FORMER_SECONDS
+        while self._lock is None:
+            try:
+                self._lock = RunLock.take(self.out_dir)
+            except RunLocked:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def _work(self, url: str, stop: asyncio.Event, launcher: Launcher) -> Outcome:
+        self._index = Index(url, self.id)
+        await self._prepare(self._index)
+        self._tell_where(url)
+        self._up.set()
+        self.supervisor = Supervisor(
+            self._index,
+            launcher,
+            workers_of(self.recipe),
+            max_restarts=self.recipe.launch.max_restarts,
+            startup_timeout=self.recipe.launch.startup_timeout,
+            stop_timeout=self.recipe.launch.stop_timeout,
+            steps=self.recipe.train.steps,
+            begins=self.begins,
+        )
+        return await self.supervisor.run(stop)
+
+    async def _end(self) -> None:
+        self._over = True
+        self._up.set()
+        if not self._hosted:  # a run of a service may be taken over; it is removed when the run is concluded
+            (self.out_dir / WHERE).unlink(missing_ok=True)
+        if self._index is not None:
+            await self._index.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    async def events(self, after: str = "0") -> AsyncIterator[Event]:
+        """Every event of the run after id ``after``, as they come; ends after the run's last state."""
+        done = asyncio.Event()
+        self._readers.add(done)
+        try:
+            await self._up.wait()
+            if self._index is None:
+                return
+            async for event in self._index.follow(after):
+                yield event
+                if event.kind == "state" and event.data["state"] in ENDED:
+                    return
+        except IndexUnreachable:
+            if not self._over:
+                raise
+        finally:
+            done.set()
+            self._readers.discard(done)
+
+    async def pause(self) -> None:
+        """Stop admitting and claiming; what is being processed ends. Harmless when it is paused or over."""
+        await self._move(["running"], "paused")
+
+    async def resume_work(self) -> None:
+        """Go on after :meth:`pause`."""
+        await self._move(["paused"], "running")
+
+    async def _move(self, allowed: list[str], to: str) -> None:
+        if self._index is None:
+            raise RunError(f"run: {self.id} has not begun; execute it first")
+        await self._index.transition(allowed, to)
+
+    async def _prepare(self, index: Index) -> None:
+        # It imports torch, for seconds in which the loop would hear no signal.
+        await aside(lambda: importlib.import_module("stages.columns"), "imports")
+        config = flow_of(self.recipe).config(self.recipe.staleness_plan)
+        begun = not await index.init(config, *self._beginning())
+        if begun and not self.shared.is_dir():  # the machine was started anew, or is another one: the samples are gone
+            await index.rewind(config, *self._beginning())
+            since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
+            log.warning("the samples in shared memory are gone; going on", since=since)
+            told = {"stage": "runner", "worker": "runner-0", "change": "rewound", "pid": os.getpid()}
+            await index.emit(
+                "worker", {**told, "version": self.begins, "reason": f"its shared memory was gone; it goes on {since}"}
+            )
+            begun = False
+        if not begun:
+            shutil.rmtree(self.shared, ignore_errors=True)
+            self.shared.mkdir(parents=True, mode=0o700)
+        place = Place(self.out_dir, self.shared, self.start.path if self.start else None)
+        await index.put("recipe", self.recipe.to_json())
+        await (index.put_once if begun else index.put)("place", place.to_json())
+        await index.put_once("secret", secrets.token_hex(32))  # what the nodes of this run know each other by
+        await index.transition([""], "created")
+
+    def _beginning(self) -> tuple[dict[str, int], Sequence[int]]:
+        """The counters that the flow starts from, and the groups that are to be made again."""
+        if self.start is None:
+            return {"published": 0, "trained": 0, "admitted": 0}, ()
+        return self.start.counters, self.start.remake
+
+    def _tell_where(self, url: str) -> None:
+        """For whoever wants to look at the run while it is alive; the URL may hold a password."""
+        write_private(self.out_dir / WHERE, json.dumps({"index": url, "run": self.id, "hosted": self._hosted}))
+
+    def _launcher(self) -> Launcher:
+        launch = self.recipe.launch
+        if launch.launcher == "inline":
+            return InlineLauncher()
+        # vLLM brings processes and threads of its own, and has not been tried in a fork.
+        method = SPAWN if self.recipe.rollout.engine == "vllm" else launch.start_method
+        return ProcessLauncher(self.out_dir / "logs", method, self.forks)
+
+    async def _let_readers_finish(self) -> None:
+        waiting = [asyncio.create_task(done.wait()) for done in self._readers]
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=READERS_SECONDS)
+            for task in late:
+                task.cancel()
+
+    def _result(self, outcome: Outcome, seconds: float) -> RunResult:
+        newest = checkpoint.latest(self.out_dir / "checkpoints")
+        return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
+
+
+def _refuse_used(out_dir: Path, lock: RunLock | None = None) -> None:
+    """Raises RunError when ``out_dir`` holds anything but a lock file: RunLocked when a run in it is being executed."""
+    if any(path.name != LOCK for path in out_dir.iterdir()):
+        if lock is None and (out_dir / LOCK).exists():
+            RunLock.take(out_dir).release()
+        raise RunError(f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`")
+
+
+def _refuse_hosted(out_dir: Path) -> None:
+    """Raises RunError when the run in ``out_dir`` is a service's that has not ended."""
+    try:
+        where = json.loads((out_dir / WHERE).read_text())
+    except (OSError, ValueError):
+        return
+    if where.get("hosted"):
+        raise RunLocked(
+            f"run: {out_dir} is run {where['run']} of a service, which executes it; end it with "
+            f"`asyncdock runs stop {where['run']}` first (or remove {out_dir / WHERE}, if that service is gone for good)"
+        )
+
+
+def _write_recipe(out_dir: Path, recipe: Recipe) -> None:
+    partial = out_dir / ".recipe.json"
+    write_private(partial, recipe.to_json())  # its index's URL may hold a password
+    os.replace(partial, out_dir / "recipe.json")
+
+
+def sweep_leftovers() -> None:
+    """Remove what runs whose process was killed left in shared memory, and their indexes' socket directories."""
+    for parent in (shared_memory_directory(), Path(tempfile.gettempdir())):
+        for folder in parent.glob("asyncdock-*-*"):
+            pid = folder.name.split("-")[1]
+            if pid.isdigit() and not _alive(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)
+                log.info("removed what a killed run left behind", folder=str(folder))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

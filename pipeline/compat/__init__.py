@@ -1,0 +1,1 @@
+"""Interfaces of other libraries, over this one."""

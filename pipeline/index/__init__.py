@@ -1,0 +1,1 @@
+"""The index of a run: its client, its server-side functions, its embedded server."""

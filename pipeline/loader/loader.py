@@ -1,0 +1,553 @@
+"""Train batches as a torch dataset: batches stream from a stage while others still fill it.
+
+    stage ─ claim ▶ Batch ─▶ consumer ─ asks for the next one ▶ commit (the rows are done, or released) ─▶ claim …
+                      │
+                      └ several readers of one claim (ranks of a replica; replicas in lockstep): the first of them claims
+                        and writes the claim to a log in the index, where the others read it; the last to be done commits
+
+    beside it, in a thread of each process: leases of what this process holds are renewed at a third of their length
+
+Nothing here needs torch.distributed: readers agree through the index. A reader that dies renews no more, and its rows are
+delivered again when their lease ends. The stream ends when nothing came for ``idle`` seconds, or at once when the run has
+ended (state finished, stopped or failed) and neither a stage before this one nor another reader holds anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import copy
+import heapq
+import os
+import platform
+import ssl
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgpack
+import numpy as np
+import structlog
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from pipeline.columns import Packed, Schema
+from pipeline.index.client import Claim, Index, IndexRefused, IndexUnreachable, WarehouseGone, ranges, worker_name
+from pipeline.warehouse.dock import Dock
+
+Ragged = Literal["packed", "jagged", "padded"]
+T = TypeVar("T")
+log = structlog.get_logger()
+
+ENDED = ("finished", "stopped", "failed")
+
+
+def balanced(lengths: Sequence[int], parts: int, *, equal: bool = True) -> list[list[int]]:
+    """Positions 0 … n-1 in ``parts`` lists whose sums of ``lengths`` are near each other (largest differencing, Karmarkar
+    and Karp 1982); never further apart than greedy makes them. ``equal``: the lists' counts differ by one at most.
+
+    >>> balanced([9, 7, 6, 5, 4, 1], 2)
+    [[0, 3, 5], [1, 2, 4]]
+    """
+    if parts < 1:
+        raise ValueError(f"parts: {parts} cannot hold anything; give at least 1")
+    found = min((_differencing, _greedy), key=lambda method: _spread(lengths, method(lengths, parts, equal)))
+    return [sorted(part) for part in found(lengths, parts, equal)]
+
+
+def _spread(lengths: Sequence[int], split: Sequence[Sequence[int]]) -> int:
+    sums = [sum(lengths[i] for i in part) for part in split]
+    return max(sums) - min(sums)
+
+
+def _differencing(lengths: Sequence[int], parts: int, equal: bool) -> list[list[int]]:
+    """Begin with one way of filling all parts for each item (or for each ``parts`` items of near lengths, when the counts
+    shall be equal), and join the two ways of the widest spreads, the heaviest part of one with the lightest of the other,
+    until one is left."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    rounds = [order[i : i + parts] for i in range(0, len(order), parts)] if equal else [[i] for i in order]
+    ways = []
+    for number, items in enumerate(rounds):
+        way = [(lengths[i], [i]) for i in items] + [(0, [])] * (parts - len(items))
+        ways.append((way[-1][0] - way[0][0], number, way))
+    heapq.heapify(ways)
+    number = len(ways)
+    while len(ways) > 1:
+        (_, _, one), (_, _, other) = heapq.heappop(ways), heapq.heappop(ways)
+        way = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        way.sort(key=lambda part: -part[0])
+        heapq.heappush(ways, (way[-1][0] - way[0][0], number, way))
+        number += 1
+    return [part for _, part in ways[0][2]] if ways else [[] for _ in range(parts)]
+
+
+def _greedy(lengths: Sequence[int], parts: int, equal: bool) -> list[list[int]]:
+    """The longest first, each to the lightest part that may have one more."""
+    out: list[list[int]] = [[] for _ in range(parts)]
+    fewest, more = divmod(len(lengths), parts)  # with equal counts `more` of the parts have one item more
+    heap = [(0, part) for part in range(parts)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        total, part = heapq.heappop(heap)
+        while equal and len(out[part]) >= fewest + (more > 0):  # it is full, for good
+            total, part = heapq.heappop(heap)
+        more -= len(out[part]) == fewest
+        out[part].append(i)
+        heapq.heappush(heap, (total + lengths[i], part))
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """B rows of a stage, held under a lease until they are committed.
+
+    ``batch[name]`` gives a dense column as a tensor [B, *shape], a ragged one in the stream's layout (:class:`Packed`, a
+    jagged nested tensor [B, j], or padded [B, longest]), text as a list of B strings; ``columns`` has them all packed.
+    ``row`` and ``group`` are int64 and uint32 [B]. ``number`` counts this reader's batches from 0.
+    """
+
+    number: int
+    stage: str
+    token: str
+    row: np.ndarray
+    group: np.ndarray
+    columns: dict[str, Packed]
+    schema: Schema
+    ragged: Ragged
+    fill: float
+    held: list[int]  # all rows of the claim, as ranges; more than `row` where several readers share it
+    log: str  # of those who share it; empty: nobody does
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, name: str) -> Any:
+        column, packed = self.schema[name], self.columns[name]
+        if column.shape is not None:
+            return packed.values.view(len(self), *column.shape)
+        if column.dtype == "utf8":
+            return packed.texts()
+        if self.ragged == "packed":
+            return packed
+        return packed.jagged() if self.ragged == "jagged" else packed.padded(self.fill)
+
+    def select(self, positions: Sequence[int]) -> Batch:
+        """The rows at ``positions`` alone, copied: a micro-batch. Committing is done with the whole."""
+        at = np.asarray(positions, np.int64)
+        columns = {name: _selected(packed, at, len(self)) for name, packed in self.columns.items()}
+        return replace(self, row=self.row[at], group=self.group[at], columns=columns)
+
+
+def _selected(packed: Packed, at: np.ndarray, rows: int) -> Packed:
+    if packed.offsets is None:
+        return Packed(packed.values.view(rows, -1)[torch.from_numpy(at)].view(-1) if rows else packed.values, None)
+    bounds = packed.offsets.numpy()
+    sizes = np.diff(bounds)[at]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    index = np.arange(offsets[-1]) + np.repeat(bounds[:-1][at] - offsets[:-1], sizes)
+    return Packed(packed.values[torch.from_numpy(index)], torch.from_numpy(offsets))
+
+
+class SampleStream(IterableDataset[Batch]):
+    """The batches of ``stage`` in ``run``, with its ``columns``. Each row comes exactly once over all readers, and again
+    when the reader that had it died before the commit.
+
+    ``batch_size`` counts rows (groups, for a stage that takes groups; a train batch has the run's own size). A batch that
+    does not fill within ``idle`` seconds comes smaller, or not at all with ``drop_last``: its rows stay in the stage.
+
+    Who reads: ``replicas`` data-parallel replicas of ``ranks`` ranks each; ranks of one replica get the same rows in the
+    same order. ``lockstep`` replicas take the same number of batches: each is claimed once for all of them, and dealt out
+    in equal parts, by tokens when ``balance_tokens`` names one or more ragged columns whose lengths count. Without
+    lockstep each replica claims for itself, as fast as it goes. Readers wait ``timeout`` seconds for each other. They
+    must be started together: a job that starts anew does so under another ``session``.
+
+    ``commit="next"``: a batch is committed when the next one is asked for (leaving the loop early leaves the last one
+    uncommitted). ``commit="explicit"``: by :meth:`commit` alone. In the process that claimed it a batch is a view of
+    shared memory, valid until its commit. DataLoader workers copy it once, into memory of its own, as it goes to
+    another process; they run ahead of their consumer, so give them a :class:`SampleLoader`, or commit explicitly.
+
+    Rows that lie on other nodes than ``node`` (this machine's name) come over the wire with ``secret``, inside TLS when
+    ``tls_authority`` (PEM) says what the nodes' certificates are checked against.
+
+    >>> stream = SampleStream(url, run, schema, "train", ["ids", "reward"], batch_size=64)  # doctest: +SKIP
+    >>> for batch in SampleLoader(stream, num_workers=2):  # doctest: +SKIP
+    ...     step(batch["ids"], batch["reward"])
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        schema: Schema,
+        stage: str,
+        columns: Sequence[str],
+        *,
+        batch_size: int,
+        replica: int = 0,
+        replicas: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        lockstep: bool = True,
+        balance_tokens: str | Sequence[str] | None = None,
+        ragged: Ragged = "jagged",
+        fill: float = 0,
+        commit: Literal["next", "explicit"] = "next",
+        drop_last: bool = False,
+        idle: float = 60.0,
+        timeout: float = 600.0,
+        lease: float = 60.0,
+        session: str = "0",
+        node: str | None = None,
+        secret: bytes = b"",
+        tls_authority: str = "",
+    ) -> None:
+        balance = (balance_tokens,) if isinstance(balance_tokens, str) else tuple(balance_tokens or ())
+        schema.mask(columns)  # a clear error for a column that is not there
+        for name in balance:
+            if schema[name].shape is not None:
+                raise ValueError(f"balance_tokens: column {name!r} has one length in all rows; name a ragged column")
+        if not (0 <= replica < replicas and 0 <= rank < ranks):
+            raise ValueError(
+                f"replica {replica} of {replicas}, rank {rank} of {ranks}: count from 0, and stay below the number"
+            )
+        if batch_size < 1 or (lockstep and batch_size < replicas):
+            raise ValueError(f"batch_size: {batch_size} leaves some of {replicas} replicas without rows; give more")
+        self.url, self.run, self.schema, self.stage, self.columns = url, run, schema, stage, tuple(columns)
+        self.batch_size, self.replica, self.replicas, self.rank, self.ranks = batch_size, replica, replicas, rank, ranks
+        self.lockstep, self.balance, self.ragged, self.fill, self.drop_last = lockstep, balance, ragged, fill, drop_last
+        self.commits, self.idle, self.timeout, self.lease = commit, idle, timeout, lease
+        self.session, self.node, self.secret, self.tls_authority = session, node, secret, tls_authority
+        self.readers = ranks * (replicas if lockstep else 1)  # of one claim
+        self.first = rank == 0 and (replica == 0 or not lockstep)  # of them: it claims
+        self.family = f"{stage}-loader-{uuid.uuid4().hex[:8]}"  # this reader, whatever its processes
+        self.iteration = 0
+        # By process: a forked one inherits its parent's and must leave it alone, the garbage collector included.
+        self._links: dict[int, _Link] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_links": {}}
+
+    def _link(self) -> _Link:
+        if os.getpid() not in self._links:
+            self._links[os.getpid()] = _Link(self)
+        return self._links[os.getpid()]
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.iteration += 1
+        worker = get_worker_info()
+        if worker is not None and self.commits == "next":
+            raise RuntimeError(
+                "commit='next' in a DataLoader worker would commit batches that nobody has seen yet, since workers run "
+                "ahead: use SampleLoader(stream, num_workers=...), or commit='explicit' and stream.commit(batch)"
+            )
+        return self._batches(
+            _Reading(self, self._link(), worker.id if worker else 0, worker.num_workers if worker else 1)
+        )
+
+    def _batches(self, reading: _Reading) -> Iterator[Batch]:
+        try:
+            while (batch := reading.link.call(reading.next())) is not None:
+                yield batch if get_worker_info() is None else _detached(batch)
+                if self.commits == "next":
+                    self.commit(batch)
+        finally:
+            if self.commits == "next" and self.readers == 1:
+                self.close()
+
+    def commit(self, batch: Batch) -> None:
+        """The consumer is done with ``batch``: when all who share it say so, its rows are done with this stage. Any process
+        of the reader may say it. Raises LeaseLost when the lease ran out, and the rows are delivered again."""
+        self._link().call(self._link().commit(batch))
+
+    def close(self) -> None:
+        """End this process's connection: what it holds uncommitted is delivered again at once. Done by itself at the end of
+        the process, and of an iteration that nobody shares and that commits by itself."""
+        link = self._links.pop(os.getpid(), None)
+        if link is not None:
+            link.close()
+
+
+class SampleLoader(DataLoader[Batch]):
+    """A DataLoader over ``stream`` that commits each batch when the next one is asked for, whatever its workers have
+    fetched ahead. ``options`` are DataLoader's own."""
+
+    dataset: SampleStream
+
+    def __init__(self, stream: SampleStream, *, num_workers: int = 0, **options: Any) -> None:
+        self.commits = stream.commits
+        stream = copy.copy(stream)
+        stream.commits, stream._links = "explicit", {}
+        # Workers stay until the iteration ends: they renew the leases of what they have sent here.
+        super().__init__(
+            stream, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0, **options
+        )
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        batches = super().__iter__()
+        if self.num_workers:
+            self.dataset.iteration += 1  # these workers have counted on for themselves
+        try:
+            for batch in batches:
+                yield batch
+                if self.commits == "next":
+                    self.dataset.commit(batch)
+        finally:
+            self._iterator = None
+            if self.commits == "next" and self.dataset.readers == 1:
+                self.dataset.close()
+
+    def commit(self, batch: Batch) -> None:
+        """:meth:`SampleStream.commit`, for a stream with ``commit="explicit"``."""
+        self.dataset.commit(batch)
+
+    def close(self) -> None:
+        """:meth:`SampleStream.close`."""
+        self.dataset.close()
+
+
+class _Link:
+    """A process's connection: its event loop runs in a thread, so that leases are renewed while the consumer computes."""
+
+    def __init__(self, stream: SampleStream) -> None:
+        self.stream, self.worker = stream, worker_name(stream.family, 0)
+        self.held: set[str] = set()  # tokens
+        self._parent = os.getppid() if get_worker_info() else None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=self.worker, daemon=True).start()
+        self.index = Index(stream.url, stream.run)
+        self._dock: Dock | None = None
+        self.stages: list[dict[str, Any]] = []  # the run's, and how this one takes its rows, once there is a dock
+        self.takes = ""
+        self._renewing = asyncio.run_coroutine_threadsafe(self._renew(), self._loop)
+        atexit.register(self.close)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def dock(self) -> Dock:
+        """Waits for a warehouse, so that readers may come before those who write."""
+        if self._dock is None:
+            stream, node = self.stream, self.stream.node or platform.node()
+            if not await self.index.wait("warehouses", "0-0", stream.timeout):
+                raise WarehouseGone(
+                    f"run {stream.run!r} had no warehouse for {stream.timeout:.0f} s; open the flow first (Dock.open)"
+                )
+            self.stages = (await self.index.config())["stages"]
+            self.takes = _checked(stream, self.stages)["takes"]
+            found = (await self.index.call("warehouses") or {}).values()
+            names = [w["name"] for w in sorted(found, key=lambda w: (w["leaving"], w["node"] != node))]
+            tls = ssl.create_default_context(cafile=stream.tls_authority) if stream.tls_authority else None
+            dock = Dock(
+                self.index,
+                stream.schema,
+                worker=self.worker,
+                directory=Path(),  # arenas that others have made are found through the index
+                warehouse=names[0] if names else "",
+                node=node,
+                secret=stream.secret,
+                tls=(tls, tls) if tls else None,  # a reader serves nobody
+            )
+            await dock._enter()
+            self._dock = dock
+        return self._dock
+
+    async def commit(self, batch: Batch) -> None:
+        if not batch.log or await self._last(batch):
+            await self.index.call(
+                "commit",
+                **{"stage": batch.stage, "worker": self.worker, "home": 0, "token": batch.token, "rows": batch.held},
+                **{"block": 0, "mask": 0, "close": False, "refs": b"", "made": None},
+            )
+        if not batch.log or not self.stream.first:  # the first reader renews until all are done
+            self.held.discard(batch.token)
+
+    async def _last(self, batch: Batch) -> bool:
+        """Tell the others that this reader is done; True when all are."""
+        done = f"{batch.log}:done:{batch.number}"
+        if await self.index.sign(done, f"{self.stream.replica}/{self.stream.rank}") < self.stream.readers:
+            return False
+        await self.index.strike(batch.log, batch.number, done)
+        return True
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self.stream.lease / 3)
+            if self._parent is not None and os.getppid() != self._parent:
+                return  # a worker whose consumer is dead: let its rows go
+            if self.held:
+                held = set(self.held)
+                try:
+                    self.held -= held - await self.index.renew(self.stream.stage, sorted(held), self.stream.lease)
+                except (IndexUnreachable, IndexRefused) as lost:  # the next call of the consumer says so, too
+                    log.warning("leases not renewed", stage=self.stream.stage, reason=str(lost))
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        if sys.is_finalizing():  # its thread runs no more
+            return
+
+        async def end() -> None:
+            with suppress(IndexUnreachable, IndexRefused):
+                if self.held:
+                    await self.index.call("forget", worker=self.worker)
+            if self._dock is not None:
+                await self._dock.close()
+            await self.index.close()
+
+        self._renewing.cancel()
+        self.call(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _checked(stream: SampleStream, stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The stream's stage, which is one that a loader can take batches from."""
+    stage = next((stage for stage in stages if stage["name"] == stream.stage), None)
+    if stage is None:
+        raise ValueError(
+            f"stage {stream.stage!r} is not declared; run {stream.run!r} has {[s['name'] for s in stages]}"
+        )
+    if stage["makes"]:
+        made = stream.schema.names(stage["makes"])
+        raise ValueError(f"stage {stream.stage!r} makes {made}, which a loader cannot write; use Dock.claim and commit")
+    if stage["takes"] == "batch" and not stage["releases"] and stream.commits == "next":
+        raise ValueError(
+            f"stage {stream.stage!r} ends in Index.train, not in a commit; give commit='explicit' and call it for each batch"
+        )
+    return stage
+
+
+class _Reading:
+    """One iteration over a stream, in one process. Batches are numbered, and every reader counts the same."""
+
+    def __init__(self, stream: SampleStream, link: _Link, worker: int, workers: int) -> None:
+        self.stream, self.link, self.number, self.workers = stream, link, 0, workers
+        share = "all" if stream.lockstep else str(stream.replica)
+        self.log = f"loader:{stream.stage}:{stream.session}:{stream.iteration}:{share}:{worker}"
+
+    async def next(self) -> Batch | None:
+        stream, dock = self.stream, await self.link.dock()
+        if stream.readers == 1:
+            claim, own = await self._claim(dock), None
+        elif stream.first:
+            claim = await self._claim(dock)
+            parts = await self._deal(dock, claim) if claim is not None else []
+            entry = {"workers": self.workers, "parts": parts, "claim": claim and claim.record()}
+            await self.link.index.note(self.log, self.number, msgpack.packb(entry))
+            own = parts[stream.replica] if parts else None
+        else:
+            claim, own = await self._read()
+        if claim is None:
+            return None
+        part = claim if own is None else claim.part(own)
+        self.link.held.add(claim.token)
+        batch = Batch(
+            number=self.number,
+            stage=stream.stage,
+            token=claim.token,
+            row=part.row,
+            group=part.group,
+            columns=await dock.fetch_packed(part, stream.columns) if len(part) else _nothing(stream),
+            schema=stream.schema,
+            ragged=stream.ragged,
+            fill=stream.fill,
+            held=ranges(claim.row)[0],
+            log=self.log if stream.readers > 1 else "",
+        )
+        self.number += 1
+        return batch
+
+    async def _claim(self, dock: Dock) -> Claim | None:
+        """The next batch's rows: as many as it shall have, or what there is once waiting is over; None at the end."""
+        stream, index, over = self.stream, self.link.index, False
+        least = 1 if self.link.takes == "batch" else stream.batch_size
+        deadline = time.monotonic() + stream.idle
+        while True:
+            found = await index.claim(
+                stream.stage, dock.worker, stream.batch_size, stream.lease, home=dock.home, least=least
+            )
+            if isinstance(found, Claim) or over:
+                return found if isinstance(found, Claim) else None
+            state, _, position = await index.state()
+            left = deadline - time.monotonic()
+            over = left <= 0 or (state in ENDED and await self._drained())
+            if not over:
+                await index.wait_any({found.topic: found.wait, "state": position}, min(left, found.due or left))
+            elif not stream.drop_last:
+                least = 1
+
+    async def _drained(self) -> bool:
+        """Whether nothing can come here any more: not from a stage before this one, and not from another reader who dies.
+        What this reader's own processes hold is not waited for: their consumer may be waiting for this one's end."""
+        stages, before = {stage["name"]: stage for stage in self.link.stages}, {self.stream.stage}
+        while (
+            more := {
+                name
+                for name, stage in stages.items()
+                if any(stage["makes"] & stages[known]["needs"] for known in before)
+            }
+            - before
+        ):
+            before |= more
+        stats = await self.link.index.stats()
+        others = [lease["worker"] for lease in stats["leases"] or () if lease["stage"] == self.stream.stage]
+        return all(worker.startswith(self.stream.family) for worker in others) and not any(
+            stats["stages"][name]["ready"] or stats["stages"][name]["leased"] for name in before - {self.stream.stage}
+        )
+
+    async def _deal(self, dock: Dock, claim: Claim) -> list[list[int]]:
+        """The claim's positions for each replica that shares it."""
+        replicas = self.stream.replicas if self.stream.lockstep else 1
+        if replicas == 1:
+            return []
+        if not self.stream.balance:
+            return [part.tolist() for part in np.array_split(np.arange(len(claim)), replicas)]
+        packed = await dock.fetch_packed(claim, self.stream.balance)
+        lengths = sum(column.lengths() for column in packed.values())
+        return balanced(lengths.tolist(), replicas)  # type: ignore[union-attr]
+
+    async def _read(self) -> tuple[Claim | None, list[int] | None]:
+        stream = self.stream
+        found = await self.link.index.noted(self.log, self.number, stream.timeout)
+        if found is None:
+            raise TimeoutError(
+                f"batch {self.number} of stage {stream.stage!r}: the first reader of session {stream.session!r} has not "
+                f"claimed it within {stream.timeout:.0f} s; is it alive, and in the same session?"
+            )
+        entry = msgpack.unpackb(found)
+        if entry["workers"] != self.workers:
+            raise ValueError(
+                f"num_workers: {self.workers} here and {entry['workers']} at the first reader; readers that share their "
+                "batches have as many workers as each other"
+            )
+        if entry["claim"] is None:
+            return None, None
+        claim = Claim(stream.stage, entry["claim"]["token"], entry["claim"])
+        return claim, entry["parts"][stream.replica] if entry["parts"] else None
+
+
+def _detached(batch: Batch) -> Batch:
+    """Ready for another process: columns that are part of a larger block are copied out of it, so that the block does not
+    go along. The rest is copied on the way, by torch."""
+    columns = {}
+    for name, packed in batch.columns.items():
+        whole = packed.values.untyped_storage().nbytes() == packed.values.nbytes
+        offsets = packed.offsets.clone() if packed.offsets is not None else None
+        columns[name] = Packed(packed.values if whole else packed.values.clone(), offsets)
+    return replace(batch, columns=columns)
+
+
+def _nothing(stream: SampleStream) -> dict[str, Packed]:
+    """The columns of a batch without rows: a replica's part of a last batch that is smaller than their number."""
+    out = {}
+    for name in stream.columns:
+        column = stream.schema[name]
+        dtype = torch.uint8 if column.dtype == "utf8" else column.dtype
+        out[name] = Packed(
+            torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64) if column.shape is None else None
+        )
+    return out

@@ -1,0 +1,1 @@
+"""Warehouses: memory of samples, the dock that reads and writes it, and the wire between nodes."""

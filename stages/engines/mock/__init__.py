@@ -1,0 +1,1 @@
+"""Mock engines: deterministic, with a model of latency."""

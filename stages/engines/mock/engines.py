@@ -1,0 +1,398 @@
+"""Engines without a model: what they make is random but fixed, what they cost is a model of latency.
+
+    generate ──▶ waiting (FIFO) ──a slot of max_rows is free──▶ decoding ──its tokens are made──▶ Completion
+                                                                   │
+                 one clock for all rows: tokens made per row, d(clock)/dt = row_rate · min(1, saturation_rows / rows)
+
+All decoding rows share one rate, so a row that joins when the clock shows c and has n tokens ends when it shows c + n,
+however often the rate changes meanwhile. The engine keeps a heap of those ends and a single timer for the nearest one:
+one wake-up per completion, none per token. Rows end at the model's exact time even if the timer fires late, so delays
+of the machine do not add up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import heapq
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tensordict import TensorDictBase
+
+from stages.algorithms import TokenBatch, split_gap
+from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
+from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes, WeightMismatch
+from stages.engines.responses import Responses
+
+
+@dataclass(eq=False)
+class _Row:
+    request: GroupRequest
+    place: int
+    stream: Responses
+    length: int  # tokens of the response when it has ended
+    tokens: int  # that it will have at the end of this visit
+    finish_reason: FinishReason
+    first: float = 0.0  # what the clock shows when its first token begins, or would have begun
+
+    @property
+    def begun(self) -> int:
+        """Tokens of earlier visits."""
+        return len(self.request.begun[self.place].token_ids) if self.place in self.request.begun else 0
+
+
+class MockRolloutEngine:
+    """A :class:`~stages.engines.protocols.RolloutEngine` by the latency model above.
+
+    Lengths depend on ``(seed, place)`` alone; tokens also on the bytes of the weights that made them, so a run that
+    trains on other data or swaps at another time can be told from its tokens.
+    """
+
+    def __init__(self, options: MockRolloutOptions, *, version: int = 0) -> None:
+        self._options = options
+        self._spans = [(0.0, version, 0)]  # from what the clock shows on: version, digest of its weights
+        self._layout: dict[str, tuple[torch.Size, torch.dtype]] | None = None
+        self._waiting: deque[_Row] = deque()
+        self._decoding: list[tuple[float, int, _Row]] = []  # heap: the clock at its end, order of joining, row
+        self._joined = 0
+        self._clock = 0.0
+        self._time: float | None = None  # model seconds up to which the clock has run; None while it stands still
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused = self._swapping = self._closed = False
+        self._swaps = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        return self._spans[-1][1]
+
+    @property
+    def rows_in_flight(self) -> int:
+        return len(self._decoding) + len(self._waiting)
+
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
+        self._check_open()
+        stream = Responses(sum(len(request.places) for request in requests), self._abort)
+        rows = [self._row(request, place, stream) for request in requests for place in request.places]
+        self._advance()
+        self._waiting.extend(rows)
+        self._admit()
+        self._arm()
+        return stream
+
+    async def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+    ) -> SwapTimes:
+        self._check_open()
+        async with self._swaps:
+            layout = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+            self._check_layout(layout)
+            digest = _digest(tensor for _, tensor in sorted(weights.items()))
+            began = time.perf_counter()
+            await self._sleep(self._options.copy_seconds)
+            copied = time.perf_counter()
+            self._advance()
+            self._swapping = True
+            self._arm()
+            try:
+                await self._sleep(self._options.swap_seconds)
+                self._layout = layout
+                if cut:
+                    self._cut()
+                self._spans.append((self._clock, version, digest))
+                self._paused = self._paused or hold
+            finally:
+                self._swapping = False
+                self._arm()
+            self._forget_spans()
+            return SwapTimes(exposed=time.perf_counter() - copied, hidden=copied - began)
+
+    async def score(
+        self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
+    ) -> torch.Tensor:
+        self._check_open()
+        return _logprobs(response_ids, self._spans[-1][2])
+
+    async def pause(self) -> None:
+        self._advance()
+        self._paused = True
+        self._arm()
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._arm()
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for stream in {row.stream for row in (*self._waiting, *(row for _, _, row in self._decoding))}:
+            stream.put(EngineClosed("the rollout engine was closed with this request in flight"))
+        self._waiting.clear()
+        self._decoding.clear()
+        self._arm()
+
+    # --- the clock ------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time() / self._options.time_scale
+
+    def _rate(self) -> float:
+        """Tokens a second of each decoding row."""
+        return self._options.row_rate * min(1.0, self._options.saturation_rows / max(1, len(self._decoding)))
+
+    def _advance(self) -> None:
+        """Run the clock up to now: rows that ended meanwhile leave, each at its own time, and waiting ones come in."""
+        if self._time is None:
+            return
+        now = self._now()
+        while self._decoding:
+            end, _, row = self._decoding[0]
+            at = self._time + (end - self._clock) / self._rate()
+            if at > now:
+                break
+            heapq.heappop(self._decoding)
+            self._clock, self._time = end, at
+            row.stream.put(self._completion(row))
+            self._admit()
+        self._clock += (now - self._time) * self._rate() if self._decoding else 0.0
+        self._time = now
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._decoding) < self._options.max_rows:
+            row = self._waiting.popleft()
+            # The prompt costs as many ticks of the clock as tokens could be made while it is computed alone.
+            known = len(row.request.prompt_ids) + row.begun
+            row.first = self._clock + known / self._options.prefill_rate * self._options.row_rate - row.begun
+            heapq.heappush(self._decoding, (row.first + row.tokens, self._joined, row))
+            self._joined += 1
+
+    def _arm(self) -> None:
+        """Set the timer for the next end, or stop the clock when it must not run. Comes after ``_advance``."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._paused or self._swapping or self._closed or not self._decoding:
+            self._time = None
+            return
+        if self._time is None:
+            self._time = self._now()
+        end = self._time + (self._decoding[0][0] - self._clock) / self._rate()
+        self._timer = asyncio.get_running_loop().call_at(end * self._options.time_scale, self._tick)
+
+    def _tick(self) -> None:
+        self._advance()
+        self._arm()
+
+    def _abort(self, stream: Responses) -> None:
+        self._advance()
+        self._waiting = deque(row for row in self._waiting if row.stream is not stream)
+        self._decoding = [entry for entry in self._decoding if entry[2].stream is not stream]
+        heapq.heapify(self._decoding)
+        self._admit()
+        self._arm()
+
+    def _cut(self) -> None:
+        """Rows that have got a token in this visit leave, the others stay. The clock stands."""
+        staying = []
+        for end, joined, row in self._decoding:
+            made = math.floor(self._clock - row.first + 1e-9)
+            if made > row.begun:
+                row.tokens, row.finish_reason = made, "cut"
+                row.stream.put(self._completion(row))
+            else:
+                staying.append((end, joined, row))
+        self._decoding = staying
+        heapq.heapify(self._decoding)
+        self._admit()
+
+    async def _sleep(self, seconds: float) -> None:
+        if seconds:
+            await asyncio.sleep(seconds * self._options.time_scale)
+
+    # --- what a row is made of ------------------------------------------------------------------------------------
+
+    def _row(self, request: GroupRequest, place: int, stream: Responses) -> _Row:
+        limit, budget = request.params.max_tokens, request.params.budget
+        if limit < 1 or budget < 0:
+            raise ValueError(f"max_tokens = {limit} must be at least 1, budget = {budget} at least 0")
+        drawn = np.random.default_rng([0, request.seed, place]).lognormal(0.0, self._options.sigma)
+        tokens = max(1, round(self._options.median_tokens * drawn))
+        row = _Row(
+            request, place, stream, min(tokens, limit), min(tokens, limit), "stop" if tokens <= limit else "length"
+        )
+        if budget and row.begun + budget < row.length:
+            row.tokens, row.finish_reason = row.begun + budget, "cut"
+        return row
+
+    def _completion(self, row: _Row) -> Completion:
+        request, n = row.request, row.tokens
+        tokens = np.empty(n, dtype=np.int64)
+        logprobs = np.empty(n, dtype=np.float32)
+        versions: list[tuple[int, int]] = []
+        if row.begun:
+            begun = request.begun[row.place]
+            tokens[: row.begun], logprobs[: row.begun] = begun.token_ids.numpy(), begun.logprobs.numpy()
+            versions += begun.versions
+        for begin, end, version, digest in self._pieces(row):
+            random = np.random.default_rng([1, request.seed, row.place, digest])
+            tokens[begin:end] = random.integers(self._options.vocabulary, size=row.length)[begin:end]
+            logprobs[begin:end] = -random.exponential(0.5, size=row.length)[begin:end]
+            again = versions.pop()[1] if versions and versions[-1][0] == version else 0  # loaded twice in flight
+            versions.append((version, again + end - begin))
+        if row.finish_reason == "stop" and request.params.stop_token_ids:
+            tokens[-1] = request.params.stop_token_ids[0]
+        return Completion(
+            group=request.group,
+            place=row.place,
+            token_ids=torch.from_numpy(tokens),
+            logprobs=torch.from_numpy(logprobs),
+            versions=tuple(versions),
+            finish_reason=row.finish_reason,
+        )
+
+    def _pieces(self, row: _Row) -> list[tuple[int, int, int, int]]:
+        """``(begin, end, version, digest)`` of this visit's tokens: a token is of the weights that finished it."""
+        pieces = []
+        end = row.tokens
+        for start, version, digest in reversed(self._spans):
+            begin = min(end, max(row.begun, math.floor(start - row.first + 1e-9)))
+            if begin < end:
+                pieces.append((begin, end, version, digest))
+            end = begin
+            if end == row.begun:
+                break
+        return pieces[::-1]
+
+    def _forget_spans(self) -> None:
+        """Drop the spans that ended before the oldest row in flight began."""
+        oldest = min((row.first + row.begun for _, _, row in self._decoding), default=self._clock)
+        while len(self._spans) > 1 and self._spans[1][0] <= oldest:
+            self._spans.pop(0)
+
+    def _check_layout(self, layout: dict[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """The first weights loaded fix the names, shapes and dtypes of all that follow."""
+        if self._layout is None or layout == self._layout:
+            return
+        for name in sorted({*layout, *self._layout}):
+            if layout.get(name) != self._layout.get(name):
+                raise WeightMismatch(f"{name}: offered {layout.get(name)}, the engine has {self._layout.get(name)}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the rollout engine is closed")
+
+
+class MockTrainEngine:
+    """A :class:`~stages.engines.protocols.TrainEngine` that takes its time and learns nothing.
+
+    Each step moves the weights by noise drawn from the bytes of the batch (token ids and advantages, in their order):
+    two runs have the same weights exactly when they trained on the same data in the same order.
+    """
+
+    def __init__(self, options: MockTrainOptions, *, seed: int = 0) -> None:
+        self._options = options
+        self._step = 0
+        random = np.random.default_rng([2, seed])
+        values = random.standard_normal(options.parameters, dtype=np.float32)
+        head = max(1, options.parameters // 4)
+        self._weights = {"head.weight": torch.from_numpy(values[:head].copy())}
+        if options.parameters > head:
+            self._weights["body.weight"] = torch.from_numpy(values[head:].copy())
+
+    def train_batch(self, batch: TensorDictBase, algorithm: Any) -> Mapping[str, float]:
+        began = time.perf_counter()
+        tokens = _packed(batch)
+        with torch.no_grad():
+            output = algorithm.loss(tokens)
+        told = {**output.metrics, **tokens.behaviour_gap()}
+        gap, metrics = split_gap({name: float(value) for name, value in told.items()})
+        digest = _digest((batch["response_ids"].values(), batch["advantage"]))
+        random = np.random.default_rng([3, self._step, digest])
+        norm = 0.0
+        for name, tensor in self._weights.items():
+            change = torch.from_numpy(random.standard_normal(tensor.shape, dtype=np.float32))
+            self._weights[name] = tensor - self._options.learning_rate * change
+            norm += float(change.square().sum())
+        self._step += 1
+        self._sleep(self._options.step_seconds + self._options.token_seconds * _trained_tokens(batch), began)
+        return {
+            "loss": float(output.loss),
+            "grad_norm": math.sqrt(norm),
+            "learning_rate": self._options.learning_rate,
+            **gap,
+            **algorithm.finish(metrics),
+        }
+
+    def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
+        began = time.perf_counter()
+        responses = batch["response_ids"]
+        values = _logprobs(responses.values(), _digest(tensor for _, tensor in sorted(self._weights.items())))
+        self._sleep(self._options.logprob_token_seconds * _trained_tokens(batch), began)
+        return torch.nested.nested_tensor_from_jagged(values, responses.offsets())
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return list(self._weights.items())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "weights": {name: tensor.clone() for name, tensor in self._weights.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step = int(state["step"])
+        self._weights = {name: tensor.clone() for name, tensor in state["weights"].items()}
+
+    def save_pretrained(self, path: Path) -> None:
+        """The weights as ``model.safetensors``; there is no model that transformers could open."""
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(self._weights, path / "model.safetensors")
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+    def _sleep(self, seconds: float, began: float) -> None:
+        """What the model says the call takes, less what the mock's own work took."""
+        time.sleep(max(0.0, seconds * self._options.time_scale - (time.perf_counter() - began)))
+
+
+def _packed(batch: TensorDictBase) -> TokenBatch:
+    """The whole batch as the algorithm's loss sees it, under weights that have not moved since rollout."""
+    behaviour = batch["rollout_logprobs"]
+    lengths = behaviour.offsets().diff()
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    reference = batch.get("ref_logprobs", None)
+    return TokenBatch(
+        logprobs=behaviour.values(),
+        rollout_logprobs=behaviour.values(),
+        ref_logprobs=None if reference is None else reference.values(),
+        advantage=batch["advantage"][row],
+        row=row,
+        row_tokens=lengths,
+        total_tokens=len(row),
+        total_rows=len(lengths),
+    )
+
+
+def _logprobs(token_ids: torch.Tensor, digest: int) -> torch.Tensor:
+    """A fixed number for each token id under weights of this ``digest``, between -2 and 0: float32 [T]."""
+    return -2.0 * ((token_ids * 2654435761 + digest % 1_000_003) % 1009).to(torch.float32) / 1009
+
+
+def _trained_tokens(batch: TensorDictBase) -> int:
+    prompts = batch["prompt_ids"].offsets().diff().tolist()
+    once = dict(zip(batch["group"].tolist(), prompts, strict=True))
+    return len(batch["response_ids"].values()) + sum(once.values())
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big")

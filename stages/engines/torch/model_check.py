@@ -1,0 +1,102 @@
+"""Whether the torch engines can run a model, found out from its config alone: no weights are loaded.
+
+config ─▶ a small model of the same kind, with random weights ─▶ each engine's own comparison with the plain forward
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from stages.engines.registry import Side
+
+VOCABULARY, WIDTH, EXPERTS = 512, 64, 4  # of the small model, at most
+
+
+def refusal(folder: Path, dtype: torch.dtype, side: Side) -> str:
+    """Why the torch engine of ``side`` cannot run the model whose config is in ``folder``; "" when it can, and where a small
+    model of its kind cannot be made."""
+    return _refusal(folder, (folder / "config.json").read_text(), dtype, side)
+
+
+@lru_cache(maxsize=64)
+def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side) -> str:
+    """``text``: the config's, so that a changed one is read again."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        return f"its config cannot be read: {_first_line(error)}"
+    if config.get_text_config().is_encoder_decoder:
+        return f"{config.model_type!r} is an encoder with a decoder, and only decoders are trained"
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # what from_pretrained looks it up in
+        return f"{config.model_type!r} is no causal language model that transformers knows"
+    try:
+        model = _small_model(config, dtype)
+    except Exception:  # a kind with sizes of its own: the engine looks at the whole model
+        return ""
+    try:
+        _build(side, model)
+    except (ValueError, NotImplementedError) as error:
+        return str(error).removeprefix("model: ")
+    return ""
+
+
+def _build(side: Side, model: Any) -> None:
+    """The part of each engine that refuses a model."""
+    if side == "rollout":
+        from stages.engines.torch.decoder import TorchDecoder
+
+        TorchDecoder(model, torch.device("cpu"))
+    else:
+        from stages.engines.torch.train import TorchTrainEngine
+
+        TorchTrainEngine(model, learning_rate=1e-5, total_steps=1, device="cpu")
+
+
+def _small_model(config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    """A model of ``config``'s kind that has each of its kinds of layers once, and computes."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(_small(config)).to(dtype).eval()
+        model(input_ids=torch.arange(8)[None], use_cache=False)
+    return model
+
+
+def _small(config: PretrainedConfig) -> PretrainedConfig:
+    small = copy.deepcopy(config)
+    small.dtype = torch.float32
+    text = small.get_text_config()
+    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ())) or ["", ""]
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "vocab_size": min(text.vocab_size, VOCABULARY),
+        "intermediate_size": WIDTH,
+        "moe_intermediate_size": WIDTH,
+        "num_experts": EXPERTS,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if heads := getattr(text, "num_attention_heads", None):
+        head = getattr(text, "head_dim", None) or text.hidden_size // heads
+        shared = getattr(text, "num_key_value_heads", None) or heads
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1 if shared < heads else 2}
+        sizes |= {"head_dim": head, "hidden_size": 2 * head}
+    for name, value in sizes.items():
+        if getattr(text, name, None) is not None:
+            with contextlib.suppress(AttributeError):  # follows from the others
+                setattr(text, name, value)
+    return small
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

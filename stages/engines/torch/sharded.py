@@ -1,0 +1,361 @@
+"""The torch training engine over several ranks: FSDP2 shards each layer over ``dp``, DTensor cuts its matrices over ``tp``.
+
+    rank r of dp · tp:   its share of the rows (the same for the tp ranks of one replica)
+                           ─▶ micro-batches as on one rank, idle passes until all ranks have made as many
+                           ─▶ layer by layer: gather from dp ▸ compute, summing over tp ▸ free; backward: scatter gradients
+    together, once a step: tokens and rows of the whole batch (so that the loss is normalised as by one process),
+                           the norm of the whole gradient, what is reported
+
+Each rank's AdamW works on its own shards, as plain tensors: the update is elementwise. Matrices in layers are cut by
+dp · tp, and so are embeddings and head (over all ranks, in the model's own group); only the norms inside layers lie on
+every tp rank. Every call is collective: all ranks make the same calls in the same order, from one thread each.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
+
+from stages import device as devices
+from stages.engines.plans import Ranks
+from stages.engines.torch.train import TorchTrainEngine, _Packed
+from stages.resharding.layout import Layout, ModelState, Placement, place
+
+_SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
+FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
+
+# transformers' names of what happens to a module's weights over the tensor-parallel ranks.
+STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+SUMMED = "replicated_with_grad_allreduce"  # each rank has the whole weight, and sees the heads that it holds
+
+
+def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) -> None:
+    """Become a rank of torch.distributed's default group: every rank calls this, and returns when all have. A collective
+    call that some rank does not join within ``timeout`` seconds raises on the others."""
+    devices.use(device)
+    # Ranks are processes of one node: the ports that gloo opens ask for no credentials, so they are opened on loopback.
+    os.environ.setdefault(
+        "GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    )
+    dist.init_process_group(
+        devices.backend(device),
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.world,
+        timeout=timedelta(seconds=timeout),
+        device_id=None if device.index is None else device,
+    )
+    if ranks.rank == 0:
+        store.set(_SECRET, secrets.token_hex(32))
+    prove(bytes(store.get(_SECRET)), device)
+
+
+def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank of ``group`` shows the others that it has ``secret``, out of the file in which they met: another user's
+    process that came to a rank's port first has not. Raises ``PermissionError``."""
+
+    def proof(rank: int) -> bytes:
+        return hmac.digest(secret, f"{dist.get_process_group_ranks(group)} {rank}".encode(), "sha256")
+
+    own = torch.frombuffer(bytearray(proof(dist.get_rank(group))), dtype=torch.uint8).to(device)
+    proofs = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(proofs, own, group=group)
+    for rank, found in enumerate(proofs):
+        if not hmac.compare_digest(bytes(found.cpu().numpy()), proof(rank)):
+            raise PermissionError(
+                f"rank {rank} of a train engine's group is a process that did not meet the others; start again"
+            )
+
+
+class ShardedTrainEngine(TorchTrainEngine):
+    """A :class:`TorchTrainEngine` whose model lies in shards on ``ranks``. With ``store`` it joins the others (:func:`join`)
+    and leaves at :meth:`close`; without, torch.distributed is initialised already.
+
+    Every rank gives the same whole ``model`` (on the CPU), and to :meth:`train_batch` and :meth:`logprobs` the rows of
+    its replica's share, at least one, disjoint from the other replicas'. Results are those of one process that has all
+    rows, up to the order of sums; metrics are the same on all ranks. Weights, sums of gradients and the optimizer's state
+    have the model's dtype; ``compute`` is the dtype of the arithmetic and of what :meth:`weights` publishes (default: the
+    same). A float32 model that computes in bfloat16 is mixed precision with float32 masters.
+
+    Raises ValueError for a model whose tensor-parallel plan this engine cannot follow.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ranks: Ranks,
+        *,
+        compute: torch.dtype | None = None,
+        store: dist.Store | None = None,
+        timeout: float = 300.0,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        self.ranks, self._compute_in = ranks, compute or model.dtype
+        self._kind = type(model).__name__  # FSDP makes it another class
+        self._joined, self._secret = store is not None, b""
+        device = devices.of_rank(torch.device(device) if device is not None else devices.select(), ranks.rank)
+        if store is not None:
+            join(ranks, store, device, timeout)
+            self._secret = bytes(store.get(_SECRET))
+        super().__init__(model, device=device, **options)
+
+    def _place(self) -> dict[str, nn.Parameter]:
+        self._take_over(torch.device("cpu"))  # before the model is cut
+        ranks, kind = self.ranks, self.device.type
+        self._mesh = init_device_mesh(kind, (ranks.dp, ranks.tp), mesh_dim_names=("dp", "tp"))
+        everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("all",))
+        for group in (self._mesh.get_group("dp"), self._mesh.get_group("tp"), everyone.get_group("all")):
+            prove(self._secret, self.device, group)
+        master, self._dtype = self._dtype, self._compute_in
+        if ranks.tp > 1:
+            _cut_matrices(self.model, self._mesh["tp"])
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
+        for layer in _layers(self.model):
+            _shard(layer, self._mesh["dp"], policy, 1.0)
+        # The model's own parameters have the same gradient on all tp ranks of a replica.
+        _shard(self.model, everyone, policy, float(ranks.tp))
+        self.model.forward = super()._compute  # FSDP gathers the model's own parameters around its forward
+        self._sharded: dict[str, DTensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[misc]
+        return {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
+
+    def _compute(self, packed: _Packed) -> torch.Tensor:
+        return self.model(packed)  # type: ignore[no-any-return]
+
+    def _agree(self, tokens: int, rows: int, passes: int) -> tuple[int, int, int]:
+        if not passes:
+            raise ValueError(f"batch: rank {self.ranks.rank} has no rows; deal each replica at least one")
+        told = self._gathered(torch.tensor([tokens, rows, passes], dtype=torch.int64))
+        return int(told[:, 0].sum()), int(told[:, 1].sum()), int(told[:, 2].max())
+
+    def _add_up(self, sums: dict[str, float], largest: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        names = [*sorted(sums), *sorted(largest)]
+        told = self._gathered(torch.tensor([(sums | largest)[name] for name in names], dtype=torch.float32)).double()
+        totals = {name: float(value) for name, value in zip(names, told.sum(0), strict=True)}
+        peaks = {name: float(value) for name, value in zip(names, told.amax(0), strict=True)}
+        return {name: totals[name] for name in sums}, {name: peaks[name] for name in largest}
+
+    def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
+        """``mine`` [n] of each replica: [dp, n]."""
+        mine = mine.to(self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.ranks.dp)]
+        dist.all_gather(everyone, mine, group=self._mesh.get_group("dp"))
+        return torch.stack(everyone).cpu()
+
+    def _clip(self) -> float:
+        once: list[torch.Tensor] = []
+        copied: list[torch.Tensor] = []
+        for name, parameter in self._sharded.items():
+            if parameter.grad is not None:
+                self._trained[name].grad = gradient = parameter.grad.to_local()  # type: ignore[attr-defined]
+                (copied if self._copied(parameter) else once).append(gradient)
+        squares = (nn.utils.get_total_norm(once) if once else torch.zeros((), device=self.device)).float().square()
+        if copied:
+            squares = squares + nn.utils.get_total_norm(copied).float().square() / self.ranks.tp
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        if self._grad_clip is not None:
+            nn.utils.clip_grads_with_norm_(self._trained.values(), self._grad_clip, norm)
+        return float(norm)
+
+    def _copied(self, parameter: DTensor) -> bool:
+        """Whether the tp ranks of a replica have the same shard of ``parameter``: norms, and biases after a sum."""
+        names = parameter.device_mesh.mesh_dim_names
+        return names == ("dp",) or (names == ("dp", "tp") and parameter.placements[1].is_replicate())
+
+    def _forget_gradients(self) -> None:
+        super()._forget_gradients()
+        self.model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Any) -> torch.Tensor:
+        try:
+            return super().logprobs(batch)
+        finally:
+            self.model.reshard()  # type: ignore[operator]  # its own parameters stay gathered after a forward alone
+
+    def close(self) -> None:
+        super().close()
+        if self._joined:
+            self._joined = False
+            dist.destroy_process_group()
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Whole tensors, gathered one at a time: every rank must take them all."""
+        for name, parameter in self.model.named_parameters():
+            yield name, _whole(parameter.detach().to(self._dtype))
+
+    def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        like = self._sharded[name]
+        return DTensor.from_local(
+            value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def save_pretrained(self, path: Path) -> None:
+        """Every rank calls this; rank 0 writes, in files of at most ``FILE_BYTES`` (or one tensor)."""
+        path = Path(path)
+        files = _files({n: p.numel() * self._dtype.itemsize for n, p in self.model.named_parameters()}, FILE_BYTES)
+        held: dict[str, torch.Tensor] = {}
+        for name, value in self.weights():
+            if self.ranks.rank:
+                continue
+            path.mkdir(parents=True, exist_ok=True)
+            held[name] = value.cpu().contiguous()
+            names = files[(at := _file_of(files, name))]
+            if name == names[-1]:
+                save_file(held, path / at, metadata={"format": "pt"})
+                held = {}
+        if self.ranks.rank == 0:
+            if len(files) > 1:
+                where = {name: file for file, names in files.items() for name in names}
+                total = sum(p.numel() * self._dtype.itemsize for p in self.model.parameters())
+                index = {"metadata": {"total_size": total}, "weight_map": where}
+                (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            config = self.model.config
+            config.__dict__.pop("quantization_config", None)
+            config.architectures, config.dtype = [self._kind], self._dtype
+            config.save_pretrained(path)
+            if self.model.can_generate():
+                self.model.generation_config.save_pretrained(path)
+
+
+def placement(model: ModelState, ranks: Ranks) -> Placement:
+    """What each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers cut by tp and then over dp, what is outside
+    them cut over all ranks."""
+    layers, rest = place(model, Layout(dp_shard=ranks.dp, tp=ranks.tp)), place(model, Layout(dp_shard=ranks.world))
+    within = {t.name for t in model.tensors if model.by_name[t.parts[0]].layer is not None}
+    return Placement(
+        layers.layout,
+        tuple(
+            tuple(layer if layer.name in within else other for layer, other in zip(*pair, strict=True))
+            for pair in zip(layers.ranks, rest.ranks, strict=True)
+        ),
+    )
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, divisor: float) -> None:
+    sharded: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)  # type: ignore[assignment]
+    # Each rank's loss is its share of the whole, so gradients add up. gloo has no premultiplied sum.
+    sharded.set_gradient_divide_factor(divisor)
+    sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    """The full tensor, gathered over dp first: torch warns of a gather over both that it does in this order anyway."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter.device_mesh.ndim > 1:
+        parameter = parameter.redistribute(placements=[Replicate(), *parameter.placements[1:]])
+    return parameter.full_tensor()
+
+
+def _files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Names of tensors by the file that they go into, in order, each file of at most ``limit`` bytes or one tensor.
+
+    >>> _files({"a": 6, "b": 3, "c": 9}, 10)
+    {'model-00001-of-00002.safetensors': ['a', 'b'], 'model-00002-of-00002.safetensors': ['c']}
+    >>> _files({"a": 6}, 10)
+    {'model.safetensors': ['a']}
+    """
+    files: list[list[str]] = []
+    room = -1
+    for name, size in sizes.items():
+        if size > room:
+            files.append([])
+            room = limit
+        files[-1].append(name)
+        room -= size
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{at:05}-of-{len(files):05}.safetensors": names for at, names in enumerate(files, 1)}
+
+
+def _file_of(files: Mapping[str, list[str]], name: str) -> str:
+    return next(file for file, names in files.items() if name in names)
+
+
+# --- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
+    """The modules that ``tp`` ranks cut, each with how: transformers' own tensor-parallel plan of the model's layers.
+    Embeddings and head are left whole. Raises ValueError for a plan that this engine cannot follow."""
+    config, kind = model.config.get_text_config(), type(model).__name__
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(config, name) % tp:
+            raise ValueError(f"tp: {kind} has {name} = {getattr(config, name)}, which {tp} ranks cannot share evenly")
+    plan = config.base_model_tp_plan
+    if not plan:
+        raise ValueError(f"tp: {kind} comes without a tensor-parallel plan; use tp = 1")
+    found = [(name, module, _style_of(plan, name)) for name, module in model.base_model.named_modules()]
+    for name, _, style in found:
+        if style not in (None, SUMMED, *STYLES):
+            known = ", ".join([*STYLES, SUMMED])
+            raise ValueError(f"tp: {kind} wants {name} {style!r}; this engine knows {known}; use tp = 1")
+    return [(module, style) for _, module, style in found if style is not None]
+
+
+def _cut_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    for module, style in cuts(model, mesh.size()):
+        if style == SUMMED:
+            _sum_gradients(module, mesh.get_group())
+        else:
+            parallelize_module(module, mesh, STYLES[style](), src_data_rank=None)  # every rank has the whole weight
+
+
+def _style_of(plan: Mapping[str, str], name: str) -> str | None:
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        summed = gradients[0].contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Add up the gradients of ``module``'s own weights over ``group`` in its every backward, before anything accumulates:
+    each rank has the same weight and other inputs (the norms of queries and keys: its own heads)."""
+    forward = module.forward
+
+    def summing(*args: Any, **kwargs: Any) -> Any:
+        weights = dict(module._parameters)
+        try:
+            for name, weight in weights.items():
+                if weight is not None:
+                    module._parameters[name] = _SumGradient.apply(weight, group)
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(weights)
+
+    module.forward = summing  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""Inference stages: what another model computes of a sample."""

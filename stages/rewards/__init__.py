@@ -1,0 +1,1 @@
+"""Rewards: the stage, and the functions that it calls by name."""

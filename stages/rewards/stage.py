@@ -1,0 +1,207 @@
+"""Rewards: several functions with weights, in TRL's signature, over a batch of finished responses.
+
+    prompts, completions, token ids, columns ── each function (a thread, or the loop when async) ──▶ scores [B, K]
+                                                                        scores · weights ──▶ total [B]
+
+A reward function is ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or async. It
+takes what it names, or everything with ``**columns``; ``columns`` are the other columns of the prompts' rows, one value
+per response. Where a prompt is a conversation, its completion is one too: ``[{"role": "assistant", "content": ...}]``.
+``None`` says that the function does not apply to a response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import numbers
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+from tensordict import TensorDict
+
+from pipeline.controller import Output
+from pipeline.index.client import Claim
+from stages.models import Tokenizer
+from stages.rewards.registry import RESERVED, RewardError, RewardFunctions
+from stages.user_code import place_of
+
+ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class RewardScores:
+    """``scores`` float32 [B, K]: one column per function, NaN where it does not apply. ``total`` float32 [B]: the sum
+    of score times weight, in which NaN counts as 0."""
+
+    scores: torch.Tensor
+    total: torch.Tensor
+
+
+class RewardSet:
+    """Reward functions by name, and their weights.
+
+    A name is ``module:function``, or one of :data:`stages.prompts.tasks.REWARDS`, or an entry point of the group
+    ``asyncdock.rewards``. ``timeout`` is the seconds that one call of one function may take.
+    """
+
+    def __init__(self, functions: Sequence[tuple[str, float]], *, timeout: float = 120.0) -> None:
+        if not functions:
+            raise RewardError("rewards: at least one reward function is needed")
+        self.names = tuple(name for name, _ in functions)
+        repeated = {name for name in self.names if self.names.count(name) > 1}
+        if repeated:
+            raise RewardError(f"rewards: {sorted(repeated)} are given twice; add their weights up")
+        self.weights = torch.tensor([weight for _, weight in functions], dtype=torch.float32)
+        if not self.weights.isfinite().all():
+            raise RewardError(f"rewards: the weights {self.weights.tolist()} of {self.names} must be finite")
+        known = RewardFunctions()
+        self._functions = [known.find(name) for name in self.names]
+        self._timeout = timeout
+
+    async def score(
+        self,
+        prompts: Sequence[str | list[dict[str, str]]],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        fields: Sequence[Mapping[str, Any]],
+    ) -> RewardScores:
+        """Scores of B responses by all functions, which run at the same time. ``prompts`` are the rows' own
+        (:attr:`stages.prompts.sources.Prompt.given`), ``fields`` their other columns. Raises :class:`RewardError`."""
+        given = _arguments(prompts, completions, completion_ids, fields)
+        columns = await asyncio.gather(
+            *(self._column(name, f, given) for name, f in zip(self.names, self._functions, strict=True))
+        )
+        scores = torch.stack(columns, dim=1)
+        for row in scores.isnan().all(dim=1).nonzero()[:, 0].tolist():
+            log.warning("no reward function applies; the response gets 0", row=row, functions=self.names)
+        return RewardScores(scores, scores.nan_to_num(nan=0.0) @ self.weights)
+
+    async def _column(self, name: str, function: Callable[..., Any], given: dict[str, list[Any]]) -> torch.Tensor:
+        """Scores float32 [B] of one function."""
+        deadline = asyncio.timeout(self._timeout)
+        try:
+            async with deadline:
+                result = await _call(function, given)
+        except Exception as error:
+            if deadline.expired():
+                raise RewardError(
+                    f"reward {name!r} took more than {self._timeout:g} s for {_rows(given)} rows"
+                ) from None
+            row = await self._culprit(function, given)
+            raise RewardError(f"reward {name!r} raised {error!r} at {row} ({place_of(error, function)})") from error
+        return _checked(name, result, _rows(given))
+
+    async def _culprit(self, function: Callable[..., Any], given: dict[str, list[Any]]) -> str:
+        """Which row makes ``function`` raise, found by handing it one row after the other."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                for row in range(_rows(given)):
+                    try:
+                        await _call(function, {name: [values[row]] for name, values in given.items()})
+                    except Exception:
+                        asked, said = given["prompts"][row], given["completions"][row]
+                        return f"row {row}: prompt {asked!r:.200}, completion {said!r:.200}"
+        except TimeoutError:
+            pass
+        return f"a batch of {_rows(given)} rows, though at none of them alone"
+
+
+class Reward:
+    """The stage: claims finished responses one by one or many at once, as they come, and scores them."""
+
+    name = "reward"
+    fetches: tuple[str, ...] = ("given", "fields", "response_ids")
+
+    def __init__(self, rewards: RewardSet, tokenizer: Tokenizer) -> None:
+        self.rewards, self.tokenizer = rewards, tokenizer
+
+    def room(self, held: int) -> int:
+        return ROWS_AT_ONCE
+
+    def version(self) -> int | None:
+        return None
+
+    async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
+        scores = await score_rows(self.rewards, self.tokenizer, rows)
+        yield Output(
+            range(len(claim)),
+            {"reward": scores.total, "scores": scores.scores},
+            tokens=int(claim.tokens.sum()),
+        )
+
+
+async def score_rows(rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict) -> RewardScores:
+    """Scores of rows with the columns ``given`` and ``fields`` (JSON texts) and ``response_ids`` int64 jagged."""
+    ids = [row.tolist() for row in rows["response_ids"].unbind()]
+    return await rewards.score(
+        [json.loads(text) for text in rows["given"]],
+        [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids],
+        ids,
+        [json.loads(text) for text in rows["fields"]],
+    )
+
+
+def _arguments(
+    prompts: Sequence[str | list[dict[str, str]]],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    fields: Sequence[Mapping[str, Any]],
+) -> dict[str, list[Any]]:
+    """The arguments of a reward function by name, each a list of B values; a column that a row lacks is None there."""
+    names = dict.fromkeys(name for row in fields for name in row)
+    if taken := [name for name in RESERVED if name in names]:
+        raise RewardError(f"rewards: the prompts have columns {taken}, which reward functions get from the run; rename")
+    given: dict[str, list[Any]] = {
+        "prompts": list(prompts),
+        "completions": [
+            said if isinstance(prompt, str) else [{"role": "assistant", "content": said}]
+            for prompt, said in zip(prompts, completions, strict=True)
+        ],
+        "completion_ids": [list(ids) for ids in completion_ids],
+    }
+    given |= {name: [row.get(name) for row in fields] for name in names}
+    lengths = {name: len(values) for name, values in given.items()}
+    if len(set(lengths.values())) != 1:
+        raise RewardError(f"rewards: as many values are needed of each, but there are {lengths}")
+    return given
+
+
+async def _call(function: Callable[..., Any], given: dict[str, list[Any]]) -> Any:
+    parameters = inspect.signature(function).parameters
+    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments = given if everything else {name: given[name] for name in parameters if name in given}
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    result = await asyncio.to_thread(function, **arguments)  # it may be slow, and the loop has other work
+    return await result if inspect.isawaitable(result) else result
+
+
+def _checked(name: str, result: Any, rows: int) -> torch.Tensor:
+    if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
+        raise RewardError(f"reward {name!r} returned a {type(result).__name__}; a list of {rows} numbers is wanted")
+    if len(result) != rows:
+        raise RewardError(f"reward {name!r} returned {len(result)} scores for {rows} rows; one for each is wanted")
+    values = []
+    for row, score in enumerate(result):
+        if isinstance(score, torch.Tensor) and score.ndim == 0:
+            score = score.item()
+        if score is None:
+            values.append(math.nan)
+        elif not isinstance(score, numbers.Real):
+            raise RewardError(f"reward {name!r} gave row {row} {score!r:.100}; a number, or None, is wanted")
+        elif not math.isfinite(score):
+            raise RewardError(f"reward {name!r} gave row {row} {score}; a finite number, or None, is wanted")
+        else:
+            values.append(float(score))
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _rows(given: dict[str, list[Any]]) -> int:
+    return len(given["prompts"])

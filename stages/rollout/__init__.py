@@ -1,0 +1,1 @@
+"""Generation: the rollout stage, evaluation, and new weights for rollout engines."""

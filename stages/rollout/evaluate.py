@@ -1,0 +1,91 @@
+"""Evaluation: held-out prompts, answered greedily by the rollout engine beside the training samples.
+
+An evaluation belongs to one policy version: the worker that runs it takes no newer weights until its last answer is out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from pipeline.index.client import Index
+from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
+from stages.models import Tokenizer
+from stages.prompts.sources import Prompt, PromptSource
+from stages.rewards.stage import RewardSet, score_rows
+
+DRAWS_PER_PROMPT = 20  # a small set of procedural prompts repeats itself; a search for more different ones ends here
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Answers ``prompts`` and scores them. ``samples`` of the answers are shown, always to the same prompts."""
+
+    engine: RolloutEngine
+    params: SamplingParams
+    rewards: RewardSet
+    tokenizer: Tokenizer
+    prompts: Sequence[Prompt]
+    samples: int
+
+    async def run(self, version: int) -> dict[str, Any]:
+        """The `evaluation` event of ``version``, the version that the engine has loaded."""
+        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0)
+        requests = [GroupRequest(-1 - i, (0,), prompt.ids, greedy, 0) for i, prompt in enumerate(self.prompts)]
+        answers: dict[int, Completion] = {}
+        async with aclosing(self.engine.generate(requests)) as completions:  # type: ignore[type-var]
+            async for completion in completions:
+                if completion.versions != ((version, len(completion.token_ids)),):
+                    raise RuntimeError(
+                        f"evaluation of version {version} was answered by versions {completion.versions}"
+                    )
+                answers[-1 - completion.group] = completion
+        rows = TensorDict({}, batch_size=[len(requests)])
+        order = range(len(requests))
+        rows["response_ids"] = torch.nested.nested_tensor([answers[i].token_ids for i in order], layout=torch.jagged)
+        rows["given"] = NonTensorStack(*(json.dumps(prompt.given) for prompt in self.prompts))
+        rows["fields"] = NonTensorStack(*(json.dumps(prompt.fields, default=str) for prompt in self.prompts))
+        scores = await score_rows(self.rewards, self.tokenizer, rows)
+        return {
+            "version": version,
+            "step": version,
+            "count": len(requests),
+            "reward_mean": float(scores.total.mean()),
+            "samples": [
+                {
+                    "prompt": question(self.prompts[i]),
+                    "response": self.tokenizer.decode(answers[i].token_ids.tolist(), skip_special_tokens=True),
+                    "reward": float(scores.total[i]),
+                }
+                for i in range(min(self.samples, len(requests)))
+            ],
+        }
+
+
+async def evaluate_once(index: Index, evaluator: Evaluator, version: int) -> None:
+    """Tell the evaluation of ``version``, unless it was told before."""
+    if await index.get(f"evaluated:{version}") is None:
+        await index.emit("evaluation", await evaluator.run(version))
+        await index.put(f"evaluated:{version}", "1")
+
+
+def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:
+    """The first ``count`` different prompts of ``source``; fewer when it repeats itself before."""
+    found: dict[str, Prompt] = {}
+    for number in range(DRAWS_PER_PROMPT * count):
+        prompt = source.prompt(number)
+        found.setdefault(prompt.text, prompt)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+def question(prompt: Prompt) -> str:
+    """What a person reads: the prompt as its row had it, without the chat template."""
+    return prompt.given if isinstance(prompt.given, str) else prompt.given[-1]["content"]

@@ -1,0 +1,124 @@
+"""Rollout: claims groups, hands them to an engine, and lets each response go on as soon as it ends.
+
+    claim groups ──▶ one submission to the engine ──▶ response ends ──▶ commit that row   (no waiting for the slowest)
+       ▲ as many as the engine has room for,           └▶ response cut ──▶ park that row ──┐
+       │ none that its loaded version may not make                                         │
+       └── parked rows first, with the tokens they have ◀── any rollout worker ◀───────────┘
+
+Responses that end while a commit is under way go out together with the next one. One is cut when it has used its budget of
+tokens for one visit, or (by recipe) at a weight update; whoever claims it goes on from its last token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from itertools import groupby
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from pipeline.controller import Output
+from pipeline.index.client import Claim
+from pipeline.warehouse.dock import Dock
+from stages.engines.protocols import Begun, Completion, GroupRequest, RolloutEngine, SamplingParams
+
+PROGRESS = ("response_ids", "rollout_logprobs", "versions")  # what a response that was cut is parked with
+
+
+class Rollout:
+    """``most_rows`` is how many responses this worker holds at once: what the engine decodes, and what waits in it."""
+
+    name = "rollout"
+    fetches: tuple[str, ...] = ("prompt_ids",)
+
+    def __init__(
+        self, dock: Dock, engine: RolloutEngine, params: SamplingParams, *, seed: int, group_size: int, most_rows: int
+    ) -> None:
+        self.dock = dock
+        self.engine, self.params, self.seed = engine, params, seed
+        self._group_size, self._most_rows = group_size, most_rows
+        self.held_back = False  # claims nothing while it is set (an evaluation that must not share its batch)
+
+    def room(self, held: int) -> int:
+        return 0 if self.held_back else (self._most_rows - held) // self._group_size
+
+    def version(self) -> int | None:
+        return self.engine.version
+
+    async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
+        positions = {(row.group, row.place): i for i, row in enumerate(claim.rows)}
+        prompts = rows["prompt_ids"].unbind()
+        begun, requests = await self._begun(claim), []
+        for group, members in groupby(claim.rows, key=lambda row: row.group):
+            rows_of = [(row.place, positions[group, row.place]) for row in members]
+            prompt, seed = prompts[rows_of[0][1]].clone(), group_seed(self.seed, group)
+            progress = {place: begun[at] for place, at in rows_of if at in begun}
+            wanted = tuple(place for place, _ in rows_of)
+            requests.append(GroupRequest(group, wanted, prompt, self.params, seed, progress))
+        ended: asyncio.Queue[Completion] = asyncio.Queue()
+        listening = asyncio.create_task(self._listen(requests, ended))
+        try:
+            left = len(positions)
+            while left:
+                first = asyncio.create_task(ended.get())
+                await asyncio.wait([first, listening], return_when=asyncio.FIRST_COMPLETED)
+                if not first.done():
+                    first.cancel()
+                    listening.result()  # it ended early: this raises what the engine raised
+                    raise RuntimeError(f"the rollout engine ended with {left} of {len(positions)} responses missing")
+                together = [first.result()]
+                while not ended.empty():
+                    together.append(ended.get_nowait())
+                left -= len(together)
+                for parked in (False, True):
+                    if some := [c for c in together if (c.finish_reason == "cut") == parked]:
+                        places = [positions[c.group, c.place] for c in some]
+                        before = sum(len(begun[at].token_ids) for at in places if at in begun)
+                        yield responses(places, some, before=before, parked=parked)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    async def _begun(self, claim: Claim) -> dict[int, Begun]:
+        """What the claim's rows were parked with, by position."""
+        positions, rows = await self.dock.begun(claim, PROGRESS)
+        if not positions:
+            return {}
+        columns = [[tensor.clone() for tensor in rows[name].unbind()] for name in PROGRESS]
+        return {
+            position: Begun(tokens, logprobs, tuple((int(v), int(n)) for v, n in versions.view(-1, 2)))
+            for position, tokens, logprobs, versions in zip(positions, *columns, strict=True)
+        }
+
+    async def _listen(self, requests: Sequence[GroupRequest], ended: asyncio.Queue[Completion]) -> None:
+        async with aclosing(self.engine.generate(requests)) as completions:  # type: ignore[type-var]
+            async for completion in completions:
+                ended.put_nowait(completion)
+
+
+def group_seed(seed: int, group: int) -> int:
+    """The seed of a group's responses: the same whenever and wherever the group is made."""
+    return (seed * 0x9E3779B1 + group) & 0x7FFF_FFFF_FFFF
+
+
+def responses(
+    positions: Sequence[int], completions: Sequence[Completion], *, before: int = 0, parked: bool = False
+) -> Output:
+    """Responses as columns, ended ones or ``parked`` ones. ``before`` of their tokens were told in earlier visits."""
+    rows: dict[str, Any] = {
+        "response_ids": [c.token_ids for c in completions],
+        "rollout_logprobs": [c.logprobs for c in completions],
+        "versions": [torch.tensor([n for pair in c.versions for n in pair]) for c in completions],
+    }
+    if not parked:
+        rows["truncated"] = torch.tensor([c.finish_reason == "length" for c in completions])
+    return Output(
+        positions=positions,
+        rows=rows,
+        generated=[(c.oldest_version, len(c.token_ids)) for c in completions],
+        tokens=sum(len(c.token_ids) for c in completions) - before,
+        parked=parked,
+    )

@@ -1,0 +1,329 @@
+"""Weight sync, the rollout side: a rollout engine follows the published version.
+
+    v is published ─▶ read a verified copy (beside generation) ─▶ its turn? ─▶ load ─▶ probe ─▶ `sync` told ─▶ claims go on
+                        │ damaged, or too slow                                   │ logprobs are not the trainer's
+                        └─▶ the old version stays, and is said; tried again      └─▶ the old weights come back; as left
+                            (damaged: and the trainer is asked to publish it again)
+
+With several replicas only one swaps at a time, so that generation never stops as a whole. A probe holds the engine between
+the swap and its verdict: no token is made by weights that are not what they should be (but by vLLM, see its adapter).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+import torch
+
+from pipeline.controller import Controller
+from pipeline.index.client import Index
+from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
+from stages.rollout.evaluate import Evaluator, evaluate_once
+from stages.rollout.stage import Rollout
+from stages.threads import aside
+from stages.weights.store import (
+    ASKED,
+    Probe,
+    ProbeFailed,
+    ProbeJudge,
+    ProbeRule,
+    Published,
+    Reader,
+    WeightsDamaged,
+    WeightsUnreachable,
+    damaged,
+    done_with,
+    scored,
+)
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+ATTEMPTS = 3  # at one published version
+AGAIN_SECONDS = 0.5  # until the next attempt
+WAIT_SECONDS = 10.0
+
+
+class SwapRefused(RuntimeError):
+    """A version was not taken, and the engine is at its old one. The message says why."""
+
+
+@dataclass(frozen=True)
+class SwapPolicy:
+    """``probe``: how probed logprobs are held to the trainer's (None: nothing is probed). ``timeout``: seconds
+    that reading, loading, probing and going on may take, and an engine to undo what it has begun of them. ``rolling``:
+    replicas swap one after the other."""
+
+    probe: ProbeRule | None = None
+    timeout: float = 120.0
+    rolling: bool = False
+
+
+class Follower:
+    """Keeps a rollout engine at the published version, and evaluates the versions that are due.
+
+    With ``overlap`` an evaluation shares the engine with training samples; without (η = 0) claims wait for it, so that
+    what is generated does not depend on whether anybody evaluates. With ``cut`` responses in flight are cut at each swap.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        reader: Reader,
+        stage: Rollout,
+        controller: Controller,
+        evaluator: Evaluator | None,
+        *,
+        worker: str,
+        every: int,
+        steps: int,
+        overlap: bool,
+        policy: SwapPolicy,
+        cut: bool = False,
+    ) -> None:
+        self.index, self.reader, self.stage, self.controller, self.evaluator = (
+            index,
+            reader,
+            stage,
+            controller,
+            evaluator,
+        )
+        self.worker, self.every, self.steps, self.overlap, self.policy = worker, every, steps, overlap, policy
+        self.cut = cut
+        self._judge = None if policy.probe is None else ProbeJudge(policy.probe)
+        self._held: Published | None = None  # what the engine has; None: what it was built with
+        self._failed: dict[int, int] = {}  # attempts at the version that is published now
+        self._damaged: Published | None = None  # what was found damaged last, and asked for again
+        self._till = 0.0  # until when that is not read once more (monotonic)
+        self._pause = WAIT_SECONDS  # until a take is tried again, if nothing is published meanwhile
+        self._reading: asyncio.Future[Mapping[str, torch.Tensor]] | None = None  # the last one, if it was given up
+        self._alone = 0.0  # since when the trainer has not answered (monotonic); 0: it does
+
+    async def begin(self) -> None:
+        """Take what is published already: the worker is new, the run may not be."""
+        await self._take()
+        self.stage.held_back = self._due() and not self.overlap
+
+    async def run(self) -> None:
+        """Until the last version is loaded and evaluated."""
+        while True:
+            if self._due():
+                await self._evaluate()
+            self.stage.held_back = False
+            self.controller.nudge()
+            if self.stage.engine.version >= self.steps:
+                await self.index.put(done_with(self.worker), str(self.steps))
+                await self.index.call("nudge", topic=ASKED)
+                self.controller.stop()
+                return
+            while not await self._take():
+                await self.index.wait("version", self._seen, self._pause)
+
+    async def _take(self) -> bool:
+        """Load the published version when it is newer; whether the engine's version has changed."""
+        at = await self.index.call("published")
+        self._seen, self._pause, engine = at["wait"], WAIT_SECONDS, self.stage.engine
+        if at["version"] <= engine.version or not at["record"]:
+            return False
+        published = Published.from_record(at["record"])
+        began = time.monotonic()
+        if published == self._damaged and began < self._till:
+            self._pause = self._till - began
+            return False
+        try:
+            weights = await self._read(published)
+            reading, self._alone = time.monotonic() - began, 0.0
+            async with self._turn():
+                self.stage.held_back = self._due(published.version) and not self.overlap
+                with self.controller.spans.during("swap", version=published.version):
+                    times, gap = await self._swap(published, weights)
+        except WeightsUnreachable as gone:
+            await self._wait_for_trainer(published, gone)
+            return False
+        except (WeightsDamaged, WeightMismatch, SwapRefused) as refused:
+            await self._keep_old(published, refused)
+            if isinstance(refused, WeightsDamaged):
+                await self._ask_again(published)
+            return False
+        self._held, self._failed = published, {}
+        await self.index.emit(
+            "sync",
+            {
+                "worker": self.worker,
+                "version": published.version,
+                "bytes": published.nbytes,
+                "exposed_seconds": times.exposed,
+                "hidden_seconds": times.hidden + reading,
+                "publish_seconds": 0.0,
+                **gap,
+            },
+        )
+        return True
+
+    async def _say_kept(self, published: Published, refused: Exception) -> None:
+        """Say that the engine stays where it is."""
+        log.warning("weights not taken", offered=published.version, kept=self.stage.engine.version, reason=str(refused))
+        told = {"stage": "rollout", "worker": self.worker, "change": "kept its weights", "reason": str(refused)}
+        await self.index.emit("worker", told)
+
+    async def _wait_for_trainer(self, published: Published, gone: WeightsUnreachable) -> None:
+        """The trainer is being started anew and will publish again, or is gone for good: raise when that took too long."""
+        self._pause = AGAIN_SECONDS
+        if not self._alone:
+            self._alone = time.monotonic()
+            await self._say_kept(published, gone)
+        elif time.monotonic() - self._alone > self.policy.timeout:
+            raise gone
+
+    async def _keep_old(self, published: Published, refused: Exception) -> None:
+        """Stay at the old version; raise when trying again has not helped."""
+        self._pause = AGAIN_SECONDS
+        await self._say_kept(published, refused)
+        self._failed = {published.version: self._failed.get(published.version, 0) + 1}
+        if self._failed[published.version] >= ATTEMPTS:
+            raise refused  # not overwritten by a newer version, or that would be here by now
+
+    async def _ask_again(self, published: Published) -> None:
+        """Have damaged weights published again. It is read once more at once, as the damage may be the way's; then it lies
+        where it lies, and only another edition, or version, can help."""
+        if published == self._damaged:
+            self._pause = self.policy.timeout
+            self._till = time.monotonic() + self._pause
+            return
+        self._damaged = published
+        await self.index.put(damaged(published.version, published.edition), self.worker)
+        await self.index.call("nudge", topic=ASKED)
+
+    async def _read(self, published: Published) -> Mapping[str, torch.Tensor]:
+        engine, stuck = self.stage.engine, self._reading is not None and not self._reading.done()
+        try:
+            async with asyncio.timeout(self.policy.timeout):
+                if isinstance(engine, ReceivingEngine):
+                    return await engine.receive(published)
+                return await self._read_aside(published)
+        except TimeoutError:
+            what = "the attempt before is still reading after" if stuck else "not read within"
+            raise SwapRefused(
+                f"weights of version {published.version}: {what} sync.timeout = {self.policy.timeout:g} s; is the memory "
+                "that they lie in reachable?"
+            ) from None
+
+    async def _read_aside(self, published: Published) -> Mapping[str, torch.Tensor]:
+        """A copy, in a thread that the worker's end does not wait for; never a second one beside one that is stuck."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+        self._reading = aside(lambda: self.reader.read(published), "weights-read")
+        weights = await asyncio.shield(self._reading)
+        self._reading = None  # nor is this one kept
+        return weights
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """While it lasts, this engine may swap."""
+        if not self.policy.rolling:
+            yield
+            return
+        lease = int(9000 * self.policy.timeout)  # loading, probing, going back and going on, each with its undoing
+        while not (at := await self.index.call("swap_turn", worker=self.worker, most=1, lease=lease))["granted"]:
+            await self.index.wait("swap", at["wait"], at["due"] / 1000)
+        try:
+            yield
+        finally:
+            await asyncio.shield(self.index.call("swapped", worker=self.worker))
+
+    async def _swap(
+        self, published: Published, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[SwapTimes, dict[str, float]]:
+        """Load and probe. Raises SwapRefused with the old weights back in place."""
+        judge, probe, engine = self._judge, published.probe, self.stage.engine
+        hold, was, changed = judge is not None and probe is not None, engine.version, False
+        try:
+            try:
+                times = await self._load(published.version, weights, hold)
+            finally:
+                changed = engine.version != was  # also by a load that has failed, or was given up too late
+            if judge is None or probe is None:
+                return times, {}
+            swapped = time.monotonic()
+            gap = await self._probe(published, probe, judge)
+            return SwapTimes(times.exposed + time.monotonic() - swapped, times.hidden), gap
+        except SwapRefused as refused:
+            if changed:
+                await self._go_back(refused, hold)
+            raise
+        finally:
+            if changed and hold:
+                await self._go_on()
+
+    async def _load(self, version: int, weights: Mapping[str, torch.Tensor], hold: bool) -> SwapTimes:
+        engine = self.stage.engine
+        times = await self._in_time(
+            engine.load_weights(version, weights, hold=hold, cut=self.cut), f"weights of version {version}: not loaded"
+        )
+        if engine.version != version:
+            raise SwapRefused(
+                f"weights of version {version}: the engine reports version {engine.version} after loading"
+            )
+        return times
+
+    async def _probe(self, published: Published, probe: Probe, judge: ProbeJudge) -> dict[str, float]:
+        """The gap to what the trainer found, as fields of the event. Raises SwapRefused when it is too large."""
+        about = f"weights of version {published.version}"
+        scoring = scored(self.stage.engine, probe, self.stage.params.temperature)
+        found = await self._in_time(scoring, f"{about}: not probed")
+        same = self._held is not None and self._held.buckets == published.buckets
+        try:
+            return {} if found is None else judge.judge(probe, found, same_weights=same)
+        except ProbeFailed as failed:
+            raise SwapRefused(f"{about}: {failed}") from None
+
+    async def _go_on(self) -> None:
+        """The engine makes tokens again; one that does not is of no more use."""
+        engine = self.stage.engine
+        try:
+            await self._in_time(engine.resume(), f"the engine, held at version {engine.version}, does not go on")
+        except SwapRefused as late:
+            raise RuntimeError(f"{late}; the worker begins anew") from None
+
+    async def _in_time(self, call: Coroutine[Any, Any, T], late: str) -> T:
+        """What the engine's ``call`` returns. Raises SwapRefused when it was given up and has undone what it had begun, and
+        RuntimeError when it does not even do that: nobody knows then what the engine will do."""
+        calling, timeout = asyncio.create_task(call), self.policy.timeout
+        try:
+            if not (await asyncio.wait([calling], timeout=timeout))[0]:
+                calling.cancel()
+                if not (await asyncio.wait([calling], timeout=timeout))[0]:
+                    raise RuntimeError(
+                        f"{late} within sync.timeout = {timeout:g} s, nor given up in as long again; the worker begins anew"
+                    )
+        except asyncio.CancelledError:
+            calling.cancel()
+            await asyncio.wait([calling], timeout=timeout)
+            raise
+        if calling.cancelled():
+            raise SwapRefused(f"{late} within sync.timeout = {timeout:g} s")
+        return calling.result()
+
+    async def _go_back(self, refused: SwapRefused, hold: bool) -> None:
+        """The old weights again. When they are gone (overwritten, or never published), the worker must begin anew."""
+        if self._held is None:
+            raise RuntimeError(f"{refused}, and what it had before was never published; the worker begins anew")
+        try:
+            await self._load(self._held.version, await self._read(self._held), hold)
+        except (WeightsDamaged, WeightsUnreachable, SwapRefused) as gone:
+            raise RuntimeError(f"{refused}, and what it had before is gone ({gone}); the worker begins anew") from None
+
+    def _due(self, version: int | None = None) -> bool:
+        version = self.stage.engine.version if version is None else version
+        return self.evaluator is not None and (version % self.every == 0 or version >= self.steps)
+
+    async def _evaluate(self) -> None:
+        assert self.evaluator is not None
+        with self.controller.spans.during("evaluation", version=self.stage.engine.version):
+            await evaluate_once(self.index, self.evaluator, self.stage.engine.version)

@@ -1,0 +1,229 @@
+"""The newest samples that a run was trained on, as text on disk, for people to look at.
+
+    update ── while the step is trained ──▶ Recorder.read: columns, texts ── once it is ──▶ SampleBook.add
+    FOLDER/samples/  00000001.jsonl … 00000008.jsonl  00000009.jsonl ◀── written to         newest first ──▶ read
+                      └ the oldest goes when all together are larger than `pipeline.keep_samples`, or the disk is nearly full
+
+A sample is one line. Samples of a step stand last first, so that reading backwards gives steps newest first, and each step's
+samples in the order of their groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from pipeline.index.client import Claim
+
+if TYPE_CHECKING:  # samples are read by the service without torch
+    from tensordict import TensorDict
+
+    from pipeline.warehouse.dock import Dock
+    from stages.models import Tokenizer
+
+FOLDER = "samples"  # in the run's folder
+FILES = 8  # that share the room, at least
+LARGEST_FILE = 16 * 2**20  # bytes; a reader takes in a whole file
+RESERVED, RESERVED_SHARE = 2**30, 1 / 20  # of the disk stays free: so many bytes, or this share of it if that is less
+MOST_SCANNED = 8 << 20  # bytes that one reading looks through
+COLUMNS = ("given", "response_ids", "versions", "truncated", "reward", "scores", "advantage")
+
+log = structlog.get_logger()
+
+Sample = dict[str, Any]
+
+
+class SampleBook:
+    """Samples on disk below ``folder``, ``most`` bytes of them, and fewer when the disk has no room. One process writes,
+    others read."""
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self.folder, self.most = folder, most
+        self._sizes: dict[int, int] | None = None  # bytes of the files, by their numbers
+
+    def add(self, samples: Sequence[Sample]) -> bool:
+        """Add what one step was made of; False when the disk has no room for it. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        sizes = self._sizes
+        if sizes is None:
+            sizes = self._sizes = {number: _path(self.folder, number).stat().st_size for number in _files(self.folder)}
+        lines = [json.dumps(s, ensure_ascii=False, separators=(",", ":")).encode() + b"\n" for s in reversed(samples)]
+        added, room = sum(map(len, lines)), self._room(sum(sizes.values()))
+        if room < self.most:  # the disk decides: what goes must go before
+            self._forget(sizes, room - added)
+            if added > self._room(sum(sizes.values())):
+                return False
+        number, at = max(sizes, default=1), 0
+        while at < len(lines):
+            with _path(self.folder, number).open("ab+") as file:
+                size = file.seek(0, os.SEEK_END)
+                if size and file.seek(size - 1) >= 0 and file.read(1) != b"\n":  # a kill cut the last line short
+                    size += file.write(b"\n")
+                while at < len(lines) and size < min(LARGEST_FILE, room / FILES):
+                    size += file.write(lines[at])
+                    at += 1
+            sizes[number] = size
+            number += 1
+        self._forget(sizes, room)
+        return True
+
+    def rewind(self, step: int) -> None:
+        """Remove the samples of ``step`` and of later ones, which a run that goes on from there makes again."""
+        self._sizes = None
+        for number in reversed(_files(self.folder)):
+            path = _path(self.folder, number)
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) < step]
+            if len(kept) == len(lines):
+                return
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(b"".join(kept))
+            os.replace(partial, path)
+
+    def _room(self, taken: int) -> int:
+        """Bytes for all samples, ``taken`` of which are in use."""
+        disk = shutil.disk_usage(self.folder)
+        return min(self.most, max(0, taken + disk.free - min(RESERVED, int(disk.total * RESERVED_SHARE))))
+
+    def _forget(self, sizes: dict[int, int], room: int) -> None:
+        """Remove the oldest files that there is no ``room`` for; the newest one stays."""
+        total = sum(sizes.values())
+        for number in sorted(sizes)[:-1]:
+            if total <= room:
+                return
+            _path(self.folder, number).unlink(missing_ok=True)
+            total -= sizes.pop(number)
+
+
+def read(
+    folder: Path, wanted: Callable[[Sample], bool], *, after: str = "", limit: int = 50, oldest_step: int = 0
+) -> tuple[list[Sample], str]:
+    """Samples below ``folder`` that are ``wanted``, newest step first, and where to go on ("": that was all). ``after``: an
+    earlier answer's. Looking ends at a step before ``oldest_step``, and pauses after :data:`MOST_SCANNED` bytes, so an
+    answer may have few samples and more to come. Raises ValueError for an ``after`` that is none."""
+    found: list[Sample] = []
+    scanned = 0
+    for number, place, line in _backwards(folder, after):
+        scanned += len(line)
+        try:
+            sample = json.loads(line)
+        except ValueError:  # a kill cut it short
+            continue
+        if sample["step"] < oldest_step:
+            return found, ""
+        if wanted(sample):
+            found.append(sample)
+        if len(found) == limit or scanned >= MOST_SCANNED:
+            return found, f"{number}:{place}"
+    return found, ""
+
+
+def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
+    """Lines from the last to the first, each with its file's number and where it begins."""
+    last, _, until = after.partition(":")
+    if after and not (after.isascii() and last.isdigit() and until.isdigit()):
+        raise ValueError(
+            f"after: {after!r} is no place in the samples; give one that an earlier page ended with, or none"
+        )
+    for number in reversed(_files(folder)):
+        if after and number > int(last):
+            continue
+        try:
+            data = _path(folder, number).read_bytes()
+        except FileNotFoundError:  # it was let go meanwhile, and older ones before it
+            return
+        place = min(len(data), int(until)) if after and number == int(last) else data.rfind(b"\n") + 1
+        while place > 0:
+            begin = data.rfind(b"\n", 0, place - 1) + 1
+            yield number, begin, data[begin : place - 1]
+            place = begin
+
+
+def _step_of(line: bytes) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:  # a kill cut it short
+        return -1
+
+
+def _files(folder: Path) -> list[int]:
+    return sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}.jsonl"
+
+
+class Recorder:
+    """Puts what steps are made of into ``book``. ``rewards`` are the names of the reward functions. Recording never ends a
+    run: when the disk refuses, it says so and stops."""
+
+    def __init__(self, dock: Dock, tokenizer: Tokenizer, rewards: Sequence[str], book: SampleBook) -> None:
+        self.dock, self.tokenizer, self.rewards, self.book = dock, tokenizer, tuple(rewards), book
+        self.stopped = self._full = False
+
+    async def read(self, step: int, claim: Claim, stale: Sequence[int]) -> list[Sample]:
+        """The claim's samples, in order of group and place; what they lie in is not needed afterwards."""
+        if self.stopped:
+            return []
+        rows = await self.dock.fetch(claim, COLUMNS)
+        return await asyncio.to_thread(self._samples, step, claim, stale, rows)
+
+    async def write(self, samples: Sequence[Sample]) -> None:
+        if samples and not self.stopped:
+            try:
+                kept = await asyncio.to_thread(self.book.add, samples)
+                if not kept and not self._full:
+                    log.warning("the disk is nearly full: samples are not kept", folder=str(self.book.folder))
+                self._full = not kept
+            except OSError as refused:
+                self.stopped = True
+                log.warning("samples are not recorded any more", folder=str(self.book.folder), reason=str(refused))
+
+    def _samples(self, step: int, claim: Claim, stale: Sequence[int], rows: TensorDict) -> list[Sample]:
+        ids = [row.tolist() for row in rows["response_ids"].unbind()]
+        versions = [row.tolist() for row in rows["versions"].unbind()]
+        given = [shown(json.loads(text)) for text in rows["given"]]
+        columns = {name: rows[name].tolist() for name in ("truncated", "reward", "scores", "advantage")}
+        handles = claim.rows
+        return [
+            {
+                "step": step,
+                "group": handles[at].group,
+                "place": handles[at].place,
+                "prompt": given[at],
+                "response": str(self.tokenizer.decode(ids[at], skip_special_tokens=True)),
+                "reward": columns["reward"][at],
+                "rewards": {
+                    name: None if math.isnan(score) else score
+                    for name, score in zip(self.rewards, columns["scores"][at], strict=True)
+                },
+                "advantage": columns["advantage"][at],
+                "tokens": handles[at].tokens,
+                "versions": [list(pair) for pair in zip(versions[at][::2], versions[at][1::2], strict=True)],
+                "staleness": int(stale[at]),
+                "truncated": columns["truncated"][at],
+            }
+            for at in sorted(range(len(handles)), key=lambda at: (handles[at].group, handles[at].place))
+        ]
+
+
+def shown(given: str | Sequence[dict[str, str]]) -> str:
+    """A prompt as its row gave it, as one text: of a conversation with more than one message, with who said what.
+
+    >>> shown([{"role": "user", "content": "2 + 2?"}])
+    '2 + 2?'
+    """
+    if isinstance(given, str):
+        return given
+    if len(given) == 1:
+        return given[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in given)

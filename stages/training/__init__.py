@@ -1,0 +1,1 @@
+"""Training: advantages, optimizer steps, ranks, and devices that rollout engines share."""

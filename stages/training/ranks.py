@@ -1,0 +1,146 @@
+"""The gang: one train engine's ranks, each a process of its own, that make the same calls at the same time.
+
+    rank 0 (has the update stage's controller)        ranks 1 …
+      claim ─▶ deal the rows ─▶ tell "train" ─────────▶ hear ─▶ fetch its own rows ─▶ engine.train_batch
+      commit the step        ─▶ tell "publish" ───────▶ hear ─▶ engine.weights(), all of them, for rank 0 to have them
+      every k steps          ─▶ tell "save" ──────────▶ hear ─▶ write its shard
+      the work is done       ─▶ tell "end" ───────────▶ hear ─▶ end
+
+What is told is a numbered entry of a log in the index, so a rank waits for it on the server, for as long as it takes, and no
+collective call's deadline runs meanwhile. A gang lives and dies as one: the next one has another name, and replays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import structlog
+import torch
+from tensordict import TensorDict
+
+from pipeline.index.client import Claim, Index
+from pipeline.warehouse.dock import Dock
+from stages.algorithms import Algorithm
+from stages.engines.plans import GroupShape, Ranks, deal
+from stages.engines.protocols import TrainEngine
+from stages.weights.store import probed
+
+log = structlog.get_logger()
+
+WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
+
+
+class Gang:
+    """One life of a train engine's ``ranks`` as one of them sees it; ``life`` is the name that they share."""
+
+    def __init__(self, index: Index, ranks: Ranks, life: str = "") -> None:
+        self.index, self.ranks = index, ranks
+        self._log, self._number = f"gang:{life}", 0
+        self._said: list[int] = []  # entries of the log
+        self._heard = False  # all of them, by everybody
+
+    async def tell(self, do: str, *, together: bool = True, **what: Any) -> None:
+        """Say what all ranks do next. ``together``: it is a call that rank 0 makes with all of them, so that when it says
+        the next thing everybody has heard this one."""
+        if self.ranks.world == 1:
+            return
+        await self.index.note(self._log, self._number, msgpack.packb({"do": do, **what}))
+        if self._heard:
+            for number in self._said:
+                await self.index.strike(self._log, number, f"{self._log}:heard")
+            self._said = []
+        self._said.append(self._number)
+        self._heard = together
+        self._number += 1
+
+    async def hear(self) -> dict[str, Any]:
+        """The next thing to do; waits for it."""
+        while (said := await self.index.noted(self._log, self._number, WAIT_SECONDS)) is None:
+            pass
+        self._number += 1
+        return msgpack.unpackb(said)
+
+    async def deal(self, dock: Dock, claim: Claim) -> list[list[int]]:
+        """The claim's positions for each replica, balanced by tokens; a function of the claim alone, so that a replay deals
+        the same."""
+        if self.ranks.dp == 1:
+            return [list(range(len(claim)))]
+        groups: dict[int, list[int]] = {}
+        for position in sorted(range(len(claim)), key=lambda at: (claim.group[at], claim.place[at])):
+            groups.setdefault(int(claim.group[position]), []).append(position)
+        members = list(groups.values())
+        prompts = await dock.fetch_packed(claim.part([positions[0] for positions in members]), ["prompt_ids"])
+        shapes = [
+            GroupShape(int(length), tuple(claim.tokens[positions].tolist()))
+            for length, positions in zip(prompts["prompt_ids"].lengths(), members, strict=True)
+        ]
+        shares = deal(shapes, self.ranks.dp)
+        return [[members[piece.group][row] for piece in share for row in piece.rows] for share in shares]
+
+    async def fetch(
+        self, dock: Dock, claim: Claim, shares: Sequence[Sequence[int]], columns: Sequence[str]
+    ) -> TensorDict:
+        """This rank's share of the claim, as its engine takes it."""
+        mine = claim.part(shares[self.ranks.replica])
+        return train_batch(mine, await dock.fetch(mine, columns))
+
+
+class Mate:
+    """What a rank other than 0 does until it is told to end. ``trained`` counts the steps in the engine's weights; ``save``
+    writes the engine's shard into a folder."""
+
+    def __init__(
+        self,
+        dock: Dock,
+        engine: TrainEngine,
+        algorithm: Algorithm,
+        gang: Gang,
+        *,
+        version: int,
+        save: Callable[[Path, TrainEngine], None],
+    ) -> None:
+        self.dock, self.engine, self.algorithm, self.gang = dock, engine, algorithm, gang
+        self.trained, self._save = version, save
+
+    async def run(self) -> None:
+        while (said := await self.gang.hear())["do"] != "end":
+            await self.do(said)
+
+    async def do(self, said: Mapping[str, Any]) -> None:
+        """One thing that rank 0 has said."""
+        match said["do"]:
+            case "train":
+                claim = Claim("", said["claim"]["token"], said["claim"])
+                batch = await self.gang.fetch(self.dock, claim, said["shares"], trained_columns(self.algorithm))
+                await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+                self.trained += 1
+            case "publish":
+                await asyncio.to_thread(self._give_weights, said["probe"])
+            case "save":
+                await asyncio.to_thread(self._save, Path(said["folder"]), self.engine)
+            case other:
+                raise RuntimeError(f"gang: rank 0 says {other!r}, which this rank does not know; start both anew")
+
+    def _give_weights(self, probe: Sequence[list[int]]) -> None:
+        if probe:
+            probed(self.engine, probe)
+        for _ in self.engine.weights():  # gathering one is a call of all ranks; rank 0 keeps it
+            pass
+
+
+def trained_columns(algorithm: Algorithm) -> tuple[str, ...]:
+    """The columns that ``TrainEngine.train_batch`` needs beside a row's group and place."""
+    reference = ("ref_logprobs",) if algorithm.needs_reference else ()
+    return ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", *reference)
+
+
+def train_batch(claim: Claim, rows: TensorDict) -> TensorDict:
+    """``rows`` with the columns ``group`` and ``place``, as :meth:`TrainEngine.train_batch` takes them."""
+    batch = rows.copy()
+    batch["group"] = torch.from_numpy(claim.group.astype("int64"))
+    batch["place"] = torch.from_numpy(claim.place.astype("int64"))
+    return batch

@@ -1,0 +1,276 @@
+"""Update: claims P whole groups in admission order, makes one optimizer step of them, publishes what came out.
+
+    claim P groups (the window) ─▶ check the bound ─▶ train ─▶ commit the step and its event, atomically
+       ▲                                                          └─▶ publish v + 1: the gate opens ─▶ checkpoint?
+    between two steps: an engine has found v damaged ─▶ publish v again
+
+A killed worker's successor loads the last checkpoint and replays the steps that the index has recorded since: their rows
+are still there, the arithmetic is deterministic, so it arrives at the very weights that were lost. Where the engine has
+several ranks, this is what the first of them does (``stages.training.ranks``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import structlog
+import torch
+from tensordict import TensorDict
+
+from pipeline.controller import Output
+from pipeline.index.client import BoundBroken, Claim
+from pipeline.spans import Spans
+from pipeline.warehouse.dock import Dock
+from stages.algorithms import Algorithm
+from stages.engines.plans import Ranks
+from stages.engines.protocols import TrainEngine
+from stages.sample_log import Recorder, Sample
+from stages.training.ranks import Gang, trained_columns
+from stages.weights.store import ASKED, Published, Publisher, damaged, done_with, probed
+
+log = structlog.get_logger()
+
+WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
+PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of a row that a swap is probed with
+PROBE_ROWS, PROBE_NEW_ROWS = 16, 8  # at most, in all and of one batch: the others are the batches' before
+
+
+class Update:
+    """``version`` counts the optimizer steps in the engine's weights. ``after_step`` is told each new version once it is
+    published (checkpoints); ``after_last`` is called when ``steps`` are done. With ``publish_first`` the weights that the
+    run begins with are published too, for engines that are not built from its model."""
+
+    name = "update"
+
+    def __init__(
+        self,
+        dock: Dock,
+        engine: TrainEngine,
+        algorithm: Algorithm,
+        store: Publisher,
+        *,
+        steps: int,
+        staleness: int,
+        version: int,
+        after_step: Callable[[int], Awaitable[None]],
+        after_last: Callable[[], None],
+        gang: Gang | None = None,
+        probe_tokens: int = 0,
+        spans: Spans | None = None,
+        recorder: Recorder | None = None,
+        publish_first: bool = False,
+    ) -> None:
+        self.gang = gang or Gang(dock.index, Ranks(0))
+        self.fetches: tuple[str, ...] = ("reward",)  # what is trained on, each rank fetches itself
+        self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
+        self.steps, self.staleness, self.trained = steps, staleness, version
+        self._after_step, self._after_last = after_step, after_last
+        self.spans, self.recorder = spans or Spans(), recorder
+        self._since = time.monotonic()
+        self._publish_first = publish_first
+        self._turn = asyncio.Lock()  # of whoever calls the engine, and tells the gang what all ranks call
+        self._over = asyncio.Event()
+        self._probe_tokens, self._probe = probe_tokens, list[list[int]]()  # rows of the last batches
+
+    def room(self, held: int) -> int:
+        return 0 if held or self.trained >= self.steps else 1
+
+    def version(self) -> int | None:
+        return None
+
+    async def catch_up(self) -> None:
+        """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
+        at, began = await self.dock.index.call("room_at_gate"), self.trained
+        while self.trained < at["trained"]:
+            await self._train(await self.dock.index.replay(self.trained))
+            log.info("step replayed", step=self.trained)
+            self.trained += 1
+        if at["published"] < self.trained or not await self._reachable():
+            await self.publish()
+        if self.trained > began:
+            await self._end_step()  # who made the last of these steps may not have come to it
+        if self.trained >= self.steps:
+            self._after_last()
+
+    async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
+        async with self._turn:
+            stale = (self.trained - claim.oldest_version.astype(int)).tolist()
+            if max(stale) > self.staleness or min(stale) < 0:
+                raise BoundBroken(
+                    f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
+                )
+            metrics, seconds, samples = await self._train_and_read(claim, stale)
+            ledger = await self.dock.index.ledger()
+            trained_tokens = int(claim.tokens.sum())
+            event = {
+                **step_event(self.trained, claim, rows["reward"], stale, metrics),
+                "tokens_generated": ledger["generated_tokens"],
+                "tokens_trained": ledger["trained_tokens"] + trained_tokens,
+                "tokens_filtered": ledger["filtered_tokens"],
+                "seconds": time.monotonic() - self._since,
+                "train_seconds": seconds,
+            }
+            self._since = time.monotonic()
+            yield Output(step=self.trained, event=event, tokens=trained_tokens)
+            self.trained += 1
+            await self.publish()
+            if self.recorder is not None:
+                await self.recorder.write(samples)
+            await self._end_step()
+            if self.trained >= self.steps:
+                self._after_last()
+
+    async def _end_step(self) -> None:
+        await self._after_step(self.trained)
+        await self.dock.index.emit("ledger", await self.dock.index.ledger())
+
+    async def _train_and_read(
+        self, claim: Claim, stale: list[int]
+    ) -> tuple[Mapping[str, float], float, Sequence[Sample]]:
+        """Train, and read beside it what is recorded: its rows are gone with the next checkpoint. Also the seconds of
+        training."""
+        began, reading = time.monotonic(), None
+        if self.recorder is not None:
+            reading = asyncio.create_task(self.recorder.read(self.trained, claim, stale))
+        try:
+            metrics = await self._train(claim)
+            seconds = time.monotonic() - began
+            return metrics, seconds, await reading if reading is not None else []
+        finally:
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+
+    async def _train(self, claim: Claim) -> Mapping[str, float]:
+        """One optimizer step on the claim's rows, by all ranks."""
+        shares = await self.gang.deal(self.dock, claim)
+        await self.gang.tell("train", claim=claim.record(), shares=shares)
+        batch = await self.gang.fetch(self.dock, claim, shares, trained_columns(self.algorithm))
+        if self._probe_tokens:
+            self._probe = probe_rows(self._probe, batch, self._probe_tokens)
+        with self.spans.during("train", rows=len(claim), version=self.trained):
+            return await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+
+    async def _reachable(self) -> bool:
+        """Whether engines can have the published version's weights: a trainer that is gone sends them no more. Those that
+        the run begins with were not published, unless somebody needs them."""
+        record = (await self.dock.index.call("published"))["record"]
+        return record.get("source", "") == self.store.source if record else not self._publish_first
+
+    async def publish(self) -> None:
+        """Put the engine's weights into host memory as the current version, and tell the index."""
+        await self._offer(edition=0)
+
+    def over(self) -> None:
+        """Nothing more will be trained."""
+        self._over.set()
+
+    async def answer(self, engines: Sequence[str]) -> None:
+        """Publish again what an engine has found damaged: until nothing more will be trained and, where that was the last
+        step, all of ``engines`` have its version."""
+        seen = ""
+        while not self._over.is_set() or (self.trained >= self.steps and not await self._all_have_last(engines)):
+            await self._publish_again()
+            seen = await self._asked(seen)
+
+    async def _all_have_last(self, engines: Sequence[str]) -> bool:
+        return all([await self.dock.index.get(done_with(engine)) == str(self.steps) for engine in engines])
+
+    async def _asked(self, seen: str) -> str:
+        """Wait until somebody asks after ``seen``, or all is over, which ends the wait only once; where it was asked."""
+        asked = asyncio.create_task(self.dock.index.woken(ASKED, seen, WAIT_SECONDS))
+        over = [] if self._over.is_set() else [asyncio.create_task(self._over.wait())]
+        try:
+            await asyncio.wait([asked, *over], return_when=asyncio.FIRST_COMPLETED)
+            return asked.result() if asked.done() else seen
+        finally:
+            for task in (asked, *over):
+                task.cancel()
+            await asyncio.gather(asked, *over, return_exceptions=True)
+
+    async def _publish_again(self) -> None:
+        """Publish the current version in another edition, if the present one is known to be damaged."""
+        async with self._turn:
+            at = await self.dock.index.call("published")
+            if at["version"] != self.trained or not at["record"]:
+                return
+            edition = Published.from_record(at["record"]).edition
+            finder = await self.dock.index.get(damaged(self.trained, edition))
+            if finder is None:
+                return
+            log.warning("weights published again", version=self.trained, found_damaged_by=finder)
+            publishing = asyncio.create_task(self._offer(edition + 1))
+            try:
+                await asyncio.shield(publishing)
+            except asyncio.CancelledError:
+                await asyncio.wait([publishing])  # the other ranks have been told, and the engine is being called
+                raise
+
+    async def _offer(self, edition: int) -> None:
+        began = time.monotonic()
+        with self.spans.during("publish", version=self.trained):
+            await self.gang.tell("publish", probe=self._probe)
+            published = replace(await asyncio.to_thread(self._write), edition=edition)
+            await self.dock.index.call("publish", version=self.trained, record=published.record())
+        await self.dock.index.emit(
+            "sync",
+            {
+                "worker": "update-0",
+                "version": self.trained,
+                "bytes": published.nbytes,
+                "publish_seconds": time.monotonic() - began,
+                "exposed_seconds": 0.0,
+                "hidden_seconds": 0.0,
+            },
+        )
+
+    def _write(self) -> Published:
+        probe = probed(self.engine, self._probe) if self._probe else None
+        return self.store.publish(self.trained, self.engine.weights(), probe)
+
+
+def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:
+    """Sequences for the next probe: those of ``before``, the newest last, and of ``batch`` one row, or as many groups' first
+    rows as it takes for ``tokens`` to be probed. The oldest leave first, where the others are enough."""
+    limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
+    prompts, responses = (batch[name].unbind() for name, _ in limits)
+    first = {group: number for number, group in reversed(list(enumerate(batch["group"].tolist())))}
+    fresh = [
+        [*prompts[number][:PROBE_PROMPT].tolist(), *responses[number][:PROBE_RESPONSE].tolist()]
+        for number in sorted(first.values())
+    ]
+    rows, added = list(before), 0
+    for ids in fresh:
+        if ids not in rows and added < PROBE_NEW_ROWS and (not added or _probed_tokens(rows) < tokens):
+            rows.append(ids)
+            added += 1
+    while len(rows) > PROBE_ROWS or (len(rows) > 1 and _probed_tokens(rows[1:]) >= tokens):
+        del rows[0]
+    return rows
+
+
+def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
+    return sum(len(ids) - 1 for ids in rows)
+
+
+def step_event(step: int, claim: Claim, reward: torch.Tensor, stale: list[int], metrics: Any) -> dict[str, Any]:
+    """What is told of a step: what the engine measured, and what the samples were."""
+    staleness = torch.tensor(stale, dtype=torch.float64)
+    lengths = torch.from_numpy(claim.tokens.astype("float64"))
+    return {
+        **{name: float(value) for name, value in metrics.items()},
+        "step": step,
+        "version": step + 1,
+        "rows": len(claim),
+        "groups": sorted(set(claim.group.tolist())),
+        "reward_mean": float(reward.double().mean()),
+        "reward_std": float(reward.double().std(correction=0)),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_p95": float(staleness.quantile(0.95)),
+        "staleness_max": float(staleness.max()),
+        "response_length_mean": float(lengths.mean()),
+    }

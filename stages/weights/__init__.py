@@ -1,0 +1,1 @@
+"""Weights: where published versions are kept, and how they reach rollout engines."""

@@ -1,0 +1,399 @@
+"""Weight sync, first form: publish to host memory, swap late.
+
+    trainer:  step v done ─▶ write slot (v mod slots), bucket by bucket, each with its checksum ─▶ index: v is published
+    follower: v is published ─▶ copy out of shared memory and verify (beside generation) ─▶ engine swaps at its next
+              token boundary ─▶ claims groups that need v
+
+A slot that is overwritten while it is read fails its checksums: the follower keeps its version, says so, and takes the
+newest. Versions come as the optimizer makes them; a slow follower skips some. One that finds the newest damaged where it
+lies asks for it: the trainer publishes the same version again, in another edition (``damaged`` names what is asked for).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from tensordict import TensorDict
+
+from stages.engines.protocols import RolloutEngine, TrainEngine
+
+BUCKET_BYTES = 32 * 2**20
+ASKED = "weights"  # the index's topic of whoever wants something of the trainer's weights, or nothing more of them
+_ALIGN = 64
+
+
+class WeightsDamaged(RuntimeError):
+    """A bucket's bytes are not those that were published: overwritten by a later version, or corrupted."""
+
+
+class WeightsUnreachable(RuntimeError):
+    """The trainer that published a version does not send it: it has ended, or the network between them is gone."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    nbytes: int
+
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Token sequences, at least two tokens each, and the logprobs of all tokens but each one's first under the weights that
+    the probe comes with: an engine that has loaded them must find the same."""
+
+    sequences: tuple[Ids, ...]
+    logprobs: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Probe:
+        return cls(tuple(map(tuple, record["sequences"])), tuple(map(tuple, record["logprobs"])))
+
+
+def probed(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> Probe:
+    """The logprobs of ``sequences`` under the present weights of ``engine``; a call of all ranks where it has several."""
+    rows = len(sequences)
+    batch = TensorDict({"group": torch.arange(rows), "place": torch.zeros(rows, dtype=torch.int64)}, [rows])
+    for name, part in (("prompt_ids", slice(1)), ("response_ids", slice(1, None))):
+        batch[name] = torch.nested.nested_tensor([torch.tensor(ids[part]) for ids in sequences], layout=torch.jagged)
+    logprobs = (tuple(row.tolist()) for row in engine.logprobs(batch).unbind())
+    return Probe(tuple(map(tuple, sequences)), tuple(logprobs))
+
+
+async def scored(engine: RolloutEngine, probe: Probe, temperature: float) -> list[torch.Tensor] | None:
+    """The logprobs that ``engine`` finds for each sequence of ``probe``; None where it cannot compute them."""
+    found = []
+    for ids in map(torch.tensor, probe.sequences):
+        logprobs = await engine.score(ids[:1], ids[1:], temperature=temperature)
+        if logprobs is None:
+            return None
+        found.append(logprobs)
+    return found
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far the logprobs of one policy by two engines lie apart, over ``tokens``: the largest, the mean and the 95th
+    percentile of the absolute differences, and the k3 estimate of the KL divergence (http://joschu.net/blog/kl-approx.html)."""
+
+    max: float
+    mean: float
+    k3: float
+    q95: float
+    tokens: int
+
+    def fields(self) -> dict[str, float]:
+        """The fields of a ``sync`` event."""
+        return {f"gap_{name}": value for name, value in asdict(self).items()}
+
+
+def gap(one: torch.Tensor, other: torch.Tensor) -> Gap:
+    """Compare logprobs [T] with [T], the first those of the policy that is trained. Not a number anywhere: infinite."""
+    difference, tokens = one.double() - other.double(), len(one)
+    if not bool(difference.isfinite().all()):
+        return Gap(math.inf, math.inf, math.inf, math.inf, tokens)
+    size = difference.abs()
+    k3, q95 = (difference.exp() - 1 - difference).mean(), size.sort().values[math.ceil(0.95 * tokens) - 1]
+    return Gap(float(size.max()), float(size.mean()), float(k3), float(q95), tokens)
+
+
+@dataclass(frozen=True)
+class ProbeLimits:
+    """The largest :class:`Gap` that two engines with the same weights may have."""
+
+    mean: float
+    q95: float
+    max: float = math.inf
+
+    def exceeded(self, gap: Gap) -> str | None:
+        """What ``gap`` exceeds, with the key of the limit; None: it is within the limits."""
+        judged = (
+            (gap.max, self.max, f"the largest of {gap.tokens} tokens", "sync.probe_tolerance"),
+            (gap.q95, self.q95, f"95th percentile of {gap.tokens} tokens", "sync.probe_tolerance"),
+            (gap.mean, self.mean, f"mean of {gap.tokens} tokens", "sync.probe_mean_tolerance"),
+        )
+        for found, limit, what, key in judged:
+            if not found <= limit:
+                return f"by {found:.3g} ({what}; {key} is {limit:.3g})"
+        return None
+
+    def fields(self) -> dict[str, float]:
+        """The fields of a ``sync`` event."""
+        return {f"gap_{name}_limit": limit for name, limit in asdict(self).items() if limit < math.inf}
+
+
+@dataclass(frozen=True)
+class ProbeRule:
+    """What the limits of a probe follow from: the dtype that a model of ``layers`` layers computes in, and the probe itself.
+    ``q95`` and ``mean`` replace the limits of these names where they are not 0. docs/weights.md derives the numbers."""
+
+    dtype: torch.dtype
+    layers: int = 1
+    q95: float = 0.0
+    mean: float = 0.0
+
+    def limits(self, probe: Probe) -> ProbeLimits:
+        """In float32 every token is held to 0.001. In a lower dtype a hidden state's error is about one rounding times the
+        root of the number of layers, and a logprob's is that times how far logprobs are spread: 95 of 100 tokens are held to
+        six times this, their mean to a quarter of that."""
+        if self.dtype == torch.float32:
+            q95 = self.q95 or 1e-3
+            return ProbeLimits(self.mean or q95 / 4, q95, q95)
+        spread = float(torch.tensor([value for row in probe.logprobs for value in row]).std(correction=0))
+        rounding = torch.finfo(self.dtype).eps / 2
+        q95 = self.q95 or 6 * rounding * math.sqrt(self.layers) * max(1.0, spread)
+        return ProbeLimits(self.mean or q95 / 4, q95)
+
+
+class ProbeFailed(RuntimeError):
+    """The engine's logprobs are not those of the weights that it should have. The message says by how much."""
+
+
+class ProbeJudge:
+    """Judges the logprobs that one engine finds, from version to version.
+
+    Successive probes share sequences. Where an update has not reached the engine, it finds for these bit for bit what it
+    found before, while the trainer does not: in a dtype whose roundings hide one update this still shows it.
+    """
+
+    def __init__(self, rule: ProbeRule) -> None:
+        self.rule = rule
+        self._accepted: dict[Ids, tuple[tuple[float, ...], torch.Tensor]] = {}  # by sequence: trainer's, engine's
+
+    def judge(self, probe: Probe, found: Sequence[torch.Tensor], *, same_weights: bool = False) -> dict[str, float]:
+        """Compare ``found`` with the trainer's. ``same_weights``: they are known to be those of the last version judged.
+        Returns the gap and its limits as the fields of a ``sync`` event. Raises ProbeFailed."""
+        measured = gap(torch.tensor([value for row in probe.logprobs for value in row]), torch.cat(list(found)))
+        limits = self.rule.limits(probe)
+        if exceeded := limits.exceeded(measured):
+            raise ProbeFailed(f"the engine's logprobs differ from the trainer's {exceeded}")
+        now = dict(zip(probe.sequences, zip(probe.logprobs, found, strict=True), strict=True))
+        shared = now.keys() & self._accepted.keys()
+        if shared and not same_weights and all(self._unmoved(now[ids], self._accepted[ids]) for ids in shared):
+            tokens = sum(len(ids) - 1 for ids in shared)
+            raise ProbeFailed(
+                f"the engine's logprobs of {tokens} tokens are bit for bit those of the weights before, and the trainer's "
+                "are not; the update has not reached what the engine computes with"
+            )
+        self._accepted = now
+        return measured.fields() | limits.fields()
+
+    @staticmethod
+    def _unmoved(now: tuple[Ids | tuple[float, ...], torch.Tensor], before: tuple[Any, torch.Tensor]) -> bool:
+        """Whether the engine's logprobs of a sequence are the same as before, and most of the trainer's are others."""
+        moved = sum(one != other for one, other in zip(now[0], before[0], strict=True))
+        return torch.equal(now[1], before[1]) and 2 * moved > len(now[0])
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the index keeps of a version: where it lies and what it must be. ``buckets`` are (offset, bytes, xxh3);
+    ``source`` is the trainer that sends it (``weights.collective``; "": it is read on the trainer's node), ``edition`` the
+    number of times that it had been published before."""
+
+    version: int
+    slot: int
+    nbytes: int
+    tensors: tuple[Tensor, ...]
+    buckets: tuple[tuple[int, int, str], ...]
+    probe: Probe | None = None
+    source: str = ""
+    edition: int = 0
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Published:
+        return cls(
+            record["version"],
+            record["slot"],
+            record["nbytes"],
+            tuple(Tensor(**tensor) for tensor in record["tensors"]),
+            tuple((offset, nbytes, digest) for offset, nbytes, digest in record["buckets"]),
+            Probe.from_record(probe) if (probe := record.get("probe")) else None,
+            record.get("source", ""),
+            record.get("edition", 0),
+        )
+
+    def check(self) -> None:
+        """The buckets cover every byte once. Raises WeightsDamaged."""
+        at = 0
+        for offset, nbytes, _ in self.buckets:
+            if offset != at:
+                raise WeightsDamaged(
+                    f"weights of version {self.version}: bytes {at}..{offset} are in no bucket, or in two; publish again"
+                )
+            at += nbytes
+        end = max((t.offset + t.nbytes for t in self.tensors if t.nbytes), default=0)
+        if at < end:
+            raise WeightsDamaged(
+                f"weights of version {self.version}: bytes {at}..{end} are in no bucket; publish again"
+            )
+
+
+def damaged(version: int, edition: int) -> str:
+    """The document of the index that says that somebody has found this edition damaged."""
+    return f"damaged:{version}:{edition}"
+
+
+def done_with(worker: str) -> str:
+    """The document of the index that says of which version ``worker`` needs no more: the last one that it has taken."""
+    return f"has-last-weights:{worker}"
+
+
+class Publisher(Protocol):
+    """Where a trainer puts its weights: a :class:`WeightStore`, or one that is also sent from."""
+
+    source: str  # of what it publishes, see Published
+
+    def publish(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+    ) -> Published: ...
+
+    def close(self) -> None: ...
+
+
+class Reader(Protocol):
+    """Where a rollout engine gets published weights from."""
+
+    def read(self, published: Published) -> dict[str, torch.Tensor]:
+        """A private, verified copy in host memory, by parameter name. Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
+
+
+class WeightStore:
+    """Versions of a model's weights in shared memory under ``directory``, ``slots`` of them at a time."""
+
+    source = ""  # of what it publishes: nobody sends it
+
+    def __init__(self, directory: Path, *, slots: int = 2, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.directory, self.slots, self.bucket_bytes = directory, slots, bucket_bytes
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def slot(self, version: int) -> int:
+        """Where ``version`` is published."""
+        return version % self.slots
+
+    def memory(self, slot: int, nbytes: int) -> np.ndarray:
+        """A slot's first bytes, uint8 [``nbytes``], for whoever fills or sends them; the file grows to hold them."""
+        return np.frombuffer(self._open(slot, max(nbytes, 1)), np.uint8, nbytes)
+
+    def publish(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+    ) -> Published:
+        """Write ``weights`` as ``version`` into the slot that holds the oldest. Each byte is copied once, and read once
+        for its checksum while it is warm; one tensor is held at a time, so that a sharded engine may gather them one by
+        one."""
+        layout, buckets, slot = [], [], self.slot(version)
+        at = written = start = 0
+        memory = np.frombuffer(self._open(slot, 1), np.uint8)
+        for name, value in weights:
+            source = value.detach().contiguous().view(-1).view(torch.uint8)
+            tensor = Tensor(name, str(value.dtype).removeprefix("torch."), list(value.shape), at, source.numel())
+            layout.append(tensor)
+            at = (at + tensor.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
+            if at > len(memory):  # the first time; later versions find the file as long as they are
+                memory = np.frombuffer(self._open(slot, at), np.uint8)
+            target = torch.from_numpy(memory)
+            for begin in range(0, tensor.nbytes, self.bucket_bytes):
+                piece = source[begin : begin + self.bucket_bytes]
+                target[tensor.offset + begin : tensor.offset + begin + piece.numel()].copy_(piece)
+                written = tensor.offset + begin + piece.numel()
+                if written - start >= self.bucket_bytes:
+                    buckets.append((start, written - start, _digest(memory[start:written])))
+                    start = written
+        if written > start:
+            buckets.append((start, written - start, _digest(memory[start:written])))
+        return Published(version, slot, at, tuple(layout), tuple(buckets), probe)
+
+    def read(self, published: Published) -> dict[str, torch.Tensor]:
+        """A private, verified copy of a published version, by parameter name. Raises WeightsDamaged."""
+        source = self._mapped(published)
+        copy = np.empty(len(source), np.uint8)
+        for number, (offset, nbytes, _) in enumerate(published.buckets):
+            copy[offset : offset + nbytes] = source[offset : offset + nbytes]
+            verify(copy, published, number)
+        return tensors_of(copy, published)
+
+    def verify(self, published: Published) -> None:
+        """Compare the bytes where they lie with their checksums. Raises WeightsDamaged."""
+        source = self._mapped(published)
+        for number in range(len(published.buckets)):
+            verify(source, published, number)
+
+    def view(self, published: Published) -> dict[str, torch.Tensor]:
+        """A published version where it lies, neither copied nor verified, by parameter name: for a reader that has seen it
+        verified, and whose writer overwrites nothing before it is done. Raises WeightsDamaged when it is not there."""
+        return tensors_of(self._mapped(published), published)
+
+    def close(self) -> None:
+        self._maps.clear()
+
+    def _mapped(self, published: Published) -> np.ndarray:
+        published.check()
+        self._check_file(published)
+        nbytes = max(published.nbytes, 1)
+        return np.frombuffer(self._open(published.slot, nbytes), np.uint8, nbytes)
+
+    def _check_file(self, published: Published) -> None:
+        """A reader makes no file longer, and reads no mapped page that the file has lost (that would be SIGBUS)."""
+        path = self.directory / f"weights-{published.slot}"
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise WeightsDamaged(
+                f"weights of version {published.version}: {path} is not there; is this the node that they were published on?"
+            ) from None
+        if size < published.nbytes:
+            raise WeightsDamaged(
+                f"weights of version {published.version}: {path} has {size} bytes where {published.nbytes} were published"
+            )
+
+    def _open(self, slot: int, nbytes: int) -> mmap.mmap:
+        if slot not in self._maps or len(self._maps[slot]) < nbytes:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.directory / f"weights-{slot}", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                if os.fstat(descriptor).st_size < nbytes:
+                    os.ftruncate(descriptor, nbytes)
+                self._maps[slot] = mmap.mmap(descriptor, 0)
+            finally:
+                os.close(descriptor)
+        return self._maps[slot]
+
+
+def verify(data: np.ndarray, published: Published, number: int) -> None:
+    """Compare bucket ``number`` of ``data``, all bytes of ``published``, with its checksum. Raises WeightsDamaged."""
+    offset, nbytes, digest = published.buckets[number]
+    if _digest(data[offset : offset + nbytes]) != digest:
+        raise WeightsDamaged(
+            f"weights of version {published.version}: bucket {number} ({nbytes} bytes) does not match its "
+            "checksum; a later version has overwritten it, or it was corrupted"
+        )
+
+
+def tensors_of(data: np.ndarray, published: Published) -> dict[str, torch.Tensor]:
+    """The tensors in ``data``, all bytes of ``published``, by name."""
+    flat = torch.from_numpy(data)
+    return {
+        t.name: flat[t.offset : t.offset + t.nbytes].view(getattr(torch, t.dtype)).view(t.shape)
+        for t in published.tensors
+    }
+
+
+def _digest(data: np.ndarray) -> str:
+    return xxhash.xxh3_64_hexdigest(data.data)

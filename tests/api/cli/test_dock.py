@@ -1,0 +1,85 @@
+"""What a person sees of a run's samples: status and inspect, on a live run and when there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from api.cli.dock import group_view, status_view
+from api.cli.main import app
+from orchestration.run.run import WHERE, Run
+from pipeline.columns import Column, Schema
+from pipeline.index.client import Index, StageSpec
+from pipeline.warehouse.dock import Dock
+from tests.orchestration.runs import MOCK, executing, recipe
+
+SCHEMA = Schema([Column.ragged("ids", torch.int64), Column.text("answer"), Column.scalar("score", torch.float32)])
+STAGES = (StageSpec("score", "rows", SCHEMA.mask(["ids"]), SCHEMA.mask(["score"])),)
+
+
+def text_of(view: object) -> str:
+    out = io.StringIO()
+    Console(width=140, file=out).print(view)
+    return out.getvalue()
+
+
+async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
+    async with Dock.open(index.url, index.run, SCHEMA, STAGES, worker="w", arena=1 << 20, directory=tmp_path) as dock:
+        await dock.put({"ids": [torch.arange(100), torch.tensor([1, 2])], "answer": ["yes", "no"]}, samples=2)
+        await dock.put({"ids": [torch.tensor([3])], "answer": ["maybe"]})
+        claim = await dock.claim("score", 1)
+        assert claim is not None
+        stats = await dock.index.stats()
+        told = {"run": "r", "stats": stats, "ledger": await dock.index.ledger()}
+        shown = text_of(status_view(told, stats["leases"][0]["since"] + 1.5))
+        assert "score  rows   2 rows  1 rows" in shown
+        assert "1.5 s  58.5 s" in shown
+        assert "32.0 KiB  1.0 MiB  3%" in shown
+        await dock.commit(claim, [0], {"score": torch.tensor([0.5])})
+        onlooker = await Dock.attach(index.url, index.run)
+        rows = await onlooker.inspect(0)
+        assert await onlooker.inspect(7) == []
+        await onlooker.index.close()
+    assert [row["columns"] for row in rows] == [
+        {"ids": list(range(100)), "answer": "yes", "score": 0.5},
+        {"ids": [1, 2], "answer": "no"},
+    ]
+    assert [row["done"] for row in rows] == [["score"], []]
+    shown = text_of(group_view(0, rows))
+    assert "group 0: 2 samples" in shown
+    assert "22, 23, … 100 in all]" in shown
+
+
+async def test_a_live_run_is_looked_into_by_its_folder(tmp_path: Path) -> None:
+    run = Run.create(recipe(MOCK, train__steps=5000), tmp_path / "run")
+    async with executing(run) as (watched, _):
+        await watched.until(lambda: len(watched.of("step")) >= 1)
+        assert (tmp_path / "run" / WHERE).stat().st_mode & 0o777 == 0o600
+        told = await asyncio.to_thread(CliRunner().invoke, app, ["dock", "status", str(tmp_path / "run"), "--json"])
+        assert told.exit_code == 0, told.output
+        assert next(iter(json.loads(told.stdout)["stats"]["stages"])) == "rollout"
+        group = json.loads(told.stdout)["stats"]["admitted"] - 1
+        told = await asyncio.to_thread(
+            CliRunner().invoke, app, ["dock", "inspect", str(group), str(tmp_path / "run"), "--json"]
+        )
+        assert json.loads(told.stdout)[0]["group"] == group
+        watched.stop.set()
+    assert not (tmp_path / "run" / WHERE).exists()
+
+
+def test_without_a_run_the_fix_is_named(tmp_path: Path) -> None:
+    for arguments, needle in (
+        (["dock", "status", str(tmp_path)], "is not the folder of a run that is alive"),
+        (["dock", "status"], "give the folder of a run that is alive, or both --index URL and --run ID"),
+        (["dock", "status", "--index", "redis://:word@127.0.0.1:1", "--run", "x"], "no answer for 5 s"),
+    ):
+        told = CliRunner().invoke(app, arguments)
+        assert told.exit_code == 2
+        assert needle in told.stderr
+        assert "word" not in told.stderr

@@ -1,0 +1,234 @@
+"""The command at its edges: interrupted at any moment, started twice, and broken where nothing should break."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import Gemma2Config, LlamaConfig, T5Config
+from typer.testing import CliRunner
+
+from api.cli import main as cli
+from api.cli.error_log import errors_in_words
+from api.terminal.report import resume_text
+from orchestration import logs
+from orchestration.events_file import METRICS, read_metrics
+from orchestration.recipe.recipe import RecipeError, parse_recipe
+from orchestration.run import checkpoint
+from orchestration.run.lock import RunLock
+from tests.orchestration.runs import TINY
+
+ROOT = Path(__file__).resolve().parents[3]
+SLOW = ["--set=train.steps=500", "--set=checkpoint.every=400", "--set=rollout.mock={median_tokens=8,time_scale=0.5}"]
+SLOW += ["--set=pipeline.arena=1GiB"]
+
+
+def asyncdock(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+    """The command in a process and a session of its own, its two outputs in one."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "api.cli.main", *arguments],
+        cwd=cwd,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "XDG_STATE_HOME": str(cwd / "state"),
+            **env,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+
+
+# ── interrupts ──
+
+
+def test_ctrl_c_during_the_start_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
+    """Twice, and the second one acts within a second (and what a busy machine needs); more of them change nothing."""
+    process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path)
+    try:
+        family = psutil.Process(process.pid)
+        until(lambda: any("valkey" in child.name() for child in family.children(recursive=True)), process)
+        children = family.children(recursive=True)
+        for _ in range(3):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.05)  # two signals at once are one
+        began = time.monotonic()
+        said, _ = process.communicate(timeout=30)
+        assert time.monotonic() - began < 10
+        assert process.returncode == 130, said
+        assert "Traceback" not in said
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
+    finally:
+        end(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_every_way_to_stop_writes_a_checkpoint_and_says_where_a_resume_begins(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path)
+    try:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("step 2/"):
+                break
+        os.kill(process.pid, number)
+        said.append(process.communicate(timeout=90)[0])
+    finally:
+        end(process)
+    text = "".join(said)
+    assert process.returncode == 130, text
+    saved = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert saved is not None
+    steps = [event.data["step"] for event in read_metrics(tmp_path / "run" / METRICS) if event.kind == "step"]
+    assert steps == list(range(saved.version))
+    assert f"after step {saved.version} of 500" in text
+    assert "made again" not in text
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["resume_after_step"] == saved.version
+
+
+@pytest.mark.parametrize(
+    ("saved", "done", "said"),
+    [
+        (0, 0, "from the beginning"),
+        (0, 1, "from the beginning; step 1 is made again"),
+        (4, 4, "after step 4 of 9"),
+        (4, 7, "after step 4 of 9; steps 5 to 7 are made again"),
+    ],
+)
+def test_where_a_resume_begins_is_said(saved: int, done: int, said: str) -> None:
+    assert resume_text(saved, 9, done) == said
+
+
+# ── a folder has one run ──
+
+
+def test_a_folder_that_is_being_executed_is_refused_by_both_commands(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text(parse_recipe(TINY).to_json())
+    lock = RunLock.take(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for command in (["resume", str(tmp_path)], ["run", "mock", "--out", str(tmp_path)]):
+        result = CliRunner().invoke(cli.app, command)
+        assert result.exit_code == 1
+        assert f"is executed by process {os.getpid()} (" in result.stderr
+        assert ") since " in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    lock.release()
+
+
+def test_two_runs_with_default_names_in_one_second_both_have_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    folders = [cli._new_folder(tmp_path / "runs", "mock") for _ in range(3)]
+    assert [folder.name for folder in folders] == [f"mock-20260101-000000{end}" for end in ("", "-2", "-3")]
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(OSError, match="file"):
+        cli._new_folder(tmp_path / "file", "mock")
+
+
+# ── unexpected errors ──
+
+
+BROKEN = "import api.cli, json\ndef broken(): raise KeyError('inside out')\napi.cli._recipes = broken\napi.cli.main()"
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_an_unexpected_error_is_a_sentence_and_a_file_unless_its_traceback_is_asked_for(
+    trace: bool, tmp_path: Path
+) -> None:
+    """Of any command, and with the option behind it."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", BROKEN, "recipes", *(["--trace"] if trace else [])],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    file = tmp_path / "asyncdock" / "errors.log"
+    assert done.returncode == 1
+    assert ("Traceback" in done.stderr) == trace
+    assert file.exists() != trace
+    if not trace:
+        assert done.stderr.startswith("error: KeyError: 'inside out'\n")
+        assert str(file) in done.stderr
+        assert "Traceback" in file.read_text()
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_errors_of_groups_and_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(logs.TRACE_VARIABLE, raising=False)
+    for hook in ("excepthook", "unraisablehook"):
+        monkeypatch.setattr(sys, hook, getattr(sys, hook))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))  # no folder can be made below a file
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as ended, errors_in_words():
+        raise ExceptionGroup("several", [ExceptionGroup("inner", [OSError(28, "No space left on device")])])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: OSError: [Errno 28] No space left on device\n")
+    (spare,) = tmp_path.glob("asyncdock-error-*.log")
+    assert str(spare) in said
+
+
+# ── a model that no engine runs ──
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "reason"),
+    [
+        (Gemma2Config(), "rollout", "attention option softcap"),
+        (T5Config(), "rollout", "is an encoder with a decoder"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+            "rollout",
+            "rope_type 'dynamic' changes its angles",
+        ),
+        (LlamaConfig(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8), "", ""),
+    ],
+)
+def test_check_asks_the_engines_by_the_model_s_config_alone(
+    config: Any, engine: str, reason: str, tmp_path: Path
+) -> None:
+    """There are no weights in the folder. A large model costs no more than a small one."""
+    config.save_pretrained(tmp_path)
+    data = {**TINY, "model": {"source": str(tmp_path), "dtype": "bfloat16"}}
+    before = torch.get_rng_state()
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe(data)
+    found = [problem.wrong for problem in refused.value.problems if "cannot be run by" in problem.wrong]
+    assert any(reason in wrong and f"by {engine}.engine = 'torch'" in wrong for wrong in found) == bool(reason), found
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,632 @@
+"""The dashboard in a real browser: a whole run by clicks, by keys alone, on a phone, in the dark, against hostile text."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from selenium.webdriver.common.keys import Keys
+
+from tests.api.browser import CHROMIUM, DRIVER, WITHOUT, Browser, chromium
+from tests.api.site import Site, site
+
+pytestmark = [pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT), pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "api" / "dashboard"
+HOSTILE = "<img src=x onerror='window.broken=1'><script>window.broken=1</script>{{7*7}}\u202e"
+# A mock run that goes on for longer than any test; some steps a second.
+STEPS, TOKENS, STEP_SECONDS = 4000, 8, 0.1
+ENDLESS = {"train.steps": STEPS, "rollout.max_tokens": TOKENS, "train.mock.step_seconds": STEP_SECONDS}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with site(tmp_path_factory.mktemp("service")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def one_browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(one_browser: Browser, served: Site) -> Iterator[Browser]:
+    """A page without a past; what it complains of by the test's end is an error. A run that the test leaves goes with it."""
+    before = served.active()
+    one_browser.shape()
+    one_browser.open(served.url)
+    one_browser.js("sessionStorage.clear()")
+    one_browser.complaints()
+    yield one_browser
+    complaints = one_browser.complaints()
+    served.end_all_but(before)
+    assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def ended(served: Site) -> str:
+    """A finished run whose recipe says what may not be believed."""
+    hostile = {"description": HOSTILE, "prompts.template": HOSTILE.replace("{", "(").replace("}", ")") + "{prompt}"}
+    return served.finished(
+        {"name": "looked-at", "train.steps": 6, "rollout.max_tokens": TOKENS, "prompts.max_prompt_tokens": 512}
+        | hostile
+    )
+
+
+def module(name: str) -> str:
+    return f"const it = await import('/dashboard/{name}.js');"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: Browser, served: Site) -> None:
+    browser.click("New run")
+    browser.named("Recipe", "field")
+    browser.type("Name", "watched")
+    browser.type("Optimizer steps", str(STEPS))
+    browser.type("Tokens of a response", str(TOKENS))
+    browser.click("Change another key")
+    browser.type("Key", "train.mock.step_seconds")
+    browser.type("Value", str(STEP_SECONDS))
+    browser.click("Check")
+    browser.until("return document.body.innerText.includes('The recipe is sound.')")
+    browser.click("Start the run")
+    run = browser.until("return location.hash.startsWith('#/runs/') && location.hash.slice(7)")
+    browser.until("return document.querySelector('.run-head .state')?.innerText === 'running'")
+    assert browser.text("#connection") == "Live"
+
+    # The charts move: every one has a line for at least five steps, and goes on.
+    browser.click("Table of Staleness")
+    rows = "return document.querySelectorAll('.chart:nth-child(4) tbody tr').length"
+    browser.until(f"{rows.replace('return ', 'return (')}) >= 5")
+    seen = browser.js(rows)
+    browser.until(f"return document.querySelectorAll('.chart:nth-child(4) tbody tr').length > {seen}")
+    painted = browser.js(
+        "return [...document.querySelectorAll('.plot canvas')].map((canvas) => new Set(new Uint32Array("
+        "canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size)"
+    )
+    assert len(painted) == 6
+    assert min(painted) > 10
+    bounds = browser.js(
+        "return [...document.querySelectorAll('.chart:nth-child(4) tbody tr')].map((row) => [...row.cells].map("
+        "(cell) => Number(cell.innerText)))"
+    )
+    assert all(most <= bound == 1 for _, most, _, bound in bounds)
+
+    # The picture and the timeline say what the stages do.
+    browser.until("return document.querySelectorAll('.node .strong').length === 4")
+    browser.until("return /busy \\d+ %/.test(document.querySelector('.node-rollout').textContent)")
+    assert "rows in its queue" in browser.js("return document.querySelector('#picture-says').textContent")
+    overlap = browser.until(
+        "return document.querySelector('#timeline-says').innerText.match(/beside it for (\\d+) % of that/)?.[1]"
+    )
+    assert int(overlap) > 0
+
+    browser.click("Pause")
+    browser.until("return document.querySelector('.run-head .state').innerText === 'paused'")
+    assert served.run(run)["state"] == "paused"
+    browser.click("Resume")
+    browser.until("return document.querySelector('.run-head .state').innerText === 'running'")
+    steps = served.run(run)["steps_done"]
+    browser.until(f"return Number(document.querySelector('.track[role]').ariaValueNow) > {steps + 1}")
+
+    browser.click("Show")
+    browser.until("return document.querySelectorAll('.samples li').length === 25")
+    browser.js("document.querySelector('.samples summary').click()")
+    sample = browser.text(".samples li")
+    assert "Prompt" in sample
+    assert re.search(r"made by\s+\d+ by v\d+", sample)
+    browser.type("staleness from", "1")
+    browser.click("Show")
+    browser.until("return document.querySelectorAll('.samples li').length > 0")
+    found = browser.until(
+        "return [...document.querySelectorAll('.samples details')].map((one) => { one.open = true; "
+        "return one.innerText.match(/staleness\\s+(\\d+)/)?.[1]; })"
+    )
+    assert set(found) == {"1"}
+
+    browser.click("Checkpoint")
+    browser.click("Checkpoints")
+    browser.until("return document.querySelector('#view-checkpoints tbody tr')")
+    browser.click("Logs")
+    browser.until("return document.querySelector('.log').innerText.includes('rollout')")
+    browser.click("Workers")
+    browser.until("return document.querySelectorAll('#view-workers tbody tr').length >= 4")
+
+    browser.click("Stop")
+    browser.click("Cancel")
+    assert served.run(run)["state"] == "running"
+    browser.click("Stop")
+    browser.click("Stop the run")
+    browser.until("return document.querySelector('.run-head .state').innerText === 'stopped'")
+    browser.until("return document.querySelector('#connection').innerText === 'Ended'")
+    browser.until("return document.querySelector('#runs-list [aria-current]').innerText.includes('stopped')")
+    browser.click("Delete")
+    browser.click("Delete everything")
+    browser.until(f"return !document.querySelector('#runs-list').innerText.includes({json.dumps('watched')})")
+    assert served.get(f"v1/runs/{run}").status == 404
+    elsewhere = browser.js(
+        "return performance.getEntriesByType('resource').map((one) => one.name)"
+        ".filter((name) => !name.startsWith(location.origin))"
+    )
+    assert elsewhere == []
+
+
+@pytest.fixture(scope="class")
+def going(served: Site) -> Iterator[str]:
+    """A run that goes on while the tests of a class look at it."""
+    with served.running(ENDLESS) as run:
+        yield run
+
+
+class TestARunThatGoesOn:
+    def test_the_page_goes_on_when_the_server_was_killed_and_is_there_again(
+        self, going: str, browser: Browser, served: Site
+    ) -> None:
+        browser.open(f"{served.url}#/runs/{going}")
+        browser.until("return Number(document.querySelector('.track[role]').ariaValueNow) >= 3")
+        served.kill()
+        try:
+            browser.until("return document.querySelector('#connection').innerText === 'Connecting again…'")
+        finally:
+            served.start()
+        before = served.run(going)["steps_done"]
+        browser.until("return document.querySelector('#connection').innerText === 'Live'")
+        browser.until(f"return Number(document.querySelector('.track[role]').ariaValueNow) > {before + 2}")
+        browser.click("Table of Reward")
+        steps = browser.js(
+            "return [...document.querySelectorAll('.chart tbody tr th')].map((cell) => Number(cell.innerText))"
+        )
+        assert all(later == earlier + 1 for later, earlier in pairwise(steps)), f"steps are missing: {steps}"
+
+    def test_further_runs_wait_in_a_queue_and_say_so(self, going: str, browser: Browser, served: Site) -> None:
+        waiting = [served.submit({"name": f"waits-{number}"} | ENDLESS) for number in (1, 2)]
+        browser.open(f"{served.url}#/runs/{waiting[1]}")
+        browser.until("return document.querySelector('.run-head').innerText.includes('Place 2 in the queue')")
+        browser.until("return document.querySelector('#runs-list').innerText.includes('place 1 in the queue')")
+        browser.type("Name contains", "waits-1")
+        browser.until("return document.querySelectorAll('#runs-list li').length === 1")
+        browser.click("Stop")
+        browser.click("Stop the run")
+        browser.until("return document.querySelector('.run-head .state').innerText === 'stopped'")
+
+
+def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(browser: Browser, served: Site) -> None:
+    browser.open(f"{served.url}#/new")
+    browser.type("Optimizer steps", "0")
+    assert browser.named("Optimizer steps", "field").get_attribute("title") == "Optimizer steps of the whole run."
+    browser.type("Staleness bound", "-1")
+    browser.click("Start the run")
+    beside = "return document.getElementById(arguments[0].getAttribute('aria-describedby'))?.innerText"
+    for label, fix in (("Optimizer steps", "use a value >= 1"), ("Staleness bound", "use a value >= 0")):
+        field = browser.named(label, "field")
+        assert fix in browser.until(beside, field)
+        assert field.get_attribute("aria-invalid") == "true"
+    assert browser.text(".problems").startswith("2 things are wrong.")
+    assert "Optimizer steps" in browser.focused()["name"]
+
+    browser.named("JSON", "field").click()
+    text = browser.named("Recipe as JSON", "field")
+    text.clear()
+    text.send_keys("{")
+    browser.click("Start the run")
+    browser.until("return document.querySelector('#recipe-text-wrong').innerText.includes('write one JSON object')")
+    text.clear()
+    text.send_keys('{"name": "mine", "train": {"stepz": 3}}')
+    browser.click("Check")
+    browser.until("return document.querySelector('#recipe-text-wrong').innerText.includes('train.stepz')")
+    assert "add a [model] section" in browser.text("#recipe-text-wrong")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hostile text
+
+
+def test_what_a_recipe_says_stays_text(browser: Browser, served: Site, ended: str) -> None:
+    """A recipe comes from whoever may submit one."""
+    browser.open(f"{served.url}#/runs/{ended}")
+    browser.until("return document.querySelectorAll('.samples li').length > 0")
+    browser.click("Recipe")
+    shown = browser.js("return document.querySelector('main').textContent")
+    assert shown.count("<script>window.broken=1</script>") >= 3
+    assert browser.js("return document.querySelectorAll('main img, main script').length") == 0
+    assert browser.js("return window.broken ?? null") is None
+
+
+def test_every_field_of_a_sample_stays_text(browser: Browser) -> None:
+    sample = {"prompt": HOSTILE, "response": HOSTILE, "reward": 1, "rewards": {HOSTILE: 1, "b": 0}, "advantage": 1,
+              "step": HOSTILE, "group": HOSTILE, "place": HOSTILE, "tokens": 3, "versions": [[HOSTILE, HOSTILE]],
+              "staleness": 0, "truncated": False}  # fmt: skip
+    shown = browser.asynchronous(
+        module("samples")
+        + "const entry = new it.Samples(null, 'run').entry(arguments_[0]); document.body.append(entry);"
+        "const shown = [entry.textContent, entry.querySelectorAll('img, script').length]; entry.remove(); return shown;",
+        sample,
+    )
+    assert shown[0].count("<script>window.broken=1</script>") >= 7
+    assert shown[1] == 0
+
+
+def test_a_script_that_got_into_the_page_would_not_run(browser: Browser) -> None:
+    tried = browser.js(
+        "const got = []; const attempt = (what) => { try { what(); got.push('allowed'); } "
+        "catch (error) { got.push(error.name); } };"
+        "attempt(() => { document.body.innerHTML += '<b>x</b>'; });"
+        "attempt(() => { document.createElement('script').textContent = 'window.broken=1'; });"
+        "attempt(() => { setTimeout('window.broken=1'); }); return got;"
+    )
+    assert tried == ["TypeError"] * 3
+    assert len(browser.complaints()) >= 2  # the browser tells of each breach
+    policy = browser.asynchronous("return (await fetch('/')).headers.get('Content-Security-Policy');")
+    assert "unsafe" not in policy
+    assert "default-src 'none'" in policy
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who may look
+
+
+def test_a_server_that_wants_a_token_is_given_one_and_it_is_kept_in_the_tab_alone(
+    one_browser: Browser, tmp_path: Path
+) -> None:
+    with site(tmp_path, "--require-token") as locked:
+        token = locked.token("read")
+        one_browser.open(locked.url)
+        one_browser.type("Token", "adk_wrong")
+        one_browser.click("Sign in")
+        one_browser.until("return document.body.innerText.includes('does not accept this token')")
+        one_browser.type("Token", token)
+        one_browser.click("Sign in")
+        one_browser.until("return document.querySelector('main').innerText.includes('No run yet')")
+        kept = one_browser.js(
+            "return [Object.values(sessionStorage), localStorage.length, document.cookie, location.href]"
+        )
+        assert kept == [[token], 0, "", locked.url]
+        # A reader's token may look, and is told when it may not do something.
+        one_browser.click("New run")
+        one_browser.named("Recipe", "field")
+        one_browser.until("return document.querySelector('#recipe-name').options.length > 0")
+        one_browser.click("Start the run")
+        one_browser.until("return document.querySelector('.problems').innerText.includes('scope run')")
+        one_browser.click("Sign out")
+        one_browser.named("Token", "field")
+        assert one_browser.js("return sessionStorage.length") == 0
+        one_browser.complaints()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By keys alone, by ear, on a phone, in the dark
+
+
+def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(browser: Browser, served: Site) -> None:
+    browser.open(f"{served.url}#/new")
+    browser.until("return document.querySelector('#recipe-name')?.options.length > 0")
+
+    def tab_to(name: str, *, key: str = Keys.TAB, most: int = 80) -> None:
+        """Press Tab until the control called so has the focus. Wherever it stops on the way is seen."""
+        for _ in range(most):
+            browser.keys(key)
+            at = browser.focused()
+            if at["tag"] not in ("BODY", "HTML"):
+                assert at["seen"], f"the focus is not seen on {at}"
+            if at["name"].startswith(name):
+                return
+        raise AssertionError(f"{name!r} is not reached with the keyboard")
+
+    browser.js("document.activeElement.blur()")
+    tab_to("Skip to the run")
+    browser.keys(Keys.ENTER)
+    assert browser.js("return document.activeElement.tagName") == "H1"
+    tab_to("Name")
+    browser.keys("by-keys")
+    tab_to("Optimizer steps")
+    browser.keys(str(STEPS))
+    tab_to("Tokens of a response")
+    browser.keys(str(TOKENS))
+    tab_to("Change another key")
+    browser.keys(Keys.ENTER)
+    browser.keys("train.mock.step_seconds", Keys.TAB, str(STEP_SECONDS))
+    tab_to("Start the run")
+    browser.keys(Keys.ENTER)
+    browser.until("return document.querySelector('.run-head .state')?.innerText === 'running'")
+    assert browser.js("return document.activeElement.tagName") == "H1", "one reads on at the new page's heading"
+    tab_to("Pause")
+    browser.keys(Keys.SPACE)
+    browser.until("return document.querySelector('.run-head .state').innerText === 'paused'")
+    browser.until("return document.activeElement.innerText === 'Resume'", why="the focus on what took Pause's place")
+    browser.keys(Keys.SPACE)
+    browser.until("return document.querySelector('.run-head .state').innerText === 'running'")
+    browser.until("return document.querySelectorAll('.plot canvas').length === 6")
+    browser.until("return document.querySelector('.track[role]').ariaValueNow >= 3")
+    browser.js("document.querySelector('.plot').focus()")
+    browser.keys(Keys.HOME)
+    browser.until("return document.querySelector('#spoken').innerText.startsWith('Reward at step 1:')")
+    browser.keys(Keys.ARROW_RIGHT)
+    browser.until("return document.querySelector('#spoken').innerText.startsWith('Reward at step 2:')")
+    browser.keys(Keys.ESCAPE)
+    tab_to("Samples")
+    browser.keys(Keys.ARROW_RIGHT)
+    assert browser.focused()["name"] == "Workers"
+    browser.keys(Keys.END)
+    assert browser.js("return document.querySelector('[aria-selected=true]').innerText") == "Recipe"
+    tab_to("Stop", key=Keys.SHIFT + Keys.TAB)
+    browser.keys(Keys.ENTER)
+    browser.until("return document.querySelector('dialog[open]')")
+    browser.keys(Keys.ESCAPE)
+    browser.until("return !document.querySelector('dialog')")
+    assert browser.focused()["name"] == "Stop", "the focus goes back to where it was"
+    browser.keys(Keys.ENTER)
+    browser.until("return document.querySelector('dialog[open]')")
+    tab_to("Stop the run", most=4)
+    browser.keys(Keys.ENTER)
+    browser.until("return document.querySelector('.run-head .state').innerText === 'stopped'")
+    browser.until("return document.querySelector('#spoken').textContent.includes('stopped')", why="a word of it by ear")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390, 320])
+def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
+    browser: Browser, served: Site, ended: str, width: int, scheme: str
+) -> None:
+    """axe-core finds nothing, and nothing is wider than the window."""
+    browser.shape(width, 844, scheme=scheme)
+    for place, there in (
+        ("#/", "document.querySelector('#runs-list li')"),
+        ("#/new", "document.querySelector('#recipe-name')?.options.length"),
+        (
+            f"#/runs/{ended}",
+            "document.querySelectorAll('.plot canvas').length === 6 && document.querySelector('.samples li')",
+        ),
+    ):
+        browser.open(f"{served.url}{place}")
+        browser.until(f"return {there}")
+        assert browser.axe() == [], place
+        assert browser.overflow() <= 0, place
+    for view in ("Workers", "Checkpoints", "Logs", "Recipe"):
+        browser.click(view)
+        assert browser.axe(".browser") == [], view  # around it all is as it was
+        assert browser.overflow() <= 0, view
+    browser.js("document.querySelectorAll('.as-table').forEach((one) => { one.open = true; })")
+    browser.click("Delete")
+    assert browser.axe() == [], "a question"
+    browser.click("Cancel")
+    dark = browser.js("return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every((one) => one < 60)")
+    assert dark == (scheme == "dark")
+
+
+def rules(scheme: str) -> dict[str, str]:
+    """The colours that the style sheet gives by name."""
+    style = (PAGE / "dashboard.css").read_text()
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in re.findall(r":root \{(.*?)\n *\}", style, re.S)
+    )
+    return light if scheme == "light" else light | dark
+
+
+def linear(colour: str) -> np.ndarray:
+    value = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2.2, between 1 and 21."""
+    low, high = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb
+    x, y, z = np.cbrt(np.clip(xyz / [0.9505, 1.0, 1.089], 1e-6, None))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+# Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
+SIGHT = {
+    name: np.array(rows).reshape(3, 3)
+    for name, rows in {
+        "usual": [1, 0, 0, 0, 1, 0, 0, 0, 1],
+        "protanopia": [0.152286, 1.052583, -0.204868, 0.114503, 0.786281, 0.099216, -0.003882, -0.048116, 1.051998],
+        "deuteranopia": [0.367322, 0.860646, -0.227968, 0.280085, 0.672501, 0.047413, -0.01182, 0.04294, 0.968881],
+        "tritanopia": [1.255528, -0.076749, -0.178779, -0.078411, 0.930809, 0.147602, 0.004733, 0.691367, 0.3039],
+    }.items()
+}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_can_be_told_apart_and_read(scheme: str) -> None:
+    colours = rules(scheme)
+    for text, ground in product(("text", "muted", "good", "bad", "watch", "accent"), ("surface", "page", "raised")):
+        assert contrast(colours[text], colours[ground]) >= 4.5, f"{text} on {ground}"
+    drawn = [name for name in colours if name.startswith(("series-", "share-", "stage-"))]
+    for name in drawn:
+        assert contrast(colours[name], colours["surface"]) >= 2.9, name
+    shares = [name for name in drawn if name.startswith("share-")]
+    for sight, seen in SIGHT.items():
+        for group in (["series-1", "series-2"], shares):
+            points = {name: lab(np.clip(seen @ linear(colours[name]), 0, 1)) for name in group}
+            for one, other in product(group, group):
+                if one < other:
+                    assert np.linalg.norm(points[one] - points[other]) > 20, f"{one} and {other} with {sight}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Its parts, in the browser
+
+
+def dispatched(text: str) -> list[dict[str, str]]:
+    """The events of a whole stream, straight from the standard's words."""
+    events, kind, data, last = [], "", [], ""
+    for line in re.split(r"\r\n|\n|\r", text.removeprefix("\ufeff"))[:-1]:
+        name, colon, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if not line:
+            if data:
+                events.append({"id": last, "kind": kind or "message", "data": "\n".join(data)})
+            kind, data = "", []
+        elif colon and not name:
+            continue
+        elif name == "event":
+            kind = value
+        elif name == "data":
+            data.append(value)
+        elif name == "id" and "\0" not in value:
+            last = value
+    return events
+
+
+LINES = st.sampled_from(
+    [
+        "data: a",
+        "data:b",
+        "data",
+        "data:  c",
+        "event: step",
+        "event",
+        "id: 7-1",
+        "id",
+        "id: x\x00y",
+        ": beat",
+        ":",
+        "",
+        "",
+        "",
+        "retry: 5",
+        "no field",
+    ]
+)
+ENDED_LINES = st.lists(st.tuples(LINES, st.sampled_from(["\n", "\r\n", "\r"])), max_size=14)
+IN_A_PAGE = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@given(lines=ENDED_LINES, cuts=st.lists(st.integers(0, 90), max_size=6), bom=st.booleans())
+@IN_A_PAGE
+def test_a_stream_is_read_the_same_however_it_is_cut(
+    browser: Browser, lines: list[tuple[str, str]], cuts: list[int], bom: bool
+) -> None:
+    text = "\ufeff" * bom + "".join(line + end for line, end in lines)
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    parts = [text[begin:end] for begin, end in pairwise(places)]
+    found = browser.asynchronous(
+        module("stream") + "const parser = new it.Parser(); return arguments_[0].flatMap((part) => parser.push(part));",
+        [*parts, "\n"] if text.endswith("\r") else parts,
+    )
+    assert found == dispatched(text)
+
+
+TICKS = 40
+INTERVALS = st.lists(st.tuples(st.integers(0, TICKS), st.integers(0, TICKS)).map(sorted), max_size=8)
+
+
+@given(one=INTERVALS, other=INTERVALS)
+@IN_A_PAGE
+def test_the_overlap_of_the_timeline_is_that_of_its_instants(
+    browser: Browser, one: list[list[int]], other: list[list[int]]
+) -> None:
+    found = browser.asynchronous(
+        module("timeline") + "const [a, b] = arguments_[0].map((list) => it.union(list));"
+        "return [it.total(a), it.total(b), it.total(it.both(a, b)), Math.max(0, ...it.depth([a, b]).map((one) => one[1]))];",
+        [one, other],
+    )
+    in_one, in_other = ({t for a, b in spans for t in range(a, b)} for spans in (one, other))
+    shared = in_one & in_other
+    assert found == [len(in_one), len(in_other), len(shared), 2 if shared else int(bool(in_one | in_other))]
+
+
+def test_numbers_are_written_as_a_person_reads_them(browser: Browser) -> None:
+    wanted = {
+        0: "0",
+        99.9: "100",
+        150: "150",
+        15.26: "15",
+        1234.5: "1,235",
+        0.00123: "0.0012",
+        -0.0069: "−0.0069",
+        1e-5: "1e−5",
+    }
+    found = browser.asynchronous(
+        module("format") + "return arguments_[0].map((value) => it.number(value, 2));", list(wanted)
+    )
+    assert found == list(wanted.values())
+    missing = browser.asynchronous(
+        module("format") + "return [it.number(null), it.number(NaN), it.percent(undefined)];"
+    )
+    assert missing == ["–"] * 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The page that the API is read in
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_of_the_api_shows_every_operation_and_asks_nobody_else(
+    browser: Browser, served: Site, width: int, scheme: str
+) -> None:
+    browser.shape(width, 844, scheme=scheme)
+    browser.open(f"{served.url}docs")
+    browser.until("return document.querySelector('section > details')")
+    document = served.get("openapi.json").body
+    assert browser.js("return document.querySelectorAll('section > details').length") == sum(
+        len(methods) for methods in document["paths"].values()
+    )
+    browser.js("document.querySelector('#submit_run').open = true")
+    browser.js("document.querySelectorAll('#submit_run details').forEach((answer) => { answer.open = true; })")
+    browser.until("return document.querySelectorAll('#submit_run details table').length > 0")
+    assert "overrides" in browser.text("#submit_run")
+    assert "recipe_name" in browser.text("#submit_run")
+    browser.js("document.querySelector('#stream').open = true")
+    browser.js("document.querySelectorAll('#stream details').forEach((answer) => { answer.open = true; })")
+    browser.until("return document.querySelector('#stream').innerText.includes('An optimizer step was made.')")
+    assert "dropped" in browser.text("#stream")
+    assert "`" not in browser.text("#submit_run"), "code is shown as code"
+    assert browser.axe() == []
+    assert browser.overflow() <= 0
+    browser.type("Find an operation", "checkpoint POST")
+    browser.until("return document.querySelector('#found').innerText === '1 found'")
+    left = "return document.querySelector('section:not([hidden]) > details:not([hidden])').id"
+    assert browser.js(left) == "checkpoint_run"
+    asked = browser.js("return performance.getEntriesByType('resource').map((one) => one.name)")
+    assert {one.removeprefix(served.url) for one in asked} == {
+        "docs/reference.css",
+        "docs/reference.js",
+        "openapi.json",
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Its files
+
+
+def test_an_installed_package_has_every_file_of_the_page() -> None:
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["api"]
+    listed = subprocess.run(
+        ["git", "ls-files", "api/dashboard"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    files = [str(path.relative_to(ROOT / "api")) for path in PAGE.rglob("*") if path.is_file()]
+    assert not listed or sorted(f"api/{file}" for file in files) == sorted(listed)
+    for file in files:
+        assert any(fnmatch.fnmatch(file, pattern) for pattern in packaged), file
+
+
+def test_the_page_asks_nobody_else_for_anything() -> None:
+    """No address of another machine in what is ours, but names of namespaces and sources of what is vendored."""
+    for path in PAGE.iterdir():
+        if path.is_file():
+            found: list[Any] = re.findall(r"(?:https?:)?//[\w.-]+\.\w+", path.read_text())
+            assert [url for url in found if "www.w3.org" not in url] == [], path

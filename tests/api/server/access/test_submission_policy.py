@@ -1,0 +1,295 @@
+"""Recipes in requests: the attacks that they could carry. What is refused is never imported and never looked at."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api.server.access.submission_policy import accept, stored_recipe, stored_recipes
+from api.server.service import Settings
+from orchestration.recipe.recipe import Recipe, RecipeError
+from tests.orchestration.runs import MOCK
+
+CANARY = "asyncdock_canary"
+
+
+@pytest.fixture
+def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module that anybody could name, and that leaves a file when it is imported."""
+    trace = tmp_path / "imported"
+    code = f"open({str(trace)!r}, 'w').close()\ndef reward(completions, **_): return [0.0 for _ in completions]\n"
+    (tmp_path / f"{CANARY}.py").write_text(code + "class Algorithm: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    return trace
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    data = copy.deepcopy(MOCK)
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            data.setdefault(section, {})[name] = value
+        else:
+            data[section] = value
+    return data
+
+
+def refused(data: dict[str, Any], *, overrides: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+    """The problems of a recipe, by their keys."""
+    with pytest.raises(RecipeError) as raised:
+        accept(Settings(data=Path(), **given), data, overrides or {})
+    return {problem.key: problem for problem in raised.value.problems}
+
+
+def test_a_sound_recipe_is_what_it_says() -> None:
+    accepted = accept(Settings(data=Path()), recipe(), {"train.steps": 3, "reward.functions.0.weight": 0.5})
+    assert (accepted.train.steps, accepted.reward.functions[0].weight) == (3, 0.5)
+
+
+# --- code ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        (recipe(reward={"functions": [{"name": f"{CANARY}:reward"}]}), "reward.functions.0.name"),
+        (recipe(reward={"functions": [{"name": "spelling"}, {"name": f"{CANARY}:x"}]}), "reward.functions.1.name"),
+        (recipe(reward={"functions": [{"name": f"{CANARY}:reward"}, 7]}), "reward.functions.0.name"),
+        (recipe(algorithm={"name": f"{CANARY}:Algorithm", "group_size": 4}), "algorithm.name"),
+        (recipe(prompts={"source": "datasets", "path": f"{CANARY}:rows"}), "prompts.path"),
+        (recipe(prompts={"source": "jsonl", "path": f"{CANARY}:rows"}), "prompts.path"),
+        (recipe(reward={"functions": [{"name": "os:system"}]}), "reward.functions.0.name"),
+        (recipe(rollout__engine=f"{CANARY}:engine"), "rollout.engine"),
+        (recipe(train__engine=f"{CANARY}:engine", train__options={"command": "id"}), "train.engine"),
+        (recipe(reward={"functions": [{"name": f"{CANARY}:reward", "weight": "x"}]}), "reward.functions.0.name"),
+    ],
+)
+def test_code_that_is_not_allowed_is_refused_and_never_imported(data: dict[str, Any], key: str, canary: Path) -> None:
+    problem = refused(data)[key]
+    assert "does not run" in problem.wrong
+    assert not canary.exists()
+
+
+def test_code_is_refused_in_overrides_too(canary: Path) -> None:
+    overrides = {"reward.functions.0.name": f"{CANARY}:reward", "algorithm.name": f"{CANARY}:Algorithm"}
+    assert {"reward.functions.0.name", "algorithm.name"} <= set(refused(recipe(), overrides=overrides))
+    functions = {"reward.functions": [{"name": f"{CANARY}:reward"}]}
+    assert "reward.functions.0.name" in refused(recipe(), overrides=functions)
+    assert "reward.functions.0.name" in refused(
+        recipe(), overrides={"reward": {"functions": functions["reward.functions"]}}
+    )
+    assert not canary.exists()
+
+
+def test_code_that_the_operator_allows_is_taken_and_only_that(canary: Path) -> None:
+    name = f"{CANARY}:reward"
+    data = recipe(reward={"functions": [{"name": name}]})
+    allowed = accept(Settings(data=Path(), allow_rewards=frozenset([name])), data, {})
+    assert allowed.reward.functions[0].name == name
+    assert canary.exists()
+    other = recipe(reward={"functions": [{"name": f"{CANARY}:Algorithm"}]})
+    assert "reward.functions.0.name" in refused(other, allow_rewards={name})
+    assert "algorithm.name" in refused(recipe(algorithm__name=name), allow_rewards={name})
+    assert "rollout.engine" in refused(recipe(rollout__engine=name), allow_rewards={name}, allow_algorithms={name})
+
+
+def test_an_engine_that_the_operator_allows_is_taken() -> None:
+    name = "tests.stages.engines.echo:engine"
+    data = recipe(rollout={"engine": name, "max_rows": 32, "max_tokens": 4})
+    assert accept(Settings(data=Path(), allow_engines=frozenset([name])), data, {}).rollout.engine == name
+    assert "rollout.engine" in refused(data, allow_engines={"tests.stages.engines.counting:engine"})
+
+
+@pytest.mark.parametrize(
+    "template", ["{prompt.__class__}", "{prompt[0]}", "{prompt:>1000000000}", "{prompt!r:>{answer}}", "{0}", "{", "{}"]
+)
+def test_a_template_that_reaches_into_its_columns_is_refused(template: str) -> None:
+    assert "prompts.template" in refused(recipe(prompts__template=template))
+
+
+@pytest.mark.parametrize("template", ["{prompt}", "Q: {prompt} {{literally}} A:", "{question} {prompt}"])
+def test_a_template_that_names_columns_is_taken(template: str) -> None:
+    assert accept(Settings(data=Path()), recipe(prompts__template=template), {}).prompts.template == template
+
+
+# --- paths --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> tuple[Path, Path]:
+    """A root with a file in it, and one outside of it that links lead to."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder in (root / "inner", outside):
+        folder.mkdir(parents=True)
+        (folder / "rows.jsonl").write_text('{"prompt": "say a"}\n')
+    (root / "link.jsonl").symlink_to(outside / "rows.jsonl")
+    (root / "linked").symlink_to(outside)
+    (tmp_path / "root-twin").mkdir()
+    (tmp_path / "root-twin" / "rows.jsonl").write_text('{"prompt": "say a"}\n')
+    return root, outside
+
+
+def prompts(path: str, **more: Any) -> dict[str, Any]:
+    return recipe(prompts={"source": "jsonl", "path": path, "max_prompt_tokens": 16, **more})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "{outside}/rows.jsonl",
+        "{root}/../outside/rows.jsonl",
+        "{root}/inner/../../outside/rows.jsonl",
+        "../outside/rows.jsonl",
+        "inner/../../outside/rows.jsonl",
+        "{root}/link.jsonl",
+        "link.jsonl",
+        "{root}/linked/rows.jsonl",
+        "{root}-twin/rows.jsonl",
+        "/etc/passwd",
+        "/etc/there-is-no-such-file",
+        "file:///etc/passwd",
+    ],
+)
+def test_a_path_that_leads_out_of_the_roots_is_refused(path: str, roots: tuple[Path, Path]) -> None:
+    root, outside = roots
+    problem = refused(prompts(path.format(root=root, outside=outside)), roots=(root,))["prompts.path"]
+    assert "exist" not in problem.wrong  # what is outside is not even told to be there, or not
+
+
+def test_a_home_directory_is_nobodys(roots: tuple[Path, Path]) -> None:
+    assert "does not exist" in refused(prompts("~/rows.jsonl"), roots=(roots[0],))["prompts.path"].wrong
+
+
+@pytest.mark.parametrize("path", ["{root}/inner/rows.jsonl", "inner/rows.jsonl", "{root}/inner/../inner/rows.jsonl"])
+def test_a_path_below_a_root_is_taken_as_what_it_really_is(path: str, roots: tuple[Path, Path], tmp_path: Path) -> None:
+    root, _ = roots
+    given = {"data": tmp_path, "roots": (tmp_path / "root-twin" / "none", root)}
+    taken = accept(Settings(**given), prompts(path.format(root=root), held_out=0.0), {})
+    assert taken.prompts.path == os.path.realpath(root / "inner" / "rows.jsonl")
+
+
+def test_without_roots_no_file_is_read(roots: tuple[Path, Path]) -> None:
+    assert "--root" in refused(prompts(str(roots[0] / "inner" / "rows.jsonl")))["prompts.path"].fix
+
+
+def test_models_and_certificates_lie_below_the_roots_too(roots: tuple[Path, Path]) -> None:
+    root, outside = roots
+    engines = {"rollout": {"engine": "torch"}, "train": {"engine": "torch", "steps": 1}}
+    assert "model.source" in refused(recipe(model={"source": str(outside)}, **engines), roots=(root,))
+    problems = refused(recipe(pipeline__tls_key="/etc/ssl/private/key.pem"), roots=(root,))
+    assert "lies outside" in problems["pipeline.tls_key"].wrong
+
+
+# --- addresses, amounts, names ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"pipeline__index": "redis://elsewhere:6379"}, "pipeline.index"),
+        ({"pipeline__index": "unix:///run/other.sock"}, "pipeline.index"),
+        ({"pipeline__serve": "0.0.0.0"}, "pipeline.serve"),
+        ({"pipeline__serve": "127.0.0.1"}, "pipeline.serve"),
+        ({"sync__transport": "collective"}, "sync.transport"),
+        ({"sync__transport": "collective", "sync__serve": "127.0.0.1"}, "sync.serve"),
+        ({"sync__transport": "collective", "sync__serve": "0.0.0.0"}, "sync.serve"),
+        ({"sync__transport": "collective", "sync__serve": "::"}, "sync.serve"),
+        ({"sync__transport": "collective", "sync__serve": ["0.0.0.0"]}, "sync.serve"),
+        ({"name": "n" * 65}, "name"),
+        ({"name": "../../etc"}, "name"),
+        ({"rollout__workers": 100}, "rollout.workers"),
+        ({"pipeline__arena": "900GiB"}, "pipeline.arena"),
+        ({"seed": 2**60}, "seed"),
+        ({"seed": 10**4000}, "seed"),
+        ({"description": "a\0b"}, "description"),
+        ({"rollout__mock": {"row_rate": float("inf")}}, "rollout.mock.row_rate"),
+    ],
+)
+def test_what_reaches_past_the_service_or_takes_too_much_is_refused(changes: dict[str, Any], key: str) -> None:
+    assert key in refused(recipe(**changes))
+
+
+def test_only_the_addresses_that_the_operator_allows_are_listened_on() -> None:
+    """`sync.transport = "collective"` in a request opened a port on every address of the machine."""
+    collective = {"sync.transport": "collective", "sync.serve": "10.0.0.7"}
+    assert "sync.serve" in refused(recipe(), overrides=collective)
+    assert "sync.serve" in refused(recipe(), overrides=collective, allow_listen={"127.0.0.1", "10.0.0.70"})
+    given = Settings(data=Path(), allow_listen=frozenset(["10.0.0.7"]))
+    assert accept(given, recipe(), collective).sync.serve == "10.0.0.7"
+    assert accept(given, recipe(), {"pipeline.serve": "10.0.0.7"}).pipeline.serve == "10.0.0.7"
+    assert "sync.transport" in refused(recipe(sync__transport="collective"), allow_listen={"10.0.0.7"})
+
+
+def test_a_deep_recipe_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    assert any("deep" in problem.wrong for problem in refused(recipe(algorithm__options=deep)).values())
+    assert "overrides" in refused(recipe(), overrides={".".join("a" * 100_000): 1})
+
+
+def test_all_problems_are_told_at_once() -> None:
+    data = recipe(pipeline__index="redis://x", algorithm__name="os:x", train__steps=0, rollout__temprature=1, name=5)
+    problems = refused(data, overrides={"train.steps.x": 1, "nothing": 1, "a..b": 2})
+    expected = {"pipeline.index", "algorithm.name", "train.steps", "rollout.temprature", "name", "nothing", "overrides"}
+    assert expected <= set(problems)
+
+
+def test_stored_recipes_are_looked_up_and_never_joined_to_a_path(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.toml").write_text('description = "mine"\n')
+    (tmp_path / "secret.toml").write_text('description = "secret"\n')
+    given = Settings(data=tmp_path, recipes=(tmp_path / "recipes",))
+    assert {"mine", "mock", "quickstart"} <= set(stored_recipes(given))
+    assert stored_recipe(given, "mine") == {"name": "mine", "description": "mine"}
+    for name in ("../secret", "secret", f"{tmp_path}/secret", "mine.toml", "", ".", "mine\0"):
+        with pytest.raises(LookupError):
+            stored_recipe(given, name)
+
+
+TABLES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["mock", "a:b", "/x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(
+    [
+        f"{name}.{field}"
+        for name, info in Recipe.model_fields.items()
+        for field in getattr(info.annotation, "model_fields", ())
+    ]
+    + list(Recipe.model_fields)
+    + ["reward.functions.0.name", "algorithm.options.clip_low", "rollout.mock.row_rate", "train.mock.x"]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(changes=st.dictionaries(KEYS, TABLES, max_size=4))
+def test_whatever_a_recipe_says_it_is_taken_or_its_problems_are_told(changes: dict[str, Any]) -> None:
+    try:
+        accepted = accept(Settings(data=Path()), MOCK, changes)
+    except RecipeError as error:
+        problems = error.problems
+    else:
+        problems = []
+        assert Recipe.from_json(accepted.to_json()) == accepted
+    assert all(problem.key and problem.wrong for problem in problems)
+
+
+@pytest.mark.parametrize("name", ["mock", "tiny"])
+def test_recipes_of_the_package_may_be_submitted_as_they_are(name: str) -> None:
+    given = Settings(data=Path())
+    assert accept(given, stored_recipe(given, name), {}).name == name

@@ -1,0 +1,406 @@
+"""What people and programs read of a run over HTTP: its stream, its history, its trace, and Prometheus's page."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientResponse
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestration.events_file import METRICS, MetricsFile
+from orchestration.recipe.recipe import parse_recipe
+from orchestration.service.registry import Registry, RunRecord
+from pipeline.index.client import Event, Index
+from pipeline.index.embedded import EmbeddedIndex
+from stages.sample_log import FOLDER, SampleBook
+from tests.api.serving import Client, bearer, problem, serving
+from tests.orchestration.runs import MOCK
+
+STAGE = {"busy": 1.0, "waiting_input": 2.0, "waiting_room": 0.5, "other": 0.5, "wall": 4.0, "parked": 0}
+
+
+def stage(worker: str, *, wall: float = 4.0, rows: int = 8, depth: int = 3) -> dict[str, Any]:
+    times = {name: STAGE[name] * wall / 4 for name in ("busy", "waiting_input", "waiting_room", "other")}
+    counts = {"rows": rows, "tokens": 10 * rows, "parked": 0, "queue_depth": depth, "in_flight": 2}
+    return {"stage": worker.partition("-")[0], "worker": worker, **times, "wall": wall, **counts}
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    tokens = {"tokens_generated": 100 * number + 150, "tokens_trained": 100 * number + 100, "tokens_filtered": 7}
+    staleness = {"staleness_mean": 0.5, "staleness_p95": 1.0, "staleness_max": 1.0}
+    numbers = {"loss": -0.25, "kl_behaviour": 0.01, "reward_mean": 0.1 * number, "reward_std": 0.2, "seconds": 1.5}
+    return {
+        "step": number,
+        "version": number + 1,
+        "rows": 32,
+        "groups": [1, 2],
+        **tokens,
+        **staleness,
+        **numbers,
+        **changes,
+    }
+
+
+class Told:
+    """A run that nobody runs: the test tells its events."""
+
+    def __init__(self, record: RunRecord, index: Index, registry: Registry) -> None:
+        self.record, self.index, self.registry = record, index, registry
+        self.path = f"/v1/runs/{record.id}"
+
+    async def tell(self, kind: str, data: dict[str, Any]) -> None:
+        await self.index.emit(kind, data)
+
+    async def begin(self) -> None:
+        held = await self.registry.take("agent", "/nowhere", "token", 60.0)
+        assert held is not None
+        assert held.record.id == self.record.id
+        await self.registry.renew(self.record.id, "token", "process", 60.0)
+        await self.index.transition(["", "created"], "running")
+
+    async def finish(self) -> None:
+        await self.index.transition(["running"], "finished")
+        await self.registry.end(self.record.id, "token", "finished", "")
+
+
+@pytest.fixture(scope="module")
+def index_url() -> Iterator[str]:
+    """An index of its own: no run of other tests waits there before ours."""
+    with tempfile.TemporaryDirectory(prefix="adk-") as home, EmbeddedIndex(Path(home)) as server:
+        yield server.url
+
+
+@pytest.fixture
+async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]:
+    async with serving(index_url, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def run(index_url: str) -> AsyncGenerator[Told, None]:
+    registry = Registry(index_url)
+    record, _ = await registry.submit(parse_recipe({**MOCK, "name": f"told-{uuid.uuid4().hex[:6]}"}))
+    index = Index(index_url, record.id)
+    told = Told(record, index, registry)
+    await told.begin()
+    yield told
+    if (await registry.get(record.id)).state == "running":
+        await told.finish()
+    await registry.delete(record.id)
+    await index.close()
+    await registry.close()
+
+
+async def events(response: ClientResponse) -> list[tuple[str, str, dict[str, Any]]]:
+    """(id, kind, data) of all events of a stream up to its end."""
+    found = []
+    for block in (await response.text()).split("\n\n"):
+        fields = dict(line.partition(": ")[::2] for line in block.splitlines() if line)
+        if "data" in fields:
+            found.append((fields.get("id", ""), fields["event"], json.loads(fields["data"])))
+    return found
+
+
+# ── the stream ──
+
+
+async def test_a_run_is_streamed_to_its_end_and_from_any_event_on(client: Client, run: Told) -> None:
+    async def whole() -> list[tuple[str, str, dict[str, Any]]]:
+        async with client.get(f"{run.path}/metrics/stream") as response:
+            assert response.status == 200
+            assert response.content_type == "text/event-stream"
+            return await events(response)
+
+    reading = asyncio.create_task(whole())
+    for number in range(5):
+        await run.tell("step", step(number))
+    await run.finish()
+    told = await asyncio.wait_for(reading, 20)
+    assert [kind for _, kind, _ in told if kind != "state"] == [*["step"] * 5, "end"]
+    assert [data["state"] for _, kind, data in told if kind == "state"][-2:] == ["running", "finished"]
+    assert told[-1][2] == {"state": "finished", "reason": ""}
+    assert [data["step"] for _, kind, data in told if kind == "step"] == list(range(5))
+    at = next(i for i, (_, kind, data) in enumerate(told) if kind == "step" and data["step"] == 1)
+    async with client.get(f"{run.path}/metrics/stream", headers={"Last-Event-ID": told[at][0]}) as response:
+        assert await events(response) == told[at + 1 :]
+    query = {"last_event_id": told[at][0], "kinds": "step"}
+    async with client.get(f"{run.path}/metrics/stream", params=query) as response:
+        assert await events(response) == [*told[at + 1 : at + 4], told[-1]]
+
+
+async def test_a_stream_is_refused_before_it_begins(client: Client, run: Told) -> None:
+    await problem(await client.get("/v1/runs/nobody/metrics/stream"), 404)
+    wrong = await problem(await client.get(f"{run.path}/metrics/stream", headers={"Last-Event-ID": "17; DROP"}), 400)
+    assert wrong["field"] == "header.Last-Event-ID"
+    await problem(await client.get(f"{run.path}/metrics/stream", params={"kinds": "Step"}), 400)
+    await problem(await client.get(f"{run.path}/metrics/stream", params={"kind": "step"}), 400)
+
+
+async def test_streams_and_metrics_need_a_token_where_one_is_needed(index_url: str, tmp_path: Path, run: Told) -> None:
+    async with serving(index_url, tmp_path, require_token=True) as client:
+        for path in ("/metrics", *(f"{run.path}/{what}" for what in ("metrics", "metrics/stream", "trace"))):
+            await problem(await client.get(path), 401)
+            await problem(await client.get(path, headers=bearer("made-up")), 401)
+
+
+# ── history ──
+
+
+async def test_history_is_columns_by_series(client: Client, run: Told) -> None:
+    for number in range(3):
+        await run.tell("step", step(number, loss=float("nan") if number == 1 else 0.5))
+        await run.tell("stage", stage("reward-0", wall=4.0 * (number + 1)))
+    await run.tell("sync", {"worker": "update-0", "version": 1, "bytes": 10, "publish_seconds": 0.1})
+    told = await (await client.get(f"{run.path}/metrics")).json()
+    assert told["every"] == 0
+    assert set(told["series"]) == {"step", "stage/reward-0", "sync/update-0"}
+    assert told["series"]["step"]["step"] == [0, 1, 2]
+    assert told["series"]["step"]["loss"] == [0.5, None, 0.5]
+    assert "groups" not in told["series"]["step"]
+    assert told["series"]["stage/reward-0"]["wall"] == [4, 8, 12]
+    assert all(len(values) == 3 for values in told["series"]["step"].values())
+    some = await (await client.get(f"{run.path}/metrics", params={"names": "step.reward_mean,sync"})).json()
+    assert set(some["series"]) == {"step", "sync/update-0"}
+    assert set(some["series"]["step"]) == {"time", "reward_mean"}
+
+
+async def test_history_of_a_time_and_by_the_hour(client: Client, run: Told, tmp_path: Path) -> None:
+    """From the run's file, as the index has nothing of it."""
+    await run.index._redis.delete(f"{run.index.prefix}events")
+    start = 3600.0 * 400_000
+    key = f"{run.registry._index.prefix}run:{run.record.id}"
+    await run.registry._index._redis.hset(key, "folder", str(tmp_path))
+    with MetricsFile(tmp_path / METRICS) as file:
+        for number in range(240):
+            time = start + 60 * number
+            file.event(Event(f"{int(time * 1000)}-0", time, "step", step(number)))
+    query = {"from": start + 3600, "to": start + 3 * 3600 - 1, "every": 3600}
+    told = await (await client.get(f"{run.path}/metrics", params=query)).json()
+    numbers = told["series"]["step"]
+    assert (told["from"], told["to"], told["every"]) == (query["from"], query["to"], 3600)
+    assert numbers["time"] == [start + 3600, start + 7200]
+    assert numbers["step"] == [119, 179]  # the last of it
+    assert numbers["rows"] == [32 * 60] * 2  # of all together
+    assert numbers["reward_mean"] == pytest.approx([0.1 * (60 + 119) / 2, 0.1 * (120 + 179) / 2])
+    chosen = await (await client.get(f"{run.path}/metrics", params={"from": start, "to": start + 86400})).json()
+    assert chosen["every"] == 120
+
+
+async def test_what_cannot_be_answered_says_what_to_ask_instead(client: Client, run: Told) -> None:
+    backwards = await problem(await client.get(f"{run.path}/metrics", params={"from": 9, "to": 3}), 422)
+    assert backwards["field"] == "query.to"
+    assert (await problem(await client.get(f"{run.path}/metrics", params={"every": -1}), 400))["field"] == "query.every"
+    await problem(await client.get(f"{run.path}/metrics", params={"from": "yesterday"}), 400)
+    await problem(await client.get("/v1/runs/nobody/metrics"), 404)
+
+
+# ── samples ──
+
+
+async def test_samples_are_found_by_step_reward_and_staleness(client: Client, run: Told, tmp_path: Path) -> None:
+    key = f"{run.registry._index.prefix}run:{run.record.id}"
+    await run.registry._index._redis.hset(key, "folder", str(tmp_path))
+    book = SampleBook(tmp_path / FOLDER, 1 << 20)
+    for number in range(3):
+        texts = {"prompt": "2 + 2?", "response": "4", "rewards": {"arithmetic": 1.0, "brevity": None}, "tokens": 2}
+        rest = {"advantage": -0.5, "versions": [[number, 2]], "staleness": number, "truncated": False}
+        places = [{"step": number, "group": number, "place": place, "reward": place / 4} for place in range(4)]
+        book.add([place | texts | rest for place in places])
+
+    async def found(**query: Any) -> list[tuple[int, int]]:
+        answer = await (await client.get(f"{run.path}/samples", params=query)).json()
+        assert answer["next"] == ""
+        return [(sample["step"], sample["place"]) for sample in answer["samples"]]
+
+    assert await found() == [(number, place) for number in (2, 1, 0) for place in range(4)]
+    assert await found(step=1) == [(1, place) for place in range(4)]
+    assert await found(reward_min=0.6, staleness_min=1) == [(2, 3), (1, 3)]
+    assert await found(reward_max=0.1, step=0) == [(0, 0)]
+    first = await (await client.get(f"{run.path}/samples", params={"limit": 5})).json()
+    assert first["samples"][0] == {
+        **{"step": 2, "group": 2, "place": 0, "prompt": "2 + 2?", "response": "4", "reward": 0.0, "advantage": -0.5},
+        **{"rewards": {"arithmetic": 1.0, "brevity": None}, "tokens": 2, "versions": [[2, 2]], "staleness": 2},
+        "truncated": False,
+    }
+    assert await found(after=first["next"]) == [(1, 1), (1, 2), (1, 3), *((0, place) for place in range(4))]
+    assert (await problem(await client.get(f"{run.path}/samples", params={"after": "x:y"}), 400))["fix"]
+
+
+# ── trace ──
+
+
+async def test_a_trace_is_what_perfetto_documents(client: Client, run: Told) -> None:
+    now = time.time() - 3
+    overlapping = [
+        {"name": "rollout", "start": now + at, "seconds": 0.5, "rows": 8, "version": 1} for at in (0, 0.25, 1)
+    ]
+    await run.tell("span", {"stage": "rollout", "worker": "rollout-0", "spans": overlapping, "left_out": 0})
+    train = {"name": "train", "start": now, "seconds": 0.3, "version": 2}
+    await run.tell("span", {"stage": "update", "worker": "update-0", "spans": [train], "left_out": 4})
+    await run.tell("stage", stage("rollout-0", depth=5))
+    await run.tell("step", step(2, reward_mean=float("nan")))
+    await run.tell("worker", {"stage": "reward", "worker": "reward-0", "change": "died", "pid": 1, "reason": "killed"})
+    response = await client.get(f"{run.path}/trace", params={"from": now - 5, "to": now + 5})
+    assert response.headers["Content-Disposition"].startswith("attachment")
+    trace = await response.json()
+    assert trace["displayTimeUnit"] == "ms"
+    check_trace(trace["traceEvents"])
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [event["name"] for event in slices] == ["rollout"] * 3 + ["train"]
+    tracks = [event["tid"] for event in slices[:3]]
+    assert tracks[0] != tracks[1], "overlapping slices share a track"
+    assert tracks[2] == tracks[0]
+    assert slices[0]["args"] == {"rows": 8, "version": 1}
+    assert slices[0]["ts"] == pytest.approx(now * 1e6, abs=1)
+    assert slices[0]["dur"] == 500_000
+    names = {(e["pid"], e["args"]["name"]) for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert {name for _, name in names} == {"run", "rollout-0", "update-0", "reward-0"}
+    counters = {(e["name"], *e["args"].items()) for e in trace["traceEvents"] if e["ph"] == "C"}
+    assert ("queue depth", ("waiting", 5)) in counters
+    assert ("staleness", ("mean", 0.5), ("max", 1.0)) in counters
+    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "i"} == {"created", "running", "died"}
+    only = await (await client.get(f"{run.path}/trace", params={"from": now + 0.9, "to": now + 2})).json()
+    assert len([event for event in only["traceEvents"] if event["ph"] == "X"]) == 1
+
+
+def check_trace(found: list[dict[str, Any]]) -> None:
+    """The rules of the trace event format and of Perfetto for what is used of it."""
+    named: set[tuple[int, int]] = set()
+    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in found:
+        assert event["ph"] in "XCiM"
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert isinstance(event["args"], dict)
+        if event["ph"] != "M":
+            assert isinstance(event["ts"], int)
+            assert (event["pid"], 0) in named, "a process without a name"
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            named |= {(event["pid"], event["tid"])} if event["name"].endswith("_name") else set()
+        elif event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert (event["pid"], event["tid"]) in named, "a track without a name"
+            lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "C":
+            assert event["args"]
+            assert all(isinstance(value, int | float) for value in event["args"].values())
+        elif event["ph"] == "i":
+            assert event["s"] in "gpt"
+    for lane in lanes.values():
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(lane))), "slices of a track overlap"
+
+
+# ── Prometheus ──
+
+
+LABELS = [
+    "run",
+    "name",
+    "stage",
+    "worker",
+    "what",
+    "stat",
+    "part",
+    "method",
+    "route",
+    "status",
+    "reason",
+    "state",
+    "le",
+]
+
+
+async def scraped(client: Client) -> dict[tuple[str, ...], float]:
+    """Samples by name and label values in the order of LABELS, read by Prometheus's own parser."""
+    response = await client.get("/metrics")
+    text = await response.text()
+    assert response.status == 200, text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            key = (sample.name, *(sample.labels[label] for label in LABELS if label in sample.labels))
+            assert sample.labels.keys() <= set(LABELS)
+            assert key not in found, f"{key} is told twice"
+            found[key] = sample.value
+    return found
+
+
+async def test_prometheus_reads_what_active_runs_do(client: Client, run: Told) -> None:
+    name = run.record.id
+    await run.tell("step", step(6))
+    await run.tell("stage", stage("rollout-0", rows=8))
+    await run.tell("sync", {"worker": "update-0", "version": 1, "bytes": 64, "publish_seconds": 0.5, **hidden(0, 0)})
+    await run.tell("sync", {"worker": "rollout-0", "version": 1, "bytes": 64, "publish_seconds": 0.0, **hidden(0.1, 2)})
+    found = await scraped(client)
+    assert found["asyncdock_runs", "running"] >= 1
+    assert found["asyncdock_run_info", name, run.record.name, "running"] == 1
+    assert found["asyncdock_run_steps_total", name] == 7
+    assert found["asyncdock_run_steps_planned", name] == 6
+    assert found["asyncdock_run_reward_mean", name] == pytest.approx(0.6)
+    assert found["asyncdock_run_kl", name] == 0.01
+    assert found["asyncdock_run_staleness_versions", name, "max"] == 1
+    assert found["asyncdock_run_staleness_versions", name, "bound"] == 1
+    assert found["asyncdock_run_tokens_total", name, "generated"] == 750
+    shares = [
+        found["asyncdock_stage_seconds_total", name, "rollout", "rollout-0", state] for state in ("busy", "other")
+    ]
+    assert shares == [1.0, 0.5]
+    assert found["asyncdock_stage_queue_depth", name, "rollout"] == 3
+    assert found["asyncdock_sync_seconds_total", name, "exposed"] == pytest.approx(0.1)
+    assert found["asyncdock_sync_seconds_total", name, "publish"] == 0.5
+    assert found["asyncdock_sync_bytes_total", name] == 64
+    # What comes later is added as it comes; a worker that was killed counts on in its next life.
+    await run.tell("worker", {"stage": "rollout", "worker": "rollout-0", "change": "restarted"})
+    await run.tell("stage", stage("rollout-0", wall=1.0, rows=5))
+
+    async def grown() -> dict[tuple[str, ...], float]:
+        rows = ("asyncdock_stage_rows_total", name, "rollout", "rollout-0")
+        while (found := await scraped(client))[rows] != 13:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # the condition is of the server's tasks
+        return found
+
+    found = await asyncio.wait_for(grown(), 10)
+    assert found["asyncdock_run_restarts_total", name] == 1
+    assert found["asyncdock_stage_seconds_total", name, "rollout", "rollout-0", "busy"] == 1.25
+    assert found["asyncdock_event_delay_seconds_count",] > 0
+    await run.finish()
+
+    async def over() -> dict[tuple[str, ...], float]:
+        ended = ("asyncdock_run_info", name, run.record.name, "finished")
+        while ended not in (found := await scraped(client)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return found
+
+    found = await asyncio.wait_for(over(), 10)
+    assert found["asyncdock_run_steps_total", name] == 7, "its last numbers are gone with its end"
+    assert found["asyncdock_runs", "finished"] >= 1
+
+
+def hidden(exposed: float, hidden: float) -> dict[str, float]:
+    return {"exposed_seconds": exposed, "hidden_seconds": hidden}
+
+
+async def test_prometheus_reads_what_the_server_does(client: Client, run: Told) -> None:
+    await client.get("/healthz")
+    await client.get("/v1/runs/nobody/metrics")
+    await client.get("/no/such/path-" + uuid.uuid4().hex)
+    async with client.get(f"{run.path}/metrics/stream"):
+        found = await scraped(client)
+    assert found["asyncdock_http_requests_total", "GET", "/healthz", "200"] == 1
+    assert found["asyncdock_http_requests_total", "GET", "/v1/runs/{run}/metrics", "404"] == 1
+    assert found["asyncdock_http_requests_total", "GET", "none", "404"] == 1, "a label holds what somebody invented"
+    assert found["asyncdock_http_request_duration_seconds_count", "GET", "/healthz"] == 1
+    assert found["asyncdock_stream_readers",] == 1
+    assert found["asyncdock_stream_readers_dropped_total", "slow"] == 0

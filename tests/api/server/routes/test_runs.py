@@ -1,0 +1,298 @@
+"""Runs and recipes over REST, as far as no run has to go on for it: see test_serve.py for those that do."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from api.server.access.tokens import Scope, Tokens
+from api.server.service import Settings
+from orchestration.service.registry import Registry
+from pipeline.index.client import Index
+from tests.api.serving import Client, bearer, problem, serving
+from tests.orchestration.runs import MOCK
+
+
+@pytest.fixture
+async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]:
+    async with serving(index_url, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def registry(index_url: str) -> AsyncGenerator[Registry, None]:
+    made = Registry(index_url)
+    yield made
+    await made.close()
+
+
+def recipe(name: str = "", **changes: Any) -> dict[str, Any]:
+    return {**MOCK, "name": name or f"rest-{uuid.uuid4().hex[:8]}", **changes}
+
+
+async def submitted(client: Client, **more: Any) -> dict[str, Any]:
+    response = await client.post("/v1/runs", json={"recipe": recipe(), **more})
+    assert response.status == 201, await response.text()
+    return await response.json()
+
+
+# --- submitting ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_submitted_run_waits_and_is_all_there(client: Client) -> None:
+    response = await client.post("/v1/runs", json={"recipe": recipe("first"), "overrides": {"train.steps": 3}})
+    run = await response.json()
+    assert (response.status, response.headers["Location"]) == (201, f"/v1/runs/{run['id']}")
+    assert (run["name"], run["state"], run["owner"], run["steps"]) == ("first", "created", "local", 3)
+    assert (run["steps_done"], run["reward"], run["started"], run["ended"]) == (0, None, None, None)
+    assert run["position"] >= 1
+    assert run["recipe"]["train"]["steps"] == 3
+    assert run["recipe"]["sync"]["rolling"] is True  # with every default
+    assert await (await client.get(response.headers["Location"])).json() == run
+    stages = await (await client.get(f"/v1/runs/{run['id']}/stages")).json()
+    assert (stages["stages"], stages["gate"]["admitted"]) == ([], 0)
+    assert await (await client.get(f"/v1/runs/{run['id']}/checkpoints")).json() == {"checkpoints": []}
+    assert await (await client.get(f"/v1/runs/{run['id']}/logs")).text() == ""
+
+
+async def test_a_stored_recipe_is_submitted_by_its_name(client: Client) -> None:
+    response = await client.post("/v1/runs", json={"recipe_name": "mock", "overrides": {"train.steps": 7}})
+    assert (response.status, (await response.json())["steps"]) == (201, 7)
+    told = await problem(await client.post("/v1/runs", json={"recipe_name": "../mock"}), 422)
+    assert (told["field"], told["type"]) == ("recipe_name", "urn:asyncdock:unknown-recipe")
+    assert "mock" in told["fix"]
+
+
+async def test_a_repeat_under_one_key_makes_no_second_run(client: Client) -> None:
+    headers, body = {"Idempotency-Key": uuid.uuid4().hex}, {"recipe": recipe()}
+    first = await client.post("/v1/runs", json=body, headers=headers)
+    again = await client.post("/v1/runs", json=body, headers=headers)
+    assert (first.status, again.status) == (201, 200)
+    assert (await first.json())["id"] == (await again.json())["id"]
+    told = await problem(await client.post("/v1/runs", json={"recipe": recipe()}, headers=headers), 422)
+    assert (told["type"], told["field"]) == ("urn:asyncdock:key-reused", "header.Idempotency-Key")
+
+
+async def test_everything_wrong_with_a_recipe_is_told_with_its_fix(client: Client) -> None:
+    wrong = {"train.stepz": 3, "rollout.temperature": 0, "pipeline.index": "redis://u:opensesame@host"}
+    told = await problem(await client.post("/v1/runs", json={"recipe": recipe(), "overrides": wrong}), 422)
+    errors = {error["field"]: error for error in told["errors"]}
+    assert set(errors) == {"train.stepz", "rollout.temperature", "pipeline.index"}
+    assert errors["train.stepz"]["fix"] == "did you mean 'steps'?"
+    assert errors["train.stepz"]["value"] == 3
+    assert "opensesame" not in json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"recipe": {}, "recipe_name": "mock"}, {"recipe": None}, {"recipe_name": "mock", "recipe": None}, {"x": 1}],
+)
+async def test_either_a_recipe_or_the_name_of_one_is_given(client: Client, body: dict[str, Any]) -> None:
+    await problem(await client.post("/v1/runs", json=body), 422)
+
+
+async def test_a_full_queue_takes_no_more(index_url: str, tmp_path: Path) -> None:
+    async with serving(index_url, tmp_path, max_waiting=1) as client:
+        first = await client.post("/v1/runs", json={"recipe": recipe()})
+        assert first.status in (201, 429)  # other tests' runs wait too
+        response = await client.post("/v1/runs", json={"recipe": recipe()})
+        assert (await problem(response, 429))["type"] == "urn:asyncdock:queue-full"
+        assert int(response.headers["Retry-After"]) > 0
+
+
+# --- the list -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_list_is_filtered_and_paged(client: Client) -> None:
+    name = f"paged-{uuid.uuid4().hex[:6]}"
+    made = [await submitted(client, recipe=recipe(name)) for _ in range(5)]
+    seen, after = [], ""
+    while True:
+        page = await (await client.get("/v1/runs", params={"name": name, "limit": 2, "after": after})).json()
+        seen += [run["id"] for run in page["runs"]]
+        after = page["next"]
+        if not after:
+            break
+    assert seen == [run["id"] for run in reversed(made)]
+    waiting = await (await client.get("/v1/runs", params={"name": name, "state": "created"})).json()
+    assert len(waiting["runs"]) == 5
+    assert (await (await client.get("/v1/runs", params={"name": name, "state": "failed"})).json())["runs"] == []
+    assert (await (await client.get("/v1/runs", params={"name": name, "owner": "nobody"})).json())["runs"] == []
+
+
+@pytest.mark.parametrize(
+    "query", ["state=lost", "limit=0", "limit=1000", "after=x", "after=" + "9" * 400, "colour=red"]
+)
+async def test_a_filter_that_means_nothing_is_refused(client: Client, query: str) -> None:
+    await problem(await client.get(f"/v1/runs?{query}"), 400)
+
+
+@pytest.mark.parametrize("what", ["", "/stages", "/checkpoints", "/logs"])
+async def test_a_run_that_is_not_there(client: Client, what: str) -> None:
+    told = await problem(await client.get(f"/v1/runs/no-such-run{what}"), 404)
+    assert (told["type"], told["field"]) == ("urn:asyncdock:unknown-run", "path.run")
+    for path in ("..", "%2e%2e", "..%2f..%2fetc", "@runs", "a%00b", "*"):
+        assert (await client.get(f"/v1/runs/{path}{what}")).status in (400, 404)
+
+
+# --- asking -------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_makes_no_sense_now_is_a_conflict(client: Client) -> None:
+    run = (await submitted(client))["id"]
+    for what in ("pause", "resume", "checkpoint"):
+        told = await problem(await client.post(f"/v1/runs/{run}/{what}"), 409)
+        assert (told["type"], told["value"]) == ("urn:asyncdock:wrong-state", "created")
+    await problem(await client.delete(f"/v1/runs/{run}"), 409)
+
+
+async def test_a_waiting_run_is_stopped_and_deleted(client: Client) -> None:
+    run = (await submitted(client))["id"]
+    for _ in range(2):
+        response = await client.post(f"/v1/runs/{run}/stop")
+        assert (response.status, (await response.json())["state"]) == (202, "stopped")
+    assert (await client.delete(f"/v1/runs/{run}")).status == 204
+    await problem(await client.get(f"/v1/runs/{run}"), 404)
+    await problem(await client.delete(f"/v1/runs/{run}"), 404)
+
+
+async def test_a_run_is_deleted_by_its_owner_or_an_admin_only(index_url: str, tmp_path: Path) -> None:
+    tokens = Tokens(index_url)
+    people: list[tuple[str, Scope]] = [("ann", "run"), ("bob", "run"), ("root", "admin"), ("eve", "read")]
+    ann, bob, root, eve = [bearer((await tokens.create(*person))[1]) for person in people]
+    await tokens.close()
+    async with serving(index_url, tmp_path, require_token=True) as client:
+        runs = []
+        for _ in range(2):
+            response = await client.post("/v1/runs", json={"recipe": recipe()}, headers=ann)
+            run = await response.json()
+            assert run["owner"] == "ann"
+            runs.append(f"/v1/runs/{run['id']}")
+            assert (await client.post(f"{runs[-1]}/stop", headers=eve)).status == 403
+            assert (await client.post(f"{runs[-1]}/stop", headers=bob)).status == 202
+        assert (await client.delete(runs[0], headers=eve)).status == 403
+        assert (await problem(await client.delete(runs[0], headers=bob), 403))["type"] == "urn:asyncdock:owner"
+        assert (await client.delete(runs[0], headers=ann)).status == 204
+        assert (await client.delete(runs[1], headers=root)).status == 204
+        assert (await client.post("/v1/runs", json={"recipe": recipe()}, headers=eve)).status == 403
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def run_with_files(client: Client, registry: Registry, tmp_path: Path) -> str:
+    """A run that has logs and a link among them, and a file that nobody may read beside its folder."""
+    run = (await submitted(client))["id"]
+    folder = tmp_path / "runs" / run / "logs"
+    folder.mkdir(parents=True)
+    for worker, offset in (("flow-0", 0), ("rollout-0", 1)):
+        stamps = [f"2026-01-01T00:00:{2 * second + offset:02}Z" for second in range(20)]
+        lines = [json.dumps({"timestamp": stamp, "worker": worker}) for stamp in stamps]
+        (folder / f"{worker}.log").write_text("\n".join(lines) + "\nTraceback redis://u:opensesame@host\n")
+    (tmp_path / "secret.log").write_text("secret\n")
+    (folder / "link.log").symlink_to(tmp_path / "secret.log")
+    return run
+
+
+async def test_logs_are_one_workers_or_all_by_time(client: Client, run_with_files: str) -> None:
+    logs = f"/v1/runs/{run_with_files}/logs"
+    response = await client.get(logs, params={"worker": "flow-0", "lines": 3})
+    assert response.content_type == "text/plain"
+    text = await response.text()
+    assert len(text.splitlines()) == 3
+    assert "opensesame" not in text
+    both = await (await client.get(logs, params={"lines": 6})).text()
+    stamps = [json.loads(line)["timestamp"] for line in both.splitlines() if line.startswith("{")]
+    assert stamps == sorted(stamps)
+    assert {json.loads(line)["worker"] for line in both.splitlines() if line.startswith("{")} == {"flow-0", "rollout-0"}
+
+
+@pytest.mark.parametrize(
+    "worker", ["../../../secret", "..%2f..%2f..%2fsecret", "/etc/passwd", "link", "secret", "flow-0.log", "*", "%00"]
+)
+async def test_only_logs_of_workers_are_read(client: Client, run_with_files: str, worker: str) -> None:
+    response = await client.get(f"/v1/runs/{run_with_files}/logs?worker={worker}")
+    assert "flow-0" in (await problem(response, 404))["fix"]
+    assert "secret\n" not in await (await client.get(f"/v1/runs/{run_with_files}/logs")).text()
+
+
+async def test_the_end_of_a_long_log_is_read_without_the_rest(
+    client: Client, run_with_files: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "runs" / run_with_files / "logs" / "update-0.log"
+    path.write_text("".join(f"{number:0200}\n" for number in range(20_000)))
+    text = await (await client.get(f"/v1/runs/{run_with_files}/logs?worker=update-0&lines=5000")).text()
+    assert [int(line) for line in text.splitlines()] == list(range(15_000, 20_000))
+
+
+async def test_whole_checkpoints_are_listed(client: Client, run_with_files: str, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / run_with_files / "checkpoints"
+    for version in (3, 6):
+        step = folder / f"step-{version:08d}"
+        (step / "model").mkdir(parents=True)
+        (step / "model" / "weights").write_bytes(b"x" * 100)
+        (step / "run.json").write_text(json.dumps({"version": version, "counters": {}, "remake": []}))
+    (folder / "step-00000009").mkdir()  # not whole yet
+    told = await (await client.get(f"/v1/runs/{run_with_files}/checkpoints")).json()
+    assert [step["version"] for step in told["checkpoints"]] == [3, 6]
+    assert all(step["bytes"] > 100 for step in told["checkpoints"])
+
+
+async def test_the_newest_step_is_told_of_a_run(
+    client: Client, registry: Registry, index_url: str, tmp_path: Path
+) -> None:
+    run = (await submitted(client))["id"]
+    while (held := await registry.take("test", str(tmp_path), uuid.uuid4().hex, 60.0)) and held.record.id != run:
+        await registry.end(held.record.id, held.token, "stopped", "in the way")
+    index = Index(index_url, run)
+    for step in range(3):
+        await index.emit("step", {"step": step, "reward_mean": step / 4})
+    for _ in range(5):
+        await index.emit("stage", {"stage": "update", "worker": "update-0"})
+    told = await (await client.get(f"/v1/runs/{run}")).json()
+    assert (told["state"], told["steps_done"], told["reward"]) == ("starting", 3, 0.5)
+    await index.close()
+
+
+# --- recipes ------------------------------------------------------------------------------------------------------------
+
+
+async def test_stored_recipes_are_listed_and_shown(client: Client) -> None:
+    listed = (await (await client.get("/v1/recipes")).json())["recipes"]
+    assert {"mock", "tiny", "quickstart"} <= {entry["name"] for entry in listed}
+    assert all(entry["description"] for entry in listed)
+    shown = await (await client.get("/v1/recipes/mock")).json()
+    assert shown["recipe"]["model"] == {"source": "mock"}
+    assert "did you mean 'mock'" in (await problem(await client.get("/v1/recipes/mok"), 404))["fix"]
+    for path in ("..%2fmock", "%2fetc%2fpasswd", "..", ".mock"):
+        assert (await client.get(f"/v1/recipes/{path}")).status in (400, 404)
+
+
+async def test_the_schema_of_a_recipe_fits_the_recipes_there_are(client: Client) -> None:
+    schema = await (await client.get("/v1/recipes/schema")).json()
+    for name in ("mock", "tiny", "quickstart"):
+        shown = await (await client.get(f"/v1/recipes/{name}")).json()
+        jsonschema.validate(shown["recipe"], schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(recipe(train={"stepz": 1}), schema)
+
+
+async def test_a_recipe_is_checked_without_being_run(client: Client) -> None:
+    before = (await (await client.get("/v1/runs?limit=1")).json())["runs"]
+    told = await (await client.post("/v1/recipes/check", json={"recipe_name": "mock"})).json()
+    assert told["recipe"]["pipeline"]["window"] == 1
+    assert told["plan"]["groups_in_flight"] == 8
+    assert (await (await client.get("/v1/runs?limit=1")).json())["runs"] == before
+    await problem(await client.post("/v1/recipes/check", json={"recipe": {"name": "x"}}), 422)
+
+
+def test_settings_are_checked_when_the_server_starts() -> None:
+    with pytest.raises(ValueError, match="port"):
+        Settings(data=Path(), port=70_000)

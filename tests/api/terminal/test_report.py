@@ -1,0 +1,135 @@
+"""What a run leaves in its folder can be read by people and by programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from api.terminal.report import smooth, summary_table, write_report
+from orchestration.events_file import METRICS, MetricsFile, read_metrics
+from tests.api import scripted
+
+
+def record(folder: Path, events: list[scripted.Recorded]) -> None:
+    with MetricsFile(folder / METRICS) as file:
+        for event in events:
+            file.event(event)
+
+
+def test_metrics_hold_every_event_as_it_was(tmp_path: Path) -> None:
+    record(tmp_path, scripted.events())
+    assert list(read_metrics(tmp_path / METRICS)) == scripted.events()
+
+
+def test_metrics_are_strict_json_whatever_was_measured(tmp_path: Path) -> None:
+    record(tmp_path, [scripted.step(0, loss=math.nan, grad_norm=math.inf)])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    line = json.loads((tmp_path / METRICS).read_text(), parse_constant=refuse)
+    assert line["data"]["loss"] is None
+    assert line["data"]["grad_norm"] is None
+    assert line["data"]["reward_mean"] == 0.0
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    record(tmp_path, scripted.events()[:4])
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"id": "9-0", "ti')
+    assert len(list(read_metrics(tmp_path / METRICS))) == 4
+
+
+def test_a_resumed_run_is_reported_as_one(tmp_path: Path) -> None:
+    everything = scripted.events()
+    at = next(i for i, event in enumerate(everything) if event.kind == "step" and event.data["step"] == 5)
+    record(tmp_path, everything[:at])  # killed after step 4
+    record(
+        tmp_path, [event for event in everything if event.kind != "step" or event.data["step"] >= 3]
+    )  # from a checkpoint
+    report = write_report(tmp_path, scripted.recipe(), seconds=9.0, checkpoint=None)
+    assert report.summary["steps"] == scripted.STEPS
+    assert report.summary["reward_last_steps"] == pytest.approx(0.55)
+
+
+def test_the_report_of_a_run(tmp_path: Path) -> None:
+    record(tmp_path, scripted.events())
+    report = write_report(tmp_path, scripted.recipe(), seconds=28.0, checkpoint=tmp_path / "model")
+    assert {path.name for path in report.files} == {"summary.json", "metrics.jsonl", "reward.png", "samples.md"}
+    assert report.missing == []
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["state"] == "finished"
+    assert summary["reward_first_steps"] == pytest.approx(0.15)
+    assert summary["reward_last_steps"] == pytest.approx(0.55)
+    assert summary["reward_gain"] == pytest.approx(0.4)
+    assert summary["held_out_first"] == 0.1
+    assert summary["held_out_last"] == 0.9
+    assert summary["tokens_per_second"] == pytest.approx(250)
+    assert summary["seconds_per_step"] == pytest.approx(2.0)
+    assert summary["staleness_max"] == scripted.BOUND == summary["staleness_bound"]
+    assert summary["restarts"] == 1
+    assert summary["stages"]["rollout-0"]["busy"] == pytest.approx(0.7)
+    assert summary["checkpoint"] == str(tmp_path / "model")
+
+    png = (tmp_path / "reward.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", png[16:24])
+    assert width >= 800
+    assert height >= 600
+
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(summary_table(report.summary))
+    for text in (
+        "8 of 8 in 0:28",
+        "0.150 → 0.550  (+0.400, mean of the first and last 4 steps)",
+        "0.100 → 0.900",
+        "2 max, bound 2",
+    ):
+        assert text in shown.getvalue()
+
+
+def test_samples_stand_side_by_side_and_cannot_break_the_table(tmp_path: Path) -> None:
+    record(tmp_path, scripted.events())
+    write_report(tmp_path, scripted.recipe(), seconds=1.0, checkpoint=None)
+    lines = (tmp_path / "samples.md").read_text().splitlines()
+    assert "| before (version 0) | after (version 8) |" in lines
+    assert "> What is 2 | 3?" in lines
+    answers = next(line for line in lines if "maybe" in line)
+    assert answers == "| I think &lt;b>6&lt;/b> \\| maybe | *(nothing)* |"
+    assert "| reward 0.10 | reward 0.90 |" in lines
+
+
+def test_without_matplotlib_the_rest_is_there_and_the_fix_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    record(tmp_path, scripted.events())
+    report = write_report(tmp_path, scripted.recipe(), seconds=1.0, checkpoint=None)
+    assert (tmp_path / "summary.json").exists()
+    assert not (tmp_path / "reward.png").exists()
+    assert report.missing == ["reward.png: needs matplotlib; pip install 'asyncdock[quickstart]'"]
+
+
+def test_a_run_that_never_stepped_has_a_summary(tmp_path: Path) -> None:
+    failed = [scripted.event(0, "state", state="failed", reason="rollout-0: no memory")]
+    record(tmp_path, failed)
+    report = write_report(tmp_path, scripted.recipe(), seconds=1.0, checkpoint=None)
+    assert {path.name for path in report.files} == {"summary.json", "metrics.jsonl"}
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(summary_table(report.summary))
+    assert "rollout-0: no memory" in shown.getvalue()
+
+
+def test_smoothing_keeps_length_and_level() -> None:
+    assert smooth([2.0] * 7, 3) == [2.0] * 7
+    assert smooth([0.0, 3.0, 6.0], 3) == [1.5, 3.0, 4.5]

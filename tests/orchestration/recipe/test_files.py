@@ -1,0 +1,414 @@
+"""A check says at once what is wrong with the prompts, the model's files, the devices and the room, and loads nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.server.access.submission_policy import accept
+from api.server.service import Settings
+from orchestration.recipe import files as recipe_files
+from orchestration.recipe import model_files
+from orchestration.recipe.recipe import Problem, Recipe, RecipeError, load_recipe, parse_recipe
+from stages import device_names
+from stages.prompts.files import Reading
+from tests.orchestration.runs import MOCK, TINY
+
+
+def of(base: dict[str, Any] = TINY, **sections: Any) -> dict[str, Any]:
+    """``base`` with keys of its sections changed; a section that is not a table is replaced."""
+    data: dict[str, Any] = json.loads(json.dumps(base))
+    for name, section in sections.items():
+        data[name] = {**data.get(name, {}), **section} if isinstance(section, dict) else section
+    return data
+
+
+def of_rows(path: Path | str, **more: Any) -> dict[str, Any]:
+    """A recipe of the prompts in a file, with a reward that needs no other column."""
+    reward = {"functions": [{"name": "tests.orchestration.runs:early_letters"}]}
+    return {**of(reward=reward), "prompts": {"source": "jsonl", "path": str(path), "max_prompt_tokens": 16, **more}}
+
+
+def problems(data: dict[str, Any], **options: Any) -> list[Problem]:
+    try:
+        parse_recipe(data, **options)
+    except RecipeError as error:
+        return error.problems
+    return []
+
+
+def said(data: dict[str, Any], **options: Any) -> dict[str, str]:
+    return {problem.key: f"{problem.wrong}; {problem.fix}" for problem in problems(data, **options)}
+
+
+def test_everything_wrong_is_said_in_one_round(tmp_path: Path) -> None:
+    """What pydantic finds, what does not fit together, and what only the files and the machine can tell."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n\n{"prompt": \n')
+    (tmp_path / "model").mkdir()
+    data = of(
+        model={"source": str(tmp_path / "model")},
+        rollout={"device": "cudda", "max_tokens": "four", "engine": "torchh"},
+        reward={"functions": [{"name": "spellin"}]},
+        algorithm={"name": "grpo", "options": {"kl_cof": 0.1}},
+        train={"device": "cuda:99", "stepz": 3},
+        pipeline={"keep_samples": "100TiB", "arena": "90TiB"},
+    )
+    data["prompts"] = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "template": "ask", "held_out": "0.1"}
+    found = problems(data, folder=tmp_path)
+    assert {problem.key for problem in found} >= {
+        "model.source",
+        "prompts.path",
+        "prompts.template",
+        "prompts.held_out",
+        "rollout.device",
+        "rollout.max_tokens",
+        "rollout.engine",
+        "reward.functions.0.name",
+        "algorithm.options.kl_cof",
+        "train.device",
+        "train.stepz",
+        "pipeline.keep_samples",
+        "pipeline.arena",
+    }
+    lines = [problem.wrong for problem in found if problem.key == "prompts.path"]
+    assert lines[0] == "line 2 has no column 'prompt' (it has ['question'])"
+    assert lines[1].startswith("line 4 is not JSON (Expecting value")
+    assert [p.wrong for p in found if p.key == "model.source"] == [
+        "has no config.json",
+        "has no tokenizer.json",
+        "has no weights (model.safetensors)",
+    ]
+
+
+def test_one_wrong_key_of_the_prompts_hides_no_other(tmp_path: Path) -> None:
+    found = said(of_rows(tmp_path / "none.jsonl", template="x", chat=False, system="be short", too_long="drop"))
+    assert set(found) == {"prompts.template", "prompts.system", "prompts.too_long", "prompts.path"}
+    assert found["prompts.path"].startswith("does not exist, seen from")
+    assert "'skip'" in found["prompts.too_long"]
+
+
+# What people do: how the folder of prompts is made, and what they are told.
+HABITS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "UTF-16": (lambda path: path.write_text('{"prompt": "a"}\n', encoding="utf-16"), "is UTF-16"),
+    "Latin-1": (lambda path: path.write_text('{"prompt": "é"}\n', encoding="latin1"), "line 1 is not UTF-8"),
+    "a lone surrogate": (lambda path: path.write_text('{"prompt": "\\udc00"}'), "line 1 has half of a surrogate pair"),
+    "zero bytes": (lambda path: path.write_bytes(b'{"prompt": "a"}\n\0\0\0'), "line 2 has a zero byte at column 1"),
+    "a folder": (lambda path: path.mkdir(), "is a folder; give a file"),
+    "an empty file": (lambda path: path.touch(), "is empty"),
+    "a pipe": (lambda path: os.mkfifo(path), "is a pipe; give a file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device; give a file"),
+    "one array": (lambda path: path.write_text('[{"prompt": "a"},\n{"prompt": "b"}]'), "as `jq -c '.[]'` makes"),
+    "no prompts": (lambda path: path.write_text('{"prompt": ""}'), "line 1 has '' in column 'prompt'"),
+    "a conversation": (
+        lambda path: path.write_text('{"prompt": [{"role": "user", "content": "a"}]}'),
+        "line 1), which needs a chat template, but the tokenizer of model.source = 'tiny' has none",
+    ),
+}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_prompts_file_that_is_none_is_one_sentence_and_no_traceback(habit: str, tmp_path: Path) -> None:
+    make, sentence = HABITS[habit]
+    make(tmp_path / "rows.jsonl")
+    began = time.monotonic()
+    [(key, told)] = said(of_rows(tmp_path / "rows.jsonl")).items()
+    assert (key, sentence in told) == ("prompts.path", True), told
+    assert time.monotonic() - began < 30, "it has waited for something"
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
+    assert said(of_rows(tmp_path / "rows.jsonl")) == {}
+
+
+def needs_the_question(completions: list[str], question: list[str], level: int = 1) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def test_rewards_and_the_columns_of_the_prompts_are_compared(tmp_path: Path) -> None:
+    """A run would only find out when the first response is scored."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "about": "b"}\n')
+    data = of_rows(path) | {"reward": {"functions": [{"name": "spelling"}, {"name": f"{__name__}:needs_the_question"}]}}
+    found = said(data)
+    assert found["reward.functions.0.name"].startswith(f"needs the column 'answer', which no row of {path} has")
+    assert "needs the column 'question'" in found["reward.functions.1.name"]
+    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "question": "b"}\n')
+    assert said(data) == {}
+    path.write_text('{"prompt": "a", "answer": "b", "question": "c", "completions": "d"}\n')
+    assert said(data) == {
+        "prompts.path": "has columns ['completions'], which reward functions get from the run; rename them"
+    }
+    assert said({**data, "external": {"stages": ["reward"]}}) == {}
+    assert "needs the column 'question'" in said(of(reward=data["reward"]))["reward.functions.1.name"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model files
+
+
+def model_folder(folder: Path, shards: int = 2) -> Path:
+    """A model's folder with two tensors in as many shards as asked; its weights are nothing."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
+    (folder / "tokenizer.json").write_text("{}")
+    names = [f"model-{at + 1:05d}-of-{shards:05d}.safetensors" for at in range(shards)]
+    for at, name in enumerate(names):
+        header = json.dumps({f"w{at}": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
+        (folder / name).write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    index = {"weight_map": {f"w{at}": name for at, name in enumerate(names)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+FIRST = "model-00001-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+BROKEN_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda at: (at / "config.json").unlink(), "has no config.json"),
+    "config cut short": (
+        lambda at: (at / "config.json").write_text('{"model_type'),
+        "has a config.json that is no JSON",
+    ),
+    "config is a list": (lambda at: (at / "config.json").write_text("[]"), "has a config.json that is no JSON object"),
+    "config is deep": (lambda at: (at / "config.json").write_text("[" * 10**5), "has a config.json that is no JSON"),
+    "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    "tokenizer cut short": (lambda at: (at / "tokenizer.json").write_text('{"a": "'), "cut short"),
+    "a shard is missing": (lambda at: (at / FIRST).unlink(), f"lacks {FIRST} of the 2 files that {INDEX} names"),
+    "a shard is cut short": (lambda at: rewritten(at / FIRST, lambda b: b[:-4]), "bytes, where its header says"),
+    "a header is damaged": (lambda at: rewritten(at / FIRST, lambda b: b[:9] + b"\xff" + b[10:]), "header is damaged"),
+    "a header is endless": (lambda at: rewritten(at / FIRST, lambda b: b"\xff" * 8 + b[8:]), "no safetensors file"),
+    "a shard is a pipe": (lambda at: ((at / FIRST).unlink(), os.mkfifo(at / FIRST)), f"lacks {FIRST}"),
+    "a shard is a pointer": (lambda at: (at / FIRST).write_bytes(LFS), "only a pointer of Git LFS; fetch it"),
+    "the index lies": (
+        lambda at: rewritten(at / INDEX, lambda b: b.replace(b'"w0"', b'"w9"')),
+        f"has a {FIRST} without the tensor 'w9'",
+    ),
+    "the index leads away": (
+        lambda at: rewritten(at / INDEX, lambda b: b.replace(FIRST.encode(), b"../../etc/passwd")),
+        "which is no file beside it",
+    ),
+    "no index": (lambda at: (at / INDEX).unlink(), f"has {FIRST}, but no {INDEX}"),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN_MODELS)
+def test_a_model_that_is_not_whole_is_said(damage: str, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    assert said(of(model={"source": str(folder)})) == {}
+    damaging, sentence = BROKEN_MODELS[damage]
+    damaging(folder)
+    assert sentence in said(of(model={"source": str(folder)}))["model.source"]
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "~nobody-at-all/x", "/dev/null", "\u202e", "a" + "/a" * 3000])
+def test_odd_paths_are_problems_and_no_tracebacks(path: str) -> None:
+    found = said(of(model={"source": path}, pipeline={"tls_certificate": path, "tls_key": path, "tls_authority": path}))
+    assert found["model.source"].startswith("is neither a known model nor a directory")
+    assert found["pipeline.tls_certificate"].startswith("is no file")
+    for source in ("jsonl", "parquet", "datasets"):
+        assert set(said(of_rows(path, source=source))) == {"prompts.path"}
+
+
+def test_a_folder_of_parquet_is_not_looked_through_without_end(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    assert "without *.parquet" in said(of_rows(tmp_path, source="parquet"))["prompts.path"]
+    for at in range(300):
+        (tmp_path / str(at)).mkdir()
+    assert said(of_rows(tmp_path, source="parquet"), reading=Reading(rows=100)) == {}
+
+
+def test_a_model_of_others_needs_no_weights_of_ours(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    (folder / INDEX).unlink()
+    data = of(model={"source": str(folder)}, external={"stages": ["rollout", "update"]})
+    assert said({**data, "evaluate": {"every": 0}}) == {}
+
+
+def test_a_recipe_of_real_files_is_checked_without_torch(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    external = {"stages": ["rollout", "update"]}  # our own torch engines would be asked about the model
+    data = of_rows(tmp_path / "rows.jsonl") | {"model": {"source": str(folder)}, "external": external}
+    script = (
+        "import json, sys\n"
+        "from orchestration.recipe.recipe import parse_recipe\n"
+        "from orchestration.recipe.planner import plan\n"
+        "assert plan(parse_recipe(json.loads(sys.argv[1]))).parameters == 8\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, json.dumps(data)], check=True, timeout=120)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices and room
+
+
+def test_devices_are_looked_for_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(device_names, "_cpu_build", lambda: "")
+
+    def fault(name: str) -> str:
+        return "; ".join(device_names.device_fault(name, tmp_path) or ())
+
+    assert fault("auto") == fault("cpu") == fault("privateuseone") == ""
+    assert "did you mean 'cuda'?" in fault("cudda")
+    assert "did you mean 'cuda'?" in fault("gpu:0")
+    assert "there is no /dev/nvidia" in fault("cuda")
+    assert "there is no /dev/davinci" in fault("npu:1")
+    (tmp_path / "nvidia0").touch()
+    assert fault("cuda") == fault("cuda:0") == ""
+    assert "there are 1, counted from 0" in fault("cuda:1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "is hidden by CUDA_VISIBLE_DEVICES" in fault("cuda")
+    monkeypatch.setattr(device_names, "_cpu_build", lambda: "torch 2.13.0+cpu")
+    assert "a build for CPUs" in fault("cuda")
+
+
+def test_only_devices_that_this_machine_will_use_must_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_files, "device_fault", lambda name: None if name == "auto" else ("is not here", ""))
+    assert set(said(of(rollout={"device": "npu"}, train={"device": "npu"}))) == {"rollout.device", "train.device"}
+    assert said(of(rollout={"device": "npu"}, train={"device": "npu"}), devices=False) == {}
+    assert said(of(MOCK, rollout={"device": "npu"}, train={"device": "npu"})) == {}
+    external = of(rollout={"device": "npu"}, external={"stages": ["rollout"]}, evaluate={"every": 0})
+    assert said(external) == {}
+
+
+def test_what_a_run_writes_must_have_room_on_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"keep_samples": "1GiB"}
+    assert said(of(pipeline=kept), folder=tmp_path / "not" / "there" / "yet") == {}
+    assert "100 TiB, and" in said(of(pipeline={"keep_samples": "100TiB"}), folder=tmp_path)["pipeline.keep_samples"]
+    monkeypatch.setattr(recipe_files, "free_bytes", lambda folder: 500 * 2**20)
+    found = said(of(pipeline=kept), folder=tmp_path)
+    assert "500 MiB are free" in found["pipeline.keep_samples"]
+    assert "use at most '24" in found["pipeline.keep_samples"]
+    monkeypatch.setattr(recipe_files, "free_bytes", lambda folder: 20 * 2**20)
+    assert said(of(), folder=tmp_path) == {}, "what is kept by default is kept as far as there is room"
+    found = said(of(train={"steps": 10**6}), folder=tmp_path)
+    assert "metrics and logs" in found["train.steps"]
+    found = said(of(checkpoint={"keep": 50}), folder=tmp_path)
+    assert "20 MiB are free" in found["checkpoint.keep"]
+    fits = int(found["checkpoint.keep"].partition("use a value <= ")[2].partition(",")[0])
+    assert said(of(checkpoint={"keep": fits}), folder=tmp_path) == {}, "the fix mends it"
+    assert set(said(of(checkpoint={"keep": fits + 1}), folder=tmp_path)) == {"checkpoint.keep"}
+
+
+def test_an_arena_must_have_room_in_shared_memory() -> None:
+    found = said(of(pipeline={"arena": "900TiB"}))
+    assert "of shared memory are free" in found["pipeline.arena"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a service
+
+
+def test_a_request_has_no_file_read_that_the_operator_does_not_allow(tmp_path: Path) -> None:
+    for name in ("inside", "outside"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_text("the secret of the house\n")
+    (tmp_path / "inside" / "link.jsonl").symlink_to(tmp_path / "outside" / "rows.jsonl")
+    model_folder(tmp_path / "outside" / "model")
+    (tmp_path / "outside" / "model" / "config.json").write_text("the secret of the house")
+    code = frozenset({"tests.orchestration.runs:early_letters"})
+    settings = Settings(data=tmp_path, roots=(tmp_path / "inside",), allow_rewards=code)
+
+    def refused(data: dict[str, Any]) -> list[str]:
+        with pytest.raises(RecipeError) as raised:
+            accept(settings, data, {})
+        assert "secret" not in str(raised.value)
+        return [problem.wrong for problem in raised.value.problems]
+
+    assert refused(of_rows("rows.jsonl"))[0].startswith("line 1 is not JSON")
+    for path in (tmp_path / "outside" / "rows.jsonl", "../outside/rows.jsonl", "link.jsonl"):
+        assert refused(of_rows(path)) == ["lies outside of what this server reads"]
+    outside = of(model={"source": str(tmp_path / "outside" / "model")})
+    assert refused(outside) == ["lies outside of what this server reads"]
+
+
+def test_a_check_of_a_request_can_be_ended_from_another_thread(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 300_000)
+    code = frozenset({"tests.orchestration.runs:early_letters"})
+    settings, stop = Settings(data=tmp_path, roots=(tmp_path,), allow_rewards=code), threading.Event()
+    reading = Reading(rows=10**9, nbytes=10**12, seconds=600, stop=stop)
+    done: list[Recipe] = []
+    checking = threading.Thread(target=lambda: done.append(accept(settings, of_rows("rows.jsonl"), {}, reading)))
+    checking.start()
+    deadline = time.monotonic() + 60
+    while reading.rows == 10**9:  # it has not begun to read
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    stop.set()
+    checking.join(60)
+    assert not checking.is_alive()
+    assert reading.rows > 10**9 - 300_000, "it has read on to the end"
+
+
+def test_a_check_by_default_reads_a_bounded_part(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n' * Reading().rows + "broken\n")
+    assert said(of_rows(path)) == {}
+    with path.open("wb") as file:  # a terabyte, of which nothing lies on the disk
+        file.truncate(2**40)
+    began = time.monotonic()
+    assert said(of_rows(path)) == {}
+    assert time.monotonic() - began < 30
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Code that a recipe names
+
+
+CODE = {
+    "raises": "raise RuntimeError('not today')",
+    "exits": "import sys\nsys.exit(3)",
+    "broken": "def f(:\n",
+    "recursive": "def f():\n    f()\nf()\n",
+}
+
+
+@pytest.mark.parametrize("kind", CODE)
+def test_code_that_cannot_be_imported_is_a_problem_with_its_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"mine_{kind}.py").write_text(CODE[kind])
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"mine_{kind}:f"
+    data = of(reward={"functions": [{"name": name}]}, algorithm={"name": name}, rollout={"engine": name})
+    data |= {"external": {"stages": ["reference"]}}
+    found = said(data)
+    assert {"reward.functions.0.name", "algorithm.name", "rollout.engine"} <= set(found)
+    assert f"mine_{kind}.py, line " in found["reward.functions.0.name"]
+    assert f"mine_{kind}.py, line " in found["algorithm.name"]
+
+
+@pytest.mark.parametrize("name", [":", ":f", "..x:f", "json:", "json:loads.x", "a b:c", "\u202e:f", "é" * 300 + ":f"])
+def test_odd_names_are_problems(name: str) -> None:
+    data = of(reward={"functions": [{"name": name}]}, algorithm={"name": name}, rollout={"engine": name})
+    assert {"reward.functions.0.name", "algorithm.name", "rollout.engine"} <= set(said(data))
+
+
+def test_the_recipe_of_a_folder_that_was_checked_can_be_loaded(tmp_path: Path) -> None:
+    """The command reads what lies beside the recipe as the run will."""
+    (tmp_path / "mine.toml").write_text(
+        '[model]\nsource = "tiny"\n[prompts]\nsource = "jsonl"\npath = "%s"\n[reward]\nfunctions = [{ name = "spelling" }]\n'
+        "[train]\nsteps = 1\n" % (tmp_path / "rows.jsonl")
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    assert load_recipe(tmp_path / "mine.toml", folder=tmp_path / "runs").name == "mine"
+    assert model_files.has_chat_template(tmp_path) is False

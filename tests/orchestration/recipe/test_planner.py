@@ -1,0 +1,179 @@
+"""The derived numbers of a recipe are those of design and arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, parameters_of, plan
+from orchestration.recipe.recipe import Recipe
+from pipeline.columns import pack
+from stages.columns import Flow
+from stages.models import tiny_model
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"source": "tiny"},
+        "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 64},
+        "reward": {"functions": [{"name": "spelling"}]},
+        "train": {"steps": 100},
+    }
+    return Recipe.model_validate(
+        {"name": "planned"} | {name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}}
+    )
+
+
+def of(**sections: dict[str, Any]) -> Plan:
+    return plan(recipe(**sections))
+
+
+def test_the_flow_of_a_step_and_of_a_run() -> None:
+    found = of(
+        train={"groups_per_step": 3},
+        algorithm={"group_size": 5},
+        pipeline={"staleness": 4, "window": 2},
+        rollout={"workers": 2, "max_rows": 16, "max_tokens": 10},
+        checkpoint={"every": 7},
+    )
+    assert (found.bound, found.slack, found.max_age, found.window) == (4, 3, 4, 2)
+    assert (found.groups_in_flight, found.rows_in_flight) == (12, 60)
+    assert found.rows_per_step == 15
+    assert found.rows_retained == 7 * 15
+    assert found.tokens_per_step == 150
+    assert found.decode_rows == 32
+
+
+def test_a_run_shorter_than_its_checkpoints_keeps_no_more_than_it_makes() -> None:
+    assert of(train={"steps": 3}, checkpoint={"every": 50}).rows_retained == 3 * of().rows_per_step
+
+
+def test_memory_follows_weights_dtype_and_workers() -> None:
+    single, half = of(), of(model={"dtype": "bfloat16"}, rollout={"workers": 3})
+    assert single.parameters is not None
+    assert single.train_bytes == 16 * single.parameters
+    assert single.slot_bytes == 8 * single.parameters
+    assert single.reference_bytes == 0
+    assert half.train_bytes == 8 * single.parameters
+    assert half.rollout_bytes == 3 * 4 * single.parameters
+    assert of(algorithm={"options": {"kl_coef": 0.1}}).reference_bytes == 4 * single.parameters
+
+
+def test_each_vllm_engine_has_a_version_in_shared_memory_too() -> None:
+    torch_engine, vllm = of(rollout={"workers": 3}), of(rollout={"engine": "vllm", "workers": 3})
+    assert torch_engine.parameters is not None
+    assert torch_engine.slot_bytes == 2 * 4 * torch_engine.parameters
+    assert vllm.slot_bytes == (2 + 3) * 4 * torch_engine.parameters
+    straight = of(rollout={"engine": "vllm", "workers": 3}, sync={"transport": "collective"})
+    assert straight.slot_bytes == vllm.slot_bytes
+    assert straight.rollout_bytes == vllm.rollout_bytes / 2 == 3 * 4 * torch_engine.parameters
+    elsewhere = of(rollout={"engine": "vllm", "workers": 3}, external={"stages": ["rollout"]})
+    assert elsewhere.slot_bytes == torch_engine.slot_bytes, "its engines are another program's"
+
+
+def test_ranks_share_what_training_holds() -> None:
+    alone, four = of(), of(train={"dp": 2, "tp": 2})
+    assert alone.parameters is not None
+    assert (alone.train_ranks, four.train_ranks) == (1, 4)
+    assert four.train_bytes == 4 * alone.parameters
+    mixed = of(model={"dtype": "bfloat16"}, train={"precision": "mixed"})
+    assert mixed.train_bytes == alone.train_bytes
+    assert mixed.rollout_bytes == alone.rollout_bytes / 2
+
+
+def test_what_takes_turns_is_never_held_together() -> None:
+    colocated = {"launch": {"placement": "colocated"}}
+    alone = of(**colocated)
+    assert alone.parameters is not None
+    weights = 4 * alone.parameters
+    assert alone.turns is not None
+    assert (alone.turns.training, alone.turns.generating) == (4 * weights, weights)
+    assert alone.turns.between == 2 * weights, "its own weights need no bucket"
+    assert (alone.turns.buckets, alone.turns.host) == (0, 3 * weights)
+    assert (alone.rollout_bytes, alone.slot_bytes) == (weights, 0), "no second copy, and none in shared memory"
+    two = of(train={"dp": 2}, sync={"bucket": 4096}, **colocated)
+    assert two.turns is not None
+    assert two.decode_rows == 2 * alone.decode_rows
+    assert 2 * weights <= two.turns.training < 2.01 * weights
+    assert two.turns.generating == weights
+    assert 0 < two.turns.buckets <= 2 * 4096
+    mixed = of(model={"dtype": "bfloat16"}, train={"precision": "mixed"}, **colocated)
+    assert mixed.turns is not None
+    assert (mixed.turns.training, mixed.turns.generating) == (4 * weights, weights / 2)
+    assert of().turns is None
+
+
+def test_a_checkpoint_is_counted_from_its_headers(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, tmp_path / "model-1.safetensors")
+    save_file({"c": torch.zeros(())}, tmp_path / "model-2.safetensors")
+    assert parameters_of(recipe(model={"source": str(tmp_path)})) == 15 + 7 + 1
+
+
+def test_what_is_known_of_the_tiny_model_is_so() -> None:
+    model = tiny_model(0)
+    assert parameters_of(recipe()) == sum(parameter.numel() for parameter in model.parameters())
+    assert heads_of(recipe()) == HEADS["tiny"] == {name: getattr(model.config, name) for name in HEADS["tiny"]}
+
+
+def test_the_mock_model_has_no_weights() -> None:
+    mock = {"engine": "mock"}
+    found = of(model={"source": "mock"}, rollout=mock, train=mock)
+    assert found.parameters is None
+    assert found.train_bytes == found.rollout_bytes == found.slot_bytes == 0
+
+
+@given(
+    prompt=st.integers(1, 300),
+    response=st.integers(1, 300),
+    group=st.integers(1, 8),
+    groups=st.integers(1, 4),
+    staleness=st.integers(0, 3),
+    every=st.integers(1, 5),
+)
+def test_the_arena_holds_every_sample_that_may_be_alive(
+    prompt: int, response: int, group: int, groups: int, staleness: int, every: int
+) -> None:
+    """Packed as the stages write them, each row in blocks of its own, which takes the most room."""
+    planned = recipe(
+        prompts={"max_prompt_tokens": prompt},
+        rollout={"max_tokens": response},
+        algorithm={"group_size": group},
+        train={"groups_per_step": groups},
+        pipeline={"staleness": staleness},
+        checkpoint={"every": every},
+    )
+    schema = Flow(rewards=4, reference=True).schema
+    asked = {
+        "prompt_ids": [torch.zeros(prompt, dtype=torch.int64)],
+        "given": ["x" * 4 * prompt],
+        "fields": ["x" * 4 * prompt],
+    }
+    answered = {
+        "response_ids": [torch.zeros(response, dtype=torch.int64)],
+        "rollout_logprobs": [torch.zeros(response)],
+        "versions": [torch.zeros(2 * (staleness + 1), dtype=torch.int64)],
+        "truncated": torch.zeros(1, dtype=torch.bool),
+    }
+    judged = {"reward": torch.zeros(1), "scores": torch.zeros(1, 4)}
+    referred = {"ref_logprobs": [torch.zeros(response)]}
+    row = sum(pack(schema, rows).nbytes for rows in (answered, judged, referred, {"advantage": torch.zeros(1)}))
+    found = plan(planned)
+    rows = found.rows_in_flight + found.rows_retained
+    assert rows * row + rows // group * pack(schema, asked).nbytes <= arena_bytes(planned)
+
+
+def test_more_in_flight_needs_more_arena() -> None:
+    sizes = [of(pipeline={"staleness": bound}).arena_bytes for bound in range(4)]
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("bound", [0, 1, 5])
+def test_in_admission_order_the_oldest_reaches_the_bound(bound: int) -> None:
+    found = of(pipeline={"staleness": bound})
+    assert (found.slack, found.max_age) == (bound, bound)

@@ -1,0 +1,73 @@
+"""Runs whose engines get their weights from the trainer by torch.distributed: the same runs, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from orchestration.recipe.recipe import RecipeError
+from orchestration.run.run import Run
+from tests.orchestration.run.test_run import (
+    assert_each_sample_once,
+    assert_equal,
+    assert_nothing_left,
+    synchronous,
+    trained,
+)
+from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
+
+
+@pytest.mark.parametrize("launcher", ["inline", "process"])
+async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(launcher: str, tmp_path: Path) -> None:
+    of = recipe(TINY, pipeline__staleness=0, sync__transport="collective", launch__launcher=launcher)
+    expected, weights = await synchronous(of)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
+    assert_equal(trained(of, result), weights)
+    assert_nothing_left(watched.run)
+
+
+async def test_several_replicas_follow_a_trainer_of_several_ranks_and_any_of_them_may_be_killed(tmp_path: Path) -> None:
+    """A rank that sends, then a replica that receives; with bound zero nothing is generated until the version that the dead
+    trainer had published is sent by its successor, so that it must be published again."""
+    of = recipe(
+        TINY,
+        pipeline__staleness=0,
+        train__dp=2,
+        train__steps=8,
+        rollout__workers=2,
+        sync__transport="collective",
+        launch__launcher="process",
+    )
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        for number, worker in enumerate(("update-0", "rollout-1")):
+            await watched.until(lambda: len(watched.of("step")) >= 3 * number + 2)  # noqa: B023
+            assert watched.run.supervisor is not None
+            os.kill(watched.run.supervisor.pids()[worker], signal.SIGKILL)
+            await watched.until(
+                lambda: [w["worker"] for w in watched.of("worker") if w["change"] == "died"][-1:] == [worker]  # noqa: B023
+            )
+        result = await work
+    assert result.state == "finished", result.reason
+    assert [w["worker"] for w in watched.of("worker") if w["change"] == "died"] == ["update-0", "rollout-1"]
+    assert_each_sample_once(of, watched)
+    assert_nothing_left(watched.run)
+    last = {sync["worker"] for sync in watched.of("sync") if sync["version"] == of.train.steps}
+    assert last >= {"update-0", "rollout-0", "rollout-1"}
+    assert all(sync["gap_max"] < sync["gap_max_limit"] for sync in watched.of("sync") if "gap_max" in sync)
+
+
+async def test_an_address_that_is_not_the_trainers_fails_the_run_with_its_name(tmp_path: Path) -> None:
+    of = recipe(MOCK, sync__transport="collective", sync__serve="192.0.2.1", launch__max_restarts=0)
+    _, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "failed"
+    assert "sync.serve = '192.0.2.1': nothing can be served there" in result.reason
+
+
+def test_it_is_not_for_engines_that_share_the_trainers_device() -> None:
+    with pytest.raises(RecipeError, match=r"sync.transport = \"collective\": is between separate devices"):
+        recipe(TINY, sync__transport="collective", launch__placement="colocated", launch__launcher="process")

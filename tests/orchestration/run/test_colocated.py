@@ -1,0 +1,271 @@
+"""Runs in which training and generation take turns on the same devices: the same samples, steps and weights, and never the
+memory of both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from orchestration.recipe.planner import reshard_plan, turns, workers_of
+from orchestration.recipe.recipe import Recipe
+from orchestration.run.run import Run
+from orchestration.run.synchronous import SynchronousStep, synchronous_run
+from stages.algorithms.grpo import GRPO
+from stages.resharding.exchange import SharedExchange
+from stages.resharding.plan import Phase, memory
+from stages.resharding.swap import Swap
+from tests.orchestration.run.test_run import (
+    assert_each_sample_once,
+    assert_equal,
+    assert_nothing_left,
+    synchronous,
+    trained,
+)
+from tests.orchestration.runs import TINY, Watched, complete, early_letters, executing, recipe
+
+TURNS: dict[str, Any] = {
+    "launch__placement": "colocated",
+    "pipeline__staleness": 0,
+    "reward__functions": [{"name": "tests.orchestration.runs:early_letters"}],
+}
+
+
+def assert_within_the_plan(of: Recipe, watched: Watched) -> None:
+    """What was counted in each phase is what the plan says, on each rank, and training's bytes are gone meanwhile."""
+    plan, most = reshard_plan(of), turns(of)
+    weights = [plan.source.nbytes(rank) for rank in range(plan.world)]
+    figures = {one.phase: one for one in memory(plan, [2 * nbytes for nbytes in weights])}
+    for rank in range(plan.world):
+        # AdamW's step counters, a number each; and FSDP pads what its ranks cannot share evenly.
+        slack = 4 * 64 + (0 if plan.world == 1 else weights[rank] // 50)
+        swaps = [sync for sync in watched.of("sync") if sync["worker"] == f"rollout-{rank}"]
+        for sync in swaps:
+            if sync["to"] == "generation" and sync["version"] > 0:  # AdamW has its moments
+                counted = sync["device_bytes"]
+                assert 0 <= counted["gather"] - figures[Phase.GATHER].live[rank] <= slack
+                assert counted["offload weights"] == figures[Phase.GENERATE].live[rank]
+                assert 0 <= sync["released_bytes"] - figures[Phase.PREFETCH].host[rank] <= slack
+                assert sync["bytes"] == plan.received[rank] + plan.kept[rank]
+        told = [turn for turn in watched.of("turn") if turn["worker"] == f"rollout-{rank}"]
+        left = [turn for turn in told if turn["phase"] == "returning"]
+        assert left
+        for turn in left:
+            assert turn["cache_bytes"] <= most.caches
+            assert turn["generating_bytes"] == figures[Phase.GENERATE].live[rank] + turn["cache_bytes"]
+            assert turn["device_bytes"] <= figures[Phase.PREFETCH].live[rank] + slack
+        order = [turn["phase"] for turn in told]
+        if not deaths(watched):
+            assert order == [("generating", "returning", "training")[at % 3] for at in range(len(order))]
+    assert any(turn.get("cache_bytes", 0) > 0 for turn in watched.of("turn"))
+
+
+async def test_on_one_rank_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(tmp_path: Path) -> None:
+    of = recipe(TINY, **TURNS, evaluate__every=2, evaluate__prompts=4)
+    expected, weights = await synchronous(of)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
+    assert_equal(trained(of, result), weights)
+    assert_each_sample_once(of, watched)
+    assert [evaluation["version"] for evaluation in watched.of("evaluation")] == [0, 2, 4, 6]
+    gaps = [sync["gap_max"] for sync in watched.of("sync") if sync["version"] and sync["to"] == "generation"]
+    assert len(gaps) == 6, "probed at each swap"
+    assert 0 < max(gaps) < 1e-5
+    assert_within_the_plan(of, watched)
+    assert_nothing_left(watched.run)
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+async def test_with_slack_as_many_steps_follow_on_one_another_as_there_are_batches(
+    prefetch: bool, tmp_path: Path
+) -> None:
+    of = recipe(TINY, **{**TURNS, "pipeline__staleness": 1}, train__steps=8, sync__prefetch=prefetch)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    assert max(step["staleness_max"] for step in watched.of("step")) == 1
+    swaps = [sync for sync in watched.of("sync") if sync["to"] == "generation"]
+    assert 4 <= len(swaps) <= 8, "a swap for two steps, where nothing was in the way"
+    back = [sync for sync in watched.of("sync") if sync["to"] == "training"]
+    assert len(back) == len(swaps)
+    assert all(sync["exposed_seconds"] >= 0 and sync["hidden_seconds"] >= 0 for sync in back)
+    assert_within_the_plan(of, watched)
+
+
+async def test_what_is_in_flight_when_the_batch_is_complete_is_cut_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups at a time, so that the first step's are done while others are not."""
+    settings = {"pipeline__staleness": 2, "rollout__max_rows": 8, "rollout__max_tokens": 48, "train__steps": 6}
+    of = recipe(TINY, **{**TURNS, **settings}, train__groups_per_step=2)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    rollout = [stage for stage in watched.of("stage") if stage["stage"] == "rollout"]
+    assert rollout[-1]["parked"] > 0, "nothing was cut"
+    assert max(step["staleness_max"] for step in watched.of("step")) >= 1
+
+
+async def test_weights_that_arrive_damaged_make_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank there are no messages with checksums; the probe is what notices. The rank begins again at its last
+    checkpoint, replays, and ends at the weights of an undisturbed run."""
+    swap, damaged = Swap.to_rollout, [2]
+
+    def damaging(self: Swap) -> Any:
+        tensors = swap(self)
+        if damaged and self.arena.used and next(self._training_state(), None) is not None:
+            damaged[0] -= 1
+            if not damaged[0]:
+                damaged.clear()
+                tensors["model.layers.1.mlp.down_proj.weight"][3] += 1.0
+        return tensors
+
+    monkeypatch.setattr(Swap, "to_rollout", damaging)
+    of = recipe(TINY, **TURNS)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    monkeypatch.undo()
+    assert result.state == "finished", result.reason
+    (died,) = [worker for worker in watched.of("worker") if worker["change"] == "died"]
+    assert "SwapError: rollout-0: with the weights of version 2 the engine's logprobs differ" in died["reason"]
+    assert "begin again at the last checkpoint" in died["reason"]
+    assert_each_sample_once(of, watched)
+    expected, weights = await synchronous(of)
+    assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
+    assert_equal(trained(of, result), weights)
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def unhurried(completions: list[str], **columns: Any) -> list[float]:
+    """:func:`early_letters` after a while, in which training comes back."""
+    time.sleep(0.15)
+    return early_letters(completions, **columns)
+
+
+class Laborious(GRPO):
+    """GRPO whose steps take a while. In one of the run's lives (the file ``damage`` says so, once) rank 1 receives another
+    byte than was sent, in the swap after a step."""
+
+    damage: str = ""
+
+    def loss(self, tokens: Any) -> Any:
+        time.sleep(0.15)
+        if self.damage and dist.get_rank() == 1:
+            try:
+                os.unlink(self.damage)
+            except FileNotFoundError:
+                return super().loss(tokens)
+            sound = SharedExchange.messages
+
+            def damaging(self: SharedExchange, number: int) -> Any:
+                messages = sound(self, number)
+                messages[0].view(torch.uint8)[5] ^= 4
+                SharedExchange.messages = sound  # type: ignore[method-assign]
+                return messages
+
+            SharedExchange.messages = damaging  # type: ignore[method-assign]
+        return super().loss(tokens)
+
+
+async def expected_of(of: Recipe) -> tuple[list[SynchronousStep], dict[str, torch.Tensor]]:
+    steps = [step async for step in synchronous_run(of)]
+    return steps, {name: weight.clone() for name, weight in steps[-1].engine.weights()}
+
+
+def assert_close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """But for the order of sums, which AdamW lets grow a little from step to step."""
+    for name, weight in expected.items():
+        assert (weights[name] - weight).norm() < 1e-4 * weight.norm(), name
+
+
+def test_each_rank_is_one_worker() -> None:
+    of = recipe(TINY, **TURNS, train__dp=2, launch__launcher="process")
+    assert workers_of(of) == [("flow", 0), ("colocated", 0), ("colocated", 1)]
+
+
+async def test_any_rank_may_die_in_any_phase_and_each_sample_is_trained_once(tmp_path: Path) -> None:
+    """Killed while it generates, while training comes back, and while it trains; and a message that arrives damaged. Each
+    time both ranks begin again at the last checkpoint, and the weights are those of an undisturbed run."""
+    settings: dict[str, Any] = {
+        "train__dp": 2,
+        "checkpoint__every": 2,
+        "launch__launcher": "process",
+        "launch__startup_timeout": 300.0,
+        "reward__functions": [{"name": "tests.orchestration.run.test_colocated:unhurried"}],
+        "algorithm__name": "tests.orchestration.run.test_colocated:Laborious",
+        "rollout__max_tokens": 24,
+        "sync__bucket": "8KiB",
+    }
+    of = recipe(TINY, **{**TURNS, **settings}, algorithm__options={"damage": str(tmp_path / "damage")})
+    expected, weights = await expected_of(recipe(TINY, **{**TURNS, **settings}, algorithm__options={}))
+    victims = [("rollout-0", "generating", 1), ("rollout-1", "returning", 2), ("rollout-0", "training", 3)]
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        for number, (rank, phase, version) in enumerate(victims):
+            await watched.until(
+                lambda: any(
+                    (turn["worker"], turn["phase"]) == (rank, phase) and turn["version"] >= version  # noqa: B023
+                    for turn in watched.of("turn")
+                ),
+                timeout=240,
+            )
+            assert watched.run.supervisor is not None
+            os.kill(watched.run.supervisor.pids()[rank.replace("rollout", "colocated")], signal.SIGKILL)
+            await watched.until(lambda: len(deaths(watched)) == number + 1)  # noqa: B023
+            phases = [turn["phase"] for turn in before_death(watched, number) if turn["worker"] == rank]
+            assert phases[-1] == phase, "it was killed too late"
+        (tmp_path / "damage").touch()
+        result = await work
+    assert result.state == "finished", result.reason
+    assert watched.run.supervisor is not None
+    assert watched.run.supervisor.restarts == 4, "one for both ranks"
+    assert [death["reason"] for death in deaths(watched)[:3]] == ["ended by signal 9"] * 3
+    assert "1 messages are not what was sent" in deaths(watched)[3]["reason"]
+    assert_each_sample_once(of, watched)
+    assert_within_the_plan(of, watched)
+    assert_nothing_left(watched.run)
+    assert [step["reward_mean"] for step in watched.of("step")] == [step.reward_mean for step in expected]
+    norms = [step.metrics["grad_norm"] for step in expected]
+    assert [step["grad_norm"] for step in watched.of("step")] == pytest.approx(norms, rel=1e-4)
+    assert_close(trained(of, result), weights)
+
+
+def deaths(watched: Watched) -> list[dict[str, Any]]:
+    return [worker for worker in watched.of("worker") if worker["change"] == "died"]
+
+
+def before_death(watched: Watched, number: int) -> list[dict[str, Any]]:
+    """The turns that were told before death ``number``."""
+    died = [event for event in watched.events if event.kind == "worker" and event.data["change"] == "died"][number]
+    return [event.data for event in watched.events[: watched.events.index(died)] if event.kind == "turn"]
+
+
+async def test_a_run_that_was_stopped_goes_on_at_another_number_of_ranks_and_ends_evaluated(tmp_path: Path) -> None:
+    """One process; then two ranks that cut the matrices between them."""
+    of = recipe(TINY, **TURNS, train__steps=7, evaluate__every=7, evaluate__prompts=4)
+    expected, weights = await expected_of(of)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 4)
+        watched.stop.set()
+        assert (await work).state == "stopped"
+    assert_nothing_left(watched.run)
+    before = {step["step"]: step["grad_norm"] for step in watched.of("step")}
+    resumed = Run.resume(tmp_path / "run", ["train.tp=2", "launch.launcher=process", "launch.startup_timeout=300"])
+    assert resumed.start is not None
+    assert resumed.start.version == len(before), "training has had the device back to write its checkpoint"
+    watched, result = await complete(resumed)
+    assert result.state == "finished", result.reason
+    told = before | {step["step"]: step["grad_norm"] for step in watched.of("step")}
+    norms = [step.metrics["grad_norm"] for step in expected]
+    assert [told[step] for step in range(7)] == pytest.approx(norms, rel=1e-4)
+    assert_close(trained(resumed.recipe, result), weights)
+    assert [evaluation["version"] for evaluation in watched.of("evaluation")] == [7]
+    assert_within_the_plan(resumed.recipe, watched)
+    assert_nothing_left(watched.run)

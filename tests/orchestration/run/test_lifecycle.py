@@ -1,0 +1,272 @@
+"""A run's folder has one run at a time, a stop loses no step, and what no restart mends is tried once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestration.events_file import METRICS, MetricsFile, Recorded, read_metrics
+from orchestration.run import checkpoint
+from orchestration.run.lock import LOCK, RunLock, RunLocked
+from orchestration.run.run import Run, RunError
+from orchestration.service.lifecycle import WHERE
+from pipeline.index.embedded import EmbeddedIndex
+from stages.sample_log import SampleBook, read
+from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
+from tests.orchestration.services import serving
+
+STEPS = {"train__steps": 500, "checkpoint__every": 100, "pipeline__arena": "256MiB"}
+
+
+def contents(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
+
+
+# ── one run in a folder ──
+
+
+async def test_a_live_run_is_neither_resumed_nor_replaced_and_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    async with executing(Run.create(recipe(MOCK, train__steps=30), out)) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 2)
+        before = contents(out)
+        for second in (Run.resume, lambda folder: Run.create(recipe(MOCK), folder)):
+            with pytest.raises(RunLocked, match=rf"is executed by process {os.getpid()} \(.*\) since \d{{4}}-"):
+                second(out)
+        assert contents(out) == before
+        result = await work
+    assert result.state == "finished", result.reason
+    assert not [event for event in watched.of("worker") if event["change"] == "restarted"]
+    with pytest.raises(RunError, match="nothing to resume"):
+        Run.resume(out)
+    with pytest.raises(RunError, match="is not empty"):
+        Run.create(recipe(MOCK), out)
+
+
+def test_the_lock_of_a_killed_process_is_free_and_its_number_is_not_believed(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        RunLock.take(tmp_path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert (tmp_path / LOCK).read_text() == f"{pid}\n"
+    lock = RunLock.take(tmp_path)
+    (tmp_path / LOCK).write_text(f"{pid}\n")
+    with pytest.raises(RunLocked, match=f"is executed by process {os.getpid()} .*; stop it first"):
+        RunLock.take(tmp_path)
+    lock.release()
+    lock.release()
+    assert Run.create(recipe(MOCK), tmp_path).begins == 0, "a folder with nothing but a lock file is empty"
+
+
+async def test_a_service_s_live_run_is_not_resumed_here_even_between_two_runners(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        run = await service.submit(recipe(MOCK, launch__launcher="inline", **STEPS))
+        async with service.working():
+            await service.steps(run, 1)
+            folder = Path((await service.registry.get(run)).folder)
+            _, process = await service.held(run)
+            with pytest.raises(RunLocked, match=f"is executed by process {process.pid}"):
+                Run.resume(folder)
+        process.end(signal.SIGTERM)  # as a machine that is shut down does: the next agent takes the run over
+        await process.wait()
+        assert json.loads((folder / WHERE).read_text())["hosted"]
+        with pytest.raises(RunLocked, match=f"run {run} of a service.*asyncdock runs stop {run}"):
+            Run.resume(folder)
+        async with service.working():
+            made = len([event for event in await service.events(run) if event.kind == "step"])
+            await service.steps(run, made + 1)
+            await service.until(run, lambda record: record.state == "running")
+            await service.registry.ask(run, "stop")
+            record = await service.ended(run)
+        assert record.state == "stopped"
+        steps = [event.data["step"] for event in await service.events(run) if event.kind == "step"]
+    saved = checkpoint.latest(folder / "checkpoints")
+    assert saved is not None, "a stop over REST writes one too"
+    assert saved.version == len(steps)
+
+
+# ── its index may die at any moment ──
+
+
+@pytest.mark.parametrize("moment", ["before anything is in it", "twice in a row", "while it is told of"])
+async def test_the_index_may_be_killed_before_the_supervisor_is_there(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: the run does not wait for a call's deadline."""
+    run = Run.create(recipe(MOCK, train__steps=3), tmp_path / "run")
+    prepare, killed = run._prepare, list[int]()
+
+    def kill() -> None:
+        assert run.server is not None
+        assert run.server.pid is not None
+        killed.append(run.server.pid)
+        os.kill(run.server.pid, signal.SIGKILL)
+
+    async def prepared(index: Any) -> None:
+        kill()
+        await prepare(index)
+        if moment != "before anything is in it":
+            kill()
+
+    monkeypatch.setattr(run, "_prepare", prepared)
+    if moment == "while it is told of":
+        tell = run._tell_restart
+
+        async def told(reason: str) -> None:
+            if len(killed) == 2:
+                kill()
+            await tell(reason)
+
+        monkeypatch.setattr(run, "_tell_restart", told)
+    watched, result = await complete(run)
+    assert result.state == "finished", result.reason
+    assert [step["step"] for step in watched.of("step")] == [0, 1, 2]
+    assert len(killed) == {"before anything is in it": 1, "twice in a row": 2}.get(moment, 3)
+    restarts = [event for event in watched.of("worker") if event["worker"] == "index-0"]
+    assert restarts
+    assert all("ended by signal 9" in event["reason"] for event in restarts)
+
+
+def test_an_index_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    server = EmbeddedIndex(tmp_path / "data")
+    starting = server.starting()
+    next(starting)
+    first = server.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    for pause in starting:
+        time.sleep(pause)
+    assert server.alive()
+    assert server.pid != first
+    server.stop()
+
+
+async def test_an_index_that_dies_too_often_fails_the_run_in_words(tmp_path: Path) -> None:
+    run = Run.create(recipe(MOCK, launch__max_restarts=1, **STEPS), tmp_path / "run")
+    async with executing(run) as (watched, work):
+        for deaths in (1, 2):
+            await watched.until(lambda: run.server is not None and run.server.alive() and bool(watched.of("step")))
+            assert run.server is not None
+            assert run.server.pid is not None
+            os.kill(run.server.pid, signal.SIGKILL)
+            if deaths == 1:
+                await watched.until(lambda: any(event["worker"] == "index-0" for event in watched.of("worker")))
+        result = await work
+    assert result.state == "failed"
+    assert "the embedded index ended by signal 9 and launch.max_restarts = 1 is used up" in result.reason
+    assert "valkey.log" in result.reason
+
+
+# ── a stop loses nothing ──
+
+
+async def test_a_stopped_run_has_a_checkpoint_of_its_last_step_and_no_step_twice(tmp_path: Path) -> None:
+    """With real engines and processes, two ranks: all of them write it."""
+    out = tmp_path / "run"
+    of = recipe(TINY, train__steps=40, checkpoint__every=30, launch__launcher="process", train__dp=2, train__threads=1)
+    async with executing(Run.create(of, out)) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 2)
+        watched.stop.set()
+        result = await work
+    done = len(watched.of("step"))
+    assert (result.state, result.checkpoint is not None) == ("stopped", True)
+    assert result.checkpoint is not None
+    assert result.checkpoint.version == done < 30
+    assert watched.of("checkpoint")[-1]["version"] == done
+
+
+async def test_stopping_a_run_that_starts_does_not_wait_for_it(tmp_path: Path) -> None:
+    """Its workers hold nothing yet."""
+    run = Run.create(recipe(TINY, launch__launcher="process"), tmp_path / "run")
+    async with executing(run) as (watched, work):
+        await watched.until(lambda: any(event["change"] == "started" for event in watched.of("worker")))
+        watched.stop.set()
+        async with asyncio.timeout(20):
+            result = await work
+    assert (result.state, result.checkpoint) == ("stopped", None)
+    assert not watched.of("step")
+
+
+def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
+    """What was made after the checkpoint is removed: it is made again."""
+
+    def event(kind: str, number: int, **data: Any) -> Recorded:
+        return Recorded(f"{number}-0", float(number), kind, data)
+
+    with MetricsFile(tmp_path / METRICS) as file:
+        for step in range(5):
+            file.event(event("step", 2 * step + 1, step=step, version=step + 1))
+            file.event(event("sync", 2 * step + 2, version=step + 1))
+        file.event(event("state", 11, state="stopped"))
+    with (tmp_path / METRICS).open("ab") as cut_short:
+        cut_short.write(b'{"id": "12-0", "ki')
+    with MetricsFile(tmp_path / METRICS) as file:
+        file.rewind(3)
+        assert file.last == "11-0"
+        file.event(event("step", 13, step=3, version=4))
+    kept = list(read_metrics(tmp_path / METRICS))
+    assert [found.data["step"] for found in kept if found.kind == "step"] == [0, 1, 2, 3]
+    assert [found.data["version"] for found in kept if found.kind == "sync"] == [1, 2, 3]
+    assert [found.kind for found in kept].count("state") == 1
+
+
+def test_samples_of_steps_that_are_made_again_stand_once(tmp_path: Path) -> None:
+    book = SampleBook(tmp_path, 1 << 20)
+    for step in range(5):
+        book.add([{"step": step, "group": step, "place": 0, "response": "old"}])
+    book.rewind(3)
+    book.add([{"step": 3, "group": 3, "place": 0, "response": "new"}])
+    found, _ = read(tmp_path, lambda sample: True)
+    assert [(sample["step"], sample["response"]) for sample in found] == [
+        (3, "new"),
+        (2, "old"),
+        (1, "old"),
+        (0, "old"),
+    ]
+
+
+# ── what no restart mends ──
+
+
+def refuses(recipe: Any, *, version: int, weights: Path | None) -> Any:
+    raise ValueError("this engine cannot run that model")
+
+
+def breaks(recipe: Any, *, version: int, weights: Path | None) -> Any:
+    raise RuntimeError("the engine's core has ended")
+
+
+def loses_descriptors(recipe: Any, *, version: int, weights: Path | None) -> Any:
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
+    return [open("/dev/null") for _ in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "attempts", "reason"),
+    [
+        ("refuses", 1, "rollout-0: ValueError: this engine cannot run that model"),
+        ("breaks", 2, "rollout-0 did not start, twice for the same reason: RuntimeError: the engine's core has ended"),
+        ("loses_descriptors", 1, "rollout-0: OSError: [Errno 24] Too many open files"),
+    ],
+)
+async def test_what_no_restart_mends_fails_the_run_at_once(
+    engine: str, attempts: int, reason: str, tmp_path: Path
+) -> None:
+    launcher = "process" if engine == "loses_descriptors" else "inline"
+    of = recipe(TINY, rollout__engine=f"{__name__}:{engine}", launch__launcher=launcher)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "failed"
+    assert result.reason.startswith(reason)
+    started = [event for event in watched.of("worker") if event["change"] == "started"]
+    assert [event["worker"] for event in started].count("rollout-0") == attempts

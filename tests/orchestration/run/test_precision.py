@@ -1,0 +1,38 @@
+"""Whole runs in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestration.recipe.recipe import RecipeError
+from orchestration.run.run import Run
+from tests.orchestration.runs import TINY, complete, recipe
+
+
+@pytest.mark.parametrize("precision", ["model", "mixed"])
+async def test_a_bfloat16_run_with_the_defaults_goes_to_its_end(tmp_path: Path, precision: str) -> None:
+    of = recipe(TINY, model__dtype="bfloat16", train__precision=precision)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert not [told for told in watched.of("worker") if told["change"] in ("died", "kept its weights")]
+    swaps = [sync for sync in watched.of("sync") if sync["worker"] == "rollout-0"]
+    assert swaps[-1]["version"] == of.train.steps
+    for sync in swaps:
+        assert 0 < sync["gap_mean"] < sync["gap_mean_limit"] / 1.5, "each was probed"
+        assert 0 < sync["gap_q95"] < sync["gap_q95_limit"] / 1.5
+
+
+async def test_a_run_that_the_probe_has_ended_goes_on_with_another_tolerance(tmp_path: Path) -> None:
+    of = recipe(TINY, model__dtype="bfloat16", sync__probe_tolerance=1e-6, launch__max_restarts=0, checkpoint__every=1)
+    _, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "failed"
+    assert "sync.probe_tolerance is 1e-06" in result.reason
+    with pytest.raises(RecipeError, match=r"only these may change: .*sync.probe_tolerance, sync.probe_mean_tolerance"):
+        Run.resume(tmp_path / "run", ["sync.rolling=false"])
+    resumed = Run.resume(tmp_path / "run", ["sync.probe_tolerance=0.05", "sync.probe_mean_tolerance=0.02"])
+    watched, result = await complete(resumed)
+    assert result.state == "finished", result.reason
+    limits = {(sync["gap_mean_limit"], sync["gap_q95_limit"]) for sync in watched.of("sync") if "gap_mean" in sync}
+    assert limits == {(0.02, 0.05)}

@@ -1,0 +1,317 @@
+"""What a service promises of its runs, with real runners, workers, agents and index servers, each of them killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestration.processes.handles import Process
+from orchestration.recipe.recipe import Recipe
+from orchestration.run import checkpoint
+from orchestration.service import agent as agents
+from orchestration.service.agent import Agent, AgentError
+from orchestration.service.lifecycle import WHERE
+from orchestration.service.registry import RunRecord
+from pipeline.index.client import Event, Index
+from tests.orchestration.run.test_run import assert_equal, synchronous, weights_of
+from tests.orchestration.runs import MOCK, TINY, forks, recipe
+from tests.orchestration.services import Service, serving, shared_memory
+
+INLINE: dict[str, Any] = {**MOCK, "launch": {**MOCK["launch"], "launcher": "inline", "max_restarts": 3}}
+PROCESSES: dict[str, Any] = {**MOCK, "launch": {**MOCK["launch"], "launcher": "process", "max_restarts": 3}}
+ENDLESS = {"train__steps": 5000}
+
+
+def of(events: list[Event], kind: str) -> list[dict[str, Any]]:
+    return [event.data for event in events if event.kind == kind]
+
+
+def assert_whole(recipe: Recipe, events: list[Event]) -> None:
+    """Every step was told once, and every sample was trained once."""
+    steps, rows = recipe.train.steps, recipe.train.groups_per_step * recipe.algorithm.group_size
+    told = of(events, "step")
+    assert [step["step"] for step in told] == list(range(steps))
+    groups = sorted(group for step in told for group in step["groups"])
+    assert groups == list(range(steps * recipe.train.groups_per_step)), "a group was trained twice, or never"
+    ledger = of(events, "ledger")[-1]
+    assert ledger["trained"] == steps * rows
+    assert ledger["generated"] == ledger["trained"] + ledger["filtered"] + ledger["in_flight"]
+
+
+async def assert_finished(service: Service, run: str, recipe: Recipe, attempts: int = 1) -> RunRecord:
+    record = await service.ended(run)
+    assert (record.state, record.reason, record.attempts) == ("finished", "", attempts)
+    events = await service.events(run)
+    assert_whole(recipe, events)
+    assert events[-1].data == {"state": "finished", "reason": ""}
+    assert [(e.id, e.kind) for e in service.metrics(record)] == [(e.id, e.kind) for e in events]
+    return record
+
+
+def die(process: Process) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+
+
+@asynccontextmanager
+async def running(
+    tmp_path: Path, base: dict[str, Any] = INLINE, steps: int = 2, **changes: Any
+) -> AsyncGenerator[tuple[Service, str], None]:
+    """A service with an agent, and a run of it that has made some steps."""
+    async with serving(tmp_path) as service, service.working():
+        run = await service.submit(recipe(base, **changes))
+        await service.steps(run, steps)
+        yield service, run
+
+
+async def test_runs_wait_for_room_and_begin_in_their_order(tmp_path: Path) -> None:
+    of_all = recipe(INLINE)
+    async with running(tmp_path, steps=1, **ENDLESS) as (service, first):
+        waiting = [await service.submit(of_all) for _ in range(2)]
+        positions = [(await service.registry.get(run)).position for run in waiting]
+        assert positions == [1, 2]
+        await service.registry.ask(first, "stop")
+        stopped = await service.ended(first)
+        assert (stopped.state, stopped.reason) == ("stopped", "stopped by request")
+        records = [await assert_finished(service, run, of_all) for run in waiting]
+        assert records[0].started is not None
+        assert records[1].started is not None
+        assert records[0].ended is not None
+        assert records[0].ended <= records[1].started, "there is room for one"
+
+        # What an ended run leaves: its folder, and what readers ask the index for.
+        record, index = records[0], Index(service.url, waiting[0])
+        assert (await index.ledger())["trained"] == of_all.train.steps * 16
+        assert sorted(os.listdir(record.folder)) == [
+            "checkpoints",
+            "logs",
+            "metrics.jsonl",
+            "recipe.json",
+            "run.lock",
+            "samples",
+        ]
+        await service.registry.delete(record.id)
+        marker = ""
+        async with asyncio.timeout(30):
+            while await service.registry.doomed():
+                marker = await service.registry.wait(marker, 0.5)
+        assert record.id not in os.listdir(tmp_path / "runs")
+        assert await index.past_events() == []
+        await index.close()
+    assert shared_memory(tmp_path) == []
+
+
+async def test_workers_and_runners_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+    mock = recipe(PROCESSES, train__steps=30, checkpoint__every=4)
+    async with serving(tmp_path) as service, service.working():
+        run = await service.submit(mock)
+        is_rollout = ("rollout-0", "started")
+        started = await service.told(run, "worker", lambda data: (data["worker"], data["change"]) == is_rollout)
+        await service.steps(run, 2)
+        os.kill(started.data["pid"], signal.SIGKILL)
+        await service.told(run, "worker", lambda data: data["change"] == "restarted")
+        await service.steps(run, 6)
+        _, process = await service.held(run)
+        die(process)
+        await service.told(run, "worker", lambda data: data["change"] == "taken over")
+        assert (await service.registry.get(run)).state != "running", "nobody runs it yet"
+        await assert_finished(service, run, mock, attempts=2)
+        events = await service.events(run)
+        assert [state["state"] for state in of(events, "state")] == [
+            "created",
+            "starting",
+            "running",
+            "starting",
+            "running",
+            "stopping",
+            "finished",
+        ]
+        reasons = [worker["reason"] for worker in of(events, "worker") if worker["change"] == "taken over"]
+        assert reasons == ["its runner was ended by signal 9"]
+
+
+async def test_after_a_runner_was_killed_the_weights_are_those_of_a_run_that_was_left_alone(tmp_path: Path) -> None:
+    tiny = recipe(TINY, pipeline__staleness=0, train__steps=8, checkpoint__every=3)
+    expected, weights = await synchronous(tiny)
+    async with running(tmp_path, TINY, 5, pipeline__staleness=0, train__steps=8, checkpoint__every=3) as (service, run):
+        _, process = await service.held(run)
+        die(process)
+        record = await assert_finished(service, run, tiny, attempts=2)
+        told = of(await service.events(run), "step")
+        assert [(step["reward_mean"], step["loss"]) for step in told] == expected
+        newest = checkpoint.latest(Path(record.folder) / "checkpoints")
+        assert newest is not None
+        assert newest.version == 8
+        assert_equal(weights_of(tiny, newest), weights)
+
+
+async def test_a_run_whose_runners_die_too_often_fails_with_the_reason(tmp_path: Path) -> None:
+    async with running(tmp_path, launch__max_restarts=0, **ENDLESS) as (service, run):
+        _, process = await service.held(run)
+        die(process)
+        record = await service.ended(run)
+        assert record.state == "failed"
+        assert record.reason == (
+            "its runner died and launch.max_restarts = 0 is used up: its runner was ended by signal 9"
+        )
+        assert of(await service.events(run), "state")[-1] == {"state": "failed", "reason": record.reason}
+        assert WHERE not in os.listdir(record.folder), "it held the index's URL"
+        assert shared_memory(tmp_path) == []
+
+
+async def test_a_run_that_cannot_start_fails_with_its_reason(tmp_path: Path) -> None:
+    wrong = recipe(INLINE, reward__functions=[{"name": "tests.orchestration.run.test_run:boom"}])
+    async with serving(tmp_path) as service, service.working():
+        run = await service.submit(wrong)
+        record = await service.ended(run)
+        assert record.state == "failed"
+        assert "the reward's own mistake" in record.reason
+
+
+async def test_a_run_without_a_folder_fails_and_one_of_another_machine_is_left_alone(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        elsewhere = await service.submit(recipe(INLINE))
+        assert await service.registry.take("elsewhere-0", "/elsewhere", uuid.uuid4().hex, -10_000)
+        run = await service.submit(recipe(INLINE))
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / run).write_text("in the way")
+        async with service.working():
+            record = await service.ended(run)
+        assert record.state == "failed"
+        assert "its runner cannot be started" in record.reason
+        (tmp_path / "runs" / run).unlink()
+        assert (await service.registry.get(elsewhere)).attempts == 1
+
+
+async def test_runs_live_through_the_death_of_their_agent_and_of_the_index(tmp_path: Path) -> None:
+    """An agent that is killed, one that is told to end, and the service's own Valkey, killed under both."""
+    async with serving(tmp_path) as service:
+        run = await service.submit(recipe(INLINE, **ENDLESS))
+        killed = service.start_agent()
+        await service.steps(run, 2)
+        _, process = await service.held(run)
+        killed.kill()
+        killed.wait()
+        at = of(await service.events(run), "step")[-1]["step"]
+        await service.steps(run, at + 3)
+        assert (await service.registry.get(run)).state == "running", "it is: its runner lives"
+
+        told_to_end = service.start_agent()
+        await service.agent_works()
+        second = await service.submit(recipe(INLINE))  # waits: the run that is found takes the only place
+        index = service.index_process()
+        die(index)
+        await index.wait()
+        await service.steps(run, of(await service.events(run), "step")[-1]["step"] + 3)
+        assert service.index_process() != index, "the agent has started another one"
+        assert (await service.registry.get(second)).position == 1
+        told_to_end.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(told_to_end.wait, 30) == 0
+        assert process.alive()
+
+        async with service.working():
+            await service.registry.ask(run, "stop")
+            record = await service.ended(run)
+            assert (record.state, record.attempts) == ("stopped", 1)
+            await process.wait()
+            await assert_finished(service, second, recipe(INLINE))
+
+
+async def test_a_paused_run_stays_so_when_its_runner_is_killed_and_writes_a_checkpoint_when_asked(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, checkpoint__every=300, pipeline__arena="64MiB", **ENDLESS) as (service, run):
+        assert (await service.registry.ask(run, "pause")).state == "paused"
+        _, process = await service.held(run)
+        die(process)
+        await service.told(run, "worker", lambda data: data["change"] == "taken over")
+        taken = await service.until(run, lambda record: record.attempts == 2, never=("running",))
+        assert taken.state == "paused"
+        ready = [e.id for e in await service.events(run) if e.kind == "worker" and e.data["change"] == "taken over"][-1]
+        index = Index(service.url, run)
+        async with asyncio.timeout(60):  # all workers are there, and none of them works
+            waiting = {"flow-0", "rollout-0", "update-0"}
+            while waiting:
+                for event in await index.events(ready):
+                    ready = event.id
+                    if event.kind == "worker" and event.data["change"] == "ready":
+                        waiting.discard(event.data["worker"])
+        await index.close()
+        assert (await service.registry.get(run)).state == "paused"
+        await service.registry.ask(run, "checkpoint")
+        assert (await service.registry.ask(run, "resume")).state == "running"
+        told = await service.told(run, "checkpoint", lambda data: data["requested"])
+        assert Path(told.data["path"]).name == f"step-{told.data['version']:08d}"
+        assert checkpoint.open_checkpoint(Path(told.data["path"])).version == told.data["version"]
+        assert len(of(await service.events(run), "checkpoint")) == 1, "once is enough"
+
+
+async def test_a_run_whose_shared_memory_is_gone_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """As after the machine was started anew."""
+    mock = recipe(INLINE, train__steps=12, checkpoint__every=3)
+    async with serving(tmp_path) as service:
+        run = await service.submit(mock)
+        async with service.working():
+            await service.told(run, "checkpoint", lambda data: data["version"] >= 3)
+            _, process = await service.held(run)
+        die(process)
+        await process.wait()
+        (left,) = shared_memory(tmp_path)
+        shutil.rmtree(left)
+        saved = checkpoint.latest(tmp_path / "runs" / run / "checkpoints")
+        assert saved is not None
+        async with service.working():
+            record = await service.ended(run)
+        assert (record.state, record.reason) == ("finished", "")
+        events = await service.events(run)
+        rewound = next(e for e in events if e.kind == "worker" and e.data["change"] == "rewound")
+        assert f"from the checkpoint of version {saved.version}" in rewound.data["reason"]
+        again = [e.data["step"] for e in events if e.kind == "step" and e.id > rewound.id]
+        assert again == list(range(saved.version, 12))
+        assert of(events, "ledger")[-1]["trained"] == 12 * 16
+
+
+async def test_a_runner_that_hangs_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has lost its lease is followed by another; one that does not stop is ended for good."""
+    monkeypatch.setattr(agents, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(agents, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(agents, "GRACE_SECONDS", 0.5)
+    async with running(tmp_path, launch__stop_timeout=0.5, **ENDLESS) as (service, run):
+        _, hung = await service.held(run)
+        hung.end(signal.SIGSTOP)
+        silent = await service.until(run, lambda record: record.state != "running")
+        assert silent.state == "starting", "a run that nobody executes is not shown as running"
+        await hung.wait()
+        await service.until(run, lambda record: record.state == "running")
+        _, second = await service.held(run)
+        assert second != hung
+        second.end(signal.SIGSTOP)
+        assert (await service.registry.ask(run, "stop")).state == "stopping"
+        record = await service.ended(run)
+        assert record.state == "stopped"
+        assert not second.alive()
+
+
+async def test_two_agents_on_one_index_share_its_runs(index_url: str, tmp_path: Path) -> None:
+    mock = recipe(INLINE)
+    async with serving(tmp_path, index_url) as service:
+        runs = [await service.submit(mock) for _ in range(2)]
+        with_both = [Agent(index_url, tmp_path / name, 1, forks=forks()) for name in ("a", "b")]
+        stop = asyncio.Event()
+        tasks = [asyncio.create_task(agent.run(stop)) for agent in with_both]
+        for run in runs:
+            await service.until(run, lambda record: record.position is None)
+        with pytest.raises(AgentError, match="another agent works in"):
+            await Agent(index_url, tmp_path / "a", 1).run(stop)
+        records = [await assert_finished(service, run, mock) for run in runs]
+        stop.set()
+        await asyncio.gather(*tasks)
+    assert {record.agent for record in records} == {agent.name for agent in with_both}

@@ -1,0 +1,110 @@
+"""Leases against a caller who has not claimed them: tokens cannot be guessed, and run, stage and owner must fit."""
+
+from __future__ import annotations
+
+from copy import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.index.client import Claim, Index, LeaseLost
+from pipeline.warehouse.dock import Dock
+from tests.pipeline.warehouse.test_dock import COUNTERS, SCHEMA, admit, config, respond
+
+OWNERS = ["", "bearer:a"]  # the run's own workers, and a program outside
+FOREIGN = ["", "bearer:b", "index"]
+
+
+@pytest.fixture
+async def dock(index: Index, tmp_path: Path) -> Dock:
+    await index.init(config(), COUNTERS)
+    dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
+    await dock.join(1 << 20)
+    await admit(dock, range(2))
+    return dock
+
+
+async def claim(dock: Dock, owner: str, stage: str = "rollout", lease: float = 60.0) -> Claim:
+    version = 0 if stage == "rollout" else None
+    found = await dock.index.claim(stage, dock.worker, 1, lease, version, dock.home, owner=owner)
+    assert isinstance(found, Claim)
+    return found
+
+
+def disguised(claim: Claim, *, owner: str | None = None, token: str | None = None, stage: str | None = None) -> Claim:
+    """The same rows, as somebody would show them who has not claimed them."""
+    other = copy(claim)
+    other.owner = claim.owner if owner is None else owner
+    other.token = claim.token if token is None else token
+    other.stage = claim.stage if stage is None else stage
+    return other
+
+
+async def assert_untouched(dock: Dock, held: Claim) -> None:
+    """Every call that a claim's holder can make is refused or does nothing for whoever shows ``held``."""
+    index = dock.index
+    assert await index.renew(held.stage, [held.token], 3600, held.owner) == set()
+    assert held.stage != "rollout" or await index.lease(held.token, held.owner) is None
+    await index.hand_back(held)
+    if held.stage == "rollout":
+        with pytest.raises(LeaseLost):
+            await respond(dock, held)
+        progress = {"response_ids": [torch.ones(2, dtype=torch.int64)] * len(held)}
+        with pytest.raises(LeaseLost):
+            await dock.park(held, range(len(held)), progress, generated=[(0, 2)] * len(held))
+        lease = {"stage": held.stage, "token": held.token, "owner": held.owner}
+        with pytest.raises(LeaseLost):
+            await index.call("filter", **lease, groups=[0])
+    with pytest.raises(LeaseLost):
+        await index.train(disguised(held, stage="update"), 0)
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_nobody_but_its_owner_can_use_a_lease(owner: str, dock: Dock) -> None:
+    held = await claim(dock, owner)
+    before = await dock.index.stats()
+    for foreign in set(FOREIGN) - {owner}:
+        await assert_untouched(dock, disguised(held, owner=foreign))
+    assert await dock.index.stats() == before, "a foreign call has changed something, if only a deadline"
+    assert (await dock.index.ledger())["redelivered"] == 0
+    assert await dock.index.renew("rollout", [held.token], 60, owner) == {held.token}
+    await respond(dock, held)
+
+
+async def test_a_token_holds_for_the_stage_of_its_claim_alone(dock: Dock) -> None:
+    held = await claim(dock, "")
+    before = await dock.index.stats()
+    for stage in ("reward", "advantage", "update"):
+        await assert_untouched(dock, disguised(held, stage=stage))
+    assert await dock.index.stats() == before
+    await respond(dock, held)
+
+
+async def test_a_token_holds_for_its_own_run_alone(dock: Dock, index: Index, tmp_path: Path) -> None:
+    other = Dock(Index(index.url, f"{index.run}-other"), SCHEMA, worker="w", directory=tmp_path / "other", slab=0)
+    try:
+        await other.index.init(config(), COUNTERS)
+        await other.join(1 << 20)
+        await admit(other, range(2))
+        held, there = await claim(dock, ""), await claim(other, "")
+        assert held.row.tolist() == there.row.tolist(), "only the token tells the two apart"
+        await assert_untouched(dock, there)
+        await respond(dock, held)
+        await respond(other, there)
+    finally:
+        await other.index.erase()
+        await other.close()
+        await other.index.close()
+
+
+async def test_tokens_are_random_and_no_status_shows_them(dock: Dock) -> None:
+    first, second = await claim(dock, ""), await claim(dock, "")
+    assert len({first.token, second.token}) == 2
+    for token in (first.token, second.token):
+        assert len(bytes.fromhex(token)) == 16
+        assert token not in repr(await dock.index.stats())
+    for guess in ("1", "2", "3", "", f"{int(first.token, 16) + 1:032x}"):
+        await assert_untouched(dock, disguised(first, token=guess))
+    await respond(dock, first)
+    await respond(dock, second)

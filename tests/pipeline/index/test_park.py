@@ -1,0 +1,199 @@
+"""Rows that a stage puts aside half made: whoever is free goes on with them, from what was acknowledged last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.columns import Column, Schema
+from pipeline.index.client import Claim, Index, IndexRefused, LeaseLost, RunConfig, StageSpec, WrittenTwice
+from pipeline.warehouse import dock as dock_module
+from pipeline.warehouse.arena import StaleHandle
+from pipeline.warehouse.dock import Dock
+
+SCHEMA = Schema(
+    [
+        Column.ragged("prompt", torch.int64),
+        Column.ragged("response", torch.int64),
+        Column.scalar("ended", torch.bool),
+        Column.scalar("score", torch.float32),
+    ]
+)
+STAGES = (
+    StageSpec("rollout", "groups", SCHEMA.mask(["prompt"]), SCHEMA.mask(["response", "ended"])),
+    StageSpec("score", "rows", SCHEMA.mask(["response"]), SCHEMA.mask(["score"])),
+    StageSpec("update", "batch", SCHEMA.mask(["response", "score"]), 0),
+)
+ARENA = 1 << 20
+
+
+@pytest.fixture
+async def nodes(index: Index, tmp_path: Path) -> AsyncIterator[tuple[Dock, Dock]]:
+    """Two nodes of one run, P = 1, S = 1."""
+    await index.init(RunConfig(STAGES, 1, 1, 1, 1, headstart=0.0), {"published": 0, "trained": 0, "admitted": 0})
+    docks = []
+    for name in ("a", "b"):
+        where: dict[str, Any] = {"worker": name, "warehouse": name, "node": name, "secret": b"sixteen bytes or more"}
+        docks.append(Dock(index, SCHEMA, directory=tmp_path / name, wire_timeout=3.0, slab=0, **where))
+        await docks[-1].join(ARENA)
+        await docks[-1].serve("127.0.0.1")
+    yield docks[0], docks[1]
+    for dock in docks:
+        await dock.close()
+
+
+async def admit(dock: Dock, *groups: int, samples: int = 4) -> None:
+    await dock.admit([(g, samples) for g in groups], {"prompt": [torch.tensor([100 * g, g]) for g in groups]})
+
+
+async def claim(dock: Dock, most: int = 100, version: int = 0, timeout: float = 0.0) -> Claim:
+    found = await dock.claim("rollout", most, version=version, timeout=timeout)
+    assert found is not None
+    return found
+
+
+async def park(dock: Dock, claimed: Claim, positions: list[int], tokens: int, version: int = 0) -> None:
+    rows = {"response": [torch.arange(tokens) + claimed.rows[i].row for i in positions]}
+    await dock.park(claimed, positions, rows, generated=[(version, tokens)] * len(positions))
+
+
+async def commit(dock: Dock, claimed: Claim, positions: list[int], tokens: int, version: int = 0) -> None:
+    responses = [torch.arange(tokens) + claimed.rows[i].row for i in positions]
+    rows = {"response": responses, "ended": torch.ones(len(positions), dtype=torch.bool)}
+    await dock.commit(claimed, positions, rows, generated=[(version, tokens)] * len(positions))
+
+
+async def test_a_parked_row_is_continued_by_whoever_is_free(nodes: tuple[Dock, Dock]) -> None:
+    a, b = nodes
+    await admit(a, 0)
+    first = await claim(a)
+    await commit(a, first, [1], 3)
+    await park(a, first, [2, 0], 5)
+    with pytest.raises(LeaseLost):
+        await commit(a, first, [2], 6)
+    second = await claim(b)
+    assert [(row.place, row.oldest_version, row.tokens) for row in second.rows] == [(0, 0, 5), (2, 0, 5)]
+    positions, begun = await b.begun(second, ["response"])
+    assert positions == [0, 1]
+    assert [r.tolist() for r in begun["response"].unbind()] == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]
+    assert await b.claim("score", 10) is not None, "what has ended goes on"
+    assert (await a.index.ledger())["generated"] == 1, "a response that has not ended is not counted"
+    await park(b, second, [0, 1], 9)
+    third = await claim(a)
+    assert [row.tokens for row in third.rows] == [9, 9]
+    await commit(a, third, [0, 1], 12)
+    await commit(a, first, [3], 4)
+    ledger = await a.index.ledger()
+    assert (ledger["generated"], ledger["generated_tokens"], ledger["redelivered"]) == (4, 3 + 12 + 12 + 4, 0)
+    stats = await a.index.stats()
+    assert stats["stages"]["rollout"] == {"takes": "groups", "ready": 0, "leased": 0, "begun": 0, "parked": 0}
+    assert stats["blocks"] == 4, "prompts, and three commits: no progress is left behind"
+
+
+async def test_a_waiting_claim_wakes_when_a_row_is_parked(nodes: tuple[Dock, Dock]) -> None:
+    a, b = nodes
+    await admit(a, 0)
+    first = await claim(a)
+    waiting = asyncio.create_task(claim(b, timeout=20.0))
+    await asyncio.sleep(0)
+    await park(a, first, [3], 2)
+    async with asyncio.timeout(10):
+        assert [row.place for row in (await waiting).rows] == [3]
+
+
+async def test_parked_rows_come_first_and_each_takes_its_share_of_a_group(nodes: tuple[Dock, Dock]) -> None:
+    a, b = nodes
+    await admit(a, 0)
+    first = await claim(a)
+    await park(a, first, [0, 1, 2], 5)
+    await admit(a, 1)
+    assert [(row.group, row.place) for row in (await claim(b, 1)).rows] == [(0, 0), (0, 1), (0, 2)], (
+        "no room for four more"
+    )
+    await park(a, first, [3], 5)
+    found = await claim(b, 2)
+    assert [(row.group, row.place) for row in found.rows] == [(0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert (await b.begun(found, ["response"]))[0] == [0]
+
+
+async def test_a_parked_row_goes_to_no_engine_that_may_not_touch_its_group(nodes: tuple[Dock, Dock]) -> None:
+    """P = 1, S = 1: group 2 enters with version 1, and an engine that still has version 0 leaves it alone."""
+    a, b = nodes
+    await admit(a, 0, 1, samples=1)
+    found = await claim(a)
+    await commit(a, found, [0, 1], 2)
+    scored = await a.claim("score", 2)
+    assert scored is not None
+    await a.commit(scored, [0, 1], {"score": torch.zeros(2)})
+    update = await a.claim("update", 1)
+    assert update is not None
+    await a.index.train(update, 0)
+    await a.index.call("publish", version=1, record={})
+    await admit(a, 2, samples=1)
+    await park(a, await claim(a, version=1), [0], 5, version=1)
+    assert await b.claim("rollout", 10, version=0) is None
+    found = await claim(b, version=1)
+    with pytest.raises(IndexRefused, match="was begun by version 1 with 5 tokens, and cannot be of version 2 with 7"):
+        await commit(b, found, [0], 7, version=2)
+    await commit(b, found, [0], 7, version=1)
+
+
+async def test_a_dead_workers_rows_come_back_with_what_was_parked_last(nodes: tuple[Dock, Dock]) -> None:
+    a, b = nodes
+    await admit(a, 0, 1)
+    first = await claim(a, 1)
+    await commit(a, first, [0], 2)
+    await park(a, first, [1], 3)
+    again = await claim(a, 2)  # the parked row, and group 1
+    assert [(row.group, row.place) for row in again.rows] == [(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+    await a.index.call("forget", worker="a")
+    found = await claim(b)
+    assert [(row.group, row.place, row.tokens) for row in found.rows] == [
+        *[(0, 1, 3), (0, 2, 0), (0, 3, 0)],
+        *((1, place, 0) for place in range(4)),
+    ]
+    assert (await b.begun(found, ["response"]))[0] == [0]
+    assert (await b.index.ledger())["redelivered"] == 7
+    with pytest.raises(LeaseLost):
+        await park(a, again, [0], 9)
+
+
+async def test_progress_moves_with_a_draining_warehouse_and_is_made_again_when_its_node_is_lost(
+    nodes: tuple[Dock, Dock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dock_module, "SILENT_SECONDS", 0.0)
+    a, b = nodes
+    await admit(a, 0)
+    await park(a, await claim(a), [0, 1, 2, 3], 5)
+    await a.drain()
+    found = await claim(b)
+    positions, begun = await b.begun(found, ["response"])
+    assert positions == [0, 1, 2, 3]
+    assert begun["response"].unbind()[3].tolist() == [3, 4, 5, 6, 7]
+    await b.close()  # the node is gone, and with it all that the drain has moved there
+    with pytest.raises(StaleHandle, match="made again"):
+        await a.begun(found, ["response"])
+    assert (await a.index.stats())["stages"]["rollout"]["begun"] == 0
+    assert (await a.index.ledger())["remade"] == 0, "what has not ended was never counted"
+    assert sorted(map(int, (await a.index.call("room_at_gate"))["remake"])) == [0]
+
+
+async def test_only_what_can_be_continued_is_parked(nodes: tuple[Dock, Dock]) -> None:
+    a, _ = nodes
+    await admit(a, 0)
+    first = await claim(a)
+    await commit(a, first, [0], 2)
+    with pytest.raises(IndexRefused, match="does not declare"):
+        await a.park(first, [1], {"score": torch.zeros(1)}, generated=[(0, 1)])
+    scored = await a.claim("score", 1)
+    assert scored is not None
+    with pytest.raises(IndexRefused, match="stage score takes rows; only one that takes groups"):
+        await a.park(scored, [0], {"score": torch.zeros(1)}, generated=[(0, 1)])
+    with pytest.raises(WrittenTwice, match="given twice"):
+        await park(a, first, [1, 1], 2)
+    await park(a, first, [1], 2)

@@ -1,0 +1,37 @@
+"""The trainer that :mod:`tests.stages.engines.echo` understands: its policy is one whole number, moved on by each step.
+
+[train]
+engine = "tests.stages.engines.counting:engine"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tensordict import TensorDictBase
+
+from orchestration.recipe.recipe import Recipe
+from stages.engines.mock.engines import MockTrainEngine
+from stages.engines.mock.options import MockTrainOptions
+from stages.engines.plans import Ranks
+
+
+class CountingTrainEngine(MockTrainEngine):
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return [("step", torch.tensor([1 + self.state_dict()["step"]]))]
+
+    def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
+        responses = batch["response_ids"]  # certain, as the echo is
+        return torch.nested.nested_tensor_from_jagged(torch.zeros(len(responses.values())), responses.offsets())
+
+    def save_pretrained(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(dict(self.weights()), path / "model.safetensors")
+
+
+def engine(recipe: Recipe, *, ranks: Ranks, meeting: Path | None, step_seconds: float = 0.0) -> CountingTrainEngine:
+    """``step_seconds`` may be given in train.options."""
+    return CountingTrainEngine(MockTrainOptions(step_seconds=step_seconds, time_scale=1.0), seed=recipe.seed)

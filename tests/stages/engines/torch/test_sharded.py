@@ -1,0 +1,337 @@
+"""The sharded train engine on real ranks against one process: every parameter's gradient, not only the loss."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from orchestration.run.checkpoint import Checkpoint, write
+from stages.engines.plans import GroupShape, Ranks, deal
+from stages.engines.torch.sharded import cuts
+from stages.engines.torch.train import TorchTrainEngine
+from stages.models import tiny_tokenizer
+from tests.batches import make_batch
+from tests.ranks import on_ranks
+from tests.stages.sharded import (
+    OPTIONS,
+    algorithm,
+    gradients_of_step,
+    left_alone,
+    mixed_steps,
+    model_of,
+    one_step,
+    opened,
+    positions,
+    resumed,
+    saved,
+    steps,
+    taking_turns,
+    weights_of,
+    whole_state,
+    written,
+)
+
+LAYOUTS = [(2, 1), (1, 2), (2, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@cache
+def alone(kind: str, normalization: str = "token", **options: Any) -> dict[str, Any]:
+    """The same step by one process."""
+    engine = TorchTrainEngine(model_of(kind), **{**OPTIONS, **options})
+    logprobs = [row.tolist() for row in engine.logprobs(make_batch()).unbind()]
+    gradients, metrics = gradients_of_step(engine, make_batch(), algorithm(normalization))
+    again = dict(engine.train_batch(make_batch(), algorithm(normalization)))
+    weights = {name: value.numpy() for name, value in weights_of(engine).items()}
+    return {"metrics": metrics, "again": again, "logprobs": logprobs, "gradients": gradients, "weights": weights}
+
+
+@cache
+def together(dp: int, tp: int, kind: str) -> list[dict[str, Any]]:
+    """The step by dp · tp ranks, as each of them saw it."""
+    return on_ranks(dp, tp, one_step, kind, "dealt", "token", {"grad_clip": None})
+
+
+def assert_gradients(got: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        gap = np.linalg.norm(got[name] - gradient.numpy()) / float(gradient.norm())
+        assert gap < 1e-5, f"{name}: relative error {gap}"
+
+
+def assert_step(found: list[dict[str, Any]], expected: dict[str, Any], shares: list[list[int]], tp: int) -> None:
+    for rank, told in enumerate(found):
+        assert told["metrics"] == found[0]["metrics"], "every rank tells the same"
+        for step in ("metrics", "again"):
+            got, wanted = dict(told[step]), dict(expected[step])
+            assert got.pop("fed_tokens") >= wanted.pop("fed_tokens")  # a split group's prompt is computed again
+            tolerance = 1e-5 if step == "metrics" else 1e-4  # AdamW's first step makes signs of tiny gradients
+            assert got == pytest.approx(wanted, rel=tolerance, abs=1e-7)
+        for at, row in zip(shares[rank // tp], told["logprobs"], strict=True):
+            assert row == pytest.approx(expected["logprobs"][at], rel=1e-5, abs=1e-5)
+        assert told["weights"].keys() == expected["weights"].keys()
+        for name, value in told["weights"].items():
+            assert value.shape == expected["weights"][name].shape
+            np.testing.assert_array_equal(value, found[0]["weights"][name], err_msg=f"rank {rank}: {name}")
+        for name, copy in told["copies"].items():
+            np.testing.assert_array_equal(copy, found[rank - rank % tp]["copies"][name], err_msg=name)
+    assert_gradients(found[0]["gradients"], expected["gradients"])
+
+
+@pytest.mark.parametrize(("dp", "tp"), LAYOUTS)
+@pytest.mark.parametrize("kind", ["llama", "biased", "qwen3"])
+def test_loss_and_every_gradient_are_those_of_one_process(kind: str, dp: int, tp: int) -> None:
+    found = together(dp, tp, kind)
+    assert_step(found, alone(kind, grad_clip=None), positions(dp), tp)
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
+def test_ranks_with_far_less_work_keep_step_and_change_nothing(dp: int, tp: int) -> None:
+    """One replica has a single row, so it makes idle passes; gradients are clipped by the norm over all ranks."""
+    options: dict[str, Any] = {"grad_clip": 0.5, "activation_checkpointing": True}
+    expected = alone("qwen3", "sequence", **options)
+    assert expected["metrics"]["grad_norm"] > 1
+    found = on_ranks(dp, tp, one_step, "qwen3", "lopsided", "sequence", options)
+    assert_step(found, expected, positions(dp, "lopsided"), tp)
+    assert {told["passes"] for told in found} == {found[0]["passes"]}
+    assert found[0]["passes"] > 2
+
+
+def test_a_rank_holds_its_share_of_weights_and_moments() -> None:
+    found = together(2, 2, "llama")
+    whole = sum(value.nbytes for value in alone("llama")["weights"].values())
+    for told in found:
+        assert told["held"] < 0.27 * whole  # a quarter, the norms inside layers twice
+        assert sum(4 * int(np.prod(shape)) for shape in told["shards"].values()) <= told["held"]  # FSDP pads
+
+
+def test_a_step_on_ranks_has_the_same_bits_each_time() -> None:
+    once, again = (on_ranks(2, 1, steps, "qwen3", 3, {"grad_clip": 0.5})[0] for _ in range(2))
+    assert once[:-1] == again[:-1]
+    for name, value in once[-1].items():
+        np.testing.assert_array_equal(value, again[-1][name], err_msg=name)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    """Beside the supervisor, who sees processes end: one that hangs ends the others when the group's time is over."""
+    [said, _] = on_ranks(2, 1, left_alone, timeout=8.0)
+    assert "timeout" in said.lower() or "timed out" in said.lower(), said
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_what_any_layout_has_saved_any_other_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """dp2 saves; tp2 and one process without torch.distributed resume it; tp2's continuation is resumed by dp2 · tp2."""
+    options: dict[str, Any] = {"grad_clip": 0.5, "weight_decay": 0.1}
+    first = tmp_path / "first"
+    state = on_ranks(2, 1, saved, "qwen3", str(first), options)[0]
+    assert any(np.abs(value).max() > 0 for name, value in state.items() if name.startswith("exp_avg/"))
+    alone = TorchTrainEngine(model_of("qwen3", seed=9), **{**OPTIONS, **options})
+    Checkpoint(first, 1, {}, []).load_into(alone)
+    assert_same_state(whole_state(alone), state)
+    alone.train_batch(make_batch(seed=1), algorithm())
+    expected = whole_state(alone)
+    for dp, tp in ((1, 2), (2, 2)):
+        before, after = on_ranks(dp, tp, resumed, "qwen3", str(first), options)[0]
+        assert_same_state(before, state)
+        assert after["step"] == expected["step"] == 2
+        for name in expected.keys() - {"step"}:
+            gap = np.linalg.norm(after[name] - expected[name]) / np.linalg.norm(expected[name])
+            assert gap < 1e-4, f"{name}: {gap}"
+
+
+def test_what_one_process_has_saved_ranks_resume(tmp_path: Path) -> None:
+    alone = TorchTrainEngine(model_of("llama"), **OPTIONS)
+    alone.train_batch(make_batch(), algorithm())
+    write(tmp_path, alone)
+    before, _ = on_ranks(2, 1, resumed, "llama", str(tmp_path), {})[0]
+    assert_same_state(before, whole_state(alone))
+
+
+def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    engine = TorchTrainEngine(model_of("llama"), **OPTIONS)
+    with pytest.raises(ValueError, match="model differs"):
+        engine.load_state_dict(TorchTrainEngine(model_of("qwen3"), **OPTIONS).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "kind", "file_bytes", "files"),
+    [
+        (1, 2, "biased", 2**30, 1),
+        (1, 2, "biased", 20_000, None),
+        (2, 1, "qwen3", 20_000, None),
+        (2, 2, "llama", 2**30, 1),
+        (2, 2, "qwen3", 20_000, None),
+    ],
+)
+def test_a_hugging_face_checkpoint_of_any_layout_opens_with_transformers(
+    dp: int, tp: int, kind: str, file_bytes: int, files: int | None, tmp_path: Path
+) -> None:
+    on_ranks(dp, tp, written, kind, str(tmp_path), file_bytes)
+    found = sorted(tmp_path.glob("*.safetensors"))
+    assert len(found) == files if files else len(found) > 3
+    assert files or all(path.stat().st_size < 24_000 for path in found)
+    held = [name for path in found for name in load_file(path)]
+    assert ("lm_head.weight" in held) == (kind == "biased"), "tied embeddings are written once"
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = model_of(kind, dtype=torch.bfloat16)
+    assert type(opened) is type(model)
+    assert opened.dtype == torch.bfloat16
+    expected, got = dict(model.named_parameters()), dict(opened.named_parameters())
+    assert got.keys() == expected.keys() == set(held)
+    assert (opened.lm_head.weight is opened.model.embed_tokens.weight) == (kind != "biased")
+    for name, weight in expected.items():
+        assert torch.equal(got[name], weight), name
+
+
+@pytest.mark.parametrize("kind", ["biased", "qwen3"])
+def test_ranks_begin_with_the_weights_of_a_hugging_face_checkpoint_in_several_files(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind, seed=5)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    for found in on_ranks(2, 2, opened, str(tmp_path)):
+        assert found.keys() == dict(model.named_parameters()).keys()
+        for name, weight in model.named_parameters():
+            np.testing.assert_array_equal(found[name], weight.detach().numpy(), err_msg=name)
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def mixed(dp: int, tp: int) -> list[dict[str, Any]]:
+    return on_ranks(dp, tp, mixed_steps, 3)
+
+
+def test_mixed_precision_computes_in_bfloat16_over_float32_masters() -> None:
+    [one] = mixed(1, 1)
+    assert (one["computed"], one["kept"], one["published"]) == ("torch.bfloat16", {"torch.float32"}, {"torch.bfloat16"})
+    half = TorchTrainEngine(model_of("qwen3", dtype=torch.bfloat16), **OPTIONS)
+    assert one["logprobs"] == [row.tolist() for row in half.logprobs(make_batch()).unbind()], "the bfloat16 model's own"
+    for name, master in one["masters"].items():
+        published = torch.from_numpy(master).bfloat16().float().numpy()
+        np.testing.assert_array_equal(one["weights"][name], published, err_msg=name)
+    for name, master in one["masters"].items():
+        rounded = torch.from_numpy(master).bfloat16().float().numpy()
+        assert not np.array_equal(master, rounded), f"{name}: no more than bfloat16 holds"
+
+
+@pytest.mark.parametrize(("dp", "tp"), LAYOUTS)
+def test_ranks_in_mixed_precision_are_as_near_to_float32_as_one(dp: int, tp: int) -> None:
+    """Ranks that cut matrices round the parts of a sum: they compute other bfloat16 numbers than one, and no worse ones."""
+    [one], found, exact = mixed(1, 1), mixed(dp, tp), alone("qwen3")["gradients"]
+    before = {name: value.detach().numpy() for name, value in model_of("qwen3").named_parameters()}
+    for told in found:
+        for key in ("computed", "kept", "published"):
+            assert told[key] == one[key]
+        assert told["loss"] == found[0]["loss"] == pytest.approx(one["loss"], rel=0.02)
+        for name, master in one["masters"].items():
+            np.testing.assert_array_equal(told["masters"][name], found[0]["masters"][name], err_msg=name)
+            gap, usual = (np.linalg.norm(r["gradients"][name] - exact[name].numpy()) for r in (told, one))
+            assert gap < 2 * usual < 0.12 * exact[name].norm(), f"{name}: {gap} beside {usual}"
+            if tp == 1:  # AdamW makes signs of what is nearly zero
+                way = np.linalg.norm(told["masters"][name] - master) / np.linalg.norm(master - before[name])
+                assert way < 0.1, f"{name}: {dp} ranks went another way than one ({way})"
+
+
+# --- shares ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_told_apart() -> None:
+    assert [Ranks(rank, 2, 3).replica for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(ValueError, match="4 of 4"):
+        Ranks(4, 2, 2)
+
+
+shapes = st.lists(
+    st.builds(GroupShape, st.integers(1, 60), st.lists(st.integers(1, 60), min_size=1, max_size=8).map(tuple)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(groups=shapes, parts=st.integers(1, 8))
+def test_shares_cover_each_row_once_and_none_is_empty(groups: list[GroupShape], parts: int) -> None:
+    rows = [(number, row) for number, group in enumerate(groups) for row in range(len(group.responses))]
+    if len(rows) < parts:
+        with pytest.raises(ValueError, match=f"{len(rows)} rows cannot be dealt to {parts}"):
+            deal(groups, parts)
+        return
+    shares = deal(groups, parts)
+    assert len(shares) == parts
+    assert all(shares)
+    assert sorted((piece.group, row) for share in shares for piece in share for row in piece.rows) == rows
+    for share in shares:
+        assert len({piece.group for piece in share}) == len(share), "a prompt is computed twice by one rank"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=8), parts=st.integers(2, 4)
+)
+def test_shares_are_balanced_by_tokens(sizes: list[tuple[int, int]], parts: int) -> None:
+    """With rows and prompts much shorter than a share, the largest is near the fair one."""
+    groups = [GroupShape(prompt, (length,) * 64) for prompt, length in sizes]
+    tokens = [sum(groups[p.group].tokens(p.rows) for p in share) for share in deal(groups, parts)]
+    fair = sum(group.tokens(range(64)) for group in groups) / parts
+    assert max(tokens) <= 1.15 * fair + max(prompt + length for prompt, length in sizes)
+
+
+def test_groups_stay_whole_where_that_balances() -> None:
+    shares = deal([GroupShape(50, (10,) * 8)] * 4, 2)
+    assert [[piece.rows for piece in share] for share in shares] == [[tuple(range(8))] * 2] * 2
+
+
+# --- what cannot be cut ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tp", "plan", "said"),
+    [
+        (4, {}, "num_attention_heads = 6, which 4 ranks cannot share evenly"),
+        (3, {}, "num_key_value_heads = 2, which 3 ranks cannot share evenly"),
+        (2, None, "Qwen3ForCausalLM comes without a tensor-parallel plan; use tp = 1"),
+        (2, {"layers.*.mlp": "moe_tp_experts"}, r"wants layers\.0\.mlp 'moe_tp_experts'; this engine knows colwise"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, str] | None, said: str) -> None:
+    model = model_of("qwen3")
+    model.config.base_model_tp_plan = plan if plan != {} else model.config.base_model_tp_plan
+    with pytest.raises(ValueError, match=said):
+        cuts(model, tp)
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "kind", "compute"),
+    [(2, 2, "qwen3", "float32"), (1, 2, "biased", "float32"), (3, 1, "llama", "bfloat16")],
+)
+def test_a_rollout_engine_on_the_same_devices_gets_the_weights_bit_for_bit(
+    dp: int, tp: int, kind: str, compute: str
+) -> None:
+    told = on_ranks(dp, tp, taking_turns, kind, compute)
+    assert told == [told[0]] * (dp * tp)
+    assert "model.layers.0.self_attn.qkv_proj.weight" in told[0]
+    assert ("model.layers.1.mlp.gate_up_proj.bias" in told[0]) == (kind == "biased")

@@ -1,0 +1,48 @@
+"""Prompts of another program that the run's own prompt form does not survive."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline.index.client import Index
+from stages.prompts.external import Feed, put_prompts
+
+
+class Alternating:
+    """A prompt form whose template raises what no one has foreseen, as chat templates do."""
+
+    options = SimpleNamespace(too_long="skip")
+
+    def bounded(self, row: dict[str, Any], where: str, too_long: Any) -> Any:
+        if row["prompt"] == "twice the user":
+            raise TypeError("conversation roles must alternate")
+        return row["prompt"]
+
+
+async def test_a_prompt_that_a_template_refuses_is_left_out_and_the_others_are_taken(
+    index: Index, tmp_path: Path
+) -> None:
+    """It ended the flow worker, and after its restarts the run."""
+    await index.load()
+    feed = Feed(index, tmp_path / "prompts.jsonl", Alternating())  # type: ignore[arg-type]
+    await feed.begin()
+    taking = asyncio.create_task(feed.run())
+    try:
+        rows = [{"prompt": text} for text in ("one", "twice the user", "three")]
+        assert await put_prompts(index, rows, column="prompt", last=True) == 3
+        position = "0"
+        async with asyncio.timeout(30):
+            while not (events := await index.events(position)):
+                assert not taking.done()
+            while feed.size is None:
+                assert not taking.done()
+                position = await index.woken("version", "", 1.0)
+    finally:
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+    assert [(event.kind, event.data["position"]) for event in events] == [("prompt", 1)]
+    assert "TypeError: conversation roles must alternate" in events[0].data["reason"]
+    assert feed.size == 2

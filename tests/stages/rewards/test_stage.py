@@ -1,0 +1,199 @@
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from stages.prompts.tasks import REWARDS, last_number, repeat
+from stages.rewards.registry import RewardError
+from stages.rewards.stage import RewardScores, RewardSet
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+async def matches(completions: list[str], answer: list[str]) -> list[float]:
+    """Async, and without ``**columns``: it gets what it names."""
+    await asyncio.sleep(0)
+    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+
+
+def only_sums(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    return [1.0 if "+" in prompt else None for prompt in prompts]
+
+
+def sees_everything(
+    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
+) -> list[float]:
+    assert prompts == [[{"role": "user", "content": "hi"}], "hi"]
+    assert completions == [[{"role": "assistant", "content": "yes"}], "no"]
+    assert completion_ids == [[1, 2], [3]]
+    assert columns == {"answer": ["a", None], "level": [None, 2]}
+    return [0.0, 1.0]
+
+
+def too_few(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0]
+
+
+def not_numbers(completions: list[str], **columns: Any) -> list[Any]:
+    return [1.0, "good"]
+
+
+def not_finite(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0, float("nan")]
+
+
+def not_a_list(completions: list[str], **columns: Any) -> float:
+    return 1.0
+
+
+def breaks_on_bad(completions: list[str], **columns: Any) -> list[float]:
+    return [1 / (completion != "bad") for completion in completions]
+
+
+async def never(completions: list[str], **columns: Any) -> list[float]:
+    await asyncio.Event().wait()
+    return []
+
+
+def thread_name(completions: list[str], **columns: Any) -> list[float]:
+    return [float(threading.current_thread() is threading.main_thread())]
+
+
+def tensor(completions: list[str], **columns: Any) -> torch.Tensor:
+    return torch.tensor([0.5] * len(completions), dtype=torch.float64)
+
+
+def score(
+    functions: list[tuple[str, float]],
+    prompts: list[Any],
+    completions: list[str],
+    fields: list[dict[str, Any]] | None = None,
+    **options: float,
+) -> RewardScores:
+    ids = [[1]] * len(completions)
+    functions = [(name if name in REWARDS else f"{__name__}:{name}", weight) for name, weight in functions]
+    rewards = RewardSet(functions, **options)
+    return asyncio.run(rewards.score(prompts, completions, ids, fields or [{}] * len(completions)))
+
+
+def test_several_functions_add_up_by_their_weights() -> None:
+    rewards = score(
+        [("length", 0.5), ("matches", 2.0)], ["1+1", "1+2"], ["2", "three"], [{"answer": "2"}, {"answer": "3"}]
+    )
+    assert rewards.scores.tolist() == [[1.0, 1.0], [5.0, 0.0]]
+    assert rewards.total.tolist() == [2.5, 2.5]
+    assert rewards.scores.dtype == rewards.total.dtype == torch.float32
+
+
+def test_a_function_that_does_not_apply_counts_as_nothing() -> None:
+    rewards = score([("length", 1.0), ("only_sums", 1.0)], ["1+1", "hi"], ["2", "ho"])
+    assert rewards.scores[0].tolist() == [1.0, 1.0]
+    assert rewards.scores[1].isnan().tolist() == [False, True]
+    assert rewards.total.tolist() == [2.0, 2.0]
+
+
+def test_functions_get_what_trl_would_give_them() -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    rewards = RewardSet([(f"{__name__}:sees_everything", 1.0)])
+    fields = [{"answer": "a"}, {"level": 2}]
+    scores = asyncio.run(rewards.score([conversation, "hi"], ["yes", "no"], [[1, 2], [3]], fields))
+    assert scores.total.tolist() == [0.0, 1.0]
+
+
+def test_plain_functions_leave_the_loop_free_and_may_return_tensors() -> None:
+    assert score([("thread_name", 1.0), ("tensor", 1.0)], ["a"], ["b"]).scores.tolist() == [[0.0, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too_few", "too_few' returned 1 scores for 2 rows"),
+        ("not_numbers", "not_numbers' gave row 1 'good'"),
+        ("not_finite", "not_finite' gave row 1 nan"),
+        ("not_a_list", "not_a_list' returned a float"),
+        ("breaks_on_bad", r"breaks_on_bad' raised ZeroDivisionError.* at row 1: prompt 'q', completion 'bad'"),
+    ],
+)
+def test_what_a_function_does_wrong_is_named_with_its_row(name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        score([("length", 1.0), (name, 1.0)], ["p", "q"], ["good", "bad"])
+
+
+def test_a_function_that_hangs_is_named() -> None:
+    with pytest.raises(RewardError, match=r"never' took more than 0\.01 s for 1 rows"):
+        score([("never", 1.0)], ["p"], ["c"], timeout=0.01)
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([], "at least one"),
+        ([("spelling", 1.0), ("spelling", 2.0)], "given twice"),
+        ([("spelling", float("nan"))], "finite"),
+        ([("speling", 1.0)], r"'speling' is not known.*spelling"),
+        ([("no.such.module:f", 1.0)], "cannot be imported"),
+        ([("math:pi", 1.0)], "not a function"),
+    ],
+)
+def test_reward_sets_that_cannot_work_are_refused(functions: list[tuple[str, float]], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        RewardSet(functions)
+
+
+def test_entry_points_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint, EntryPoints
+
+    found = EntryPoints([EntryPoint("brevity", f"{__name__}:length", "asyncdock.rewards")])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found.select(group=group))
+    rewards = RewardSet([("brevity", 1.0)])
+    assert asyncio.run(rewards.score(["p"], ["abc"], [[1]], [{}])).total.tolist() == [3.0]
+
+
+def test_prompts_whose_columns_hide_the_runs_own_are_refused() -> None:
+    with pytest.raises(RewardError, match="completions"):
+        score([("length", 1.0)], ["p"], ["c"], [{"completions": "x"}])
+
+
+def test_arithmetic_grades_from_talk_to_the_bare_number() -> None:
+    ladder = ["I cannot say", "It is 8", "3 + 4 is, as one easily finds, 7", "3 + 4 = 7", "7"]
+    scores = score([("arithmetic", 1.0)], ["3 + 4"] * 5, ladder, [{"answer": "7"}] * 5).total.tolist()
+    assert scores == sorted(scores)
+    assert len(set(scores)) == 5
+    assert (scores[0], scores[-1]) == (0.0, 1.0)
+
+
+def test_arithmetic_does_not_pay_for_listing_numbers() -> None:
+    said = ["7 8", "1 2 3 4 5 6 7 8 9"]
+    scores = score([("arithmetic", 1.0)], ["3 + 4"] * 2, said, [{"answer": "7"}] * 2).total
+    assert scores.max() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [("12", "12"), ("3-4=-1", "-1"), ("1,234.5 kg", "1234.5"), ("5 - 3", "3"), ("x2 none", None), ("it is 7.", "7")],
+)
+def test_the_last_number_is_read_as_a_person_would(said: str, number: str | None) -> None:
+    assert last_number(said) == number
+
+
+def test_reasoning_gym_scores_by_the_task_that_asked() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    entry = gym.create_dataset("chain_sum", seed=3, size=1)[0]
+    answer = entry["answer"]
+    said = [answer, f"thinking... <answer> {answer} </answer>", f"it is {answer}, I think", "no idea"]
+    scores = score([("reasoning_gym", 1.0)], [entry["question"]] * 4, said, [entry] * 4).total.tolist()
+    assert scores[0] == scores[1] == 1.0
+    assert 0.0 < scores[2] < 1.0
+    assert scores[3] < scores[2]
+
+
+def test_spelling_counts_the_letters_in_their_places() -> None:
+    row = repeat(0, 0, length=4)
+    answer = row["answer"]
+    said = [answer, answer[:2], answer + answer, ""]
+    scores = score([("spelling", 1.0)], [row["prompt"]] * 4, said, [row] * 4).total.tolist()
+    assert scores == [1.0, 0.5, 0.5, 0.0]

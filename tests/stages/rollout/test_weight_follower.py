@@ -1,0 +1,671 @@
+"""Taking new weights: exactly what was published, one replica after the other; else the old ones, and a word about it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.index.client import Index, RunConfig
+from pipeline.spans import Spans
+from stages.algorithms.grpo import GRPO
+from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
+from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
+from stages.engines.plans import Ranks
+from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams, SwapTimes, WeightMismatch
+from stages.engines.torch.rollout import TorchRolloutEngine
+from stages.engines.torch.train import TorchTrainEngine
+from stages.models import tiny_model
+from stages.rollout.stage import Rollout
+from stages.rollout.weight_follower import ATTEMPTS, Follower, SwapPolicy, SwapRefused
+from stages.training.ranks import Gang, Mate
+from stages.training.update import Update
+from stages.weights.store import ASKED, Probe, ProbeRule, Published, WeightsDamaged, WeightStore, gap, probed
+from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
+
+PARAMS = SamplingParams(max_tokens=8)
+PROBED = [[*range(3, 9), *range(4, 20)]]
+EXACT = ProbeRule(torch.float32)
+
+
+@dataclass
+class Trainer:
+    """Publishes version after version, as an update stage does."""
+
+    index: Index
+    store: WeightStore
+    version: int = 0
+    engine: MockTrainEngine | TorchTrainEngine = field(
+        default_factory=lambda: MockTrainEngine(MockTrainOptions(step_seconds=0))
+    )
+
+    async def publish(self, change: Callable[[Published], Published] = lambda p: p, probe: bool = True) -> None:
+        self.version += 1
+        random = torch.Generator().manual_seed(self.version)
+        for _, tensor in self.engine.weights():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=random)
+        published = self.store.publish(
+            self.version, self.engine.weights(), probed(self.engine, PROBED) if probe else None
+        )
+        await self.index.call("nudge", topic="version")
+        await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)  # steps are not the matter here
+        await self.index.call("publish", version=self.version, record=change(published).record())
+
+
+class Controls:
+    def __init__(self) -> None:
+        self.spans = Spans()
+
+    def nudge(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def follower(
+    index: Index, store: WeightStore, engine: Any, policy: SwapPolicy, *, worker: str = "rollout-0", steps: int = 99
+) -> Follower:
+    nothing_claimed: Any = None  # a dock: what the follower does needs none
+    stage = Rollout(nothing_claimed, engine, PARAMS, seed=0, group_size=1, most_rows=4)
+    controls: Any = Controls()
+    options: dict[str, Any] = {"worker": worker, "every": 0, "steps": steps, "overlap": True, "policy": policy}
+    return Follower(index, store, stage, controls, None, **options)
+
+
+@pytest.fixture
+async def trainer(index: Index, tmp_path: Path) -> Trainer:
+    await index.init(RunConfig(()), {})
+    return Trainer(index, WeightStore(tmp_path))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[MockRolloutEngine]:
+    engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))
+    yield engine
+    await engine.close()
+
+
+async def told(index: Index, kind: str) -> list[dict[str, Any]]:
+    return [event.data for event in await index.events(timeout=0.05) if event.kind == kind]
+
+
+async def test_a_probed_swap_tells_the_gap(trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path) -> None:
+    await trainer.publish()
+    assert await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT))._take()
+    assert engine.version == 1
+    assert not engine._paused, "it goes on after the probe"
+    (sync,) = await told(trainer.index, "sync")
+    assert sync["gap_max"] == sync["gap_mean"] == sync["gap_k3"] == 0.0
+
+
+async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -> None:
+    await index.init(RunConfig(()), {})
+    train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
+    rollout = TorchRolloutEngine(tiny_model(0), max_rows=2, threads=1)
+    store: Any = WeightStore(tmp_path)
+    try:
+        await index._redis.hset(f"{index.prefix}n", "trained", 1)
+        published = store.publish(1, train.weights(), probed(train, PROBED))
+        await index.call("publish", version=1, record=published.record())
+        assert await follower(index, WeightStore(tmp_path), rollout, SwapPolicy(probe=EXACT))._take()
+        (sync,) = await told(index, "sync")
+        assert 0 < sync["gap_max"] < 1e-4, "two engines never round alike, and hardly differ"
+        assert 0 < sync["gap_mean"] <= sync["gap_max"]
+    finally:
+        await rollout.close()
+        train.close()
+
+
+# ── a transport that fails ──
+
+
+class Faulty(WeightStore):
+    """Reads as told by ``fault`` while there are ``times`` left, from version ``since`` on."""
+
+    def __init__(self, directory: Path, fault: str, times: int, released: threading.Event, *, since: int = 0) -> None:
+        super().__init__(directory, bucket_bytes=4096)
+        self._fault, self.times, self._released, self._since = fault, times, released, since
+
+    def read(self, published: Published) -> dict[str, torch.Tensor]:
+        if self.times and published.version >= self._since:
+            self.times -= 1
+            if self._fault == "stalls":
+                self._released.wait(30)
+            else:
+                memory = self._open(published.slot, published.nbytes)
+                at, size = (100, 1) if self._fault == "corrupts a byte" else published.buckets[1][:2]
+                was = memory[at : at + size]
+                memory[at : at + size] = bytes(255 - byte for byte in was) if size == 1 else bytes(size)
+                try:
+                    return super().read(published)
+                finally:
+                    memory[at : at + size] = was
+        return super().read(published)
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture(params=["mock", "torch"])
+async def pair(request: pytest.FixtureRequest, trainer: Trainer) -> AsyncIterator[tuple[Trainer, RolloutEngine]]:
+    """A trainer and a rollout engine that has its model."""
+    engine: RolloutEngine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))
+    if request.param == "torch":
+        trainer.engine = TorchTrainEngine(tiny_model(0), learning_rate=1e-4, total_steps=1, threads=1)
+        engine = TorchRolloutEngine(tiny_model(0), max_rows=2, threads=1)
+    yield trainer, engine
+    await engine.close()
+    trainer.engine.close()
+
+
+async def response(engine: RolloutEngine) -> Completion:
+    """The same one from the same weights, to the bit."""
+    request = GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=5), seed=0)
+    (completion,) = [completion async for completion in engine.generate([request])]
+    return completion
+
+
+@pytest.mark.parametrize("fault", ["corrupts a byte", "drops a bucket", "stalls"])
+async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
+    pair: tuple[Trainer, RolloutEngine], tmp_path: Path, fault: str, released: threading.Event
+) -> None:
+    trainer, engine = pair
+    trainer.store.bucket_bytes = 4096
+    store = Faulty(tmp_path, fault, 0, released)
+    following = follower(trainer.index, store, engine, SwapPolicy(probe=EXACT, timeout=20))
+    await trainer.publish()
+    assert await following._take()
+    before = await response(engine)
+    assert {version for version, _ in before.versions} == {1}
+    store.times = 1
+    await trainer.publish()
+    if fault == "stalls":
+        following.policy = replace(following.policy, timeout=0.5)
+    assert not await following._take()
+    assert engine.version == 1
+    after = await response(engine)
+    assert after.versions == before.versions
+    assert torch.equal(after.token_ids, before.token_ids)
+    assert torch.equal(after.logprobs, before.logprobs), "nothing of it was loaded: these are the old weights' tokens"
+    (kept,) = await told(trainer.index, "worker")
+    assert kept["change"] == "kept its weights"
+    assert "version 2" in kept["reason"]
+    assert ("bucket" if fault != "stalls" else "sync.timeout = 0.5 s") in kept["reason"]
+    released.set()
+    following.policy = replace(following.policy, timeout=20)
+    assert await following._take(), "the next attempt finds it whole"
+    assert engine.version == 2
+    new = await response(engine)
+    assert {version for version, _ in new.versions} == {2}
+    assert not torch.equal(new.logprobs, before.logprobs)
+    taken = [event["version"] for event in await told(trainer.index, "sync")]
+    assert taken == [1, 2]
+
+
+async def test_a_stuck_reading_is_the_only_one(
+    trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path, released: threading.Event
+) -> None:
+    """Each would have a copy of all weights. One that ends makes room for the next."""
+    store = Faulty(tmp_path, "stalls", 1, released)
+    following = follower(trainer.index, store, engine, SwapPolicy(timeout=0.2))
+    await trainer.publish()
+    for _ in range(ATTEMPTS - 1):
+        assert not await following._take()
+    reading = [thread for thread in threading.enumerate() if thread.name == "weights-read"]
+    assert len(reading) == 1
+    assert reading[0].daemon, "the worker's end does not wait for it"
+    first, second = [kept["reason"] for kept in await told(trainer.index, "worker")]
+    assert "version 1: not read within sync.timeout = 0.2 s" in first
+    assert "version 1: the attempt before is still reading after sync.timeout = 0.2 s" in second
+    released.set()
+    assert await following._take()
+    assert following._reading is None
+
+
+async def test_what_stays_damaged_is_given_up_loudly(
+    trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path, released: threading.Event
+) -> None:
+    store = Faulty(tmp_path, "corrupts a byte", 99, released)
+    following = follower(trainer.index, store, engine, SwapPolicy(timeout=0.3))
+    await trainer.publish()
+    with pytest.raises(WeightsDamaged, match="version 1: bucket 0"):
+        await asyncio.wait_for(following.run(), 20)
+    assert engine.version == 0
+    assert len(await told(trainer.index, "worker")) == ATTEMPTS
+
+
+# ── damaged where it lies ──
+
+
+class Damaging(WeightStore):
+    """Damages what it publishes while there are ``times`` left."""
+
+    def __init__(self, directory: Path, times: int) -> None:
+        super().__init__(directory)
+        self.times, self.published = times, 0
+
+    def publish(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+    ) -> Published:
+        self.published += 1
+        published = super().publish(version, weights, probe)
+        if self.times:
+            self.times -= 1
+            self._open(published.slot, published.nbytes)[100] ^= 1
+        return published
+
+
+def update(index: Index, store: WeightStore, engine: Any, steps: int, gang: Gang | None = None) -> Update:
+    """An update stage that has made its first step."""
+
+    async def nothing(step: int) -> None: ...
+
+    dock: Any = SimpleNamespace(index=index)
+    options: dict[str, Any] = {"after_step": nothing, "after_last": lambda: None, "gang": gang}
+    return Update(dock, engine, GRPO(), store, steps=steps, staleness=0, version=1, **options)
+
+
+@pytest.fixture
+async def trained(index: Index) -> Index:
+    """A run whose trainer is at version 1."""
+    await index.init(RunConfig(()), {})
+    await index._redis.hset(f"{index.prefix}n", "trained", 1)
+    return index
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+async def test_what_lies_there_damaged_is_published_again_for_all_who_ask(
+    trained: Index, tmp_path: Path, replicas: int
+) -> None:
+    store = Damaging(tmp_path, 1)
+    stage = update(trained, store, MockTrainEngine(MockTrainOptions(step_seconds=0)), steps=1)
+    await stage.publish()
+    engines = [MockRolloutEngine(MockRolloutOptions(swap_seconds=0)) for _ in range(replicas)]
+    followers = [
+        follower(trained, WeightStore(tmp_path), engine, SwapPolicy(), worker=f"rollout-{i}", steps=1)
+        for i, engine in enumerate(engines)
+    ]
+    stage.over()  # the last step is done: it stays until its version has been taken
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(stage.answer([f"rollout-{i}" for i in range(replicas)]))
+        for one in followers:
+            tasks.create_task(one.run())
+    assert [engine.version for engine in engines] == [1] * replicas
+    assert store.published == 2, "once for all of them"
+    kept = await told(trained, "worker")
+    assert {event["change"] for event in kept} == {"kept its weights"}
+    published, again, *taken = [event["worker"] for event in await told(trained, "sync")]
+    assert (published, again) == ("update-0", "update-0")
+    assert sorted(taken) == [f"rollout-{i}" for i in range(replicas)]
+    for engine in engines:
+        await engine.close()
+
+
+async def test_weights_are_not_published_again_in_the_middle_of_a_step_nor_when_it_has_made_newer_ones(
+    trained: Index, tmp_path: Path, engine: MockRolloutEngine
+) -> None:
+    store = Damaging(tmp_path, 1)
+    stage = update(trained, store, MockTrainEngine(MockTrainOptions(step_seconds=0)), steps=9)
+    await stage.publish()
+    following = follower(trained, WeightStore(tmp_path), engine, SwapPolicy())
+    answering = asyncio.create_task(stage.answer(["rollout-0"]))
+    try:
+        async with stage._turn:
+            assert not await following._take()
+            await trained.call("nudge", topic=ASKED)
+            await asyncio.wait([answering], timeout=0.1)
+            assert store.published == 1
+            await trained._redis.hset(f"{trained.prefix}n", "trained", 2)
+            stage.trained = 2
+            await stage.publish()
+        assert await following._take()
+        assert engine.version == 2
+        stage.over()
+        await asyncio.wait_for(answering, 20)
+        assert store.published == 2
+    finally:
+        answering.cancel()
+
+
+async def test_all_ranks_give_their_weights_again(trained: Index, tmp_path: Path) -> None:
+    together = threading.Barrier(2)
+
+    class Half(MockTrainEngine):
+        """Gives its weights when the other rank does."""
+
+        def weights(self) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
+            for name, tensor in super().weights():
+                together.wait(20)
+                yield name, tensor
+
+    gangs = [Gang(trained, Ranks(rank, 1, 2), "life") for rank in range(2)]
+    halves = [Half(MockTrainOptions(step_seconds=0)) for _ in gangs]
+    dock: Any = SimpleNamespace(index=trained)
+    mate = Mate(dock, halves[1], GRPO(), gangs[1], version=1, save=lambda folder, engine: None)
+    store = Damaging(tmp_path, 1)
+    stage = update(trained, store, halves[0], 1, gangs[0])
+    engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))
+    following = follower(trained, WeightStore(tmp_path), engine, SwapPolicy(), steps=1)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(mate.run())
+        await stage.publish()
+        stage.over()
+        tasks.create_task(following.run())
+        await stage.answer(["rollout-0"])
+        await gangs[0].tell("end")
+    assert engine.version == 1
+    assert store.published == 2
+    await engine.close()
+
+
+async def test_buckets_that_leave_bytes_out_are_refused(
+    trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path
+) -> None:
+    trainer.store.bucket_bytes = 4096
+    following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy())
+    for gone, wrong in ((1, r"bytes 4096\.\.8192 are in no bucket"), (-1, r"bytes \d+\.\.\d+ are in no bucket")):
+
+        def without(p: Published, gone: int = gone) -> Published:
+            kept = tuple(bucket for bucket in p.buckets if bucket is not p.buckets[gone])
+            return Published(p.version, p.slot, p.nbytes, p.tensors, kept, p.probe)
+
+        await trainer.publish(without)
+        assert not await following._take()
+        assert pytest.approx(engine.version) == 0
+        reason = (await told(trainer.index, "worker"))[-1]["reason"]
+        with pytest.raises(WeightsDamaged, match=wrong):
+            raise WeightsDamaged(reason)
+
+
+# ── an engine that fails ──
+
+
+class Failing(MockRolloutEngine):
+    """Loads, probes and goes on as told by ``fault`` once."""
+
+    fault = ""
+
+    async def score(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        if self.fault == "is not probed":
+            self.fault = ""
+            await asyncio.Event().wait()
+        return await super().score(*arguments, **options)
+
+    async def resume(self) -> None:
+        if self.fault == "does not go on":
+            await asyncio.Event().wait()
+        await super().resume()
+
+    async def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+    ) -> SwapTimes:
+        if self.fault in ("is not probed", "does not go on"):  # that comes later
+            return await super().load_weights(version, weights, hold=hold, cut=cut)
+        fault, self.fault = self.fault, ""
+        if fault == "says another version":
+            return SwapTimes(0.0, 0.0)
+        if fault == "cannot be stopped":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            await asyncio.Event().wait()
+        if fault == "comes too late":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await super().load_weights(version, weights, hold=hold, cut=cut)
+        if fault == "stalls":
+            await asyncio.Event().wait()
+        if fault == "refuses":
+            raise WeightMismatch("head.weight: offered [1], the engine has [2]")
+        if fault == "loads something else":
+            weights = {name: tensor * 1.01 for name, tensor in weights.items()}
+        return await super().load_weights(version, weights, hold=hold, cut=cut)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("says another version", "the engine reports version 1 after loading"),
+        ("stalls", "not loaded within sync.timeout = 0.5 s"),
+        ("refuses", "head.weight: offered"),
+        ("comes too late", "not loaded within sync.timeout = 0.5 s"),
+        ("is not probed", "not probed within sync.timeout = 0.5 s"),
+        (
+            "loads something else",
+            r"logprobs differ from the trainer's by [\d.]+ \(the largest of 21 tokens; sync.probe_tol",
+        ),
+    ],
+)
+async def test_an_engine_that_fails_to_load_keeps_its_old_weights(
+    trainer: Trainer, tmp_path: Path, fault: str, said: str
+) -> None:
+    engine = Failing(MockRolloutOptions(swap_seconds=0))
+    try:
+        following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT, timeout=0.5))
+        await trainer.publish()
+        assert await following._take()
+        before = await engine.score(torch.arange(3), torch.arange(9))
+        await trainer.publish()
+        engine.fault = fault
+        assert not await following._take()
+        assert engine.version == 1
+        assert torch.equal(await engine.score(torch.arange(3), torch.arange(9)), before), "the old weights answer"
+        assert not engine._paused
+        with pytest.raises(SwapRefused, match=said):
+            raise SwapRefused((await told(trainer.index, "worker"))[-1]["reason"])
+        assert await following._take()
+        assert engine.version == 2
+    finally:
+        await engine.close()
+
+
+async def test_wrong_weights_with_nothing_to_go_back_to_end_the_worker(trainer: Trainer, tmp_path: Path) -> None:
+    engine = Failing(MockRolloutOptions(swap_seconds=0))
+    engine.fault = "loads something else"
+    await trainer.publish()
+    with pytest.raises(RuntimeError, match=r"version 1: .* never published; the worker begins anew"):
+        await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT))._take()
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("cannot be stopped", r"version 1: not loaded within sync.timeout = 0.1 s, nor given up in as long again"),
+        ("does not go on", r"held at version 1, does not go on within sync.timeout = 0.1 s; the worker begins anew"),
+    ],
+)
+async def test_an_engine_of_which_nobody_knows_what_it_will_do_ends_the_worker(
+    trainer: Trainer, tmp_path: Path, fault: str, said: str
+) -> None:
+    engine = Failing(MockRolloutOptions(swap_seconds=0))
+    engine.fault = fault
+    await trainer.publish()
+    policy = SwapPolicy(probe=EXACT, timeout=0.1)
+    with pytest.raises(RuntimeError, match=said):
+        await asyncio.wait_for(follower(trainer.index, WeightStore(tmp_path), engine, policy)._take(), 20)
+    await engine.close()
+
+
+@pytest.mark.parametrize("probe", [None, EXACT], ids=["not probed", "probed"])
+async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsaid(
+    index: Index, tmp_path: Path, probe: ProbeRule | None
+) -> None:
+    """A load that was given up does not happen at the next token either: it would be unprobed, and told by nobody."""
+    await index.init(RunConfig(()), {})
+    train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
+    engine = TorchRolloutEngine(tiny_model(0), max_rows=2, threads=1)
+    following = follower(index, WeightStore(tmp_path), engine, SwapPolicy(probe=probe, timeout=0.3))
+    try:
+        await index._redis.hset(f"{index.prefix}n", "trained", 1)
+        published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, PROBED))
+        await index.call("publish", version=1, record=published.record())
+        brake = Brake(engine, 2)
+        stream = engine.generate([GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=50), seed=0)])
+        await brake.reached()
+        assert not await following._take()
+        brake.let_go()
+        (whole,) = [completion async for completion in stream]
+        assert whole.versions == ((0, 50),), "the old weights made all of it"
+        assert engine.version == 0
+        (kept,) = await told(index, "worker")
+        assert "version 1: not loaded within sync.timeout = 0.3 s" in kept["reason"]
+        assert not await told(index, "sync")
+        following.policy = SwapPolicy(probe=probe, timeout=DEADLINE)
+        assert await following._take()
+        assert engine.version == 1
+        assert following._held == published
+        assert len(await told(index, "sync")) == 1
+        assert not engine._paused
+    finally:
+        await engine.close()
+        train.close()
+
+
+async def test_a_mock_swap_that_takes_too_long_is_not_taken_later_either(trainer: Trainer, tmp_path: Path) -> None:
+    engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=60, median_tokens=8, sigma=0))
+    following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT, timeout=0.2))
+    try:
+        stream = engine.generate([GroupRequest(0, (0,), torch.arange(3), SamplingParams(max_tokens=8), seed=0)])
+        await trainer.publish()
+        assert not await following._take()
+        (whole,) = [completion async for completion in stream]
+        assert whole.versions == ((0, 8),)
+        assert engine.version == 0
+        assert not engine._paused
+    finally:
+        await engine.close()
+
+
+# ── one after the other ──
+
+
+@asynccontextmanager
+async def replicas(
+    trainer: Trainer, directory: Path, count: int, policy: SwapPolicy
+) -> AsyncIterator[tuple[list[Follower], list[int]]]:
+    """Followers with engines that are at their swap for as long as the others need to come to theirs; and how many were at
+    it at each entry."""
+    at_it: list[int] = []
+    inside = 0
+
+    class Watched(MockRolloutEngine):
+        async def load_weights(
+            self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+        ) -> SwapTimes:
+            nonlocal inside
+            inside += 1
+            at_it.append(inside)
+            try:
+                return await super().load_weights(version, weights, hold=hold, cut=cut)
+            finally:
+                inside -= 1
+
+    engines = [Watched(MockRolloutOptions(swap_seconds=0.1)) for _ in range(count)]
+    yield (
+        [
+            follower(trainer.index, WeightStore(directory), engine, policy, worker=f"rollout-{i}")
+            for i, engine in enumerate(engines)
+        ],
+        at_it,
+    )
+    for engine in engines:
+        await engine.close()
+
+
+@pytest.mark.parametrize("rolling", [True, False])
+async def test_replicas_swap_one_after_the_other_when_rolling(trainer: Trainer, tmp_path: Path, rolling: bool) -> None:
+    async with replicas(trainer, tmp_path, 3, SwapPolicy(rolling=rolling)) as (following, at_it):
+        await trainer.publish()
+        async with asyncio.timeout(20):
+            assert all(await asyncio.gather(*(one._take() for one in following)))
+        assert [one.stage.engine.version for one in following] == [1, 1, 1]
+        assert (max(at_it) == 1) == rolling
+
+
+async def test_a_dead_replica_does_not_keep_the_turn(trainer: Trainer, tmp_path: Path) -> None:
+    async def swapped() -> None:
+        async with replicas(trainer, tmp_path, 1, SwapPolicy(rolling=True)) as ((one,), _):
+            assert await one._take()
+
+    await trainer.publish()
+    assert (await trainer.index.call("swap_turn", worker="dead", most=1, lease=60_000))["granted"]
+    task = asyncio.create_task(swapped())
+    await trainer.index.wait("swap", "0-0", 0.2)
+    assert not task.done()
+    await trainer.index.call("forget", worker="dead")
+    await asyncio.wait_for(task, 20)
+
+
+async def test_a_turn_ends_with_its_lease(trainer: Trainer) -> None:
+    index: Any = trainer.index
+    assert (await index.call("swap_turn", worker="a", most=1, lease=1500))["granted"]
+    refused = await index.call("swap_turn", worker="b", most=1, lease=1500)
+    assert not refused["granted"]
+    assert 0 < refused["due"] <= 1500
+    assert (await index.call("swap_turn", worker="b", most=2, lease=1500))["granted"], "there is room for two"
+
+    async def until(again: Callable[[], Awaitable[Any]]) -> None:
+        while not (at := await again())["granted"]:
+            await index.wait("swap", at["wait"], at["due"] / 1000)
+
+    await asyncio.wait_for(until(lambda: index.call("swap_turn", worker="c", most=1, lease=1500)), 10)
+
+
+def test_the_gap_of_two_engines() -> None:
+    found = gap(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]))
+    assert found.max == 0.5
+    assert found.mean == 0.25
+    assert found.k3 == pytest.approx((torch.tensor(0.5).exp().item() - 1.5) / 2)
+    assert gap(torch.tensor([float("nan")]), torch.tensor([0.0])).max == float("inf")
+
+
+async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index: Index, tmp_path: Path) -> None:
+    await index.init(RunConfig(()), {})
+    train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
+    await index._redis.hset(f"{index.prefix}n", "trained", 1)
+    published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, PROBED))
+    await index.call("publish", version=1, record=published.record())
+    reached, go_on = asyncio.Queue[int](), asyncio.Event()
+
+    class Held(TorchRolloutEngine):
+        async def score(self, *arguments: Any, **options: Any) -> torch.Tensor:
+            reached.put_nowait(engines.index(self))
+            await go_on.wait()
+            return await super().score(*arguments, **options)
+
+    engines = [Held(tiny_model(0), max_rows=2, threads=1) for _ in range(2)]
+    policy = SwapPolicy(probe=EXACT, rolling=True)
+    following = [
+        follower(index, WeightStore(tmp_path), e, policy, worker=f"rollout-{i}") for i, e in enumerate(engines)
+    ]
+
+    try:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            for one in following:
+                tasks.create_task(one._take())
+            first = await reached.get()
+            held, other = engines[first], engines[1 - first]
+            waiting = tasks.create_task(response(held))
+            assert (await response(other)).versions == ((0, 5),), "with the weights that it still has"
+            assert not waiting.done(), "no token is made by weights that were not probed"
+            assert reached.empty()
+            go_on.set()
+            assert (await waiting).versions == ((1, 5),)
+        assert [engine.version for engine in engines] == [1, 1]
+    finally:
+        for engine in engines:
+            await engine.close()
+        train.close()

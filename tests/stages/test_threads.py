@@ -1,0 +1,65 @@
+"""Threads of their own: nobody waits for one that never returns, and one that computed leaves no helper behind."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from stages.threads import apart, aside
+
+HELPERS = """
+import os, time, torch
+from stages.threads import apart
+
+torch.set_num_threads(2)
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+def settled(count):
+    end = time.monotonic() + 30  # nothing tells of a thread that has ended
+    while tasks() != count and time.monotonic() < end:
+        time.sleep(0.01)
+    return tasks()
+
+def compute():
+    return float(torch.ones(2**22).sum())
+
+before = tasks()
+assert apart(compute) == 2**22
+after_apart = settled(before)
+compute()
+print(after_apart - before, tasks() - before)
+"""
+
+
+async def test_what_the_work_returns_or_raises_comes_out() -> None:
+    assert await aside(lambda: 3, "three") == 3
+    assert apart(lambda: 4) == 4
+    with pytest.raises(ZeroDivisionError):
+        await aside(lambda: 1 // 0, "wrong")
+    with pytest.raises(ZeroDivisionError):
+        apart(lambda: 1 // 0)
+
+
+async def test_nobody_waits_for_work_that_was_given_up() -> None:
+    goes_on = threading.Event()
+    stuck = aside(goes_on.wait, "stuck")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stuck, 0.05)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "stuck")
+    assert thread.daemon
+    goes_on.set()
+    thread.join(10)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them")
+def test_the_helpers_of_a_computation_end_with_it() -> None:
+    """A computation in the thread that stays leaves one for its second core; one that is done apart leaves none."""
+    told = subprocess.run([sys.executable, "-c", HELPERS], capture_output=True, text=True, check=True, timeout=120)
+    assert told.stdout.split() == ["0", "1"]

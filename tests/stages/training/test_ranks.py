@@ -1,0 +1,172 @@
+"""What the ranks of a train engine agree on, over a real index and a real warehouse, with engines that only look."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from pipeline.index.client import Claim, Index, IndexRefused
+from pipeline.staleness import StalenessPlan
+from pipeline.warehouse.dock import Dock
+from stages.algorithms.grpo import GRPO
+from stages.columns import Flow
+from stages.engines.plans import Ranks
+from stages.training.ranks import Gang, Mate
+from stages.weights.store import probed
+from tests.batches import make_batch, unstack
+
+GROUPS = [(6, (5, 3)), (40, (2, 2)), (3, (12, 30)), (4, (1, 1))]
+
+
+@pytest.fixture
+async def dock(index: Index, tmp_path: Path) -> AsyncIterator[Dock]:
+    flow = Flow()
+    plan = StalenessPlan(0, len(GROUPS), 1)
+    await index.init(flow.config(plan), {"published": 0, "trained": 0, "admitted": 0})
+    dock = Dock(index, flow.schema, worker="test", directory=tmp_path, lease=30.0, slab=2**16, secret=b"x")
+    await dock.join(2**22)
+    yield dock
+    await dock.close()
+
+
+async def filled(dock: Dock) -> tuple[Claim, list[dict[str, torch.Tensor]]]:
+    """A claim of the update stage, and its rows."""
+    rows = unstack(make_batch(GROUPS))
+    texts = [""] * len(GROUPS)
+    prompts = [next(r["prompt_ids"] for r in rows if int(r["group"]) == 40 + g) for g in range(len(GROUPS))]
+    await dock.admit(
+        [(group, 2) for group in range(len(GROUPS))], {"prompt_ids": prompts, "given": texts, "fields": texts}
+    )
+    made = await dock.claim("rollout", len(GROUPS), version=0, timeout=5)
+    assert made is not None
+    mine = [rows[2 * group + place] for group, place in zip(made.group.tolist(), made.place.tolist(), strict=True)]
+    answered = {
+        "response_ids": [row["response_ids"] for row in mine],
+        "rollout_logprobs": [row["rollout_logprobs"] for row in mine],
+        "versions": [torch.tensor([0, len(row["response_ids"])]) for row in mine],
+        "truncated": torch.zeros(len(mine), dtype=torch.bool),
+    }
+    everything = list(range(len(mine)))
+    await dock.commit(made, everything, answered, generated=[(0, len(row["response_ids"])) for row in mine])
+    for stage, column in (("reward", "reward"), ("advantage", "advantage")):
+        claim = await dock.claim(stage, 100, timeout=5)
+        assert claim is not None
+        values = torch.stack([rows[2 * g + p]["advantage"] for g, p in zip(claim.group, claim.place, strict=True)])
+        scores = {"scores": values[:, None]} if stage == "reward" else {}
+        await dock.commit(claim, range(len(claim)), {column: values, **scores})
+    claim = await dock.claim("update", 1, timeout=5)
+    assert claim is not None
+    return claim, rows
+
+
+class Looking:
+    """A train engine that keeps what it was given. Its calls end when all ranks have made them, as collective ones do."""
+
+    def __init__(self, together: threading.Barrier) -> None:
+        self.together = together
+        self.saved: list[Path] = []
+        self.batches: list[TensorDict] = []
+        self.given: list[str] = []
+        self.probes: list[list[int]] = []
+
+    def train_batch(self, batch: TensorDict, algorithm: Any) -> dict[str, float]:
+        self.batches.append(batch.clone())
+        self.together.wait(20)
+        return {}
+
+    def weights(self) -> Any:
+        for name in ("a", "b"):
+            self.given.append(name)
+            self.together.wait(20)
+            yield name, torch.zeros(1)
+
+    def logprobs(self, batch: TensorDict) -> torch.Tensor:
+        self.probes.append(batch["response_ids"].values().tolist())
+        self.together.wait(20)
+        return torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)
+
+    def save(self, folder: Path) -> None:
+        self.saved.append(folder)
+        self.together.wait(20)
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (2, 2), (4, 1)])
+async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: Dock, dp: int, tp: int) -> None:
+    claim, rows = await filled(dock)
+    algorithm = GRPO()
+    gangs = [Gang(dock.index, Ranks(rank, dp, tp), "life") for rank in range(dp * tp)]
+    together = threading.Barrier(len(gangs))
+    engines = [Looking(together) for _ in gangs]
+    mates = [
+        Mate(dock, engine, algorithm, gang, version=4, save=lambda folder, engine: engine.save(folder))  # type: ignore[arg-type, attr-defined]
+        for engine, gang in zip(engines[1:], gangs[1:], strict=True)
+    ]
+    working = [asyncio.create_task(mate.run()) for mate in mates]
+    shares = await gangs[0].deal(dock, claim)
+    assert await gangs[-1].deal(dock, claim) == shares, "a replay's too"
+    assert sorted(at for share in shares for at in share) == list(range(len(claim)))
+    columns = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage")
+    await gangs[0].tell("train", claim=claim.record(), shares=shares)
+    mine = await gangs[0].fetch(dock, claim, shares, columns)
+    await asyncio.to_thread(engines[0].train_batch, mine, algorithm)
+    await gangs[0].tell("publish", probe=[[5, 6, 7]])
+    await asyncio.to_thread(probed, engines[0], [[5, 6, 7]])
+    await asyncio.to_thread(list, engines[0].weights())
+    await gangs[0].tell("save", folder="/somewhere")
+    await asyncio.to_thread(engines[0].save, Path("/somewhere"))
+    await gangs[0].tell("end")
+    async with asyncio.timeout(20):
+        await asyncio.gather(*working)
+    assert [mate.trained for mate in mates] == [5] * len(mates)
+    assert all(engine.saved == [Path("/somewhere")] for engine in engines)
+    assert all(engine.given == ["a", "b"] for engine in engines)
+    assert all(engine.probes == [[6, 7]] for engine in engines), "scoring is a call of all ranks too"
+    found: dict[tuple[int, int], int] = {}
+    for rank, engine in enumerate(engines):
+        [batch] = engine.batches
+        for row in unstack(batch):
+            group, place = int(row["group"]), int(row["place"])
+            for name in columns:
+                assert torch.equal(row[name], rows[2 * group + place][name]), (name, group, place)
+            found[group, place] = found.get((group, place), 0) + 1
+        assert len(batch) == len(shares[rank // tp])
+    assert found == {(group, place): tp for group in range(len(GROUPS)) for place in range(2)}
+
+
+async def test_what_all_have_heard_is_forgotten_and_another_life_hears_nothing_of_it(index: Index) -> None:
+    first, other = (Gang(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
+    for number in range(3):
+        await first.tell("train", number=number)
+        assert (await other.hear())["number"] == number
+    with pytest.raises(IndexRefused, match="struck"):
+        await Gang(index, Ranks(1, 2, 1), "one").hear()
+    again = [Gang(index, Ranks(rank, 2, 1), "two") for rank in (0, 1)]
+    await again[0].tell("end")
+    assert await again[1].hear() == {"do": "end"}
+
+
+async def test_what_they_do_not_do_together_is_kept_until_everybody_has_surely_heard_it(index: Index) -> None:
+    first, other = (Gang(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
+    await first.tell("generate")
+    assert (await other.hear())["do"] == "generate"
+    await first.tell("return", together=False)
+    await first.tell("train")
+    assert [(await other.hear())["do"] for _ in range(2)] == ["return", "train"]
+    await first.tell("save")
+    assert (await other.hear())["do"] == "save"
+    for number in (1, 2):
+        with pytest.raises(IndexRefused, match="struck"):
+            await index.noted("gang:one", number, 1.0)
+
+
+async def test_one_rank_alone_tells_nobody(index: Index) -> None:
+    alone = Gang(index, Ranks(0))
+    await alone.tell("train", claim={})
+    assert await index.noted("gang:", 0, 0.05) is None

@@ -1,0 +1,415 @@
+"""A published version from the trainer to an engine: what was published, or a word about why not; nothing waits for the
+dead, and nothing is given to a stranger."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stages.weights import collective as weight_link
+from stages.weights import secret_socket
+from stages.weights.collective import Credentials, WeightReceiver, WeightSender
+from stages.weights.secret_socket import connect
+from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
+from tests.pipeline.warehouse.test_wire import certificate
+
+CPU = torch.device("cpu")
+TIMEOUT = 20.0
+SECRET = b"the secret of this run"
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Of several dtypes, a scalar and an empty one among them; more than two of the buckets used here."""
+    made = torch.Generator().manual_seed(version)
+    return {
+        "embedding": torch.randn(300, 17, generator=made),
+        "norm": torch.randn(17, generator=made).bfloat16(),
+        "count": torch.tensor(version),
+        "nothing": torch.empty(0, 4),
+        "head": torch.randn(40, 55, generator=made),
+    }
+
+
+def same(found: dict[str, torch.Tensor], version: int) -> bool:
+    expected = weights(version)
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture
+def sender(tmp_path: Path) -> Iterator[WeightSender]:
+    sender = WeightSender(
+        WeightStore(tmp_path, bucket_bytes=5000), CPU, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT
+    )
+    yield sender
+    sender.close()
+
+
+@pytest.fixture
+def receiver() -> WeightReceiver:
+    return WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT)
+
+
+def test_what_arrives_is_what_was_published(sender: WeightSender, receiver: WeightReceiver) -> None:
+    for version in (4, 5):
+        published = sender.publish(version, weights(version).items())
+        record = Published.from_record(json.loads(json.dumps(published.record())))
+        assert record == published
+        assert len(published.buckets) > 3
+        assert same(receiver.read(record), version)
+
+
+def test_several_engines_are_sent_to_at_once_and_the_older_version_is_still_there(
+    sender: WeightSender, receiver: WeightReceiver
+) -> None:
+    both = [sender.publish(version, weights(version).items()) for version in (1, 2)]
+    found: list[bool] = []
+
+    def read(published: Published) -> None:
+        found.append(same(WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT).read(published), published.version))
+
+    threads = [threading.Thread(target=read, args=(both[i % 2],)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 6
+
+
+def test_a_version_that_was_overwritten_is_refused(sender: WeightSender, receiver: WeightReceiver) -> None:
+    first = sender.publish(1, weights(1).items())
+    newest = [sender.publish(version, weights(version).items()) for version in (2, 3)][-1]
+    with pytest.raises(WeightsDamaged, match=r"version 1: the trainer has them no more; take the newest"):
+        receiver.read(first)
+    assert same(receiver.read(newest), 3)
+
+
+def test_a_byte_that_changes_on_the_way_is_found(
+    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = sender.publish(1, weights(1).items())
+    memory = sender._store.memory(published.slot, published.nbytes)
+    memory[published.buckets[2][0]] ^= 1
+    with pytest.raises(WeightsDamaged, match=r"version 1: bucket 2 .* does not match its checksum"):
+        receiver.read(published)
+    memory[published.buckets[2][0]] ^= 1
+    assert same(receiver.read(published), 1), "the request that broke off has left nothing behind"
+
+
+def test_a_bucket_that_is_left_out_is_found(sender: WeightSender, receiver: WeightReceiver) -> None:
+    published = sender.publish(1, weights(1).items())
+    with pytest.raises(WeightsDamaged, match="in no bucket"):
+        receiver.read(replace(published, buckets=published.buckets[:1] + published.buckets[2:]))
+
+
+def test_weights_that_nobody_sends_are_unreachable(tmp_path: Path, receiver: WeightReceiver) -> None:
+    published = WeightStore(tmp_path).publish(1, weights(1).items())
+    with pytest.raises(WeightsUnreachable, match=r"published for one node alone; set sync.transport"):
+        receiver.read(published)
+
+
+def test_an_address_of_another_machine_cannot_be_served(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"[Aa]ssign"):
+        WeightSender(WeightStore(tmp_path), CPU, host="192.0.2.1", secret=SECRET, timeout=1)
+
+
+def test_only_the_given_address_listens(sender: WeightSender) -> None:
+    _, port, _ = json.loads(sender.source)
+    listening = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
+    ]
+    assert listening == [f"0100007F:{port:04X}"]
+
+
+def test_a_slot_is_not_overwritten_while_it_is_sent(
+    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 3 goes where version 1 lies, and waits until that has been sent. It is too large for the buffers between two
+    ends, so that it is not sent at once."""
+    large = {"large": torch.full((2**26,), 1, dtype=torch.uint8)}
+    first = sender.publish(1, large.items())
+    under_way, go_on = threading.Event(), threading.Event()
+    verify = weight_link.verify
+
+    def slowly(*arguments: Any) -> None:
+        under_way.set()
+        assert go_on.wait(TIMEOUT)
+        verify(*arguments)
+
+    monkeypatch.setattr(weight_link, "verify", slowly)
+    found: list[dict[str, torch.Tensor]] = []
+    reading = threading.Thread(target=lambda: found.append(receiver.read(first)))
+    reading.start()
+    assert under_way.wait(TIMEOUT)
+    assert sender._sending == {first.slot: 1}
+    publishing = threading.Thread(target=lambda: sender.publish(3, weights(3).items()))
+    publishing.start()
+    publishing.join(0.5)
+    assert publishing.is_alive()
+    go_on.set()
+    reading.join()
+    publishing.join()
+    assert torch.equal(found[0]["large"], large["large"])
+
+
+# ── processes that are killed ──
+
+
+def publishes(directory: Path, large: int, pipe: Connection) -> None:
+    """Version 1, and ``large`` bytes more that are too many to lie in the buffers between two processes."""
+    sender = WeightSender(WeightStore(directory, bucket_bytes=5000 + large // 8), CPU, host="127.0.0.1", secret=SECRET)
+    tensors = weights(1) | ({"large": torch.zeros(large, dtype=torch.uint8)} if large else {})
+    pipe.send(sender.publish(1, tensors.items()).record())
+    signal.pause()
+
+
+def asks(record: dict[str, Any], pipe: Connection) -> None:
+    """Receive, and wait at the second bucket for ever."""
+
+    def stop(*_: Any) -> None:
+        pipe.send("under way")
+        signal.pause()
+
+    weight_link.verify = stop  # type: ignore[assignment]
+    WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT).read(Published.from_record(record))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., tuple[Any, Connection]]]:
+    started: list[Any] = []
+
+    def start(act: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+        mine, other = get_context("spawn").Pipe()
+        started.append(get_context("spawn").Process(target=act, args=(*arguments, other), daemon=True))
+        started[-1].start()
+        return started[-1], mine
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_a_trainer_that_has_died_is_unreachable_and_found_out_soon(
+    tmp_path: Path, start: Callable[..., tuple[Any, Connection]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_link, "CONNECT_SECONDS", 1.0)
+    trainer, pipe = start(publishes, tmp_path, 0)
+    published = Published.from_record(pipe.recv())
+    receiver = WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT)
+    assert same(receiver.read(published), 1)
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.join()
+    began = time.monotonic()
+    with pytest.raises(WeightsUnreachable, match="version 1: not received from the trainer at"):
+        receiver.read(published)
+    assert time.monotonic() - began < 60
+
+
+def test_a_trainer_that_dies_in_the_middle_is_noticed(
+    tmp_path: Path, start: Callable[..., tuple[Any, Connection]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, pipe = start(publishes, tmp_path, 2**26)
+    published = Published.from_record(pipe.recv())
+
+    def kill(*_: Any) -> None:
+        if trainer.is_alive():
+            os.kill(trainer.pid, signal.SIGKILL)
+            trainer.join()
+
+    monkeypatch.setattr(weight_link, "verify", kill)  # after the first bucket
+    began = time.monotonic()
+    with pytest.raises(WeightsUnreachable):
+        WeightReceiver(CPU, secret=SECRET, timeout=5.0).read(published)
+    assert time.monotonic() - began < 30
+
+
+def test_an_engine_that_dies_in_the_middle_costs_the_others_nothing(
+    sender: WeightSender, receiver: WeightReceiver, start: Callable[..., tuple[Any, Connection]]
+) -> None:
+    published = sender.publish(1, weights(1).items())
+    engine, pipe = start(asks, published.record())
+    assert pipe.recv() == "under way"
+    os.kill(engine.pid, signal.SIGKILL)
+    engine.join()
+    assert same(receiver.read(published), 1)
+    with sender._turn:
+        assert sender._turn.wait_for(lambda: not sender._sending[published.slot], TIMEOUT), "it is waited for no longer"
+
+
+def test_an_engine_that_asks_nothing_or_nonsense_is_given_up(tmp_path: Path) -> None:
+    """Its request ends, with the timeout at the latest; others are served."""
+    sender = WeightSender(WeightStore(tmp_path), CPU, host="127.0.0.1", secret=SECRET, timeout=1.0)
+    try:
+        published = sender.publish(1, weights(1).items())
+        nonsense = (
+            {"version": 1, "device": "cuda"},
+            {"version": "one"},
+            ["set", "a"],
+            {"version": 99, "device": "cpu"},
+            7,
+        )
+        for message in (None, *nonsense):
+            peer = connect(address(sender), SECRET, connecting=5.0, timeout=5.0)
+            if message is not None:
+                peer.send_message(message)
+        assert same(WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT).read(published), 1)
+        assert_all_answered()
+    finally:
+        sender.close()
+
+
+def assert_all_answered() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "weights-sent":
+            thread.join(TIMEOUT)
+            assert not thread.is_alive()
+
+
+def address(sender: WeightSender) -> tuple[str, int]:
+    host, port, _ = json.loads(sender.source)
+    return host, port
+
+
+# ── strangers ──
+
+
+def test_an_engine_without_the_runs_secret_gets_nothing(sender: WeightSender, receiver: WeightReceiver) -> None:
+    """Any client that reached the port could download the weights."""
+    published = sender.publish(1, weights(1).items())
+    with pytest.raises(WeightsUnreachable, match="another secret"):
+        WeightReceiver(CPU, secret=b"a secret of another run", timeout=TIMEOUT).read(published)
+    with pytest.raises(WeightsUnreachable, match="too few"):
+        WeightReceiver(CPU, secret=b"", timeout=TIMEOUT).read(published)
+    assert same(receiver.read(published), 1)
+
+
+def test_a_trainer_that_does_not_know_the_secret_is_not_believed(receiver: WeightReceiver, tmp_path: Path) -> None:
+    """One that answers at the trainer's address, with a wrong proof or with the engine's own, sends it no weights."""
+    published = WeightStore(tmp_path).publish(1, weights(1).items())
+    for answer in (b"\0" * 32, None, b"HTTP/1.1 200 OK"):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+
+            def answer_one(listening: socket.socket = listening, answer: bytes | None = answer) -> None:
+                sock, _ = listening.accept()
+                with sock:
+                    sock.sendall(secret_socket._HELLO.pack(b"ADKL", 1, b"\1" * 32))
+                    told = sock.recv(64, socket.MSG_WAITALL)
+                    sock.sendall(told[32:] if answer is None else answer.ljust(32))
+
+            thread = threading.Thread(target=answer_one)
+            thread.start()
+            source = json.dumps([*listening.getsockname()[:2], "cpu"])
+            with pytest.raises(WeightsUnreachable, match="does not prove that it knows"):
+                receiver.read(replace(published, source=source))
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"", b"\0", b"\x00" * 64, bytes(range(64)), b"\xff" * (1 << 20), b"GET / HTTP/1.1\r\n\r\n"],
+    ids=range(6),
+)
+def test_no_message_of_a_stranger_stops_the_trainer(
+    message: bytes, sender: WeightSender, receiver: WeightReceiver
+) -> None:
+    """One message to the rendezvous ended the run: it was taken for the end of all requests."""
+    published = sender.publish(1, weights(1).items())
+    with socket.create_connection(address(sender)) as stranger, suppress(OSError):  # it may have hung up before
+        stranger.sendall(message)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(TIMEOUT)
+        hello = stranger.recv(38, socket.MSG_WAITALL)
+        assert not stranger.recv(1), "it was answered more than a hello"
+        assert hello[:4] == b"ADKL"
+    assert same(receiver.read(published), 1)
+
+
+def test_a_proof_is_good_for_one_connection(sender: WeightSender) -> None:
+    """Who has seen an engine's proof cannot use it: each hello has a nonce of its own."""
+    hellos = []
+    for _ in range(2):
+        with socket.create_connection(address(sender)) as sock:
+            hellos.append(sock.recv(38, socket.MSG_WAITALL))
+            told = b"\2" * 32
+            sock.sendall(told + secret_socket._proof(SECRET, b"engine", hellos[0], told))
+            sock.settimeout(TIMEOUT)
+            assert bool(sock.recv(32, socket.MSG_WAITALL)) == (len(hellos) == 1)
+    assert hellos[0] != hellos[1]
+
+
+def test_strangers_that_hold_connections_keep_no_engine_out(sender: WeightSender, receiver: WeightReceiver) -> None:
+    """More of them than are kept: the oldest are dropped, at the latest when their time is over."""
+    published = sender.publish(1, weights(1).items())
+    strangers = [socket.create_connection(address(sender)) for _ in range(3 * secret_socket.STRANGERS)]
+    try:
+        assert same(receiver.read(published), 1)
+        with sender._server._turn:
+            assert len(sender._server._strangers) <= secret_socket.STRANGERS
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_certificate_makes_it_a_connection_by_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_link, "CONNECT_SECONDS", 0.5)
+    with certificate(tmp_path) as (server, client):
+        assert_read_over_tls(tmp_path, server, client)
+
+
+def assert_read_over_tls(tmp_path: Path, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    store = WeightStore(tmp_path, bucket_bytes=5000)
+    sender = WeightSender(store, CPU, host="127.0.0.1", secret=SECRET, tls=server, timeout=TIMEOUT)
+    try:
+        published = sender.publish(1, weights(1).items())
+        assert same(WeightReceiver(CPU, secret=SECRET, tls=client, timeout=TIMEOUT).read(published), 1)
+        with pytest.raises(WeightsUnreachable):
+            WeightReceiver(CPU, secret=SECRET, timeout=1.0).read(published)
+    finally:
+        sender.close()
+
+
+# ── groups of two devices ──
+
+
+def test_a_group_of_two_devices_meets_over_the_proven_connection(
+    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two accelerators of one kind do; here by gloo, with tensors on the CPU."""
+    monkeypatch.setattr(WeightSender, "_together", lambda self, kind: True)
+    for version in (1, 2):
+        published = sender.publish(version, weights(version).items())
+        assert len(published.buckets) > 3
+        assert same(receiver.read(published), version)
+    memory = sender._store.memory(published.slot, published.nbytes)
+    memory[published.buckets[2][0]] ^= 1
+    with pytest.raises(WeightsDamaged, match=r"version 2: bucket 2 .* does not match its checksum"):
+        receiver.read(published)
+    memory[published.buckets[2][0]] ^= 1
+    assert same(receiver.read(published), 2)
+
+
+def test_credentials_are_for_the_runs_user_alone(tmp_path: Path, sender: WeightSender) -> None:
+    Credentials(SECRET).write(tmp_path / "engine")
+    (file,) = (tmp_path / "engine").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    published = sender.publish(1, weights(1).items())
+    assert same(Credentials.read(tmp_path / "engine").receiver(CPU).read(published), 1)
