@@ -6,8 +6,8 @@
     generate ─▶ one optimizer step ─▶ the trainer scores a probe ─▶ the engine scores it: still with the weights before (an
     undelivered update), then with the new ones (equal weights); after the last step with damaged ones, layer swapped, …
 
-The engines are the recipe's, in one process; probes and verdict are those of a run (``probe_rows`` in stages/training/update.py,
-``ProbeJudge`` in stages/weights/store.py). Advantages are random: a step moves the weights as far as any other of AdamW's.
+The engines are the recipe's, in one process; probes and verdict are those of a run (``probe_rows`` in
+stages/training/update.py, ``ProbeJudge`` in stages/weights/store.py). Advantages are random: a step moves the weights as far as any other of AdamW's.
 Beside it stand both engines against the same weights in float32, and how that error grows from layer to layer.
 """
 

@@ -47,7 +47,7 @@ import torch
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.models import load_model, model_folder
-from stages.threads import apart
+from stages.threads import run_in_temporary_thread
 
 MEASURED_TOKENS = 512  # matmuls of more tokens are taken to cost in proportion
 Tokens = list[list[int]]
@@ -243,7 +243,7 @@ def continuous(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[Cos
 
 def threaded(arm: Arm, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
     """``arm`` in a thread of its own: what OpenMP keeps for it afterwards would slow the other arms of this process."""
-    return apart(partial(arm, prompts, case))
+    return run_in_temporary_thread(partial(arm, prompts, case))
 
 
 class Vllm:
@@ -320,8 +320,8 @@ def measure(
                 raise SystemExit(f"{name} made {sum(map(len, made[name]))} tokens of {case.rows * case.tokens}")
         if turn < 0:  # first calls choose kernels
             continue
-        machine = apart(lambda: Machine(*readings(dtype)))
-        floors.append(apart(partial(floor_seconds, sizes, case, machine)))
+        machine = run_in_temporary_thread(lambda: Machine(*readings(dtype)))
+        floors.append(run_in_temporary_thread(partial(floor_seconds, sizes, case, machine)))
         for name in names:
             costs[name].append(took[name])
             agree[name].append(sum(map(list.__eq__, made[name], made["ours"])) / case.rows)
@@ -377,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases = [Case(*map(int, case.split("x"))) for case in args.case]
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
-    load = partial(apart, partial(load_model, source, dtype=torch.float32, seed=0))
+    load = partial(run_in_temporary_thread, partial(load_model, source, dtype=torch.float32, seed=0))
     model = load()[0]
     sizes, vocabulary = Sizes.of(model), model.config.vocab_size
     closing: list[Ours | Vllm] = []

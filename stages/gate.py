@@ -15,7 +15,7 @@ import structlog
 
 from pipeline.index.client import Index
 from pipeline.warehouse.dock import Dock
-from stages.prompts.external import Feed
+from stages.prompts.external import ExternalPrompts
 from stages.prompts.sources import Prompt, PromptSource
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ class Gate:
             at = await index.call("room_at_gate")
             limit = min(at["gate"], self.groups + at["filtered"])
             numbers = [*sorted(int(n) for n in at["remake"] or ()), *range(at["admitted"], limit)]
-            if isinstance(self.source, Feed) and (available := self.source.available) is not None:
+            if isinstance(self.source, ExternalPrompts) and (available := self.source.available) is not None:
                 numbers = [number for number in numbers if number < available]
             if numbers and not self.paused:
                 await self.admit(numbers)

@@ -1,6 +1,6 @@
 """The newest samples that a run was trained on, as text on disk, for people to look at.
 
-    update ── while the step is trained ──▶ Recorder.read: columns, texts ── once it is ──▶ SampleBook.add
+    update ── while the step is trained ──▶ Recorder.read: columns, texts ── once it is ──▶ SampleLog.add
     FOLDER/samples/  00000001.jsonl … 00000008.jsonl  00000009.jsonl ◀── written to         newest first ──▶ read
                       └ the oldest goes when all together are larger than `pipeline.keep_samples`, or the disk is nearly full
 
@@ -41,7 +41,7 @@ log = structlog.get_logger()
 Sample = dict[str, Any]
 
 
-class SampleBook:
+class SampleLog:
     """Samples on disk below ``folder``, ``most`` bytes of them, and fewer when the disk has no room. One process writes,
     others read."""
 
@@ -166,7 +166,7 @@ class Recorder:
     """Puts what steps are made of into ``book``. ``rewards`` are the names of the reward functions. Recording never ends a
     run: when the disk refuses, it says so and stops."""
 
-    def __init__(self, dock: Dock, tokenizer: Tokenizer, rewards: Sequence[str], book: SampleBook) -> None:
+    def __init__(self, dock: Dock, tokenizer: Tokenizer, rewards: Sequence[str], book: SampleLog) -> None:
         self.dock, self.tokenizer, self.rewards, self.book = dock, tokenizer, tuple(rewards), book
         self.stopped = self._full = False
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def aside(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """What ``work`` returns or raises, from a daemon thread called ``name``. Cancelling the future leaves the thread be."""
     outcome: Future[T] = Future()
 
@@ -36,7 +36,7 @@ def aside(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     return asyncio.wrap_future(outcome)
 
 
-def apart(work: Callable[[], T]) -> T:
+def run_in_temporary_thread(work: Callable[[], T]) -> T:
     """What ``work`` returns or raises, once its thread and the helpers that OpenMP gave it are gone."""
     outcome: Future[T] = Future()
 

@@ -28,7 +28,7 @@ from orchestration.external.session import Answer, External, NotBegun, NotExtern
 from pipeline.columns import Packed
 from pipeline.index.client import IndexUnreachable, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
-from stages.prompts.external import FeedFull
+from stages.prompts.external import ExternalPromptsFull
 
 AGAIN_SECONDS = 60.0  # for which a server that does not answer is asked again
 LONGEST_WAIT = 60.0
@@ -49,7 +49,7 @@ _KINDS: dict[str, type[Exception]] = {
     "weights-gone": WeightsGone,
     "not-external": NotExternal,
     "not-begun": NotBegun,
-    "no-room": FeedFull,
+    "no-room": ExternalPromptsFull,
     "released": StaleHandle,
 }
 

@@ -34,7 +34,7 @@ class Weights:
         self.nbytes = file.tell()
 
 
-class OutsideRun:
+class ExternalSession:
     """A run's interface, and the newest versions that were asked for. An upload of weights holds ``publishing``: the disk
     holds one at a time."""
 
@@ -71,15 +71,15 @@ def _interface() -> type[External]:
     return External
 
 
-class Outside:
+class ExternalSessions:
     """The runs that were asked for lately."""
 
     def __init__(self, data: Path, registry: Registry, in_use: Container[str] = ()) -> None:
         """``in_use``: the runs that requests are about at the moment; their connections stay open."""
         self._data, self._registry, self._in_use = data, registry, in_use
-        self._runs: dict[str, OutsideRun] = {}
+        self._runs: dict[str, ExternalSession] = {}
 
-    async def run(self, run: str) -> OutsideRun:
+    async def run(self, run: str) -> ExternalSession:
         """Ask for it anew at each use. Raises UnknownRun."""
         record = await self._registry.get(run)
         await self._close_idle()
@@ -88,7 +88,7 @@ class Outside:
             if run not in self._runs:  # another request may have been faster
                 index = Index(self._registry.link, run)
                 recipe = Recipe.model_validate(record.recipe)
-                self._runs[run] = OutsideRun(interface(index, recipe, worker="service"), self._data)
+                self._runs[run] = ExternalSession(interface(index, recipe, worker="service"), self._data)
         self._runs[run].used = time.monotonic()
         return self._runs[run]
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.server.access.sessions import Sessions
 from api.server.access.tokens import Scope, Token, Tokens
-from api.server.external_sessions import Outside
+from api.server.external_sessions import ExternalSessions
 from api.server.problems import Problem
 from api.server.recipe_checks import Checks
 from api.server.run_status import Watching
@@ -104,7 +104,7 @@ class Service:
         self.closing = asyncio.Event()
         self.watching = Watching()
         self._in_use: Counter[str] = Counter()
-        self.outside = Outside(settings.data, registry, self._in_use)
+        self.outside = ExternalSessions(settings.data, registry, self._in_use)
         self.most_held, self._held = MOST_HELD, 0
         self._indexes: dict[str, tuple[Index, float]] = {}
 

@@ -42,7 +42,7 @@ class Held:
 
 
 @dataclass
-class Timesheet:
+class StageTime:
     """One worker's, in one stage."""
 
     stage: str
@@ -78,12 +78,12 @@ class Timesheet:
         return not self.held and not self.claims and time.monotonic() - self.heard > SILENT_SECONDS
 
 
-class Timesheets:
+class StageTimes:
     """Of all external workers of a run whose calls are served here."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self._sheets: dict[tuple[str, str], Timesheet] = {}
+        self._sheets: dict[tuple[str, str], StageTime] = {}
         self._reporting: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -92,9 +92,9 @@ class Timesheets:
             await asyncio.gather(self._reporting, return_exceptions=True)
 
     @contextmanager
-    def claiming(self, stage: str, worker: str) -> Iterator[Timesheet]:
+    def claiming(self, stage: str, worker: str) -> Iterator[StageTime]:
         """``worker`` waits meanwhile for something to do."""
-        sheet = self._sheets.get((stage, worker)) or Timesheet(stage, f"{PREFIX}{stage}-{worker}")
+        sheet = self._sheets.get((stage, worker)) or StageTime(stage, f"{PREFIX}{stage}-{worker}")
         if len(self._sheets) < MOST:
             self._sheets[stage, worker] = sheet
         if self._reporting is None or self._reporting.done():
@@ -107,7 +107,7 @@ class Timesheets:
             sheet.claims -= 1
             sheet.account()
 
-    def took(self, sheet: Timesheet, token: str, rows: int, lease: float, version: int | None) -> None:
+    def took(self, sheet: StageTime, token: str, rows: int, lease: float, version: int | None) -> None:
         """The worker is answered with ``rows`` under a lease of so many seconds."""
         sheet.held[token] = Held(time.time(), time.monotonic() + lease, rows, rows, version)
         sheet.account()
@@ -135,7 +135,7 @@ class Timesheets:
         if sheet := self._of(token):
             sheet.drop(token)
 
-    def _of(self, token: str) -> Timesheet | None:
+    def _of(self, token: str) -> StageTime | None:
         return next((sheet for sheet in self._sheets.values() if token in sheet.held), None)
 
     async def _report(self) -> None:
@@ -155,7 +155,7 @@ class Timesheets:
             except (IndexUnreachable, IndexRefused) as lost:
                 log.warning("what external workers do cannot be told", run=self.index.run, reason=str(lost))
 
-    async def _tell(self, sheet: Timesheet) -> None:
+    async def _tell(self, sheet: StageTime) -> None:
         who = {"stage": sheet.stage, "worker": sheet.worker}
         counts = {"rows": sheet.rows, "tokens": sheet.tokens, "parked": sheet.parked}
         depth = await self.index.call("depth", stage=sheet.stage)

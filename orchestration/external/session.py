@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from orchestration.external.accounting import OVER, PREFIX, Timesheet, Timesheets
+from orchestration.external.accounting import OVER, PREFIX, StageTime, StageTimes
 from orchestration.recipe.planner import flow_of
 from orchestration.recipe.recipe import Recipe
-from orchestration.run.paths import Place
+from orchestration.run.paths import RunPaths
 from pipeline.columns import Packed, Schema
 from pipeline.index.client import Claim, Index, LeaseLost, redacted
 from pipeline.warehouse.dock import Dock, NoRoom
@@ -107,7 +107,7 @@ class External:
         self._opening = asyncio.Lock()
         self._terms: Terms | None = None
         self._store: WeightStore | None = None
-        self._timesheets = Timesheets(index)
+        self._timesheets = StageTimes(index)
 
     @classmethod
     async def open(cls, url: str, run: str, *, worker: str = "external") -> External:
@@ -183,7 +183,7 @@ class External:
         version: int | None,
         wait: float,
         lease: float,
-        sheet: Timesheet,
+        sheet: StageTime,
         owner: str,
     ) -> Answer:
         deadline = time.monotonic() + wait
@@ -484,12 +484,12 @@ class External:
             self._terms = Terms.from_json(told)
         return self._terms
 
-    async def place(self) -> Place:
+    async def place(self) -> RunPaths:
         """Raises NotBegun."""
         told = await self.index.get("place")
         if told is None:
             raise NotBegun(f"run {self.index.run!r} has not begun; wait until its state is 'running'")
-        return Place.from_json(told)
+        return RunPaths.from_json(told)
 
     def _external(self, stage: str) -> None:
         if stage not in self.recipe.external.stages:

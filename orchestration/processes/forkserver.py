@@ -311,7 +311,7 @@ class _Serving:
             self._tell(connection, {"errno": error.errno, "error": error.strerror})
             return
         if pid == 0:
-            _be(launch)
+            run_child(launch)
         self._of[pid] = (connection, launch.outlives)
         self._tell(connection, {"pid": pid}, handle)
         os.close(handle)
@@ -360,7 +360,7 @@ def _settle(launch: Launch, log: int, server: int) -> None:
     setproctitle(launch.title)
 
 
-def _be(launch: Launch) -> NoReturn:
+def run_child(launch: Launch) -> NoReturn:
     """In a child: the program, to the end of its process. The interpreter is not taken apart, which would copy all that it
     shares with the server; threads, exit functions and files have their due, as in
     multiprocessing."""

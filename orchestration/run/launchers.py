@@ -29,7 +29,7 @@ class Life(Protocol):
     pid: int
 
     @property
-    def fate(self) -> object:
+    def failure_domain(self) -> object:
         """What it died of together with others; None when it was alone. Known once it has ended."""
 
     async def wait(self) -> int:
@@ -47,7 +47,7 @@ class Launcher(Protocol):
 
 
 class InlineLife:
-    fate = None
+    failure_domain = None
 
     def __init__(self, name: str, work: asyncio.Task[None]) -> None:
         self.name, self.pid, self._work = name, os.getpid(), work
@@ -77,7 +77,7 @@ class ProcessLife:
         self.name, self.pid, self._process = name, process.pid, process
 
     @property
-    def fate(self) -> object:
+    def failure_domain(self) -> object:
         return self._process.orphaned if isinstance(self._process, Child) else None
 
     async def wait(self) -> int:

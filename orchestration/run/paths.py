@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPaths:
     """Where a run's files lie: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint it resumed from."""
 
     out: Path
@@ -19,7 +19,7 @@ class Place:
         return json.dumps({"out": str(self.out), "shared": str(self.shared), "start": str(self.start or "")})
 
     @classmethod
-    def from_json(cls, text: str) -> Place:
+    def from_json(cls, text: str) -> RunPaths:
         data = json.loads(text)
         return cls(Path(data["out"]), Path(data["shared"]), Path(data["start"]) if data["start"] else None)
 

@@ -39,14 +39,14 @@ from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.run.lock import LOCK, RunError, RunLock, RunLocked
-from orchestration.run.paths import Place
+from orchestration.run.paths import RunPaths
 from orchestration.run.supervisor import Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import ENDED
 from pipeline.index.client import Event, Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import shared_memory_directory
-from stages.threads import aside
+from stages.threads import run_in_thread
 
 log = structlog.get_logger()
 
@@ -311,7 +311,7 @@ class Run:
 
     async def _prepare(self, index: Index) -> None:
         # It imports torch, for seconds in which the loop would hear no signal.
-        await aside(lambda: importlib.import_module("stages.columns"), "imports")
+        await run_in_thread(lambda: importlib.import_module("stages.columns"), "imports")
         config = flow_of(self.recipe).config(self.recipe.staleness_plan)
         begun = not await index.init(config, *self._beginning())
         if begun and not self.shared.is_dir():  # the machine was started anew, or is another one: the samples are gone
@@ -326,7 +326,7 @@ class Run:
         if not begun:
             shutil.rmtree(self.shared, ignore_errors=True)
             self.shared.mkdir(parents=True, mode=0o700)
-        place = Place(self.out_dir, self.shared, self.start.path if self.start else None)
+        place = RunPaths(self.out_dir, self.shared, self.start.path if self.start else None)
         await index.put("recipe", self.recipe.to_json())
         await (index.put_once if begun else index.put)("place", place.to_json())
         await index.put_once("secret", secrets.token_hex(32))  # what the nodes of this run know each other by

@@ -6,9 +6,8 @@
 
     created → starting → running ⇄ paused → stopping → finished | stopped | failed
 
-The ranks of the train engine (in a colocated run each has a rollout engine too) are a gang: they live and die as one, since
-each waits for the others in every call. When one dies the others are ended, and all are launched again, which counts as one
-restart.
+The ranks of the train engine (in a colocated run each has a rollout engine too) are a rank group: each waits for the others in
+every call. When one dies the supervisor ends the others and launches all of them again, which counts as one restart.
 
 The work is done when whoever trains and whoever generates has ended by itself; the others are then told. Where another
 program trains, it is done when that has published the last of ``steps``.
@@ -32,7 +31,7 @@ log = structlog.get_logger()
 STOPPED = "stopped by request"
 ENDS_BY_ITSELF = ("update", "rollout", "colocated")
 LIVE = ("starting", "running", "paused")
-TOGETHER = ("update", "colocated")  # kinds whose workers are one gang
+TOGETHER = ("update", "colocated")  # kinds whose workers are one rank_group
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Supervisor:
         self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
         self.restarts = 0
         self._lives: dict[tuple[str, int], Life] = {}
-        self._fates: list[object] = []
+        self._failure_domains: list[object] = []
         self._not_started: dict[tuple[str, int], str] = {}  # why, the last time
         self._stopping = False
         self._unready = {f"{kind}-{number}" for kind, number in self.workers}  # of those that were launched first
@@ -99,7 +98,7 @@ class Supervisor:
         if (await self.index.state())[0] == "stopping":  # asked before anything was launched
             return Outcome("stopped", STOPPED)
         _, self._began = await self.index.event_ends()
-        keepers = {gang[0]: asyncio.create_task(self._keep(gang)) for gang in self._gangs()}
+        keepers = {rank_group[0]: asyncio.create_task(self._keep(rank_group)) for rank_group in self._gangs()}
         stopped: asyncio.Task = asyncio.create_task(stop.wait())
         told = asyncio.create_task(self._stopped_from_outside())
         watchers = {stopped, told, asyncio.create_task(self._start())}
@@ -142,17 +141,17 @@ class Supervisor:
 
     def _gangs(self) -> list[list[tuple[str, int]]]:
         """The workers by who lives and dies together: most of them alone."""
-        gangs: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        rank_groups: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for kind, number in self.workers:
-            gangs.setdefault((kind, 0 if kind in TOGETHER else number), []).append((kind, number))
-        return list(gangs.values())
+            rank_groups.setdefault((kind, 0 if kind in TOGETHER else number), []).append((kind, number))
+        return list(rank_groups.values())
 
-    async def _keep(self, gang: list[tuple[str, int]]) -> None:
-        """Keep the workers of one gang alive until they are done."""
+    async def _keep(self, rank_group: list[tuple[str, int]]) -> None:
+        """Keep the workers of one rank_group alive until they are done."""
         while not self._stopping:
-            names = {worker: worker_name(*worker) for worker in gang}
-            if len(gang) > 1:
-                await self.index.put(f"gang:{gang[0][0]}", names[gang[0]])
+            names = {worker: worker_name(*worker) for worker in rank_group}
+            if len(rank_group) > 1:
+                await self.index.put(f"ranks:{rank_group[0][0]}", names[rank_group[0]])
             for (kind, number), name in names.items():
                 await self.index.put(_life(kind, number), name)
                 try:
@@ -161,21 +160,21 @@ class Supervisor:
                     raise _Failed(f"{kind}-{number} cannot be started: {error}") from error
                 self._lives[kind, number] = life
                 await self._tell(kind, number, "started", pid=life.pid)
-            codes = await self._wait({worker: self._lives[worker] for worker in gang})
+            codes = await self._wait({worker: self._lives[worker] for worker in rank_group})
             if not any(codes.values()):
                 return
-            reasons = {worker: await self.index.get(f"reason:{names[worker]}") for worker in gang}
+            reasons = {worker: await self.index.get(f"reason:{names[worker]}") for worker in rank_group}
             for name in names.values():
                 await self.index.call("forget", worker=name)
             if self._stopping:
                 return
             first = next(iter(codes))
             kind, number = first
-            fate = self._lives[first].fate
-            reason = reasons[first] or ("its fork server has ended" if fate else ending(codes[first]))
+            failure_domain = self._lives[first].failure_domain
+            reason = reasons[first] or ("its fork server has ended" if failure_domain else ending(codes[first]))
             log.debug("worker died", worker=names[first], code=codes[first], reason=reason)
             await self._tell(kind, number, "died", reason=reason)
-            for other in gang:
+            for other in rank_group:
                 if other != first and reasons[other]:  # not only ended: it had something to say
                     log.warning("worker died too", worker=names[other], reason=reasons[other])
             for (kind, number), code in codes.items():
@@ -185,19 +184,21 @@ class Supervisor:
                 if self._not_started.get(first) == reason:
                     raise _Failed("{}-{} did not start, twice for the same reason: {}".format(*first, reason))
                 self._not_started[first] = reason
-            if fate is None or fate not in self._fates:  # several that died of one thing count once
+            if (
+                failure_domain is None or failure_domain not in self._failure_domains
+            ):  # several that died of one thing count once
                 if self.restarts >= self.max_restarts:
                     kind, number = first
                     raise _Failed(
                         f"{kind}-{number} died and launch.max_restarts = {self.max_restarts} is used up: {reason}"
                     )
                 self.restarts += 1
-                self._fates.append(fate)
-            await self._tell(*gang[0], "restarted", reason=reason)
+                self._failure_domains.append(failure_domain)
+            await self._tell(*rank_group[0], "restarted", reason=reason)
 
     async def _wait(self, lives: dict[tuple[str, int], Life]) -> dict[tuple[str, int], int]:
-        """Exit codes of a gang in the order in which its members ended. When one dies the others are ended at once: they
-        would wait for it."""
+        """Exit codes of a rank group in the order in which its members ended. When one dies the others, which would wait for
+        it, are ended at once."""
         codes: dict[tuple[str, int], int] = {}
         waiting = {asyncio.create_task(life.wait()): worker for worker, life in lives.items()}
         try:

@@ -45,7 +45,7 @@ from orchestration.run.engines import (
     weight_reader,
 )
 from orchestration.run.launchers import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED
-from orchestration.run.paths import Place
+from orchestration.run.paths import RunPaths
 from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
 from pipeline.columns import ColumnError
 from pipeline.controller import Controller, Stage
@@ -62,19 +62,19 @@ from stages.external_checks import TERMS
 from stages.gate import Gate
 from stages.inference.reference import Reference
 from stages.models import ModelNotFound, Tokenizer
-from stages.prompts.external import Feed
+from stages.prompts.external import ExternalPrompts
 from stages.prompts.sources import LISTED, PromptError, PromptForm, PromptSource, load_prompts
 from stages.resharding.swap import empty
 from stages.rewards.registry import RewardError
 from stages.rewards.stage import Reward, RewardSet
 from stages.rollout.evaluate import Evaluator, distinct_prompts
 from stages.rollout.stage import Rollout
-from stages.rollout.weight_follower import Follower, SwapPolicy
-from stages.sample_log import FOLDER, Recorder, SampleBook
-from stages.threads import apart
+from stages.rollout.weight_follower import SwapPolicy, WeightFollower
+from stages.sample_log import FOLDER, Recorder, SampleLog
+from stages.threads import run_in_temporary_thread
 from stages.training.advantage import Advantage
-from stages.training.colocated import ColocatedMate, ColocatedUpdate, SharedDevice, Turn
-from stages.training.ranks import Gang, Mate
+from stages.training.colocated import ColocatedRankWorker, ColocatedUpdate, SharedDevice, Turn
+from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 
 if TYPE_CHECKING:
@@ -215,11 +215,11 @@ class Worker:
             refused = CannotStart if starting and isinstance(first, LASTING) else NotStarted
             raise refused(_in_words(first)) from first
 
-    async def _documents(self) -> tuple[Recipe, Place]:
+    async def _documents(self) -> tuple[Recipe, RunPaths]:
         recipe, place = await self.index.get("recipe"), await self.index.get("place")
         if recipe is None or place is None:
             raise RuntimeError(f"run {self.index.run!r} is not in this index; give the id and the URL of a run that is")
-        return Recipe.from_json(recipe), Place.from_json(place)
+        return Recipe.from_json(recipe), RunPaths.from_json(place)
 
     async def _tell(self, change: str, reason: str = "") -> None:
         await self.index.emit(
@@ -304,7 +304,7 @@ class Worker:
             )
             return split.train
         form = PromptForm(self.recipe.prompts, tokenizer, prompt_limits(self.recipe))
-        feed = Feed(self.index, self.place.out / FED, form)
+        feed = ExternalPrompts(self.index, self.place.out / FED, form)
         await feed.begin()
         self._beside.append(feed.run)
         return feed
@@ -329,13 +329,15 @@ class Worker:
             shared=self.place.shared / f"rollout-{self.number}",
             secret=self.secret,
         )
-        engine = await asyncio.to_thread(apart, make)  # loading a model computes in parallel, and generating does later
+        engine = await asyncio.to_thread(
+            run_in_temporary_thread, make
+        )  # loading a model computes in parallel, and generating does later
         self._close.append(engine.close)
         self._version = lambda: engine.version
         stage, evaluator = self._rollout(engine)
         controller = self._control(stage)
         overlap = recipe.staleness_plan.slack > 0
-        follower = Follower(
+        follower = WeightFollower(
             self.index,
             weight_reader(recipe, self.place.shared, self.secret),
             stage,
@@ -386,7 +388,7 @@ class Worker:
         empty(engine.tensors.values())
         await self._build_update(beside=engine)
 
-    async def _share(self, rollout: TorchRolloutEngine, trainer: TorchTrainEngine, gang: Gang) -> _Shared:
+    async def _share(self, rollout: TorchRolloutEngine, trainer: TorchTrainEngine, rank_group: RankGroup) -> _Shared:
         """One device for ``rollout`` and ``trainer``, which has it now."""
         recipe = self.recipe
         stage, evaluator = self._rollout(rollout)
@@ -405,7 +407,7 @@ class Worker:
         )
         turn = Turn(
             device,
-            gang,
+            rank_group,
             self.index,
             evaluator,
             steps=recipe.train.steps,
@@ -421,7 +423,7 @@ class Worker:
         most, names = self.recipe.pipeline.keep_samples, [function.name for function in self.recipe.reward.functions]
         if not most:
             return None
-        book = SampleBook(self.place.out / FOLDER, most)
+        book = SampleLog(self.place.out / FOLDER, most)
         await asyncio.to_thread(book.rewind, (await self.index.call("room_at_gate"))["trained"])
         return Recorder(self.dock, tokenizer, names, book)
 
@@ -429,10 +431,10 @@ class Worker:
         """``beside``: the rollout engine that takes turns with this rank on its device."""
         recipe, tokenizer = self.recipe, tokenizer_of(self.recipe)
         ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
-        gang, meeting = Gang(self.index, ranks), None
+        rank_group, meeting = RankGroup(self.index, ranks), None
         if ranks.world > 1:
-            life = await self.index.get(f"gang:{self.kind}") or ""  # the supervisor has named it
-            gang, meeting = Gang(self.index, ranks, life), self.place.shared / f"gang-{life}"
+            life = await self.index.get(f"ranks:{self.kind}") or ""  # the supervisor has named it
+            rank_group, meeting = RankGroup(self.index, ranks, life), self.place.shared / f"ranks-{life}"
         engine = await asyncio.to_thread(train_engine, recipe, ranks if meeting else None, meeting)
         self._close.append(engine.close)
         algorithm = self._algorithm()
@@ -440,12 +442,12 @@ class Worker:
         if saved is not None:
             await asyncio.to_thread(saved.load_into, engine)
         version = saved.version if saved else 0
-        shared = None if beside is None else await self._share(beside, cast("TorchTrainEngine", engine), gang)
+        shared = None if beside is None else await self._share(beside, cast("TorchTrainEngine", engine), rank_group)
         if ranks.rank:
-            make = Mate if shared is None else functools.partial(ColocatedMate, shared.device)
-            mate = make(self.dock, engine, algorithm, gang, version=version, save=checkpoint.write)
-            self._version = lambda: mate.trained
-            self._work_till_end.append(mate.run if shared is None else lambda: shared.until(mate.run()))
+            make = RankWorker if shared is None else functools.partial(ColocatedRankWorker, shared.device)
+            rank_worker = make(self.dock, engine, algorithm, rank_group, version=version, save=checkpoint.write)
+            self._version = lambda: rank_worker.trained
+            self._work_till_end.append(rank_worker.run if shared is None else lambda: shared.until(rank_worker.run()))
             return
         steps, every, keep = recipe.train.steps, recipe.checkpoint.every, recipe.checkpoint.keep
         spans = Spans()
@@ -463,7 +465,7 @@ class Worker:
             state["remake"] = list(state["remake"] or ())
             with spans.during("checkpoint", version=done):
                 partial = checkpoint.begin(self.place.checkpoints, done)
-                await gang.tell("save", folder=str(partial))
+                await rank_group.broadcast("save", folder=str(partial))
                 await asyncio.to_thread(checkpoint.write, partial, engine)
                 written = await asyncio.to_thread(
                     checkpoint.finish, self.place.checkpoints, tokenizer, done, state, keep
@@ -488,7 +490,7 @@ class Worker:
                     await shared.turn.give_to_training()
                 await save(stage.trained)
 
-        self._farewell += [save_when_stopped, lambda: gang.tell("end")]
+        self._farewell += [save_when_stopped, lambda: rank_group.broadcast("end")]
 
         if saved is not None and saved.path != self.place.start:
             if saved.version > int(await self.index.get(CHECKPOINT_TOLD) or 0):
@@ -508,7 +510,7 @@ class Worker:
             version=version,
             after_step=after_step,
             after_last=lambda: controller.stop(),
-            gang=gang,
+            rank_group=rank_group,
             probe_tokens=probe_tokens(recipe),
             spans=spans,
             recorder=await self._recorder(tokenizer),

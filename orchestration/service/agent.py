@@ -287,7 +287,7 @@ class Agent:
             if Path(folder).parent == self.folders and Path(folder).name == run:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
                 await self._registry.erase(run)  # who deleted it may have been killed before it came to this
-                await self._registry.bury(run)
+                await self._registry.remove(run)
                 log.info("a deleted run's folder is gone", run=run)
         used = {shared_of(Path(held.record.folder)) for held in active}
         for left in shared_memory_directory().glob(f"{shared_prefix(self.folders)}*"):

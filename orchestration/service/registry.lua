@@ -3,7 +3,7 @@
 -- The service's list of runs: what waits, what an agent has taken, what has ended. Every function is one atomic step, and
 -- doing one twice is the same as once, since a client asks again after a lost connection.
 --
---   submit ─▶ waiting ─take▶ active ─end▶ ended ─delete▶ doomed ─bury▶ gone
+--   submit ─▶ waiting ─take▶ active ─end▶ ended ─delete▶ doomed ─remove▶ gone
 --                │             ▲ │ its runner died: retake, under a new token
 --                └──cancel──▶  └─┘
 --
@@ -196,7 +196,7 @@ define('doomed', function(all, a)
 end)
 
 -- {run}: its folder is gone.
-define('bury', function(all, a) return call('HDEL', all .. 'doomed', a.run) end)
+define('remove', function(all, a) return call('HDEL', all .. 'doomed', a.run) end)
 
 -- → whatever waits on the list looks again
 define('touch', function(all, a)

@@ -256,9 +256,9 @@ class Registry:
         """Deleted runs whose folder may be there still, and where it is."""
         return dict(await self._call("doomed") or {})
 
-    async def bury(self, run: str) -> None:
+    async def remove(self, run: str) -> None:
         """The folder of a deleted run is gone."""
-        await self._call("bury", run=run)
+        await self._call("remove", run=run)
 
     async def erase(self, run: str) -> None:
         """Remove all that the index has of a deleted run."""

@@ -705,7 +705,7 @@ class Index:
 
     # ── logs: numbered entries that several readers agree on ──
 
-    async def note(self, log: str, number: int, entry: bytes) -> None:
+    async def append_log(self, log: str, number: int, entry: bytes) -> None:
         """Write entry ``number`` of ``log``; refused when it was written before."""
 
         async def once(again: bool) -> None:
@@ -719,7 +719,7 @@ class Index:
 
         await self._retry(once)
 
-    async def noted(self, log: str, number: int, timeout: float) -> bytes | None:
+    async def read_log(self, log: str, number: int, timeout: float) -> bytes | None:
         """Entry ``number`` of ``log``, waiting ``timeout`` seconds for it. One that was struck is refused."""
         found = await self._read({log: f"{number}-0"}, timeout, 1)
         if not found:
@@ -729,7 +729,7 @@ class Index:
             raise IndexRefused(f"entry {number} of log {log!r} was struck: all of its readers were done with it")
         return fields[b"e"]
 
-    async def sign(self, paper: str, who: str) -> int:
+    async def put_signed(self, paper: str, who: str) -> int:
         """Put ``who`` under ``paper``, once; returns how many have."""
 
         async def once(again: bool) -> int:
@@ -740,7 +740,7 @@ class Index:
 
         return await self._retry(once)
 
-    async def strike(self, log: str, number: int, paper: str) -> None:
+    async def trim_log(self, log: str, number: int, paper: str) -> None:
         """Forget entry ``number`` of ``log``, and who has signed ``paper``."""
         await self._retry(lambda again: self._redis.xdel(self.prefix + log, f"{number + 1}-0"))
         await self._retry(lambda again: self._redis.delete(self.prefix + paper))

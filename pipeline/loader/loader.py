@@ -369,9 +369,9 @@ class _Link:
     async def _last(self, batch: Batch) -> bool:
         """Tell the others that this reader is done; True when all are."""
         done = f"{batch.log}:done:{batch.number}"
-        if await self.index.sign(done, f"{self.stream.replica}/{self.stream.rank}") < self.stream.readers:
+        if await self.index.put_signed(done, f"{self.stream.replica}/{self.stream.rank}") < self.stream.readers:
             return False
-        await self.index.strike(batch.log, batch.number, done)
+        await self.index.trim_log(batch.log, batch.number, done)
         return True
 
     async def _renew(self) -> None:
@@ -437,7 +437,7 @@ class _Reading:
             claim = await self._claim(dock)
             parts = await self._deal(dock, claim) if claim is not None else []
             entry = {"workers": self.workers, "parts": parts, "claim": claim and claim.record()}
-            await self.link.index.note(self.log, self.number, msgpack.packb(entry))
+            await self.link.index.append_log(self.log, self.number, msgpack.packb(entry))
             own = parts[stream.replica] if parts else None
         else:
             claim, own = await self._read()
@@ -512,7 +512,7 @@ class _Reading:
 
     async def _read(self) -> tuple[Claim | None, list[int] | None]:
         stream = self.stream
-        found = await self.link.index.noted(self.log, self.number, stream.timeout)
+        found = await self.link.index.read_log(self.log, self.number, stream.timeout)
         if found is None:
             raise TimeoutError(
                 f"batch {self.number} of stage {stream.stage!r}: the first reader of session {stream.session!r} has not "

@@ -1,6 +1,6 @@
 """Prompts that other programs put into the run while it goes on, asked in the order in which they came.
 
-    put ─▶ index (a few MiB wait there) ─▶ Feed.run: does it make a prompt? ─▶ prompts.jsonl ─▶ gate: group n asks line n
+    put ─▶ index (a few MiB wait there) ─▶ ExternalPrompts.run: a valid prompt? ─▶ prompts.jsonl ─▶ gate: group n asks line n
              └ no room: who puts waits         └ no, or too long: an event, left out
 
 The file is the source of the run: a lost group, or a resumed run, asks it for the same line and gets the same prompt. When
@@ -30,11 +30,11 @@ AT_ONCE = 256
 WAIT_SECONDS = 10.0
 
 
-class FeedFull(TimeoutError):
+class ExternalPromptsFull(TimeoutError):
     """More prompts wait than the run takes over."""
 
 
-class Feed:
+class ExternalPrompts:
     """A :class:`~stages.prompts.sources.PromptSource` of the ``available`` prompts put so far, all in the file ``path``."""
 
     def __init__(self, index: Index, path: Path, form: PromptForm) -> None:
@@ -125,7 +125,7 @@ async def put_prompts(
     """Put ``rows``, whose prompt is in ``column``, at position ``first`` and on (None: after those that are there) and
     return the next free position. A repeat with the same ``first`` changes nothing. ``last``: no more will come. Waits up
     to ``timeout`` seconds while too many wait to be taken over. Raises PromptError for a row that is no prompt, as far as
-    that is seen without a tokenizer, IndexRefused for a wrong position, and FeedFull."""
+    that is seen without a tokenizer, IndexRefused for a wrong position, and ExternalPromptsFull."""
     for i, row in enumerate(rows):
         given_of(row, column, f"prompt {i}")
         if taken := [name for name in RESERVED if name in row and name != column]:
@@ -141,7 +141,7 @@ async def put_prompts(
     while "wait" in (reply := await index.call("feed", **asked)):
         left = deadline - time.monotonic()
         if left <= 0:
-            raise FeedFull(
+            raise ExternalPromptsFull(
                 f"prompts: {WAITING_BYTES >> 20} MiB of them wait to be taken over, and nobody took any for {timeout:g} s; "
                 "put these again later, at the same position"
             )

@@ -26,7 +26,7 @@ from pipeline.index.client import Index
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.rollout.evaluate import Evaluator, evaluate_once
 from stages.rollout.stage import Rollout
-from stages.threads import aside
+from stages.threads import run_in_thread
 from stages.weights.store import (
     ASKED,
     Probe,
@@ -65,7 +65,7 @@ class SwapPolicy:
     rolling: bool = False
 
 
-class Follower:
+class WeightFollower:
     """Keeps a rollout engine at the published version, and evaluates the versions that are due.
 
     With ``overlap`` an evaluation shares the engine with training samples; without (η = 0) claims wait for it, so that
@@ -218,7 +218,7 @@ class Follower:
         """A copy, in a thread that the worker's end does not wait for; never a second one beside one that is stuck."""
         if self._reading is not None:
             await asyncio.wait([self._reading])
-        self._reading = aside(lambda: self.reader.read(published), "weights-read")
+        self._reading = run_in_thread(lambda: self.reader.read(published), "weights-read")
         weights = await asyncio.shield(self._reading)
         self._reading = None  # nor is this one kept
         return weights

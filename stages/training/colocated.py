@@ -6,11 +6,11 @@
     claims, and    or nothing is left    training's bytes come back         one step,      │
     evaluation     to generate           beside reward, advantage, …        published      └▶ the next batch, if it is there
 
-    rank 0: Turn decides, and tells the gang "return", "train", "generate" ──▶ every rank: its SharedDevice does so
+    rank 0: Turn decides, and tells the rank group "return", "train", "generate" ──▶ every rank: its SharedDevice does so
 
 What is in flight when a turn ends is cut and parked, and any rank goes on with it. Neither can wait for the other for ever:
 a train batch is complete before training asks for the device, and what must be generated first (a lost sample, say) takes it
-back without a step. A turn that fails ends the gang, which begins again at its last checkpoint.
+back without a step. A turn that fails ends the rank group, which begins again at its last checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stages.resharding.plan import Phase, ReshardPlan
 from stages.resharding.swap import State, Swap, SwapError, local_weights
 from stages.rollout.evaluate import Evaluator, evaluate_once
 from stages.rollout.stage import Rollout
-from stages.training.ranks import Gang, Mate
+from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 from stages.weights.store import Probe, ProbeFailed, ProbeJudge, ProbeRule, probed, scored
 
@@ -186,7 +186,7 @@ class Turn:
     def __init__(
         self,
         device: SharedDevice,
-        gang: Gang,
+        rank_group: RankGroup,
         index: Index,
         evaluator: Evaluator | None,
         *,
@@ -196,7 +196,7 @@ class Turn:
         ahead: bool,
         overlap: bool,
     ) -> None:
-        self.device, self.gang, self.index, self.evaluator = device, gang, index, evaluator
+        self.device, self.rank_group, self.index, self.evaluator = device, rank_group, index, evaluator
         self.steps, self.groups, self.every, self.ahead, self.overlap = steps, groups, every, ahead, overlap
         self._changed = asyncio.Event()
         self._no_batch = self._no_rows = False
@@ -286,12 +286,12 @@ class Turn:
             self._changed.clear()
 
     async def _leave(self) -> None:
-        await self.gang.tell("return", together=False)
+        await self.rank_group.broadcast("return", together=False)
         await self.device.leave()
 
     async def _generate(self, update: ColocatedUpdate) -> None:
         probe = None if update.probe is None else asdict(update.probe)
-        await self.gang.tell("generate", version=update.trained, probe=probe)
+        await self.rank_group.broadcast("generate", version=update.trained, probe=probe)
         alone = not self.overlap and await self._due(update.trained)
         await self.device.generate(update.trained, update.probe, claims=not alone)
 
@@ -368,12 +368,12 @@ class ColocatedUpdate(Update):
     async def publish(self) -> None:
         """Tell the index that the version is there: it opens the gate."""
         if self._probe:
-            await self.gang.tell("probe", probe=self._probe)
+            await self.rank_group.broadcast("probe", probe=self._probe)
             self.probe = await asyncio.to_thread(probed, self.engine, self._probe)
         await self.dock.index.call("publish", version=self.trained, record={})
 
 
-class ColocatedMate(Mate):
+class ColocatedRankWorker(RankWorker):
     """A rank other than 0: it takes turns when it is told to."""
 
     def __init__(self, device: SharedDevice, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The gang: one train engine's ranks, each a process of its own, that make the same calls at the same time.
+"""The rank group: one train engine's ranks, each a process of its own, that make the same calls at the same time.
 
     rank 0 (has the update stage's controller)        ranks 1 …
       claim ─▶ deal the rows ─▶ tell "train" ─────────▶ hear ─▶ fetch its own rows ─▶ engine.train_batch
@@ -7,7 +7,7 @@
       the work is done       ─▶ tell "end" ───────────▶ hear ─▶ end
 
 What is told is a numbered entry of a log in the index, so a rank waits for it on the server, for as long as it takes, and no
-collective call's deadline runs meanwhile. A gang lives and dies as one: the next one has another name, and replays.
+collective call's deadline runs meanwhile. A rank group lives and dies as one: the next one has another name, and replays.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ log = structlog.get_logger()
 WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
 
 
-class Gang:
+class RankGroup:
     """One life of a train engine's ``ranks`` as one of them sees it; ``life`` is the name that they share."""
 
     def __init__(self, index: Index, ranks: Ranks, life: str = "") -> None:
         self.index, self.ranks = index, ranks
-        self._log, self._number = f"gang:{life}", 0
+        self._log, self._number = f"ranks:{life}", 0
         self._said: list[int] = []  # entries of the log
         self._heard = False  # all of them, by everybody
 
-    async def tell(self, do: str, *, together: bool = True, **what: Any) -> None:
+    async def broadcast(self, do: str, *, together: bool = True, **what: Any) -> None:
         """Say what all ranks do next. ``together``: it is a call that rank 0 makes with all of them, so that when it says
         the next thing everybody has heard this one."""
         if self.ranks.world == 1:
             return
-        await self.index.note(self._log, self._number, msgpack.packb({"do": do, **what}))
+        await self.index.append_log(self._log, self._number, msgpack.packb({"do": do, **what}))
         if self._heard:
             for number in self._said:
-                await self.index.strike(self._log, number, f"{self._log}:heard")
+                await self.index.trim_log(self._log, number, f"{self._log}:heard")
             self._said = []
         self._said.append(self._number)
         self._heard = together
         self._number += 1
 
-    async def hear(self) -> dict[str, Any]:
+    async def receive(self) -> dict[str, Any]:
         """The next thing to do; waits for it."""
-        while (said := await self.index.noted(self._log, self._number, WAIT_SECONDS)) is None:
+        while (said := await self.index.read_log(self._log, self._number, WAIT_SECONDS)) is None:
             pass
         self._number += 1
         return msgpack.unpackb(said)
@@ -89,7 +89,7 @@ class Gang:
         return train_batch(mine, await dock.fetch(mine, columns))
 
 
-class Mate:
+class RankWorker:
     """What a rank other than 0 does until it is told to end. ``trained`` counts the steps in the engine's weights; ``save``
     writes the engine's shard into a folder."""
 
@@ -98,16 +98,16 @@ class Mate:
         dock: Dock,
         engine: TrainEngine,
         algorithm: Algorithm,
-        gang: Gang,
+        rank_group: RankGroup,
         *,
         version: int,
         save: Callable[[Path, TrainEngine], None],
     ) -> None:
-        self.dock, self.engine, self.algorithm, self.gang = dock, engine, algorithm, gang
+        self.dock, self.engine, self.algorithm, self.rank_group = dock, engine, algorithm, rank_group
         self.trained, self._save = version, save
 
     async def run(self) -> None:
-        while (said := await self.gang.hear())["do"] != "end":
+        while (said := await self.rank_group.receive())["do"] != "end":
             await self.do(said)
 
     async def do(self, said: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ class Mate:
         match said["do"]:
             case "train":
                 claim = Claim("", said["claim"]["token"], said["claim"])
-                batch = await self.gang.fetch(self.dock, claim, said["shares"], trained_columns(self.algorithm))
+                batch = await self.rank_group.fetch(self.dock, claim, said["shares"], trained_columns(self.algorithm))
                 await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
                 self.trained += 1
             case "publish":
@@ -123,7 +123,7 @@ class Mate:
             case "save":
                 await asyncio.to_thread(self._save, Path(said["folder"]), self.engine)
             case other:
-                raise RuntimeError(f"gang: rank 0 says {other!r}, which this rank does not know; start both anew")
+                raise RuntimeError(f"ranks: rank 0 says {other!r}, which this rank does not know; start both anew")
 
     def _give_weights(self, probe: Sequence[list[int]]) -> None:
         if probe:

@@ -29,7 +29,7 @@ from stages.algorithms import Algorithm
 from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
 from stages.sample_log import Recorder, Sample
-from stages.training.ranks import Gang, trained_columns
+from stages.training.ranks import RankGroup, trained_columns
 from stages.weights.store import ASKED, Published, Publisher, damaged, done_with, probed
 
 log = structlog.get_logger()
@@ -58,13 +58,13 @@ class Update:
         version: int,
         after_step: Callable[[int], Awaitable[None]],
         after_last: Callable[[], None],
-        gang: Gang | None = None,
+        rank_group: RankGroup | None = None,
         probe_tokens: int = 0,
         spans: Spans | None = None,
         recorder: Recorder | None = None,
         publish_first: bool = False,
     ) -> None:
-        self.gang = gang or Gang(dock.index, Ranks(0))
+        self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
         self.fetches: tuple[str, ...] = ("reward",)  # what is trained on, each rank fetches itself
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
@@ -72,7 +72,7 @@ class Update:
         self.spans, self.recorder = spans or Spans(), recorder
         self._since = time.monotonic()
         self._publish_first = publish_first
-        self._turn = asyncio.Lock()  # of whoever calls the engine, and tells the gang what all ranks call
+        self._turn = asyncio.Lock()  # of whoever calls the engine, and tells the rank group what all ranks call
         self._over = asyncio.Event()
         self._probe_tokens, self._probe = probe_tokens, list[list[int]]()  # rows of the last batches
 
@@ -147,9 +147,9 @@ class Update:
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
         """One optimizer step on the claim's rows, by all ranks."""
-        shares = await self.gang.deal(self.dock, claim)
-        await self.gang.tell("train", claim=claim.record(), shares=shares)
-        batch = await self.gang.fetch(self.dock, claim, shares, trained_columns(self.algorithm))
+        shares = await self.rank_group.deal(self.dock, claim)
+        await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
+        batch = await self.rank_group.fetch(self.dock, claim, shares, trained_columns(self.algorithm))
         if self._probe_tokens:
             self._probe = probe_rows(self._probe, batch, self._probe_tokens)
         with self.spans.during("train", rows=len(claim), version=self.trained):
@@ -213,7 +213,7 @@ class Update:
     async def _offer(self, edition: int) -> None:
         began = time.monotonic()
         with self.spans.during("publish", version=self.trained):
-            await self.gang.tell("publish", probe=self._probe)
+            await self.rank_group.broadcast("publish", probe=self._probe)
             published = replace(await asyncio.to_thread(self._write), edition=edition)
             await self.dock.index.call("publish", version=self.trained, record=published.record())
         await self.dock.index.emit(

@@ -16,7 +16,7 @@ from aiohttp import ClientTimeout
 from api.server import external_sessions as outside_module
 from api.server import service as service_module
 from api.server.app import ROUTES
-from api.server.external_sessions import Outside, OutsideRun
+from api.server.external_sessions import ExternalSession, ExternalSessions
 from api.server.operations import operations_of
 from api.server.service import SERVICE, Service
 from orchestration.service.registry import Registry, UnknownRun
@@ -188,8 +188,8 @@ class Known:
 
 
 async def test_two_requests_may_close_idle_sessions_at_once(tmp_path: Path) -> None:
-    sessions = Outside(tmp_path, Known(), in_use={"used"})  # type: ignore[arg-type]
-    kept = {run: OutsideRun(Kept(), tmp_path) for run in ("a", "b", "c", "used")}  # type: ignore[arg-type]
+    sessions = ExternalSessions(tmp_path, Known(), in_use={"used"})  # type: ignore[arg-type]
+    kept = {run: ExternalSession(Kept(), tmp_path) for run in ("a", "b", "c", "used")}  # type: ignore[arg-type]
     for one in kept.values():
         one.used = time.monotonic() - outside_module.IDLE_SECONDS - 1
     sessions._runs = dict(kept)

@@ -153,7 +153,7 @@ async def serving(data: Path, url: str = "") -> AsyncGenerator[Service, None]:
             elif record.state == "created":
                 await service.registry.ask(record.id, "stop")
             await service.registry.delete(record.id)
-            await service.registry.bury(record.id)
+            await service.registry.remove(record.id)
         await service.registry.close()
         if own is not None:
             await asyncio.to_thread(own.stop)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestration.run.run import Run
-from stages import sample_log as samplebook
-from stages.sample_log import FILES, FOLDER, SampleBook, read
+from stages import sample_log as sample_log
+from stages.sample_log import FILES, FOLDER, SampleLog, read
 from tests.orchestration.runs import MOCK, complete, recipe
 
 
@@ -42,7 +42,7 @@ def test_steps_come_newest_first_and_the_oldest_are_let_go(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], size: int, limit: int
 ) -> None:
     folder, most = tmp_path_factory.mktemp("book"), 4000
-    book = SampleBook(folder, most)
+    book = SampleLog(folder, most)
     for step, count in enumerate(steps):
         book.add([sample(step, place, size) for place in range(count)])
     told = [sample(step, place, size) for step, count in reversed(list(enumerate(steps))) for place in range(count)]
@@ -60,7 +60,7 @@ def test_steps_come_newest_first_and_the_oldest_are_let_go(
 
 
 def test_a_step_that_was_cut_short_hides_nothing(tmp_path: Path) -> None:
-    book = SampleBook(tmp_path, 1 << 20)
+    book = SampleLog(tmp_path, 1 << 20)
     book.add([sample(0, 0), sample(0, 1)])
     with (tmp_path / "00000001.jsonl").open("ab") as file:
         file.write(b'{"step":1,"group":0,"pla')  # the trainer was killed in the middle of a line
@@ -84,7 +84,7 @@ def test_samples_are_kept_only_as_far_as_the_disk_has_room(tmp_path: Path, monke
     """A recipe that keeps 100 TiB does not fill the disk; when others fill it, the oldest samples go, and then all wait."""
     disk = Disk(tmp_path, total=100_000)  # a twentieth of which stays free
     monkeypatch.setattr(shutil, "disk_usage", disk.usage)
-    book = SampleBook(tmp_path, 100 * 2**40)
+    book = SampleLog(tmp_path, 100 * 2**40)
     for step in range(60):
         assert book.add([sample(step, place, 400) for place in range(4)])
         assert disk.usage(tmp_path).free >= 5_000
@@ -105,24 +105,24 @@ def test_samples_are_kept_only_as_far_as_the_disk_has_room(tmp_path: Path, monke
 
 
 def test_no_file_is_larger_than_a_reader_takes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplebook, "LARGEST_FILE", 2000)
-    book = SampleBook(tmp_path, 2**40)
+    monkeypatch.setattr(sample_log, "LARGEST_FILE", 2000)
+    book = SampleLog(tmp_path, 2**40)
     for step in range(20):
         book.add([sample(step, place, 100) for place in range(4)])
     assert max(path.stat().st_size for path in tmp_path.iterdir()) < 2000 + 500
     assert len(all_of(tmp_path, limit=100)) == 80
-    again = SampleBook(tmp_path, 5000)  # of a trainer that was started again, with less
+    again = SampleLog(tmp_path, 5000)  # of a trainer that was started again, with less
     again.add([sample(20, 0)])
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 5000 + 2500
 
 
 def test_looking_ends_where_nothing_more_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    book = SampleBook(tmp_path, 1 << 20)
+    book = SampleLog(tmp_path, 1 << 20)
     for step in range(20):
         book.add([sample(step, place, 20) for place in range(4)])
     found, after = read(tmp_path, lambda sample: sample["step"] == 18, oldest_step=18)
     assert ([one["step"] for one in found], after) == ([18] * 4, "")
-    monkeypatch.setattr(samplebook, "MOST_SCANNED", 500)
+    monkeypatch.setattr(sample_log, "MOST_SCANNED", 500)
     none, after = read(tmp_path, lambda sample: False)
     assert none == []
     assert after, "a long look must pause and say where to go on"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from stages.threads import apart, aside
+from stages.threads import run_in_temporary_thread, run_in_thread
 
 HELPERS = """
 import os, time, torch
-from stages.threads import apart
+from stages.threads import run_in_temporary_thread
 
 torch.set_num_threads(2)
 
@@ -31,7 +31,7 @@ def compute():
     return float(torch.ones(2**22).sum())
 
 before = tasks()
-assert apart(compute) == 2**22
+assert run_in_temporary_thread(compute) == 2**22
 after_apart = settled(before)
 compute()
 print(after_apart - before, tasks() - before)
@@ -39,17 +39,17 @@ print(after_apart - before, tasks() - before)
 
 
 async def test_what_the_work_returns_or_raises_comes_out() -> None:
-    assert await aside(lambda: 3, "three") == 3
-    assert apart(lambda: 4) == 4
+    assert await run_in_thread(lambda: 3, "three") == 3
+    assert run_in_temporary_thread(lambda: 4) == 4
     with pytest.raises(ZeroDivisionError):
-        await aside(lambda: 1 // 0, "wrong")
+        await run_in_thread(lambda: 1 // 0, "wrong")
     with pytest.raises(ZeroDivisionError):
-        apart(lambda: 1 // 0)
+        run_in_temporary_thread(lambda: 1 // 0)
 
 
 async def test_nobody_waits_for_work_that_was_given_up() -> None:
     goes_on = threading.Event()
-    stuck = aside(goes_on.wait, "stuck")
+    stuck = run_in_thread(goes_on.wait, "stuck")
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(stuck, 0.05)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "stuck")

@@ -57,7 +57,7 @@ from api.server.problems import Problem, of_validation
 from api.server.service import Service
 from pipeline.index.client import BoundBroken, IndexRefused, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
-from stages.prompts.external import FeedFull
+from stages.prompts.external import ExternalPromptsFull
 from stages.prompts.sources import PromptError
 
 # What handles tensors is imported where it is used: a server without runs that programs outside take part in does without
@@ -483,7 +483,7 @@ def refusals() -> Iterator[None]:
         raise Problem(409, str(error), kind="not-begun", field="path.run", fix="wait until it is running") from None
     except StaleHandle as error:
         raise Problem(409, str(error), kind="released", field="rows", fix="claim again") from None
-    except (FeedFull, NoRoom, WarehouseUnreachable) as error:
+    except (ExternalPromptsFull, NoRoom, WarehouseUnreachable) as error:
         raise Problem(503, str(error), kind="no-room", fix="try again", headers={"Retry-After": "5"}) from None
     except IndexRefused as error:
         raise Problem(409, str(error), kind="refused", fix="do what the detail says") from None

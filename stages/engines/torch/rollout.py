@@ -47,7 +47,7 @@ from stages.engines.protocols import (
 )
 from stages.engines.torch.decoder import Prompt, TorchDecoder, WeightSet
 from stages.engines.torch.sampling import Drawn, draw, uniform
-from stages.threads import apart, aside
+from stages.threads import run_in_temporary_thread, run_in_thread
 
 log = structlog.get_logger()
 
@@ -188,7 +188,9 @@ class TorchRolloutEngine:
         chosen = devices.select() if device is None else torch.device(device)
         self._launch_ahead = chosen.type != "cpu" if accelerated is None else accelerated
         model = model if dtype is None else model.to(dtype)
-        self._decoder = apart(lambda: TorchDecoder(model, chosen, static=self._launch_ahead, packed=packed))
+        self._decoder = run_in_temporary_thread(
+            lambda: TorchDecoder(model, chosen, static=self._launch_ahead, packed=packed)
+        )
         self._tokenizer, self._max_rows, self._prefill_tokens = tokenizer, max_rows, prefill_tokens
         self._version = initial_version
         self._waiting: deque[_Row] = deque()
@@ -237,7 +239,7 @@ class TorchRolloutEngine:
             self._refuse_asleep()
             began = time.perf_counter()
             self._decoder.check(weights)
-            preparing = aside(lambda: self._decoder.prepare(weights), "rollout-weights")
+            preparing = run_in_thread(lambda: self._decoder.prepare(weights), "rollout-weights")
             try:
                 prepared = await asyncio.shield(preparing)
             except asyncio.CancelledError:
@@ -246,7 +248,7 @@ class TorchRolloutEngine:
                 raise
             exposed, replaced = await self._at_boundary(lambda: self._swap(version, prepared, hold, cut))
             prepared.clear()
-            aside(replaced.clear, "rollout-weights")
+            run_in_thread(replaced.clear, "rollout-weights")
             return SwapTimes(exposed=exposed, hidden=time.perf_counter() - began - exposed)
 
     async def score(
@@ -288,7 +290,7 @@ class TorchRolloutEngine:
             if not self._closed:
                 self._closed = True
                 self._inbox.put(self._finish)
-        ended = aside(self._thread.join, "rollout-end")
+        ended = run_in_thread(self._thread.join, "rollout-end")
         if not (await asyncio.wait([ended], timeout=BEGUN_SECONDS))[0]:
             log.warning("the rollout engine is closed in the middle of a step", waited=BEGUN_SECONDS)
 

@@ -18,7 +18,7 @@ from orchestration.run.lock import LOCK, RunLock, RunLocked
 from orchestration.run.run import Run, RunError
 from orchestration.service.lifecycle import WHERE
 from pipeline.index.embedded import EmbeddedIndex
-from stages.sample_log import SampleBook, read
+from stages.sample_log import SampleLog, read
 from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 from tests.orchestration.services import serving
 
@@ -219,7 +219,7 @@ def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
 
 
 def test_samples_of_steps_that_are_made_again_stand_once(tmp_path: Path) -> None:
-    book = SampleBook(tmp_path, 1 << 20)
+    book = SampleLog(tmp_path, 1 << 20)
     for step in range(5):
         book.add([{"step": step, "group": step, "place": 0, "response": "old"}])
     book.rewind(3)

@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
     async def run() -> Told:
         of = recipe(TINY, **GANG)
-        watched, result = await complete(Run.create(of, tmp_path_factory.mktemp("gang") / "run"))
+        watched, result = await complete(Run.create(of, tmp_path_factory.mktemp("rank_group") / "run"))
         assert result.state == "finished", result.reason
         assert_each_sample_once(of, watched)
         assert_nothing_left(watched.run)
@@ -86,7 +86,7 @@ async def test_any_rank_may_be_killed_and_the_weights_are_those_of_an_undisturbe
                 lambda: [w["worker"] for w in watched.of("worker") if w["change"] == "died"][-1:] == [worker]  # noqa: B023
             )
         result = await work
-        assert watched.run.supervisor.restarts == 2, "one for each gang, not for each rank"
+        assert watched.run.supervisor.restarts == 2, "one for each rank_group, not for each rank"
     assert result.state == "finished", result.reason
     told_of = [event for event in watched.events if event.kind == "worker" and event.data["change"] == "died"]
     for at, event in zip(killed, told_of, strict=True):
@@ -185,7 +185,7 @@ def test_each_rank_is_a_worker() -> None:
 
 
 class ToldLife:
-    fate: object = None
+    failure_domain: object = None
 
     def __init__(self, name: str) -> None:
         self.name, self.pid, self.killed = name, 0, False
@@ -238,14 +238,14 @@ async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ToldLaunch
 async def test_a_rank_that_dies_takes_the_others_along_for_one_restart(supervised: Any, index: Index) -> None:
     supervisor, launcher, work = supervised
     lives = await launcher.next(4)
-    name = await index.get("gang:update")
+    name = await index.get("ranks:update")
     assert name == lives["update-0"].name
     lives["update-2"].code.set_result(1)
     again = await launcher.next(3)
     assert sorted(again) == ["update-0", "update-1", "update-2"]
     assert [life.killed for life in lives.values()] == [False, True, True, False], "flow-0 goes on"
     assert supervisor.restarts == 1
-    assert await index.get("gang:update") == again["update-0"].name != name
+    assert await index.get("ranks:update") == again["update-0"].name != name
     for life in again.values():
         life.code.set_result(0)
     assert (await work).state == "finished"

@@ -41,7 +41,7 @@ async def registry(index_url: str) -> AsyncIterator[Registry]:
             await registry.ask(record.id, "stop")
         await registry.delete(record.id)
     for run in await registry.doomed():
-        await registry.bury(run)
+        await registry.remove(run)
     await registry.close()
 
 
@@ -241,7 +241,7 @@ async def test_a_deleted_run_leaves_nothing_but_its_folder_to_be_buried(registry
         await registry.get(run)
     assert (await registry.list())[0] == []
     assert await registry.doomed() == {run: f"/data/runs/{run}"}
-    await registry.bury(run)
+    await registry.remove(run)
     assert await registry.doomed() == {}
     _, made = await registry.submit(of(), key="k", fingerprint="f")
     assert made, "its key is free again"
@@ -305,7 +305,7 @@ class Model(RuleBasedStateMachine):
             self.runner.run(self.registry.ask(run, "stop"))
         for run in [*self.waiting, *self.active, *self.ended]:
             self.runner.run(self.registry.delete(run))
-            self.runner.run(self.registry.bury(run))
+            self.runner.run(self.registry.remove(run))
         self.runner.run(self.registry.close())
         self.runner.close()
 
@@ -360,7 +360,7 @@ class Model(RuleBasedStateMachine):
     def delete(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from(self.ended))
         self.runner.run(self.registry.delete(run))
-        self.runner.run(self.registry.bury(run))
+        self.runner.run(self.registry.remove(run))
         self.ended.remove(run)
 
     @invariant()

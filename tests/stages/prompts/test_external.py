@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.index.client import Index
-from stages.prompts.external import Feed, put_prompts
+from stages.prompts.external import ExternalPrompts, put_prompts
 
 
 class Alternating:
@@ -27,7 +27,7 @@ async def test_a_prompt_that_a_template_refuses_is_left_out_and_the_others_are_t
 ) -> None:
     """It ended the flow worker, and after its restarts the run."""
     await index.load()
-    feed = Feed(index, tmp_path / "prompts.jsonl", Alternating())  # type: ignore[arg-type]
+    feed = ExternalPrompts(index, tmp_path / "prompts.jsonl", Alternating())  # type: ignore[arg-type]
     await feed.begin()
     taking = asyncio.create_task(feed.run())
     try:

@@ -26,8 +26,8 @@ from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_model
 from stages.rollout.stage import Rollout
-from stages.rollout.weight_follower import ATTEMPTS, Follower, SwapPolicy, SwapRefused
-from stages.training.ranks import Gang, Mate
+from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, WeightFollower
+from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 from stages.weights.store import ASKED, Probe, ProbeRule, Published, WeightsDamaged, WeightStore, gap, probed
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
@@ -72,12 +72,12 @@ class Controls:
 
 def follower(
     index: Index, store: WeightStore, engine: Any, policy: SwapPolicy, *, worker: str = "rollout-0", steps: int = 99
-) -> Follower:
+) -> WeightFollower:
     nothing_claimed: Any = None  # a dock: what the follower does needs none
     stage = Rollout(nothing_claimed, engine, PARAMS, seed=0, group_size=1, most_rows=4)
     controls: Any = Controls()
     options: dict[str, Any] = {"worker": worker, "every": 0, "steps": steps, "overlap": True, "policy": policy}
-    return Follower(index, store, stage, controls, None, **options)
+    return WeightFollower(index, store, stage, controls, None, **options)
 
 
 @pytest.fixture
@@ -267,13 +267,13 @@ class Damaging(WeightStore):
         return published
 
 
-def update(index: Index, store: WeightStore, engine: Any, steps: int, gang: Gang | None = None) -> Update:
+def update(index: Index, store: WeightStore, engine: Any, steps: int, rank_group: RankGroup | None = None) -> Update:
     """An update stage that has made its first step."""
 
     async def nothing(step: int) -> None: ...
 
     dock: Any = SimpleNamespace(index=index)
-    options: dict[str, Any] = {"after_step": nothing, "after_last": lambda: None, "gang": gang}
+    options: dict[str, Any] = {"after_step": nothing, "after_last": lambda: None, "rank_group": rank_group}
     return Update(dock, engine, GRPO(), store, steps=steps, staleness=0, version=1, **options)
 
 
@@ -350,21 +350,21 @@ async def test_all_ranks_give_their_weights_again(trained: Index, tmp_path: Path
                 together.wait(20)
                 yield name, tensor
 
-    gangs = [Gang(trained, Ranks(rank, 1, 2), "life") for rank in range(2)]
-    halves = [Half(MockTrainOptions(step_seconds=0)) for _ in gangs]
+    rank_groups = [RankGroup(trained, Ranks(rank, 1, 2), "life") for rank in range(2)]
+    halves = [Half(MockTrainOptions(step_seconds=0)) for _ in rank_groups]
     dock: Any = SimpleNamespace(index=trained)
-    mate = Mate(dock, halves[1], GRPO(), gangs[1], version=1, save=lambda folder, engine: None)
+    rank_worker = RankWorker(dock, halves[1], GRPO(), rank_groups[1], version=1, save=lambda folder, engine: None)
     store = Damaging(tmp_path, 1)
-    stage = update(trained, store, halves[0], 1, gangs[0])
+    stage = update(trained, store, halves[0], 1, rank_groups[0])
     engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))
     following = follower(trained, WeightStore(tmp_path), engine, SwapPolicy(), steps=1)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        tasks.create_task(mate.run())
+        tasks.create_task(rank_worker.run())
         await stage.publish()
         stage.over()
         tasks.create_task(following.run())
         await stage.answer(["rollout-0"])
-        await gangs[0].tell("end")
+        await rank_groups[0].broadcast("end")
     assert engine.version == 1
     assert store.published == 2
     await engine.close()
@@ -555,7 +555,7 @@ async def test_a_mock_swap_that_takes_too_long_is_not_taken_later_either(trainer
 @asynccontextmanager
 async def replicas(
     trainer: Trainer, directory: Path, count: int, policy: SwapPolicy
-) -> AsyncIterator[tuple[list[Follower], list[int]]]:
+) -> AsyncIterator[tuple[list[WeightFollower], list[int]]]:
     """Followers with engines that are at their swap for as long as the others need to come to theirs; and how many were at
     it at each entry."""
     at_it: list[int] = []

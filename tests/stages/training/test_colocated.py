@@ -18,8 +18,8 @@ from pipeline.warehouse.dock import Dock
 from stages.columns import Flow
 from stages.engines.plans import Ranks
 from stages.resharding.swap import State
-from stages.training.colocated import ColocatedMate, Turn
-from stages.training.ranks import Gang
+from stages.training.colocated import ColocatedRankWorker, Turn
+from stages.training.ranks import RankGroup
 from stages.weights.store import Probe
 
 P, STEPS = 2, 3
@@ -121,8 +121,8 @@ class Table:
     def __init__(self, dock: Dock, evaluator: Any = None, **options: Any) -> None:
         self.device, self.update = Noted(), Told()
         settings = {"steps": STEPS, "groups": STEPS * P, "every": 1, "ahead": True, "overlap": True, **options}
-        gang = Gang(dock.index, Ranks(0))
-        self.turn = Turn(self.device, gang, dock.index, evaluator, **settings)  # type: ignore[arg-type]
+        rank_group = RankGroup(dock.index, Ranks(0))
+        self.turn = Turn(self.device, rank_group, dock.index, evaluator, **settings)  # type: ignore[arg-type]
         self.run = asyncio.create_task(self.turn.run(self.update))  # type: ignore[arg-type]
 
     async def over(self) -> None:
@@ -265,17 +265,17 @@ async def test_a_run_that_stops_gives_up_its_evaluation_and_lets_what_is_held_en
 
 
 async def test_a_mate_takes_its_turns_when_it_is_told_to(index: Index) -> None:
-    first, other = (Gang(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
+    first, other = (RankGroup(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
     device, nothing = Noted(), object()
-    mate = ColocatedMate(device, nothing, nothing, nothing, other, version=0, save=nothing)  # type: ignore[arg-type]
-    listening = asyncio.create_task(mate.run())
+    rank_worker = ColocatedRankWorker(device, nothing, nothing, nothing, other, version=0, save=nothing)  # type: ignore[arg-type]
+    listening = asyncio.create_task(rank_worker.run())
     probe = {"sequences": [[1, 2]], "logprobs": [[-0.5]]}
-    await first.tell("generate", version=4, probe=probe)
+    await first.broadcast("generate", version=4, probe=probe)
     await device.until(lambda: device.did == ["generate 4"])
-    await first.tell("return", together=False)
-    await first.tell("generate", version=5, probe=None)
+    await first.broadcast("return", together=False)
+    await first.broadcast("generate", version=5, probe=None)
     await device.until(lambda: device.did[1:] == ["leave", "ready", "generate 5"])
-    await first.tell("end")
+    await first.broadcast("end")
     async with asyncio.timeout(20):
         await listening
     assert device.probes == [Probe(((1, 2),), ((-0.5,),)), None]

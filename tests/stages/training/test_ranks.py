@@ -18,7 +18,7 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms.grpo import GRPO
 from stages.columns import Flow
 from stages.engines.plans import Ranks
-from stages.training.ranks import Gang, Mate
+from stages.training.ranks import RankGroup, RankWorker
 from stages.weights.store import probed
 from tests.batches import make_batch, unstack
 
@@ -101,30 +101,30 @@ class Looking:
 async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: Dock, dp: int, tp: int) -> None:
     claim, rows = await filled(dock)
     algorithm = GRPO()
-    gangs = [Gang(dock.index, Ranks(rank, dp, tp), "life") for rank in range(dp * tp)]
-    together = threading.Barrier(len(gangs))
-    engines = [Looking(together) for _ in gangs]
-    mates = [
-        Mate(dock, engine, algorithm, gang, version=4, save=lambda folder, engine: engine.save(folder))  # type: ignore[arg-type, attr-defined]
-        for engine, gang in zip(engines[1:], gangs[1:], strict=True)
+    rank_groups = [RankGroup(dock.index, Ranks(rank, dp, tp), "life") for rank in range(dp * tp)]
+    together = threading.Barrier(len(rank_groups))
+    engines = [Looking(together) for _ in rank_groups]
+    rank_workers = [
+        RankWorker(dock, engine, algorithm, rank_group, version=4, save=lambda folder, engine: engine.save(folder))  # type: ignore[arg-type, attr-defined]
+        for engine, rank_group in zip(engines[1:], rank_groups[1:], strict=True)
     ]
-    working = [asyncio.create_task(mate.run()) for mate in mates]
-    shares = await gangs[0].deal(dock, claim)
-    assert await gangs[-1].deal(dock, claim) == shares, "a replay's too"
+    working = [asyncio.create_task(rank_worker.run()) for rank_worker in rank_workers]
+    shares = await rank_groups[0].deal(dock, claim)
+    assert await rank_groups[-1].deal(dock, claim) == shares, "a replay's too"
     assert sorted(at for share in shares for at in share) == list(range(len(claim)))
     columns = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage")
-    await gangs[0].tell("train", claim=claim.record(), shares=shares)
-    mine = await gangs[0].fetch(dock, claim, shares, columns)
+    await rank_groups[0].broadcast("train", claim=claim.record(), shares=shares)
+    mine = await rank_groups[0].fetch(dock, claim, shares, columns)
     await asyncio.to_thread(engines[0].train_batch, mine, algorithm)
-    await gangs[0].tell("publish", probe=[[5, 6, 7]])
+    await rank_groups[0].broadcast("publish", probe=[[5, 6, 7]])
     await asyncio.to_thread(probed, engines[0], [[5, 6, 7]])
     await asyncio.to_thread(list, engines[0].weights())
-    await gangs[0].tell("save", folder="/somewhere")
+    await rank_groups[0].broadcast("save", folder="/somewhere")
     await asyncio.to_thread(engines[0].save, Path("/somewhere"))
-    await gangs[0].tell("end")
+    await rank_groups[0].broadcast("end")
     async with asyncio.timeout(20):
         await asyncio.gather(*working)
-    assert [mate.trained for mate in mates] == [5] * len(mates)
+    assert [rank_worker.trained for rank_worker in rank_workers] == [5] * len(rank_workers)
     assert all(engine.saved == [Path("/somewhere")] for engine in engines)
     assert all(engine.given == ["a", "b"] for engine in engines)
     assert all(engine.probes == [[6, 7]] for engine in engines), "scoring is a call of all ranks too"
@@ -141,32 +141,32 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: 
 
 
 async def test_what_all_have_heard_is_forgotten_and_another_life_hears_nothing_of_it(index: Index) -> None:
-    first, other = (Gang(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
+    first, other = (RankGroup(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
     for number in range(3):
-        await first.tell("train", number=number)
-        assert (await other.hear())["number"] == number
+        await first.broadcast("train", number=number)
+        assert (await other.receive())["number"] == number
     with pytest.raises(IndexRefused, match="struck"):
-        await Gang(index, Ranks(1, 2, 1), "one").hear()
-    again = [Gang(index, Ranks(rank, 2, 1), "two") for rank in (0, 1)]
-    await again[0].tell("end")
-    assert await again[1].hear() == {"do": "end"}
+        await RankGroup(index, Ranks(1, 2, 1), "one").receive()
+    again = [RankGroup(index, Ranks(rank, 2, 1), "two") for rank in (0, 1)]
+    await again[0].broadcast("end")
+    assert await again[1].receive() == {"do": "end"}
 
 
 async def test_what_they_do_not_do_together_is_kept_until_everybody_has_surely_heard_it(index: Index) -> None:
-    first, other = (Gang(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
-    await first.tell("generate")
-    assert (await other.hear())["do"] == "generate"
-    await first.tell("return", together=False)
-    await first.tell("train")
-    assert [(await other.hear())["do"] for _ in range(2)] == ["return", "train"]
-    await first.tell("save")
-    assert (await other.hear())["do"] == "save"
+    first, other = (RankGroup(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
+    await first.broadcast("generate")
+    assert (await other.receive())["do"] == "generate"
+    await first.broadcast("return", together=False)
+    await first.broadcast("train")
+    assert [(await other.receive())["do"] for _ in range(2)] == ["return", "train"]
+    await first.broadcast("save")
+    assert (await other.receive())["do"] == "save"
     for number in (1, 2):
         with pytest.raises(IndexRefused, match="struck"):
-            await index.noted("gang:one", number, 1.0)
+            await index.read_log("ranks:one", number, 1.0)
 
 
 async def test_one_rank_alone_tells_nobody(index: Index) -> None:
-    alone = Gang(index, Ranks(0))
-    await alone.tell("train", claim={})
-    assert await index.noted("gang:", 0, 0.05) is None
+    alone = RankGroup(index, Ranks(0))
+    await alone.broadcast("train", claim={})
+    assert await index.read_log("ranks:", 0, 0.05) is None

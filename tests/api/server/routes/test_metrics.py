@@ -21,7 +21,7 @@ from orchestration.recipe.recipe import parse_recipe
 from orchestration.service.registry import Registry, RunRecord
 from pipeline.index.client import Event, Index
 from pipeline.index.embedded import EmbeddedIndex
-from stages.sample_log import FOLDER, SampleBook
+from stages.sample_log import FOLDER, SampleLog
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.runs import MOCK
 
@@ -209,7 +209,7 @@ async def test_what_cannot_be_answered_says_what_to_ask_instead(client: Client, 
 async def test_samples_are_found_by_step_reward_and_staleness(client: Client, run: Told, tmp_path: Path) -> None:
     key = f"{run.registry._index.prefix}run:{run.record.id}"
     await run.registry._index._redis.hset(key, "folder", str(tmp_path))
-    book = SampleBook(tmp_path / FOLDER, 1 << 20)
+    book = SampleLog(tmp_path / FOLDER, 1 << 20)
     for number in range(3):
         texts = {"prompt": "2 + 2?", "response": "4", "rewards": {"arithmetic": 1.0, "brevity": None}, "tokens": 2}
         rest = {"advantage": -0.5, "versions": [[number, 2]], "staleness": number, "truncated": False}
