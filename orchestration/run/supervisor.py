@@ -6,8 +6,8 @@
 
     created → starting → running ⇄ paused → stopping → finished | stopped | failed
 
-The ranks of the train engine (in a colocated run each has a rollout engine too) are a rank group: each waits for the others in
-every call. When one dies the supervisor ends the others and launches all of them again, which counts as one restart.
+The ranks of the train engine (in a colocated run each has a rollout engine too) are a rank group: each waits for the others
+in every call. When one dies the supervisor ends the others and launches all of them again, which counts as one restart.
 
 The work is done when whoever trains and whoever generates has ended by itself; the others are then told. Where another
 program trains, it is done when that has published the last of ``steps``.
