@@ -5,10 +5,10 @@
 
     generate ─▶ one optimizer step ─▶ the trainer scores a probe ─▶ the engine scores it: still with the weights before (an
     undelivered update), then with the new ones (equal weights); after the last step with damaged ones, layer swapped, …
-
-The engines are the recipe's, in one process; probes and verdict are those of a run (``probe_rows`` in
-stages/training/update.py, ``ProbeJudge`` in stages/weights/store.py). Advantages are random: a step moves the weights as far as any other step of AdamW.
-It also compares both engines with the same weights in float32, and prints how that error grows from layer to layer.
+ The engines are the recipe's, in one process; probes and verdict are those of a run (``probe_rows`` in
+stages/training/update.py, ``ProbeJudge`` in stages/weights/store.py). Advantages are random: a step moves the weights
+as far as any other step of AdamW. It also compares both engines with the same weights in float32, and prints how that
+error grows from layer to layer.
 """
 
 from __future__ import annotations
