@@ -1,0 +1,29 @@
+"""Wait for the first of several awaitables, and cancel the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+async def first_of(*work: Coroutine[Any, Any, Any], timeout: float | None = None) -> list[Any]:
+    """Run ``work`` concurrently until one of them ends, or for ``timeout`` seconds; cancel the others and wait for them.
+
+    Returns one result for each awaitable, in the order given: None for those that had not ended. Raises the exception of
+    the first in that order that failed. When the caller is cancelled, all of them are cancelled and awaited.
+
+    >>> async def example():
+    ...     return await first_of(asyncio.sleep(0, "ready"), asyncio.sleep(60, "late"))
+    >>> asyncio.run(example())
+    ['ready', None]
+    """
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        ended = [task.done() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() if done else None for task, done in zip(tasks, ended, strict=True)]
