@@ -215,7 +215,11 @@ async def test_names_of_a_run_without_steps_may_turn_out_to_be_some(client: Clie
 
 
 def test_every_kind_of_event_that_is_emitted_is_in_the_contract() -> None:
-    emitted = set(re.findall(r"tell\(run, '(\w+)'", (ROOT / "pipeline" / "index.lua").read_text()))
+    emitted = set(
+        re.findall(
+            r"tell\(run, '(\w+)'", "".join(file.read_text() for file in (ROOT / "pipeline" / "index").rglob("*.lua"))
+        )
+    )
     for path in (
         path for package in ("pipeline", "stages", "orchestration") for path in (ROOT / package).rglob("*.py")
     ):
