@@ -29,7 +29,7 @@ from api.schemas.events import EVENTS, MESSAGES, EventKind
 from api.server.app import ROUTES
 from api.server.openapi import openapi_document
 from api.server.operations import operations_of
-from orchestration.recipe.recipe import parse_recipe
+from orchestration.recipe.load import parse_recipe
 from orchestration.service.registry import Registry
 from pipeline.index.client import Index
 from tests.api.served import Served

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from orchestration.recipe.recipe import load_recipe
+from orchestration.recipe.load import load_recipe
 from orchestration.run.engines import rollout_engine
 from orchestration.run.worker import FATAL
 from stages.engines.mock.engines import MockRolloutEngine
