@@ -29,7 +29,7 @@ import structlog
 
 from orchestration.logs import Current, configure
 from orchestration.recipe.planner import flow_of, prompt_limits, reshard_plan, slab_bytes
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.engines import (
     colocated_engine,

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from orchestration.external.session import Answer, Experience, External, NotExternal, WeightsGone, WeightsTooOld
 from orchestration.recipe.planner import workers_of
-from orchestration.recipe.recipe import RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.run.engines import train_engine
 from orchestration.run.run import WHERE, Run
 from orchestration.run.worker import FED
