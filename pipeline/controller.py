@@ -46,7 +46,7 @@ class Output:
     ``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version, tokens) per row where the
     stage makes responses; with ``parked`` they have not ended, and the rows can be claimed again to go on. ``step`` says
     that all of the claim's rows were trained in that optimizer step, and ``event`` is told to the readers of the run in the
-    same atomic step.
+    same atomic step. ``dropped`` is the reason for which the groups of the rows leave the run untrained.
     """
 
     positions: Sequence[int] = ()
@@ -56,6 +56,7 @@ class Output:
     event: Mapping[str, Any] | None = None
     tokens: int = 0
     parked: bool = False
+    dropped: str = ""
 
 
 class Stage(Protocol):
@@ -237,6 +238,11 @@ class Controller:
             assert output.generated is not None
             await self.dock.park(claim, output.positions, output.rows, generated=output.generated)
             self.parked += len(output.positions)
+            self._held[claim.token] -= len(output.positions)
+        elif output.dropped:
+            groups = sorted(set(claim.group[list(output.positions)].tolist()))
+            lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
+            await self.dock.index.call("filter", **lease, groups=groups)
             self._held[claim.token] -= len(output.positions)
         elif output.positions:
             await self.dock.commit(claim, output.positions, output.rows, generated=output.generated)

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 
 from orchestration.external.accounting import OVER, PREFIX, StageTime, StageTimes
-from orchestration.recipe.planner import flow_of
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run.paths import RunPaths
 from pipeline.columns import Packed, Schema
 from pipeline.index.client import Claim, Index, LeaseLost, redacted
 from pipeline.warehouse.dock import Dock, NoRoom
-from stages.columns import RESPONSE
 from stages.external_checks import (
     TERMS,
     Columns,
@@ -43,6 +42,7 @@ from stages.external_checks import (
     checked_weights,
     nbytes_of,
 )
+from stages.flow.catalogue import RESPONSE
 from stages.prompts.external import put_prompts
 from stages.rollout.stage import PROGRESS, group_seed
 from stages.training.update import step_event
@@ -284,7 +284,7 @@ class External:
                 check_logprobs("ref_logprobs", columns["ref_logprobs"], torch.from_numpy(part.tokens.astype("int64")))
             await dock.commit(claim, positions, columns)
             return self._put(part, left - len(positions), int(part.tokens.sum()))
-        wanted = PROGRESS if park else tuple(column.name for column in RESPONSE)
+        wanted = PROGRESS if park else tuple(RESPONSE)
         check_columns(dock.schema, columns, wanted, len(positions))
         newest = (await self.index.call("gates", versions=[]))["published"]
         made = check_responses(columns, await self.terms(), newest, parked=park)

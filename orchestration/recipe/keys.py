@@ -50,7 +50,8 @@ def sections() -> list[Section]:
     found = [Section("", "Keys before the first section.", plain)]
     for name, table in tables.items():
         if table is not None:
-            found.append(Section(name, _first_line(table), tuple(_keys(name, table, schema))))
+            prefix = name if _type(schema["properties"][name], schema) == "table" else f"{name}.N"
+            found.append(Section(name, _first_line(table), tuple(_keys(prefix, table, schema))))
     return found
 
 

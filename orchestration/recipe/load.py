@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from orchestration.recipe.bounds import NotToml, out_of_bounds, read_toml
-from orchestration.recipe.checks import code, machine, relations  # noqa: F401  # registers their checks
+from orchestration.recipe.checks import code, flow, machine, relations  # noqa: F401  # registers their checks
 from orchestration.recipe.checks.registry import CHECKS, MACHINE_CHECKS, Surroundings, touches
 from orchestration.recipe.field_problems import MOST_PROBLEMS, field_problem, fields_of, sound_part
 from orchestration.recipe.problems import Problem, RecipeError

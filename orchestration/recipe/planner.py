@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from orchestration.recipe.flow import column_bytes, stages_of
 from orchestration.recipe.model_files import parameters_in, text_config
 from stages.prompts.sources import PromptLimits
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
-    from stages.columns import Flow
     from stages.resharding.layout import Layout, ModelState, Names
     from stages.resharding.plan import ReshardPlan
 
@@ -135,14 +135,8 @@ def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
     return [
         ("flow", 0),
         *((kind, n) for kind, some in numbers.items() if kind not in recipe.external.stages for n in some),
+        *((declared.name, n) for _, declared in stages_of(recipe) for n in range(declared.workers)),
     ]
-
-
-def flow_of(recipe: Recipe) -> Flow:
-    """What this recipe's samples are made of."""
-    from stages.columns import Flow
-
-    return Flow(rewards=len(recipe.reward.functions), reference=recipe.needs_reference)
 
 
 def arena_bytes(recipe: Recipe) -> int:
@@ -166,7 +160,8 @@ def _response_bytes(recipe: Recipe, *, parked: bool) -> int:
     flow = recipe.staleness_plan
     retained = _steps_retained(recipe) * flow.groups_per_step
     # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that writes.
-    response = (8 + 4 + 4) * recipe.rollout.max_tokens + 4 * BLOCK_BYTES
+    blocks = 4 + len(recipe.stages)
+    response = (8 + 4 + 4) * recipe.rollout.max_tokens + column_bytes(recipe) + blocks * BLOCK_BYTES
     # A block of parked rows goes with the last of them.
     progress = 2 * ((8 + 4) * recipe.rollout.max_tokens + BLOCK_BYTES) if parked else 0
     return recipe.algorithm.group_size * (
@@ -194,7 +189,8 @@ def slab_bytes(recipe: Recipe) -> int:
     """What each writing worker may hold open: one slab, and one whose last rows are not released yet."""
     from pipeline.warehouse.dock import SLAB
 
-    writers = 1 + recipe.replicas + recipe.reward.workers - 1 + bool(recipe.needs_reference)
+    stages = sum(stage.workers for stage in recipe.stages)
+    writers = 1 + recipe.replicas + recipe.reward.workers - 1 + bool(recipe.needs_reference) + stages
     return min(SLAB, int(recipe.pipeline.arena * SLAB_SHARE / (2 * writers)))
 
 

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, cast
 import structlog
 
 from orchestration.logs import Current, configure
-from orchestration.recipe.planner import flow_of, prompt_limits, reshard_plan, slab_bytes
+from orchestration.recipe.flow import flow_of
+from orchestration.recipe.planner import prompt_limits, reshard_plan, slab_bytes
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.engines import (

@@ -1,7 +1,7 @@
 """A train batch as algorithms see it: the columns that the loss reads, cut into the tokens of micro-batches.
 
-    TensorDict of whole groups ─▶ TrainBatch ─▶ algorithm.prepare (whitening …) ─▶ TokenBatch for each micro-batch
-                                                   tokens that loss_mask leaves out end here
+TensorDict of whole groups ─▶ TrainBatch ─▶ algorithm.prepare (whitening …) ─▶ TokenBatch for each micro-batch
+                                               tokens that loss_mask leaves out end here
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from stages.flow.catalogue import OPTIONAL
 
 if TYPE_CHECKING:
     from pipeline.columns import Schema
-    from stages.algorithms.interface import Algorithm
+    from stages.algorithms.named import AlgorithmLike
 
 MASK, WEIGHT = OPTIONAL
 
 
-def trained_columns(algorithm: Algorithm, schema: Schema) -> tuple[str, ...]:
+def trained_columns(algorithm: AlgorithmLike, schema: Schema) -> tuple[str, ...]:
     """The columns of samples that :class:`TrainBatch` is made from: what the loss reads of them, what every train engine
     reads, and the optional ones where a stage makes them."""
     read = [name for name in algorithm.loss_reads if algorithm.scores.get(name) != "policy"]
@@ -38,7 +38,7 @@ class TrainBatch:
     def __init__(
         self,
         batch: TensorDictBase,
-        algorithm: Algorithm,
+        algorithm: AlgorithmLike,
         total: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
         computed: Mapping[str, Sequence[torch.Tensor]] | None = None,
     ) -> None:
@@ -88,8 +88,8 @@ class TrainBatch:
         total_rows: int,
         total_groups: int,
     ) -> TokenBatch:
-        """The rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes them. ``logprobs`` are those of all
-        their response tokens, on the device to compute on."""
+        """The rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes them. ``logprobs`` are those of
+        all their response tokens, on the device to compute on."""
         at, device = torch.tensor(numbers), logprobs.device
         row = torch.arange(len(numbers)).repeat_interleave(self.lengths[at])
         flat = {name: torch.cat([rows[number] for number in numbers]) for name, rows in self._tokens.items()}

@@ -1,8 +1,8 @@
 """What an algorithm is: the columns that it reads and makes, its credit, its loss. Importing this needs no torch.
 
-    scores: columns that a model computes ─┐
-    reward … ─▶ credit(one group) ─▶ columns ─┴▶ prepare(one train batch) ─▶ loss(tokens of a micro-batch) ─▶ finish(metrics)
-                   └▶ Drop: the group leaves the run            └── epochs × mini_batches optimizer steps of each batch ──┘
+scores: columns that a model computes ─┐
+reward … ─▶ credit(one group) ─▶ columns ─┴▶ prepare(one train batch) ─▶ loss(tokens of a micro-batch) ─▶ finish(metrics)
+               └▶ Drop: the group leaves the run            └── epochs × mini_batches optimizer steps of each batch ──┘
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ class TokenBatch:
     the loss of the mini-batch computed at once, so gradient accumulation is exact however rows are packed."""
 
     logprobs: torch.Tensor  # float32 [T], under the weights being trained, with gradient
-    columns: Mapping[str, torch.Tensor]  # what the loss reads, [T, …]: a row's single value stands at each of its tokens
+    columns: Mapping[
+        str, torch.Tensor
+    ]  # what the loss reads, [T, …]: a row's single value stands at each of its tokens
     row: torch.Tensor  # int64 [T], which of the R rows a token belongs to
     row_tokens: torch.Tensor  # int64 [R], tokens of each row
     total_tokens: int  # of the whole mini-batch
     total_rows: int  # of the whole mini-batch
     total_groups: int = 1  # of the whole mini-batch
-    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the columns with a single value in each row, [R, …]
+    rows: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # the columns with a single value in each row, [R, …]
     group: torch.Tensor | None = None  # int64 [R], which of the micro-batch's groups a row belongs to
     weight: torch.Tensor | None = None  # float32 [T], the column row_weight at each token, where a stage makes one
     values: torch.Tensor | None = None  # float32 [T], with gradient, where a critic is trained with the policy
@@ -90,7 +94,9 @@ class Algorithm(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    epochs: int = Field(default=1, ge=1, description="Times that each train batch is trained on before the next version.")
+    epochs: int = Field(
+        default=1, ge=1, description="Times that each train batch is trained on before the next version."
+    )
     mini_batches: int = Field(
         default=1,
         ge=1,

@@ -30,16 +30,20 @@ class NamedAlgorithm:
         return getattr(self.algorithm, name)
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
+        import torch
+
         out: Any = self._call("credit", group)
         if isinstance(out, Drop):
             return out
-        wanted = self.algorithm.credit_makes
-        if not isinstance(out, Mapping) or out.keys() != wanted.keys():
-            raise self._wrong("credit", out, f"a dict with the columns {sorted(wanted)}, or a Drop")
+        names = self.algorithm.credit_makes.keys()
+        if not isinstance(out, Mapping) or out.keys() != names:
+            raise self._wrong("credit", out, f"a dict with the columns {sorted(names)}, or a Drop")
         rows = len(next(iter(group.values())))
         for name, column in out.items():
-            if not hasattr(column, "__len__") or len(column) != rows:
-                raise self._wrong("credit", column, f"{rows} values in {name!r}, one for each row of the group")
+            tensors = isinstance(column, torch.Tensor) or all(isinstance(value, torch.Tensor) for value in column)
+            if not tensors or len(column) != rows:
+                wanted = f"a tensor of {rows} values (a list of {rows} tensors where it is ragged)"
+                raise self._wrong("credit", column, f"{wanted} in {name!r}, one for each row of the group")
             if not all(bool(value.isfinite().all()) for value in column):
                 raise self._wrong("credit", column, f"finite numbers in {name!r}, for {_short(group)}")
         return out
@@ -85,6 +89,9 @@ class NamedAlgorithm:
         return AlgorithmError(
             f"algorithm {self.name!r} returned {out!r:.200} from {method} ({place}); wanted is {wanted}"
         )
+
+
+AlgorithmLike = Algorithm | NamedAlgorithm
 
 
 def split_gap(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:

@@ -62,8 +62,8 @@ def plan_micro_batches(
     """Every row of ``groups`` in exactly one micro-batch, in order, each within ``token_budget`` fed tokens.
 
     A group is split only when it does not fit the budget alone, and a micro-batch exceeds the budget only when it is
-    one row, or a group that must stay ``whole``. Longer rows come first, so that neighbours are alike in length and attention
-    pads little. None: no limit.
+    one row, or a group that must stay ``whole``. Longer rows come first, so that neighbours are alike in length and
+    attention pads little. None: no limit.
 
     >>> groups = [GroupShape(10, (5, 9)), GroupShape(5, (1,)), GroupShape(30, (3, 3))]
     >>> for micro_batch in plan_micro_batches(groups, 32):

@@ -1,7 +1,7 @@
 """Adapters: a user's stage, and an algorithm's credit, as stages that a controller runs.
 
-    rows of a claim ─▶ process(rows) ─▶ columns ─────────▶ committed
-    its groups      ─▶ process(group) ─▶ columns or Drop ─▶ committed together, or dropped with the reason
+rows of a claim ─▶ process(rows) ─▶ columns ─────────▶ committed
+its groups      ─▶ process(group) ─▶ columns or Drop ─▶ committed together, or dropped with the reason
 """
 
 from __future__ import annotations

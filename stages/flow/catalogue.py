@@ -1,9 +1,9 @@
 """The catalogue: the stages that a flow can be resolved from, the product's own and those that a recipe names.
 
-    source ▶ prompt_ids given fields          advantage ▶ what the algorithm's credit makes
-    rollout ▶ response_ids rollout_logprobs   update: reads what the algorithm's loss reads
-              versions truncated
-    reward ▶ reward scores                    reference ▶ ref_logprobs          a recipe's [[stages]] ▶ columns of their own
+source ▶ prompt_ids given fields          advantage ▶ what the algorithm's credit makes
+rollout ▶ response_ids rollout_logprobs   update: reads what the algorithm's loss reads
+          versions truncated
+reward ▶ reward scores                    reference ▶ ref_logprobs          a recipe's [[stages]] ▶ columns of their own
 """
 
 from __future__ import annotations

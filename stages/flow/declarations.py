@@ -1,7 +1,7 @@
 """What stages and algorithms declare of the columns that they read and write. Importing this needs no torch.
 
-    {"reward": "float32", "scores": "float32 [3]", "advantage": "float32 ragged", "given": "text"}
-       name      dtype, and how much of it a sample has: one value, a fixed shape, a length of its own, a text
+{"reward": "float32", "scores": "float32 [3]", "advantage": "float32 ragged", "given": "text"}
+   name      dtype, and how much of it a sample has: one value, a fixed shape, a length of its own, a text
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Takes = Literal["rows", "groups", "batch"]
 RunsOn = Literal["cpu", "frozen model", "policy", "critic"]
 Columns = Mapping[str, str]  # type of each column, by name; "": any type
 
-DTYPES = "bool uint8 int8 int16 int32 int64 bfloat16 float16 float32 float64".split()
+DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "float64"]
 TYPE = re.compile(rf"text|({'|'.join(DTYPES)})( ragged| \[\d+(, ?\d+)*\])?( finite)?")
 TYPE_HELP = "write a dtype, alone or with a shape, as 'float32', 'float32 [3]', 'float32 ragged'; or 'text'"
 
@@ -72,7 +72,9 @@ class StageDeclaration:
 
 def type_problems(key: str, columns: Columns) -> list[FlowProblem]:
     """Names and types in a declaration that are none."""
-    wrong = [(name, "is not the name of a column", "write an identifier") for name in columns if not name.isidentifier()]
+    wrong = [
+        (name, "is not the name of a column", "write an identifier") for name in columns if not name.isidentifier()
+    ]
     wrong += [(n, f"has the type {t!r}", TYPE_HELP) for n, t in columns.items() if t and not TYPE.fullmatch(t)]
     return [FlowProblem(key, *problem) for problem in wrong]
 
@@ -94,6 +96,12 @@ def column(name: str, kind: str) -> Column:
     dtype, _, shape = kind.partition(" ")
     sizes = None if shape == "ragged" else tuple(int(size) for size in shape.strip("[]").split(",") if size)
     return Column(name, getattr(torch, dtype), sizes, finite)
+
+
+def itemsize(kind: str) -> int:
+    """Bytes of one element of a column that is no text."""
+    bits = re.match(r"[a-z]+(\d*)", kind)
+    return int(bits[1] or 8) // 8 if bits else 1
 
 
 def same_type(wanted: str, made: str) -> bool:

@@ -1,7 +1,7 @@
 """Resolves a flow backwards, like a build: from the columns that training reads to the stages that make them.
 
-    update needs advantage ▶ made by advantage, which needs reward ▶ made by reward, which needs response_ids ▶ … ▶ source
-    what is wrong (a column that no stage makes, or two; a type; a cycle; a stage that nothing reads) ▶ FlowError, all at once
+update needs advantage ▶ made by advantage, which needs reward ▶ made by reward, which needs response_ids ▶ … ▶ source
+what is wrong (a column that no stage makes, or two; a type; a cycle; a stage that nothing reads) ▶ FlowError, all at once
 """
 
 from __future__ import annotations
@@ -132,9 +132,7 @@ def _makers(stages: Iterable[StageDeclaration]) -> Mapping[str, list[StageDeclar
     return makers
 
 
-def _backwards(
-    update: StageDeclaration, stages: Sequence[StageDeclaration], problems: list[FlowProblem]
-) -> set[str]:
+def _backwards(update: StageDeclaration, stages: Sequence[StageDeclaration], problems: list[FlowProblem]) -> set[str]:
     """The names of the stages on the way to ``update``; what is wrong goes to ``problems``."""
     makers = _makers(stages)
     waiting, found = [update], {SOURCE}

@@ -1,7 +1,7 @@
 """Stages of a user: a small class, named by a recipe as ``[[stages]] use = "module:Class"``. Importing this needs no torch.
 
-    class Judge(UserStage):                      needs ─▶ process(rows) ─▶ makes
-        strictness: float = 0.5                  an option of the recipe's table
+class Judge(UserStage):                      needs ─▶ process(rows) ─▶ makes
+    strictness: float = 0.5                  an option of the recipe's table
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from stages.flow.declarations import (
     Columns,
-    Drop,
     FlowError,
     FlowProblem,
     RunsOn,
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from stages.flow.adapter import StageRows
 
 ENTRY_POINTS = "asyncdock.stages"
+# Names of product stages and of worker kinds.
+RESERVED = ("source", "gate", "flow", "rollout", "reward", "reference", "advantage", "update", "colocated", "stage")
 
 
 class UserStage(BaseModel, ABC):
@@ -48,16 +49,17 @@ class UserStage(BaseModel, ABC):
 
     @abstractmethod
     def process(self, rows: StageRows) -> Any:
-        """The columns that :attr:`makes` names, or a :class:`Drop` from a stage that takes groups. May be ``async``; if it
-        is not, it runs in a thread."""
+        """The columns that :attr:`makes` names, or a :class:`~stages.flow.Drop` from a stage that takes groups. It may be
+        ``async``; a plain method runs in a thread."""
 
 
 def stage_class(name: str) -> type[UserStage]:
-    """The class behind ``name``: ``module:Class``, or an entry point of the group ``asyncdock.stages``. Raises ValueError."""
+    """The class that ``name`` stands for: ``module:Class``, or an entry point of the group ``asyncdock.stages``. Raises
+    ValueError."""
     found = find("stage", name, {}, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
     if isinstance(found, type) and issubclass(found, UserStage):
         return found
-    raise ValueError(f"stage {name!r} is not a stage; derive its class from stages.flow.user_stage.UserStage")
+    raise ValueError(f"stage {name!r} is not a stage; derive its class from stages.flow.UserStage")
 
 
 def declaration_of(stage: UserStage, *, workers: int = 1, place: str = "stages") -> StageDeclaration:
@@ -68,7 +70,9 @@ def declaration_of(stage: UserStage, *, workers: int = 1, place: str = "stages")
         wrong = "is not the name of a stage"
         problems.append(FlowProblem(place, name, wrong, "write lower-case letters, digits and _, 32 at most"))
     if name in RESERVED:
-        problems.append(FlowProblem(place, name, "is the name of a stage of the product", "give its class another `name`"))
+        problems.append(
+            FlowProblem(place, name, "is the name of a stage of the product", "give its class another `name`")
+        )
     if stage.takes not in ("rows", "groups"):
         fix = "write takes = 'rows' or takes = 'groups'"
         problems.append(FlowProblem(place, stage.takes, f"is nothing that stage {name!r} can take", fix))
@@ -78,15 +82,11 @@ def declaration_of(stage: UserStage, *, workers: int = 1, place: str = "stages")
         wrong = f"declares columns that cannot be read ({error})"
         raise FlowError([FlowProblem(place, name, wrong, "write names, or a dict of types by name")]) from error
     problems += [*type_problems(place, needs), *type_problems(place, makes)]
-    problems += [FlowProblem(place, n, "is made without a type", "write its type") for n, kind in makes.items() if not kind]
+    problems += [
+        FlowProblem(place, n, "is made without a type", "write its type") for n, kind in makes.items() if not kind
+    ]
     if not needs:
         problems.append(FlowProblem(place, name, "needs no column", "name one at least, as needs = ('response_ids',)"))
     if problems:
         raise FlowError(problems)
     return StageDeclaration(name, stage.takes, needs, makes, stage.runs_on, workers, place=place)
-
-
-# Names of product stages and of worker kinds.
-RESERVED = ("source", "gate", "flow", "rollout", "reward", "reference", "advantage", "update", "colocated", "stage")
-
-__all__ = ["Drop", "Mapping", "UserStage", "declaration_of", "stage_class"]

@@ -1,6 +1,6 @@
 """Advantage: the algorithm's credit. Claims groups whose rows have all columns that credit reads.
 
-    whole groups ─▶ algorithm.credit, group by group ─▶ its columns, committed together; or dropped with the reason
+whole groups ─▶ algorithm.credit, group by group ─▶ its columns, committed together; or dropped with the reason
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from tensordict import TensorDict
 
 from pipeline.controller import Output
 from pipeline.index.client import Claim
-from stages.algorithms import Algorithm, NamedAlgorithm
-from stages.flow.adapter import GROUPS_AT_ONCE, Result, rows_at, groups_of, outputs_of, plain_columns
+from stages.algorithms.named import AlgorithmLike
+from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.catalogue import CREDIT
 
 
@@ -21,7 +21,7 @@ class Advantage:
 
     name = CREDIT
 
-    def __init__(self, algorithm: Algorithm | NamedAlgorithm) -> None:
+    def __init__(self, algorithm: AlgorithmLike) -> None:
         self.algorithm = algorithm
         self.fetches = tuple(algorithm.credit_reads)
 
@@ -37,9 +37,7 @@ class Advantage:
             yield output
 
 
-def credits(
-    algorithm: Algorithm | NamedAlgorithm, rows: TensorDict, groups: Sequence[int]
-) -> tuple[list[list[int]], list[Result]]:
+def credits(algorithm: AlgorithmLike, rows: TensorDict, groups: Sequence[int]) -> tuple[list[list[int]], list[Result]]:
     """The credit of each group of ``rows``, and the positions of its rows; ``groups`` names the group of each row."""
     columns, members = plain_columns(rows, tuple(algorithm.credit_reads)), groups_of(groups)
     return members, [algorithm.credit({n: rows_at(c, at) for n, c in columns.items()}) for at in members]

@@ -25,11 +25,12 @@ from pipeline.controller import Output
 from pipeline.index.client import BoundBroken, Claim
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
-from stages.algorithms import Algorithm
+from stages.algorithms.batch import trained_columns
+from stages.algorithms.named import AlgorithmLike
 from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
 from stages.sample_log import Recorder, Sample
-from stages.training.ranks import RankGroup, trained_columns
+from stages.training.ranks import RankGroup
 from stages.weights.store import ASKED, Published, Publisher, damaged, done_with, probed
 
 log = structlog.get_logger()
@@ -50,7 +51,7 @@ class Update:
         self,
         dock: Dock,
         engine: TrainEngine,
-        algorithm: Algorithm,
+        algorithm: AlgorithmLike,
         store: Publisher,
         *,
         steps: int,
@@ -65,7 +66,8 @@ class Update:
         publish_first: bool = False,
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
-        self.fetches: tuple[str, ...] = ("reward",)  # what is trained on, each rank fetches itself
+        # For the step's event; each rank fetches the columns that it trains on.
+        self.fetches = tuple(name for name in ("reward",) if name in dock.schema)
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
@@ -107,7 +109,7 @@ class Update:
             ledger = await self.dock.index.ledger()
             trained_tokens = int(claim.tokens.sum())
             event = {
-                **step_event(self.trained, claim, rows["reward"], stale, metrics),
+                **step_event(self.trained, claim, rows.get("reward", None), stale, metrics),
                 "tokens_generated": ledger["generated_tokens"],
                 "tokens_trained": ledger["trained_tokens"] + trained_tokens,
                 "tokens_filtered": ledger["filtered_tokens"],
@@ -147,9 +149,9 @@ class Update:
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
         """One optimizer step on the claim's rows, by all ranks."""
-        shares = await self.rank_group.deal(self.dock, claim)
+        shares = await self.rank_group.deal(self.dock, claim, whole=self.algorithm.unit == "group")
         await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
-        batch = await self.rank_group.fetch(self.dock, claim, shares, trained_columns(self.algorithm))
+        batch = await self.rank_group.fetch(self.dock, claim, shares, trained_columns(self.algorithm, self.dock.schema))
         if self._probe_tokens:
             self._probe = probe_rows(self._probe, batch, self._probe_tokens)
         with self.spans.during("train", rows=len(claim), version=self.trained):
@@ -257,18 +259,21 @@ def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
     return sum(len(ids) - 1 for ids in rows)
 
 
-def step_event(step: int, claim: Claim, reward: torch.Tensor, stale: list[int], metrics: Any) -> dict[str, Any]:
-    """What is told of a step: what the engine measured, and what the samples were."""
+def step_event(
+    step: int, claim: Claim, reward: torch.Tensor | None, stale: list[int], metrics: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The event of a step: what the engine measured, and figures of its samples. ``reward`` is None in a flow without."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.from_numpy(claim.tokens.astype("float64"))
+    rewards = torch.full((1,), torch.nan) if reward is None else reward
     return {
         **{name: float(value) for name, value in metrics.items()},
         "step": step,
         "version": step + 1,
         "rows": len(claim),
         "groups": sorted(set(claim.group.tolist())),
-        "reward_mean": float(reward.double().mean()),
-        "reward_std": float(reward.double().std(correction=0)),
+        "reward_mean": float(rewards.double().mean()),
+        "reward_std": float(rewards.double().std(correction=0)),
         "staleness_mean": float(staleness.mean()),
         "staleness_p95": float(staleness.quantile(0.95)),
         "staleness_max": float(staleness.max()),

@@ -179,19 +179,7 @@ def algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("algorithm.name", name, *_said_of(name, error))
         return
-    lacks = [method for method in ("advantages", "loss", "finish") if not hasattr(algorithm, method)]
-    if lacks:
-        fix = "see stages.algorithms.Algorithm"
-        yield Problem("algorithm.name", name, f"is not an algorithm: it has no {' and no '.join(lacks)}", fix)
-        return
-    refused = list(refusals("algorithm.options", algorithm, options))
-    yield from refused
-    if not refused:
-        try:
-            _ = recipe.needs_reference
-        except Exception as error:
-            fix = "give the class a property needs_reference: whether its loss reads ref_logprobs"
-            yield Problem("algorithm.name", name, f"has no needs_reference that can be read ({error!r})", fix)
-    if name == "grpo" and recipe.algorithm.group_size < 2:
-        size = recipe.algorithm.group_size
-        yield Problem("algorithm.group_size", size, "leaves no one to compare with in a group", "use a value >= 2")
+    yield from refusals("algorithm.options", algorithm, options)
+    size, least = recipe.algorithm.group_size, algorithm.least_group_size
+    if size < least:
+        yield Problem("algorithm.group_size", size, f"is too small for {name}", f"use a value >= {least}")

@@ -134,7 +134,7 @@ def external_fits(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, getattr(recipe.train, key[6:]), wrong, f"set {key} = 1")
 
 
-@check("external", "algorithm")
+@check("external", "algorithm", "stages")
 def reference_is_asked(recipe: Recipe) -> Iterator[Problem]:
     if recipe.ours("reference"):
         return

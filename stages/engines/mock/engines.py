@@ -28,9 +28,9 @@ import torch
 from safetensors.torch import save_file
 from tensordict import TensorDictBase
 
-from stages.algorithms import Algorithm, TokenBatch
+from stages.algorithms import TokenBatch
 from stages.algorithms.batch import TrainBatch
-from stages.algorithms.named import split_gap
+from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes, WeightMismatch
 from stages.engines.responses import Responses
@@ -298,7 +298,7 @@ class MockTrainEngine:
 
     Each train batch moves the weights by noise drawn from its bytes (token ids and advantages, in their order): two runs
     have the same weights exactly when they trained on the same data in the same order. It takes the time of the algorithm's
-    epochs and mini-batches, and computes no policy scores.
+    epochs and mini-batches; as policy scores it gives the rollout's logprobs.
     """
 
     def __init__(self, options: MockTrainOptions, *, seed: int = 0) -> None:
@@ -311,9 +311,10 @@ class MockTrainEngine:
         if options.parameters > head:
             self._weights["body.weight"] = torch.from_numpy(values[head:].copy())
 
-    def train_batch(self, batch: TensorDictBase, algorithm: Algorithm) -> Mapping[str, float]:
+    def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
         began = time.perf_counter()
-        given = TrainBatch(batch, algorithm)
+        by_policy = [name for name, by in algorithm.scores.items() if by == "policy"]
+        given = TrainBatch(batch, algorithm, computed={name: batch["rollout_logprobs"].unbind() for name in by_policy})
         tokens = _tokens(batch, given)
         with torch.no_grad():
             output = algorithm.loss(tokens)
@@ -370,7 +371,7 @@ class MockTrainEngine:
 def _tokens(batch: TensorDictBase, given: TrainBatch) -> TokenBatch:
     """The whole batch as the algorithm's loss takes it, under weights that have not moved since rollout."""
     groups = batch["group"].unique(return_inverse=True)[1]
-    behaviour = batch["rollout_logprobs"] if "rollout_logprobs" in batch else None
+    behaviour = batch.get("rollout_logprobs", None)
     logprobs = torch.zeros(int(given.lengths.sum())) if behaviour is None else behaviour.values()
     return given.tokens(
         range(len(given.lengths)),

@@ -29,9 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from stages import device as devices
-from stages.algorithms import Algorithm
 from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
-from stages.algorithms.named import split_gap
+from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.head import float32_logits
 from stages.resharding.swap import training_state
@@ -370,7 +369,7 @@ class TorchTrainEngine:
         """``value``, which belongs to each element of the optimizer's parameter ``name``, as it goes into a checkpoint."""
         return value
 
-    def train_batch(self, batch: TensorDictBase, algorithm: Algorithm) -> Mapping[str, float]:
+    def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
         """The algorithm's epochs and mini-batches; see :class:`stages.engines.protocols.TrainEngine`. ``fed_tokens`` in the
         result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
         a loss or a gradient is not finite."""
@@ -399,15 +398,14 @@ class TorchTrainEngine:
         plan: Sequence[Sequence[Piece]],
         responses: Sequence[torch.Tensor],
         given: TrainBatch,
-        algorithm: Algorithm,
+        algorithm: AlgorithmLike,
     ) -> dict[str, float]:
         """One optimizer step on ``groups``, whose micro-batches are ``plan``."""
         rows = [number for group in groups for number in group.numbers]
-        total_tokens, total_rows, total_groups, passes = self._agree(
-            int(given.trained[rows].sum()), len(rows), len(groups), len(plan)
-        )
-        if not total_tokens:
+        own = int(given.trained[rows].sum())
+        if not own:
             raise ValueError("loss_mask: leaves no token of a mini-batch to train on; drop such groups before training")
+        total_tokens, total_rows, total_groups, passes = self._agree(own, len(rows), len(groups), len(plan))
         fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from orchestration.external.session import Answer, Experience, External, NotExternal, WeightsGone, WeightsTooOld
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import workers_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.engines import train_engine
@@ -25,9 +26,9 @@ from orchestration.run.worker import FED
 from pipeline.columns import ColumnError, Packed
 from pipeline.index.client import LeaseLost
 from stages.algorithms import build_algorithm
+from stages.algorithms.batch import trained_columns
 from stages.external_checks import Misfit, Terms, check_responses
 from stages.prompts.sources import LISTED
-from stages.training.ranks import trained_columns
 from tests.orchestration.run.test_run import assert_each_sample_once
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 
@@ -399,9 +400,8 @@ async def train(external: External, of: Any) -> None:
     """A trainer: it publishes what it begins with, then a version after each step."""
     engine, algorithm = train_engine(of), build_algorithm(of.algorithm.name, of.algorithm.options)
     await external.publish(0, engine.weights())
-    while not (
-        answer := await external.get_experience("update", "trainer", 1, columns=trained_columns(algorithm), wait=5)
-    ).over:
+    names = trained_columns(algorithm, flow_of(of).schema)
+    while not (answer := await external.get_experience("update", "trainer", 1, columns=names, wait=5)).over:
         if answer.experience is None:
             continue
         claim, columns = answer.experience.claim, answer.experience.columns
@@ -409,9 +409,7 @@ async def train(external: External, of: Any) -> None:
             "group": torch.from_numpy(claim.group.astype("int64")),
             "place": torch.from_numpy(claim.place.astype("int64")),
             "advantage": columns["advantage"].values,
-            **{
-                name: columns[name].jagged() for name in trained_columns(algorithm) if columns[name].offsets is not None
-            },
+            **{name: columns[name].jagged() for name in names if columns[name].offsets is not None},
         }
         metrics = await asyncio.to_thread(engine.train_batch, TensorDict(batch, [len(claim)]), algorithm)
         with pytest.raises(Exception, match="is not next"):

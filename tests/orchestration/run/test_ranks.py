@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from orchestration.recipe.planner import flow_of, workers_of
+from orchestration.recipe.flow import flow_of
+from orchestration.recipe.planner import workers_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.launchers import EXIT_FATAL
 from orchestration.run.run import Run, RunError
