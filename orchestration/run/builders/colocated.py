@@ -62,7 +62,7 @@ class ColocatedJob(UpdateJob):
             return
         publisher = weight_publisher(recipe, self.paths.shared, self.context.secret)
         await self.make_stage(functools.partial(ColocatedUpdate, self._turn), publisher)
-        self._controller.on_nothing, self._controller.on_end = self._turn.no_batch, self._turn.over
+        self.controller.on_nothing, self.controller.on_end = self._turn.no_batch, self._turn.over
 
     def until_stop(self) -> Sequence[Work]:
         return ()

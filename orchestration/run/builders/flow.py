@@ -25,8 +25,10 @@ EXTERNAL_PROMPTS = "prompts.jsonl"  # in the run's folder: the prompts that othe
 class FlowJob(Job):
     """Admits prompts, computes rewards and advantages, and serves the warehouse to other nodes."""
 
+    _external_prompts: ExternalPrompts | None = None
+
     async def build(self) -> None:
-        recipe, self._external_prompts = self.recipe, None
+        recipe = self.recipe
         if recipe.pipeline.serve:
             host, port = await self.dock.serve(recipe.pipeline.serve)
             log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
@@ -52,9 +54,9 @@ class FlowJob(Job):
             )
             return split.train
         form = PromptForm(recipe.prompts, self.tokenizer, limits)
-        self._external_prompts = ExternalPrompts(self.index, self.paths.out / EXTERNAL_PROMPTS, form)
-        await self._external_prompts.begin()
-        return self._external_prompts
+        prompts = self._external_prompts = ExternalPrompts(self.index, self.paths.out / EXTERNAL_PROMPTS, form)
+        await prompts.begin()
+        return prompts
 
     def until_stop(self) -> Sequence[Work]:
         return () if self._external_prompts is None else (self._external_prompts.run(),)

@@ -8,7 +8,7 @@ build ──▶ ready ──▶ work ──────────────�
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +52,8 @@ class Job:
         self.controllers: list[Controller] = []
         self.resources = AsyncExitStack()
         """Closed by :meth:`close`, the last one first."""
+        self.version: Callable[[], int | None] = lambda: None
+        """Returns the policy version that this worker holds, for its log; None where it holds none."""
         self._until_stop: list[asyncio.Task[None]] = []
 
     async def build(self) -> None:
@@ -93,10 +95,6 @@ class Job:
     async def close(self) -> None:
         """Release engines and files, whatever has happened before."""
         await self.resources.aclose()
-
-    def version(self) -> int | None:
-        """Returns the policy version that this worker holds, for its log; None where it holds none."""
-        return None
 
     # ── for use by the kinds ──
 

@@ -35,9 +35,10 @@ class RolloutJob(Job):
             secret=self.context.secret,
         )
         # Loading a model starts threads that generating does not need: they end with the temporary one.
-        self._engine = await asyncio.to_thread(run_in_temporary_thread, make)
-        self.resources.push_async_callback(self._engine.close)
-        stage, evaluator = make_rollout(self, self._engine)
+        engine = await asyncio.to_thread(run_in_temporary_thread, make)
+        self.resources.push_async_callback(engine.close)
+        self.version = lambda: engine.version
+        stage, evaluator = make_rollout(self, engine)
         overlap = recipe.staleness_plan.slack > 0
         self._follower = WeightFollower(
             self.index,
@@ -60,9 +61,6 @@ class RolloutJob(Job):
 
     def until_stop(self) -> Sequence[Work]:
         return (self._follower.run(),)
-
-    def version(self) -> int | None:
-        return self._engine.version
 
 
 def make_rollout(job: Job, engine: RolloutEngine) -> tuple[Rollout, Evaluator | None]:

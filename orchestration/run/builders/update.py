@@ -16,6 +16,7 @@ from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.engines import probe_tokens, train_engine, weight_publisher
 from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
+from pipeline.controller import Controller
 from pipeline.spans import Spans
 from stages.engines.plans import Ranks
 from stages.sample_log import FOLDER, Recorder, SampleLog
@@ -32,7 +33,8 @@ class UpdateJob(Job):
     rank_worker: RankWorker | None = None
     """Of ranks other than 0."""
     stage: Update
-    """Of rank 0."""
+    """Of rank 0, as the controller."""
+    controller: Controller
 
     async def build(self) -> None:
         await self.make_engine()
@@ -62,9 +64,6 @@ class UpdateJob(Job):
     async def before_last_save(self) -> None:
         """Called before :meth:`finish` writes a checkpoint."""
 
-    def version(self) -> int | None:
-        return (self.rank_worker or self.stage).trained
-
     async def make_engine(self) -> None:
         """Make this rank's engine, with the newest checkpoint in it."""
         recipe = self.recipe
@@ -83,9 +82,10 @@ class UpdateJob(Job):
 
     def make_rank_worker(self, make: Callable[..., RankWorker]) -> None:
         """Make what a rank other than 0 does."""
-        self.rank_worker = make(
+        self.rank_worker = worker = make(
             self.dock, self.engine, self.algorithm(), self.rank_group, version=self._saved, save=checkpoint.write
         )
+        self.version = lambda: worker.trained
 
     async def make_stage(self, make: Callable[..., Update], publisher: Publisher) -> None:
         """Make the update stage, and replay the steps that were recorded since the newest checkpoint."""
@@ -104,15 +104,16 @@ class UpdateJob(Job):
             staleness=recipe.pipeline.staleness,
             version=self._saved,
             after_step=self._after_step,
-            after_last=lambda: self._controller.stop(),
+            after_last=lambda: self.controller.stop(),
             rank_group=self.rank_group,
             probe_tokens=probe_tokens(recipe),
             spans=self._spans,
             recorder=await self._recorder(),
             publish_first=not recipe.ours("rollout"),
         )
-        self._controller = self.control(self.stage, self._spans)
-        self._controller.on_end = self.stage.over
+        self.version = lambda: self.stage.trained
+        self.controller = self.control(self.stage, self._spans)
+        self.controller.on_end = self.stage.over
         await self.stage.catch_up()
 
     async def _recorder(self) -> Recorder | None:
