@@ -13,7 +13,7 @@ from orchestration.recipe.model_files import parameters_in, text_config
 from stages.prompts.sources import PromptLimits
 
 if TYPE_CHECKING:
-    from orchestration.recipe.recipe import Recipe
+    from orchestration.recipe.schema import Recipe
     from stages.columns import Flow
     from stages.resharding.layout import Layout, ModelState, Names
     from stages.resharding.plan import ReshardPlan

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchestration.recipe.recipe import Recipe
+    from orchestration.recipe.schema import Recipe
     from orchestration.run.builders.job import Job
 
 

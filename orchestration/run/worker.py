@@ -19,7 +19,7 @@ import structlog
 
 from orchestration.logs import Current, configure
 from orchestration.recipe.planner import flow_of, slab_bytes
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.builders.job import Job, WorkerContext
 from orchestration.run.kinds import KINDS
 from orchestration.run.launchers import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
 from orchestration.run.paths import RunPaths
 from pipeline.controller import Controller, Stage

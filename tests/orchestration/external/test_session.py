@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from orchestration.external.session import Answer, Experience, External, NotExternal, WeightsGone, WeightsTooOld
-from orchestration.recipe.recipe import RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.run.builders.flow import EXTERNAL_PROMPTS
 from orchestration.run.engines import train_engine
 from orchestration.run.kinds import workers_of

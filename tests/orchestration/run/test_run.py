@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from orchestration.processes.forkserver import ForkServer, Launch
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint, launchers
 from orchestration.run.engines import tokenizer_of, train_engine
 from orchestration.run.run import WHERE, Run, RunError, RunResult, sweep_leftovers
