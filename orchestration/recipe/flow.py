@@ -56,6 +56,14 @@ def reward_reads(recipe: Recipe, declared: Iterable[StageDeclaration], *, requir
     return {name: kind for name, kind in made.items() if name in asked}
 
 
+def stage_columns(recipe: Recipe) -> Columns:
+    """The columns that the recipe's own stages make; none where a stage cannot be made, which is reported elsewhere."""
+    try:
+        return {name: kind for _, declared in stages_of(recipe) for name, kind in declared.makes.items()}
+    except Exception:  # code of a user may raise anything
+        return {}
+
+
 def column_bytes(recipe: Recipe) -> int:
     """Bytes of a sample, at most, in the ragged columns and texts beside those of prompts, responses and a reference. 0 for
     a flow that cannot be resolved, which is reported elsewhere."""

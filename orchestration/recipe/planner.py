@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orchestration.recipe.flow import column_bytes, stages_of
+from orchestration.recipe.flow import column_bytes
 from orchestration.recipe.model_files import parameters_in, text_config
 from stages.prompts.sources import PromptLimits
 
@@ -123,22 +123,6 @@ def _slots(recipe: Recipe) -> int:
     return WEIGHT_SLOTS + VLLM_SLOTS * engines
 
 
-def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
-    """The workers that a recipe asks for, as (kind, number); none for stages that other programs do."""
-    numbers = {
-        "colocated": range(recipe.train.ranks if recipe.colocated else 0),
-        "rollout": range(0 if recipe.colocated else recipe.rollout.workers),
-        "reward": range(1, recipe.reward.workers),
-        "reference": range(int(recipe.needs_reference)),
-        "update": range(0 if recipe.colocated else recipe.train.ranks),
-    }
-    return [
-        ("flow", 0),
-        *((kind, n) for kind, some in numbers.items() if kind not in recipe.external.stages for n in some),
-        *((declared.name, n) for _, declared in stages_of(recipe) for n in range(declared.workers)),
-    ]
-
-
 def arena_bytes(recipe: Recipe) -> int:
     """What the arena must hold so that the run can never come to a stand: every sample in flight and every one that no
     checkpoint covers yet, all as long as they may be, with the share that the gate leaves free."""
@@ -187,10 +171,10 @@ def prompt_limits(recipe: Recipe) -> PromptLimits:
 
 def slab_bytes(recipe: Recipe) -> int:
     """What each writing worker may hold open: one slab, and one whose last rows are not released yet."""
+    from orchestration.run.kinds import KINDS
     from pipeline.warehouse.dock import SLAB
 
-    stages = sum(stage.workers for stage in recipe.stages)
-    writers = 1 + recipe.replicas + recipe.reward.workers - 1 + bool(recipe.needs_reference) + stages
+    writers = sum(len(kind.numbers(recipe)) for kind in KINDS.values() if kind.writes)
     return min(SLAB, int(recipe.pipeline.arena * SLAB_SHARE / (2 * writers)))
 
 

@@ -35,10 +35,10 @@ from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.load import changed
-from orchestration.recipe.planner import workers_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
+from orchestration.run.kinds import workers_of
 from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.run.lock import LOCK, RunError, RunLock, RunLocked
 from orchestration.run.paths import RunPaths

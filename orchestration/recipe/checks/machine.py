@@ -9,7 +9,6 @@ Nothing here loads weights, and torch is imported only to ask its engines about 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Surroundings, machine_check
+from orchestration.recipe.flow import stage_columns
 from orchestration.recipe.planner import checkpoint_bytes, context_of
 from orchestration.recipe.problems import Problem, suggest, wrong_and_fix
 from orchestration.recipe.schema import Recipe
@@ -25,7 +25,7 @@ from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
 from stages.prompts.file_checks import PromptCheck
-from stages.rewards.registry import RESERVED, RewardError, RewardFunctions
+from stages.rewards.registry import RESERVED, RewardError, RewardFunctions, parameters_of
 
 FEW_SAMPLES = 64 * 2**20  # bytes of samples that are kept as far as there is room, without a word
 STEP_BYTES = 8 * 2**10  # of metrics.jsonl and the logs, for each step
@@ -114,25 +114,25 @@ def _of_prompts(recipe: Recipe, text: str) -> Problem:
     return Problem("prompts.path", prompts.path, *wrong_and_fix(text.removeprefix(prompts.path).lstrip(", ")))
 
 
-@machine_check("reward.functions", "external")
+@machine_check("reward.functions", "external", "stages")
 def rewards_get_their_columns(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     """Whether the rows have what the run's own reward functions are called with."""
     columns = here.prompts.columns if here.prompts else set()
     if not recipe.ours("reward") or not columns:
         return
     source = recipe.prompts.path or recipe.prompts.task
-    if taken := sorted(columns & set(RESERVED)):
+    made = stage_columns(recipe).keys()
+    if taken := sorted(columns & {*RESERVED, *made}):
         wrong = f"has columns {taken}, which reward functions get from the run"
         yield Problem("prompts.path", recipe.prompts.path, wrong, "rename them")
     there = RewardFunctions()
     for at, function in enumerate(recipe.reward.functions):
         try:
-            parameters = inspect.signature(there.find(function.name)).parameters.values()
+            parameters = parameters_of(there.find(function.name))
         except (RewardError, TypeError, ValueError):  # reported for the name itself, or not known
             continue
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        needed = [each.name for each in parameters if each.kind in by_name and each.default is each.empty]
-        if lacking := [name for name in needed if name not in columns and name not in RESERVED]:
+        needed = [name for name, needs_value in parameters.items() if needs_value]
+        if lacking := [name for name in needed if name not in {*columns, *RESERVED, *made}]:
             wrong = f"needs the column {lacking[0]!r}, which no row of {source} has (they have {sorted(columns)})"
             fix = "add the column, or give the parameter a default"
             yield Problem(f"reward.functions.{at}.name", function.name, wrong, fix)
