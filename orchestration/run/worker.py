@@ -288,7 +288,7 @@ class Worker:
             steps=recipe.train.steps,
             groups_per_step=recipe.train.groups_per_step,
         )
-        if recipe.ours("reward"):
+        if recipe.runs_stage("reward"):
             self._control(Reward(self._rewards(), tokenizer))
         self._control(Advantage(self._algorithm()))
 
@@ -514,7 +514,7 @@ class Worker:
             probe_tokens=probe_tokens(recipe),
             spans=spans,
             recorder=await self._recorder(tokenizer),
-            publish_first=not recipe.ours("rollout"),
+            publish_first=not recipe.runs_stage("rollout"),
         )
         self._version = lambda: stage.trained
         controller: Controller = self._control(stage, spans)
@@ -524,7 +524,7 @@ class Worker:
             self._work_till_end.append(lambda: shared.until(shared.turn.run(stage)))
         else:
             controller.on_end = stage.over
-            replicas = recipe.replicas if recipe.ours("rollout") else 0
+            replicas = recipe.replicas if recipe.runs_stage("rollout") else 0
             self._beside.append(lambda: stage.answer([f"rollout-{number}" for number in range(replicas)]))
 
 
