@@ -34,10 +34,11 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.load import change_recipe
-from orchestration.recipe.planner import flow_of, workers_of
+from orchestration.recipe.planner import flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
+from orchestration.run.kinds import workers_of
 from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.run.lock import LOCK, RunError, RunLock, RunLocked
 from orchestration.run.paths import RunPaths
@@ -120,9 +121,8 @@ class Run:
     @classmethod
     def resume(cls, out_dir: Path, overrides: Sequence[str] = ()) -> Run:
         """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none). ``overrides``,
-        ``section.key=value`` each, change where and how it is computed (``CHANGEABLE`` in :mod:`orchestration.recipe.load`):
-        the
-        checkpoint fits any layout. Raises RunError, and RecipeError for what does not fit the recipe."""
+        ``section.key=value`` each, change where and how it is computed (``CHANGEABLE`` in
+        :mod:`orchestration.recipe.load`), for good: the checkpoint fits any layout. Raises RunError, and RecipeError for what does not fit the recipe."""
         try:
             recipe = Recipe.from_json((out_dir / "recipe.json").read_text())
         except OSError as error:
