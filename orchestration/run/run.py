@@ -122,7 +122,8 @@ class Run:
     def resume(cls, out_dir: Path, overrides: Sequence[str] = ()) -> Run:
         """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none). ``overrides``,
         ``section.key=value`` each, change where and how it is computed (``CHANGEABLE`` in
-        :mod:`orchestration.recipe.load`), for good: the checkpoint fits any layout. Raises RunError, and RecipeError for what does not fit the recipe."""
+        :mod:`orchestration.recipe.load`), for good: the checkpoint fits any layout. Raises RunError, and RecipeError for
+        what does not fit the recipe."""
         try:
             recipe = Recipe.from_json((out_dir / "recipe.json").read_text())
         except OSError as error:
