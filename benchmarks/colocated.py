@@ -37,7 +37,7 @@ from typing import Any
 from orchestration.logs import configure
 from orchestration.recipe.recipe import Recipe, format_size, parse_recipe
 from orchestration.run.run import Run
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 ARMS: dict[str, dict[str, Any]] = {
     "separate": {"launch": {"placement": "separate"}},

@@ -59,7 +59,7 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.recipe import Recipe, parse_recipe
 from orchestration.run.run import Run
 from orchestration.run.synchronous import synchronous_run
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from pipeline.events import PromptEvent
 from pipeline.index.client import Index
 from pipeline.warehouse.dock import Dock
 from stages.prompts.external import ExternalPrompts
@@ -66,8 +67,8 @@ class Gate:
             f"; listed in {found.path}" if found.path else ""
         )
         log.warning(reason)
-        event = {"change": "too long", "skipped": found.skipped, "cut": found.cut, "reason": reason}
-        await self.dock.index.emit("prompt", event)
+        event = PromptEvent(change="too long", skipped=found.skipped, cut=found.cut, reason=reason)
+        await self.dock.index.emit(event)
 
     async def stop(self) -> None:
         self.stopping = True

@@ -49,6 +49,7 @@ from orchestration.run.paths import RunPaths
 from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
 from pipeline.columns import ColumnError
 from pipeline.controller import Controller, Stage
+from pipeline.events import CheckpointEvent, WorkerEvent
 from pipeline.index.client import INDEX_VARIABLE, BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
 from pipeline.spans import Spans
 from pipeline.warehouse.arena import StaleHandle
@@ -223,7 +224,7 @@ class Worker:
 
     async def _tell(self, change: str, reason: str = "") -> None:
         await self.index.emit(
-            "worker", {"stage": self.kind, "worker": f"{self.kind}-{self.number}", "name": self.name, "change": change}
+            WorkerEvent(stage=self.kind, worker=f"{self.kind}-{self.number}", name=self.name, change=change)
         )
 
     async def _work(self) -> None:
@@ -453,8 +454,8 @@ class Worker:
         spans = Spans()
 
         async def tell(written: checkpoint.Checkpoint, requested: bool) -> None:
-            told = {"version": written.version, "path": str(written.path), "requested": requested}
-            await self.index.emit("checkpoint", told)
+            event = CheckpointEvent(version=written.version, path=str(written.path), requested=requested)
+            await self.index.emit(event)
             await self.index.put(CHECKPOINT_TOLD, str(written.version))
 
         newest = version  # of the checkpoints

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import hiredis
 import msgpack
@@ -33,7 +33,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from pipeline.events import Event, EventData, StateEvent
 from pipeline.warehouse.arena import StaleHandle
+
+if TYPE_CHECKING:
+    from pipeline.events import RunState
 
 log = structlog.get_logger()
 
@@ -272,16 +276,6 @@ class Nothing:
     wait: str
     due: float | None
     topic: str
-
-
-@dataclass(frozen=True)
-class Event:
-    """One entry of the run's event stream: ``time`` in Unix seconds."""
-
-    id: str
-    time: float
-    kind: str
-    data: dict[str, Any]
 
 
 class _Line(asyncio.Protocol):
@@ -605,7 +599,7 @@ class Index:
     async def transition(self, allowed: Iterable[str], to: str, reason: str = "") -> tuple[str, bool]:
         """Move the run's state to ``to`` where it is one of ``allowed``; returns the state then, and whether it has changed.
         In the same atomic step its readers get a `state` event, so that each change is told exactly once."""
-        event = _told({"state": to, "reason": reason})
+        event = _stamped(StateEvent(state=cast("RunState", to), reason=reason))
         reply = await self.call("transition", **{"from": list(allowed), "to": to, "reason": reason, "event": event})
         return reply["state"], reply["changed"]
 
@@ -684,13 +678,12 @@ class Index:
         """The rows that made a step whose rows are not released yet."""
         return Claim("", "", await self._call_raw("replay", step=step))
 
-    async def train(self, claim: Claim, step: int, event: Mapping[str, Any] | None = None) -> int:
+    async def train(self, claim: Claim, step: int, event: EventData | None = None) -> int:
         """The claim's rows made optimizer step ``step``; ``event`` becomes a `step` event in the same atomic step, so that
         every step is told exactly once. Returns the trainer's new version."""
         rows, _ = ranges(claim.row)
-        told = None if event is None else _told(event)
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
-        return int(await self.call("train", **lease, step=step, rows=rows, event=told))
+        return int(await self.call("train", **lease, step=step, rows=rows, event=event and _stamped(event)))
 
     async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
         """The rows of a group as a claim would bring them, and their states; None when it is not there."""
@@ -747,8 +740,9 @@ class Index:
 
     # ── events ──
 
-    async def emit(self, kind: str, data: Mapping[str, Any]) -> None:
-        fields = {"kind": kind, **_told(data)}
+    async def emit(self, event: EventData) -> None:
+        """Append ``event`` to the run's stream, with the time of this moment."""
+        fields = {"kind": event.kind, **_stamped(event)}
         await self._retry(
             lambda again: self._redis.xadd(f"{self.prefix}events", fields, maxlen=EVENTS_KEPT, approximate=True)  # type: ignore[arg-type]
         )
@@ -812,9 +806,9 @@ class Index:
         await self._retry(once, self.timeout)
 
 
-def _told(data: Mapping[str, Any]) -> dict[str, Any]:
-    """An event of this moment, but for its kind."""
-    return {"time": repr(time.time()), "data": msgpack.packb(dict(data))}
+def _stamped(event: EventData) -> dict[str, Any]:
+    """The fields of an event of this moment, but for its kind."""
+    return {"time": repr(time.time()), "data": msgpack.packb(event.wire())}
 
 
 def _prefix(run: str) -> str:

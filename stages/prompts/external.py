@@ -19,6 +19,7 @@ from typing import Any
 
 import structlog
 
+from pipeline.events import PromptEvent
 from pipeline.index.client import Index
 from stages.prompts.sources import LISTED, Prompt, PromptError, PromptForm, Row, TooLong, given_of
 from stages.rewards.registry import RESERVED
@@ -102,7 +103,7 @@ class ExternalPrompts:
             except Exception as error:  # whatever a chat template raises: another program's prompt ends no run
                 reason = str(error) if isinstance(error, PromptError) else f"{type(error).__name__}: {error}"
             log.warning("prompt left out", position=position, reason=reason)
-            await self.index.emit("prompt", {"position": position, "change": "left out", "reason": reason})
+            await self.index.emit(PromptEvent(position=position, change="left out", reason=reason))
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
             file.flush()
