@@ -41,7 +41,7 @@ from tests.orchestration.run.test_run import assert_each_sample_once
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 
 ROOT = Path(__file__).parents[3]
-OUTSIDE = ROOT / "tests" / "outside"
+OUTSIDE = ROOT / "tests" / "custom_engines"
 BINARY = "application/octet-stream"
 UNKNOWN = "0" * 32  # a lease's token that nobody was given
 EXTERNAL: dict[str, Any] = {**MOCK, "external": {"stages": ["rollout"]}}
