@@ -402,7 +402,8 @@ def _notice(failure: ServiceError, seconds: float, *, since: float) -> None:
 def _recipe(recipe: str, sets: Sequence[str]) -> tuple[str | dict[str, Any], dict[str, Any] | None]:
     """A file's tables with the overrides in them, or a name and the overrides for the service."""
     path = Path(recipe)
-    from orchestration.recipe.recipe import RecipeError, read_recipe, toml_value
+    from orchestration.recipe.load import read_recipe, toml_value
+    from orchestration.recipe.problems import RecipeError
 
     if path.is_file() or path.suffix == ".toml" or os.sep in recipe:
         try:
