@@ -27,7 +27,7 @@ from api.client.external_stage import ExternalStage, Refused
 from api.external.codec import Unreadable, from_body, from_lists, to_body, to_lists
 from api.server.access.tokens import Tokens
 from orchestration.external.session import NotExternal, WeightsTooOld
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import train_engine
 from orchestration.run.run import Run, RunResult
 from orchestration.service.registry import Registry

@@ -22,13 +22,13 @@ import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from api.client.client import Client as PythonClient
-from api.client.client import WrongInput
+from api.client import Client as PythonClient
+from api.client import WrongInput
 from api.schemas.events import MESSAGES, MODELS
 from api.server.app import ROUTES
 from api.server.openapi import openapi_document
 from api.server.operations import operations_of
-from orchestration.recipe.recipe import parse_recipe
+from orchestration.recipe.load import parse_recipe
 from orchestration.service.registry import Registry
 from pipeline.events import EVENTS, Kind
 from pipeline.index.client import Index
