@@ -22,7 +22,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -249,7 +249,7 @@ class Worker:
                 controller.pause() if state == "paused" else controller.resume()
             if self._gate is not None:
                 self._gate.paused = state == "paused"
-                await self.index.call("nudge", topic="version")
+                await self.index.wake("version")
             if state in ("stopping", "stopped", "failed", "finished"):
                 for controller in self._controllers:
                     controller.stop()
@@ -424,7 +424,7 @@ class Worker:
         if not most:
             return None
         book = SampleLog(self.place.out / FOLDER, most)
-        await asyncio.to_thread(book.rewind, (await self.index.call("room_at_gate"))["trained"])
+        await asyncio.to_thread(book.rewind, (await self.index.status()).trained)
         return Recorder(self.dock, tokenizer, names, book)
 
     async def _build_update(self, beside: TorchRolloutEngine | None = None) -> None:
@@ -461,8 +461,7 @@ class Worker:
 
         async def save(done: int, requested: bool = False) -> None:
             nonlocal newest
-            state = await self.index.call("snapshot")
-            state["remake"] = list(state["remake"] or ())
+            state = asdict(await self.index.resume_point())
             with spans.during("checkpoint", version=done):
                 partial = checkpoint.begin(self.place.checkpoints, done)
                 await rank_group.broadcast("save", folder=str(partial))
@@ -481,7 +480,7 @@ class Worker:
             await save(done, requested)
             if requested:
                 await self.index.put(CHECKPOINT_WRITTEN, asked or "")
-            await self.index.call("release", before=done)
+            await self.index.release_steps(done)
 
         async def save_when_stopped() -> None:
             """No step that was made is lost when the run is stopped."""
@@ -495,7 +494,7 @@ class Worker:
         if saved is not None and saved.path != self.place.start:
             if saved.version > int(await self.index.get(CHECKPOINT_TOLD) or 0):
                 await tell(saved, requested=False)  # whoever wrote it was killed before it could say so
-            await self.index.call("release", before=saved.version)
+            await self.index.release_steps(saved.version)
 
         publisher = weight_publisher(recipe, self.place.shared, self.secret)
         self._close.append(publisher.close)
