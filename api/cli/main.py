@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from api.telemetry.progress import Event
     from orchestration.processes.forkserver import ForkServer
-    from orchestration.recipe.recipe import Recipe
+    from orchestration.recipe.schema import Recipe
     from orchestration.run.run import RunResult
 
 READERS_SECONDS = 5.0  # how long the last events may take to arrive once a run is over
@@ -268,7 +268,7 @@ def recipes(
 
 def _print_keys(section: str, *, as_json: bool) -> None:
     from orchestration.recipe.keys import sections
-    from orchestration.recipe.recipe import suggest
+    from orchestration.recipe.problems import suggest
 
     known = [key for part in sections() for key in part.keys]
     wanted = [key for key in known if f"{key.key}.".startswith(f"{section}." if section else "")]
@@ -372,8 +372,9 @@ def _find(name: str) -> Path:
 
 
 def _load(path: Path, overrides: list[str] | None, folder: Path | None = None, *, files: bool = True) -> Recipe:
-    """The recipe at ``path`` for a run in ``folder``. ``files``: see :func:`orchestration.recipe.recipe.parse_recipe`."""
-    from orchestration.recipe.recipe import RecipeError, load_recipe
+    """The recipe at ``path`` for a run in ``folder``. ``files``: see :func:`orchestration.recipe.load.parse_recipe`."""
+    from orchestration.recipe.load import load_recipe
+    from orchestration.recipe.problems import RecipeError
 
     try:
         return load_recipe(path, overrides or [], folder, files=files)

@@ -83,7 +83,7 @@ def serve_command(
 ) -> None:
     """Serve the REST API, the dashboard and the runs in DIR until Ctrl-C. Runs go on without it, and are there again."""
     from api.server.service import Settings
-    from orchestration.recipe.recipe import parse_size
+    from orchestration.recipe.values import parse_size
 
     host, _, port = listen.rpartition(":")
     try:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from api.cli import main as cli
 from api.telemetry.progress import Progress
 from api.terminal import live as terminal
-from orchestration.recipe.recipe import load_recipe
+from orchestration.recipe.load import load_recipe
 from orchestration.run.run import Run
 from tests.api import scripted
 

@@ -20,18 +20,12 @@ from typing import Any
 from api.server import problems as answers
 from api.server.service import Settings
 from orchestration.recipe.bounds import out_of_bounds, read_toml
-from orchestration.recipe.files import KNOWN_MODELS
-from orchestration.recipe.recipe import (
-    TLS_FILES,
-    Problem,
-    Recipe,
-    RecipeError,
-    SyncSection,
-    format_size,
-    override,
-    parse_recipe,
-    suggest,
-)
+from orchestration.recipe.load import override, parse_recipe
+from orchestration.recipe.model_files import KNOWN_MODELS
+from orchestration.recipe.problems import Problem, RecipeError, suggest
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import TLS_FILES, SyncSection
+from orchestration.recipe.values import format_size
 from stages.prompts.files import Reading
 
 LONGEST_NAME = 64
@@ -71,13 +65,9 @@ def accept(
 ) -> Recipe:
     """The recipe that ``data`` with ``overrides`` is. Of files below the operator's roots it reads what ``reading`` allows
     (default: what a check reads). Raises RecipeError with everything that is wrong."""
-    beyond = [
-        Problem(key, None, *said)
-        for table, where in ((data, ""), (overrides, "overrides"))
-        for key, *said in out_of_bounds(table, where, finite=True)
-    ]
-    if beyond:  # nothing else is asked of such a thing
-        raise RecipeError("recipe", beyond)
+    too_large = [*out_of_bounds(data, finite=True), *out_of_bounds(overrides, "overrides", finite=True)]
+    if too_large:  # other checks could fail on such values, or take long
+        raise RecipeError("recipe", too_large)
     changed, overrides = copy.deepcopy((dict(data), dict(overrides)))
     problems = [p for key, value in overrides.items() if (p := override(changed, key, value, "overrides"))]
     for problem, instead in _refused(settings, changed):

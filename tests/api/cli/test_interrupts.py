@@ -23,7 +23,8 @@ from api.cli.error_log import errors_in_words
 from api.terminal.report import resume_text
 from orchestration import logs
 from orchestration.events_file import METRICS, read_metrics
-from orchestration.recipe.recipe import RecipeError, parse_recipe
+from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
 from orchestration.run.lock import RunLock
 from tests.orchestration.runs import TINY
@@ -159,7 +160,7 @@ def test_two_runs_with_default_names_in_one_second_both_have_a_folder(
 # ── unexpected errors ──
 
 
-BROKEN = "import api.cli, json\ndef broken(): raise KeyError('inside out')\napi.cli._recipes = broken\napi.cli.main()"
+BROKEN = "from api.cli import main\ndef broken(): raise KeyError('inside out')\nmain._recipes = broken\nmain.main()"
 
 
 @pytest.mark.parametrize("trace", [False, True])

@@ -23,7 +23,9 @@ from orchestration.recipe.bounds import (
     out_of_bounds,
     read_toml,
 )
-from orchestration.recipe.recipe import RecipeError, load_recipe, override, parse_recipe, parse_size, toml_value
+from orchestration.recipe.load import load_recipe, override, parse_recipe, toml_value
+from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.values import parse_size
 from tests.orchestration.runs import MOCK
 
 NESTED = "[" * 5000 + "]" * 5000
@@ -126,8 +128,8 @@ def test_bounds_are_told_by_their_keys() -> None:
         ({"a": {"x\0": 1}}, "a"),
         ({"x": deep}, "x" + ".a" * DEEPEST),
     ):
-        assert [found for found, *_ in out_of_bounds(data)] == [key]
-    assert [key for key, *_ in out_of_bounds({"a": {"b": float("nan")}}, finite=True)] == ["a.b"]
+        assert [found.key for found in out_of_bounds(data)] == [key]
+    assert [found.key for found in out_of_bounds({"a": {"b": float("nan")}}, finite=True)] == ["a.b"]
     assert not list(out_of_bounds({"a": {"b": float("nan")}}))
 
 

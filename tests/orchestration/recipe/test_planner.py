@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, parameters_of, plan
-from orchestration.recipe.recipe import Recipe
-from pipeline.columns import pack
+from orchestration.recipe.schema import Recipe
+from pipeline.blocks import pack
 from stages.columns import Flow
 from stages.models import tiny_model
 

@@ -1,0 +1,152 @@
+"""Checks of the code that a recipe names (engines, rewards, algorithm, task) and of the options that it is called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from orchestration.recipe.checks.registry import check, problem
+from orchestration.recipe.field_problems import field_problem
+from orchestration.recipe.problems import Problem, split_fix, suggest
+from orchestration.recipe.schema import Recipe
+from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
+from stages.engines.registry import BUILT_IN, TOLD, EngineUnknown, Side, engine_names, find_factory
+from stages.prompts.tasks import CONFIGS
+from stages.user_code import place_of
+
+SIDES: tuple[Side, ...] = ("rollout", "train")
+
+
+def _split(error: Exception, name: str) -> tuple[str, str]:
+    """What is wrong and what to do, of a message that begins with the field and its value ``name``."""
+    return split_fix(str(error).partition(f"{name!r} ")[2] or str(error))
+
+
+@check("rollout.engine", "rollout.options", "train.engine", "train.options")
+def engines_are_found(recipe: Recipe) -> Iterator[Problem]:
+    for side in SIDES:
+        section = getattr(recipe, side)
+        key, name, options = f"{side}.engine", section.engine, section.options
+        if name in BUILT_IN[side]:
+            if options:
+                yield problem(recipe, f"{side}.options", f"has no effect with engine {name!r}", "remove the table")
+            continue
+        try:
+            factory = find_factory(side, name)
+        except EngineUnknown as error:
+            wrong, fix = _split(error, name)
+            known = f"{suggest(name, engine_names(side))}; or name a factory as 'module:factory'"
+            yield problem(recipe, key, wrong, fix if ":" in name else known)
+            continue
+        try:
+            inspect.signature(factory).bind(recipe, **dict.fromkeys(TOLD[side]), **options)
+        except (TypeError, ValueError) as error:
+            fix = f"it is called with the recipe, {', '.join(TOLD[side])} and what {side}.options holds"
+            key = f"{side}.options" if options else key
+            yield problem(recipe, key, f"does not fit what makes the engine ({error})", fix)
+
+
+@check("model.source", "rollout.engine", "train.engine")
+def mock_goes_with_mock(recipe: Recipe) -> Iterator[Problem]:
+    source = recipe.model.source
+    for side in SIDES:
+        key, engine = f"{side}.engine", getattr(recipe, side).engine
+        if source == "mock" and engine in ("torch", "vllm"):
+            yield problem(recipe, key, "cannot run model.source = 'mock'", f"set {key} = 'mock', or choose a model")
+        if source != "mock" and engine == "mock":
+            fix = f"set model.source = 'mock', or {key} = 'torch'"
+            yield problem(recipe, key, f"has no use for model.source = {source!r}", fix)
+
+
+@check("rollout.engine", "rollout.mock", "train.engine", "train.mock")
+def mock_takes_options(recipe: Recipe) -> Iterator[Problem]:
+    for side, options in zip(SIDES, (MockRolloutOptions, MockTrainOptions), strict=True):
+        section, key = getattr(recipe, side), f"{side}.mock"
+        if section.mock and section.engine != "mock":
+            yield problem(recipe, key, f"has no effect with engine {section.engine!r}", "remove the table")
+        yield from option_problems(key, options, section.mock)
+
+
+@check("prompts")
+def task_takes_config(recipe: Recipe) -> Iterator[Problem]:
+    prompts = recipe.prompts
+    if prompts.source == "builtin":
+        yield from option_problems("prompts.config", CONFIGS[str(prompts.task)], prompts.config)
+
+
+@check("reward.functions", "external")
+def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
+    from stages.rewards.registry import RewardError, RewardFunctions
+
+    rewards = RewardFunctions()
+    names = [function.name for function in recipe.reward.functions]
+    for index, name in enumerate(names):
+        key = f"reward.functions.{index}.name"
+        if name in names[:index]:
+            yield Problem(key, name, "is listed twice", "add up the weights")
+        if not recipe.runs_stage("reward"):
+            continue  # another program scores under these names
+        try:
+            rewards.find(name)
+        except RewardError as error:
+            wrong, fix = _split(error, name)
+            yield Problem(key, name, wrong, fix or "put its directory on PYTHONPATH, or correct the name")
+    if all(function.weight == 0 for function in recipe.reward.functions):
+        yield Problem("reward.functions", None, "all have weight 0", "give at least one another weight")
+
+
+@check("algorithm")
+def algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
+    from stages.algorithms import algorithm_class
+
+    name = recipe.algorithm.name
+    try:
+        algorithm = algorithm_class(name)
+    except ValueError as error:
+        yield problem(recipe, "algorithm.name", *_split(error, name))
+        return
+    if missing := [method for method in ("advantages", "loss", "finish") if not hasattr(algorithm, method)]:
+        wrong = f"is not an algorithm: it has no {' and no '.join(missing)}"
+        yield problem(recipe, "algorithm.name", wrong, "see stages.algorithms.Algorithm")
+        return
+    refused = list(option_problems("algorithm.options", algorithm, recipe.algorithm.options))
+    yield from refused
+    if not refused:
+        try:
+            _ = recipe.needs_reference
+        except Exception as error:
+            fix = "give the class a property needs_reference: whether its loss reads ref_logprobs"
+            yield problem(recipe, "algorithm.name", f"has no needs_reference that can be read ({error!r})", fix)
+    if name == "grpo" and recipe.algorithm.group_size < 2:
+        yield problem(recipe, "algorithm.group_size", "leaves no other response to compare with", "use a value >= 2")
+
+
+def option_problems(key: str, target: Callable[..., Any], options: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of calling ``target`` (a pydantic model, a dataclass, a function) with the ``options`` of the recipe's
+    ``key``."""
+    try:
+        allowed = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError) as error:
+        yield Problem(key, options, f"cannot be checked ({error})", "name a class or a function")
+        return
+    is_model = isinstance(target, type) and issubclass(target, BaseModel)
+    unknown = [] if is_model else [option for option in options if option not in allowed]
+    for option in unknown:
+        yield Problem(f"{key}.{option}", options[option], "is not a known key", suggest(option, allowed))
+    try:
+        if is_model:
+            target.model_validate(options, strict=True)  # type: ignore[attr-defined]
+        else:
+            target(**{option: value for option, value in options.items() if option not in unknown})
+    except (TypeError, ValueError) as error:
+        if is_model and isinstance(error, ValidationError):
+            yield from (field_problem(item, key, allowed) for item in error.errors())
+        else:
+            yield Problem(key, options, f"is refused ({error})", f"it takes {', '.join(allowed)}")
+    except Exception as error:  # of a user's code
+        made_by = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
+        wrong = f"cannot be used: {error!r} was raised ({place_of(error, made_by)})"
+        yield Problem(key, options, wrong, "correct its code")

@@ -1,0 +1,105 @@
+"""The recipe of a run: its sections, and what is read off them at once.
+
+:mod:`orchestration.recipe.load` makes it; :mod:`orchestration.recipe.planner` derives memory and groups in flight from it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from orchestration.recipe.model_files import KNOWN_MODELS
+from orchestration.recipe.sections import (
+    TLS_FILES,
+    AlgorithmSection,
+    CheckpointSection,
+    EvaluateSection,
+    ExternalSection,
+    ExternalStage,
+    LaunchSection,
+    ModelSection,
+    PipelineSection,
+    RewardSection,
+    RolloutSection,
+    Section,
+    SyncSection,
+    TrainSection,
+)
+from orchestration.recipe.values import CountOrZero
+from pipeline.staleness import StalenessPlan
+from stages.prompts.sources import PromptOptions
+
+
+class Recipe(Section):
+    """One run's settings. Made by :func:`load_recipe`; frozen; travels as JSON through the index to the workers."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name of the run. Default: the recipe file's name."
+    )
+    description: str = Field(default="", description="One line for people.")
+    seed: CountOrZero = Field(default=0, description="Seed of prompts, draws and initial weights.")
+    model: ModelSection
+    prompts: PromptOptions
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection
+    algorithm: AlgorithmSection = AlgorithmSection()
+    train: TrainSection
+    pipeline: PipelineSection = PipelineSection()
+    sync: SyncSection = SyncSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    launch: LaunchSection = LaunchSection()
+    external: ExternalSection = ExternalSection()
+
+    def runs_stage(self, stage: ExternalStage) -> bool:
+        """Whether the run starts workers for ``stage``, instead of leaving it to another program."""
+        return stage not in self.external.stages
+
+    @property
+    def staleness_plan(self) -> StalenessPlan:
+        return StalenessPlan(self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether training and generation take turns on the same devices."""
+        return self.launch.placement == "colocated"
+
+    @property
+    def replicas(self) -> int:
+        """Number of rollout engines."""
+        return self.train.ranks if self.colocated else self.rollout.workers
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the algorithm needs logprobs under the frozen reference policy (for example with ``kl_coef`` > 0)."""
+        from stages.algorithms import build_algorithm
+
+        return build_algorithm(self.algorithm.name, self.algorithm.options).needs_reference
+
+    def with_absolute_paths(self) -> Recipe:
+        """Return the same recipe with absolute paths, so that it can be used from any folder."""
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"source": _absolute(self.model.source)}),
+                "prompts": self.prompts.model_copy(update={"path": _absolute(self.prompts.path)}),
+                "pipeline": self.pipeline.model_copy(
+                    update={name: _absolute(getattr(self.pipeline, name)) for name in TLS_FILES}
+                ),
+            }
+        )
+
+    def to_json(self) -> str:
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Recipe:
+        """Return the recipe that :meth:`to_json` wrote. Relations and files are not checked again."""
+        return cls.model_validate_json(text)
+
+
+def _absolute(value: str | None) -> str | None:
+    """Return ``value`` as an absolute path if it names an existing file or folder, and otherwise unchanged."""
+    if not value or value in KNOWN_MODELS or not Path(value).expanduser().exists():
+        return value
+    return str(Path(value).expanduser().resolve())
