@@ -253,8 +253,8 @@ class Swap:
             self.arena.copy_back()
             devices.synchronize(self.device)
             if isinstance(error, GatherError):
-                state = "the training state is back, the rollout has no weights"
-                raise SwapError(f"{error}; {state}") from error
+                left = "the training state is back, the rollout has no weights"
+                raise SwapError(f"{error}; {left}") from error
             raise
         devices.release_cached(self.device)
         self.state = State.GENERATING
