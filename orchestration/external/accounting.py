@@ -157,7 +157,7 @@ class StageTimes:
                 log.warning("what external workers do cannot be told", run=self.index.run, reason=str(lost))
 
     async def _tell(self, sheet: StageTime) -> None:
-        depth = await self.index.call("depth", stage=sheet.stage)
+        depth = await self.index.queue_depth(sheet.stage)
         await self.index.emit(
             StageEvent(
                 stage=sheet.stage,
