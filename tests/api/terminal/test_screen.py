@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
-from api.cli import runs as runs_cli
 from api.cli.main import app
+from api.cli.service import runs as runs_cli
 from api.schemas.runs import RunView, SampleView
 from api.telemetry.progress import Progress
 from api.terminal.live import LiveView
