@@ -295,7 +295,7 @@ def test_the_folder_of_a_run_is_no_recipe(person: Path) -> None:
     Run.create(load_recipe("mine.toml"), Path("out"))
     code, _, err = asyncdock("run", "out")
     assert code == 2
-    assert "go on with `asyncdock resume out`, or begin one like it with `asyncdock run out/recipe.json`" in err
+    assert "continue it with `asyncdock resume out`, or start a run like it with `asyncdock run out/recipe.json`" in err
     for text, said in (("[1]", "it holds a list"), ("{", "is not a recipe in JSON"), ("{}", "model: is missing")):
         Path("other.json").write_text(text)
         code, _, err = asyncdock("check", "other.json")

@@ -160,7 +160,12 @@ def test_two_runs_with_default_names_in_one_second_both_have_a_folder(
 # ── unexpected errors ──
 
 
-BROKEN = "import api.cli, json\ndef broken(): raise KeyError('inside out')\napi.cli._recipes = broken\napi.cli.main()"
+BROKEN = """
+import api.cli.main as command
+def broken(): raise KeyError('inside out')
+command.stored = broken
+command.main()
+"""
 
 
 @pytest.mark.parametrize("trace", [False, True])

@@ -71,7 +71,7 @@ def test_the_keys_of_a_recipe_are_listed_with_their_meanings() -> None:
     )
     assert asyncdock("recipes", "--keys", "rolout")[::2] == (
         2,
-        "recipes: 'rolout' is no section of a recipe; did you mean 'rollout'?\n",
+        "error: recipes: 'rolout' is no section of a recipe; did you mean 'rollout'?\n",
     )
     assert asyncdock("recipes", "train")[0] == 2
 
