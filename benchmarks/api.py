@@ -40,7 +40,7 @@ import psutil
 # This file's name is also that of the package: a script's folder would hide it.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
-from orchestration.recipe.recipe import parse_recipe  # noqa: E402
+from orchestration.recipe.load import parse_recipe  # noqa: E402
 from orchestration.service.registry import Registry  # noqa: E402
 from pipeline.index.client import Index  # noqa: E402
 from pipeline.index.embedded import EmbeddedIndex  # noqa: E402

@@ -35,7 +35,9 @@ from statistics import median
 from typing import Any
 
 from orchestration.logs import configure
-from orchestration.recipe.recipe import Recipe, format_size, parse_recipe
+from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.values import format_size
 from orchestration.run.run import Run
 from pipeline.index.client import Event
 

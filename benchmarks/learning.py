@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestration.logs import configure
-from orchestration.recipe.recipe import load_recipe
+from orchestration.recipe.load import load_recipe
 from orchestration.run.run import Run
 
 ENDS = 5  # steps at each end whose mean reward is compared

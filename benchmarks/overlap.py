@@ -56,7 +56,8 @@ from typing import Any
 
 from orchestration.logs import configure
 from orchestration.processes.forkserver import ForkServer
-from orchestration.recipe.recipe import Recipe, parse_recipe
+from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
 from orchestration.run.synchronous import synchronous_run
 from pipeline.index.client import Event

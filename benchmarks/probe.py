@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from orchestration.recipe.recipe import Recipe, load_recipe
+from orchestration.recipe.load import load_recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import (
     probe_rule,
     probe_tokens,

@@ -28,7 +28,8 @@ from pathlib import Path
 import psutil
 
 from orchestration.processes.forkserver import ForkServer
-from orchestration.recipe.recipe import Recipe, parse_recipe
+from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
 
 ARMS = ("spawn", "forkserver", "in use already")

@@ -62,7 +62,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from orchestration.recipe.recipe import format_size, parse_size
+from orchestration.recipe.values import format_size, parse_size
 from stages import device as devices
 from stages.resharding.gather import Gather
 from stages.resharding.layout import Layout, ModelState, model_state, parse_layout, place

@@ -29,6 +29,6 @@ def test_no_package_imports_one_above_it(package: str) -> None:
 
 def test_the_flow_alone_needs_no_model_library() -> None:
     wanted = "[name for name in ('transformers', 'vllm', 'ray') if name in sys.modules]"
-    code = f"import pipeline.dock, pipeline.controller, sys; print({wanted})"
+    code = f"import pipeline.warehouse.dock, pipeline.controller, sys; print({wanted})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.strip() == "[]"

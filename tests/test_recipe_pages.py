@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from orchestration.recipe.keys import rewrite, sections
-from orchestration.recipe.recipe import Recipe, parse_recipe
+from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.schema import Recipe
 from stages.models import load_model, load_tokenizer
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.rewards.stage import RewardSet
@@ -175,7 +176,7 @@ def test_every_default_is_what_a_recipe_without_the_key_gets() -> None:
 
 
 def _bytes(text: str | int) -> int:
-    from orchestration.recipe.recipe import parse_size
+    from orchestration.recipe.values import parse_size
 
     size = parse_size(text)
     assert isinstance(size, int)

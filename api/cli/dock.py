@@ -65,7 +65,7 @@ def inspect(
 
 def status_view(found: Mapping[str, Any], now: float) -> RenderableType:
     """Return what ``status`` prints at Unix time ``now``."""
-    from orchestration.recipe.problems import format_size
+    from orchestration.recipe.values import format_size
 
     stats, ledger = found["stats"], found["ledger"]
     warehouses = table("warehouse", "node", "used", "of", "")

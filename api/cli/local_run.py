@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from api.telemetry.progress import Event
     from orchestration.processes.forkserver import ForkServer
-    from orchestration.recipe.recipe import Recipe
+    from orchestration.recipe.schema import Recipe
     from orchestration.run.run import Run, RunResult
 
 LAST_EVENTS_SECONDS = 5.0  # how long the view waits for the last events after the run has ended

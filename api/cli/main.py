@@ -140,7 +140,7 @@ def recipes(
 
 def _print_keys(section: str, *, as_json: bool) -> None:
     from orchestration.recipe.keys import sections
-    from orchestration.recipe.recipe import suggest
+    from orchestration.recipe.problems import suggest
 
     known = [key for part in sections() for key in part.keys]
     wanted = [key for key in known if f"{key.key}.".startswith(f"{section}." if section else "")]

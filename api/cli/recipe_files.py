@@ -15,7 +15,7 @@ from api.cli.output import refuse
 from orchestration.escapes import escaped
 
 if TYPE_CHECKING:
-    from orchestration.recipe.recipe import Recipe
+    from orchestration.recipe.schema import Recipe
 
 
 def complete_recipe(incomplete: str) -> Iterator[tuple[str, str]]:
@@ -80,8 +80,9 @@ def find(name: str) -> Path:
 
 def load(path: Path, overrides: list[str] | None, folder: Path | None = None, *, files: bool = True) -> Recipe:
     """Return the recipe in ``path`` for a run in ``folder``. Ends the command when it has problems. ``files``: see
-    :func:`orchestration.recipe.recipe.parse_recipe`."""
-    from orchestration.recipe.recipe import RecipeError, load_recipe
+    :func:`orchestration.recipe.load.parse_recipe`."""
+    from orchestration.recipe.load import load_recipe
+    from orchestration.recipe.problems import RecipeError
 
     try:
         return load_recipe(path, overrides or [], folder, files=files)

@@ -14,8 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from api.cli.output import table
+from orchestration.recipe.checks.relations import heads_divide
+from orchestration.recipe.field_problems import LATER, lacking
 from orchestration.recipe.planner import beyond_engine, reshard_plan, rollout_layout, train_layout, trained_state
-from orchestration.recipe.recipe import LATER, Recipe, format_size, heads_divide, lacking, parse_size
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.values import format_size, parse_size
 
 if TYPE_CHECKING:
     from stages.resharding.layout import Layout

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from api.schemas.runs import RunPath, State
 from api.server.operations import Strict
-from orchestration.recipe.recipe import ExternalStage
+from orchestration.recipe.sections import ExternalStage
 
 LARGEST = 2**53
 MOST_ROWS = 4096

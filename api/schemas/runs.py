@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
 
 from api.schemas.text import Text
 from orchestration.recipe.planner import Plan
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from stages.json_schema import schema_of
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"

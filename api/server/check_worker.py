@@ -21,7 +21,7 @@ from api.server.recipe_checks import SIZE_BYTES
 from api.server.service import Settings
 from orchestration import logs
 from orchestration.recipe.planner import plan
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 
 LONGEST_SECONDS = 300  # of one check, after which its process ends: its server gives up long before, unless it is gone
 

@@ -18,7 +18,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.schemas.text import Text, sendable
-from orchestration.recipe.recipe import RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.service.registry import KeyReused, UnknownRun, WrongState
 from pipeline.index.client import IndexUnreachable
 

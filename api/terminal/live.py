@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api.telemetry.progress import SHARES, Event, Progress
-from orchestration.recipe.recipe import format_size
+from orchestration.recipe.values import format_size
 
 SPARKS = "▁▂▃▄▅▆▇█"
 # Each share of time has a glyph and a colour of its own, so that neither colour nor glyph alone has to tell.

@@ -21,7 +21,8 @@ from api.telemetry.progress import Progress
 from api.terminal.live import duration, number
 from orchestration.events_file import METRICS, finite, read_metrics
 from orchestration.recipe.planner import Plan, prompt_limits
-from orchestration.recipe.recipe import Recipe, format_size
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.values import format_size
 from stages.prompts.sources import LISTED
 
 SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"

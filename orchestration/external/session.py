@@ -23,7 +23,7 @@ import torch
 
 from orchestration.external.accounting import OVER, PREFIX, StageTime, StageTimes
 from orchestration.recipe.planner import flow_of
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.paths import RunPaths
 from pipeline.columns import Packed, Schema
 from pipeline.index.client import Claim, Index, LeaseLost, redacted

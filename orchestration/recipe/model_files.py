@@ -13,6 +13,7 @@ from typing import Any
 
 from stages.prompts.files import PromptError, Reading, kind_of, open_file
 
+KNOWN_MODELS = ("smollm2", "tiny", "mock")  # sources that are no folder
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")

@@ -13,7 +13,7 @@ from orchestration.recipe.model_files import parameters_in, text_config
 from stages.prompts.sources import PromptLimits
 
 if TYPE_CHECKING:
-    from orchestration.recipe.recipe import Recipe
+    from orchestration.recipe.schema import Recipe
     from stages.columns import Flow
     from stages.resharding.layout import Layout, ModelState, Names
     from stages.resharding.plan import ReshardPlan
@@ -123,21 +123,6 @@ def _slots(recipe: Recipe) -> int:
     return WEIGHT_SLOTS + VLLM_SLOTS * engines
 
 
-def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
-    """The workers that a recipe asks for, as (kind, number); none for stages that other programs do."""
-    numbers = {
-        "colocated": range(recipe.train.ranks if recipe.colocated else 0),
-        "rollout": range(0 if recipe.colocated else recipe.rollout.workers),
-        "reward": range(1, recipe.reward.workers),
-        "reference": range(int(recipe.needs_reference)),
-        "update": range(0 if recipe.colocated else recipe.train.ranks),
-    }
-    return [
-        ("flow", 0),
-        *((kind, n) for kind, some in numbers.items() if kind not in recipe.external.stages for n in some),
-    ]
-
-
 def flow_of(recipe: Recipe) -> Flow:
     """What this recipe's samples are made of."""
     from stages.columns import Flow
@@ -192,9 +177,10 @@ def prompt_limits(recipe: Recipe) -> PromptLimits:
 
 def slab_bytes(recipe: Recipe) -> int:
     """What each writing worker may hold open: one slab, and one whose last rows are not released yet."""
+    from orchestration.run.kinds import KINDS
     from pipeline.warehouse.dock import SLAB
 
-    writers = 1 + recipe.replicas + recipe.reward.workers - 1 + bool(recipe.needs_reference)
+    writers = sum(len(kind.numbers(recipe)) for kind in KINDS.values() if kind.writes)
     return min(SLAB, int(recipe.pipeline.arena * SLAB_SHARE / (2 * writers)))
 
 

@@ -49,12 +49,3 @@ def wrong_and_fix(message: str) -> tuple[str, str]:
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def format_size(size: float) -> str:
-    """``67108864`` as ``64 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"

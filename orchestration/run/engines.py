@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.engines.plans import Ranks

@@ -33,10 +33,12 @@ from orchestration.private_files import write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
-from orchestration.recipe.planner import flow_of, workers_of
-from orchestration.recipe.recipe import Recipe, changed
+from orchestration.recipe.load import changed
+from orchestration.recipe.planner import flow_of
+from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
+from orchestration.run.kinds import workers_of
 from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher
 from orchestration.run.lock import LOCK, RunError, RunLock, RunLocked
 from orchestration.run.paths import RunPaths
@@ -119,7 +121,7 @@ class Run:
     @classmethod
     def resume(cls, out_dir: Path, overrides: Sequence[str] = ()) -> Run:
         """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none). ``overrides``,
-        ``section.key=value`` each, change where and how it is computed (:data:`~orchestration.recipe.recipe.HOW`), for good:
+        ``section.key=value`` each, change where and how it is computed (:data:`~orchestration.recipe.load.HOW`), for good:
         the
         checkpoint fits any layout. Raises RunError, and RecipeError for what does not fit the recipe."""
         try:

@@ -17,7 +17,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from orchestration.recipe.planner import prompt_limits
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
 from stages.algorithms import build_algorithm
 from stages.engines.protocols import Completion, GroupRequest, TrainEngine

@@ -30,7 +30,7 @@ from orchestration.private_files import private_folder
 from orchestration.processes.forkserver import Child, ForkServer, Launch
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import Starter
-from orchestration.recipe.recipe import LaunchSection
+from orchestration.recipe.sections import LaunchSection
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.lifecycle import LEASE_VARIABLE, conclude, shared_of, shared_prefix
 from orchestration.service.registry import ENDED, LEASE_SECONDS, Held, Registry

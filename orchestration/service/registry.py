@@ -20,7 +20,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from pipeline.index.client import Index, Link
 
 Ask = Literal["pause", "resume", "stop", "checkpoint"]

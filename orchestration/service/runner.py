@@ -24,7 +24,7 @@ from orchestration.events_file import METRICS, MetricsFile
 from orchestration.logs import configure
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.run import READERS_SECONDS, Run
 from orchestration.service.lifecycle import LEASE_VARIABLE, conclude
 from orchestration.service.registry import LEASE_SECONDS, Registry

@@ -7,7 +7,7 @@
     [rollout]  factory(recipe, *, version, weights, **options) -> RolloutEngine
     [train]    factory(recipe, *, ranks, meeting, **options)   -> TrainEngine
 
-``recipe`` is the whole :class:`orchestration.recipe.recipe.Recipe`; ``options`` are its table ``rollout.options`` or
+``recipe`` is the whole :class:`orchestration.recipe.schema.Recipe`; ``options`` are its table ``rollout.options`` or
 ``train.options``. ``version`` is what the engine begins as, with the weights in the checkpoint folder ``weights``, or with
 those of ``recipe.model`` where that is None. ``ranks`` (:class:`stages.engines.plans.Ranks`) says which of the ranks that
 train together this process is; where there are several, they find each other by the file ``meeting``. A factory is called

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestration.events_file import Recorded
-from orchestration.recipe.recipe import Recipe, parse_recipe
+from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.run import RunResult
 
 STEPS, BOUND, BEGIN = 8, 2, 1_700_000_000.0

@@ -20,7 +20,7 @@ from api.cli import local_run
 from api.cli import main as cli
 from api.telemetry.progress import Progress
 from api.terminal import live as terminal
-from orchestration.recipe.recipe import load_recipe
+from orchestration.recipe.load import load_recipe
 from orchestration.run.run import Run
 from tests.api import scripted
 

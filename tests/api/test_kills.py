@@ -17,7 +17,7 @@ import pytest
 
 from api.client.client import Client
 from orchestration.processes.handles import Process
-from orchestration.recipe.recipe import parse_recipe
+from orchestration.recipe.load import parse_recipe
 from orchestration.service.index_server import FILE
 from tests.api.cli.test_serve import serving
 from tests.api.served import SECONDS, Served

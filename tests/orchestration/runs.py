@@ -12,7 +12,8 @@ from typing import Any
 from api.schemas.events import EVENTS
 from orchestration.events_file import finite
 from orchestration.processes.forkserver import ForkServer, ForkServerDied
-from orchestration.recipe.recipe import Recipe, parse_recipe
+from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run, RunResult
 from pipeline.index.client import Event
 

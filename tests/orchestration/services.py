@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestration.events_file import METRICS, Recorded, read_metrics
 from orchestration.processes.handles import Process
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.service.agent import Agent
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.lifecycle import shared_prefix

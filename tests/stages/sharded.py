@@ -225,7 +225,7 @@ def taking_turns(ranks: Ranks, kind: str, compute: str) -> list[str]:
             local_weights(engine.model),
             engine.held,
             device=engine.device,
-            rollout=decoder.tensors(),
+            rollout=decoder.weights.tensors(),
         )
         for step in range(2):
             engine.train_batch(share(ranks, seed=step), algorithm())
@@ -239,4 +239,4 @@ def taking_turns(ranks: Ranks, kind: str, compute: str) -> list[str]:
                 swap.ready()
         ended.append(weights_of(engine))
     assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
-    return sorted(decoder.tensors())
+    return sorted(decoder.weights.tensors())

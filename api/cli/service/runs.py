@@ -262,7 +262,8 @@ def logout(server: ServerOption = DEFAULT_SERVER) -> None:
 
 def _submission(recipe: str, sets: Sequence[str]) -> tuple[str | dict[str, Any], dict[str, Any] | None]:
     """Return what to submit: the tables of a file with the overrides applied, or a name and the overrides."""
-    from orchestration.recipe.recipe import RecipeError, read_recipe, toml_value
+    from orchestration.recipe.load import read_recipe, toml_value
+    from orchestration.recipe.problems import RecipeError
 
     path = Path(recipe)
     if path.is_file() or path.suffix == ".toml" or os.sep in recipe:

@@ -56,7 +56,7 @@ def serve_command(
     """Serve the REST API, the dashboard and the runs in DIR until Ctrl-C. Runs go on without it, and are there again."""
     from api.server.app import ServeError
     from api.server.service import Settings
-    from orchestration.recipe.recipe import parse_size
+    from orchestration.recipe.values import parse_size
 
     host, _, port = listen.rpartition(":")
     try:

@@ -20,18 +20,12 @@ from typing import Any
 from api.server import problems as answers
 from api.server.service import Settings
 from orchestration.recipe.bounds import out_of_bounds, read_toml
-from orchestration.recipe.files import KNOWN_MODELS
-from orchestration.recipe.recipe import (
-    TLS_FILES,
-    Problem,
-    Recipe,
-    RecipeError,
-    SyncSection,
-    format_size,
-    override,
-    parse_recipe,
-    suggest,
-)
+from orchestration.recipe.load import override, parse_recipe
+from orchestration.recipe.model_files import KNOWN_MODELS
+from orchestration.recipe.problems import Problem, RecipeError, suggest
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import TLS_FILES, SyncSection
+from orchestration.recipe.values import format_size
 from stages.prompts.files import Reading
 
 LONGEST_NAME = 64

@@ -24,7 +24,7 @@ from api.server.operations import operation, while_wanted
 from api.server.problems import Problem
 from api.server.recipe_checks import CheckLost
 from api.server.service import Service
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 
 log = structlog.get_logger()
 

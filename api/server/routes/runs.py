@@ -34,7 +34,7 @@ from api.server.problems import Problem, without_password
 from api.server.routes.recipes import checked
 from api.server.run_status import Fold
 from api.server.service import Service
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.service.registry import Ask, RunRecord
 from pipeline.index.client import IndexRefused

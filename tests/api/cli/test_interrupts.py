@@ -24,7 +24,8 @@ from api.cli.error_log import errors_in_words
 from api.terminal.report import resume_text
 from orchestration import logs
 from orchestration.events_file import METRICS, read_metrics
-from orchestration.recipe.recipe import RecipeError, parse_recipe
+from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
 from orchestration.run.lock import RunLock
 from tests.orchestration.runs import TINY

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from api.cli import local_run
 from api.cli import main as cli
 from api.schemas.runs import CheckedRecipe
+from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import plan
-from orchestration.recipe.recipe import parse_recipe
 from orchestration.run.run import Run
 from tests.api import scripted
 

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from api.cli import main as cli
+from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import reshard_plan, turns
-from orchestration.recipe.recipe import load_recipe
 from stages.engines.plans import Ranks
 from stages.engines.torch.sharded import placement
 from stages.models import load_config

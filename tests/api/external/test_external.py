@@ -27,7 +27,7 @@ from api.client.external_stage import ExternalStage, Refused
 from api.external.codec import Unreadable, from_body, from_lists, to_body, to_lists
 from api.server.access.tokens import Tokens
 from orchestration.external.session import NotExternal, WeightsTooOld
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import train_engine
 from orchestration.run.run import Run, RunResult
 from orchestration.service.registry import Registry
@@ -41,7 +41,7 @@ from tests.orchestration.run.test_run import assert_each_sample_once
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 
 ROOT = Path(__file__).parents[3]
-OUTSIDE = ROOT / "tests" / "outside"
+OUTSIDE = ROOT / "tests" / "custom_engines"
 BINARY = "application/octet-stream"
 UNKNOWN = "0" * 32  # a lease's token that nobody was given
 EXTERNAL: dict[str, Any] = {**MOCK, "external": {"stages": ["rollout"]}}

@@ -29,7 +29,7 @@ from api.schemas.events import EVENTS, MESSAGES, EventKind
 from api.server.app import ROUTES
 from api.server.openapi import openapi_document
 from api.server.operations import operations_of
-from orchestration.recipe.recipe import parse_recipe
+from orchestration.recipe.load import parse_recipe
 from orchestration.service.registry import Registry
 from pipeline.index.client import Index
 from tests.api.served import Served
@@ -215,7 +215,11 @@ async def test_names_of_a_run_without_steps_may_turn_out_to_be_some(client: Clie
 
 
 def test_every_kind_of_event_that_is_emitted_is_in_the_contract() -> None:
-    emitted = set(re.findall(r"tell\(run, '(\w+)'", (ROOT / "pipeline" / "index.lua").read_text()))
+    emitted = set(
+        re.findall(
+            r"tell\(run, '(\w+)'", "".join(file.read_text() for file in (ROOT / "pipeline" / "index").rglob("*.lua"))
+        )
+    )
     for path in (
         path for package in ("pipeline", "stages", "orchestration") for path in (ROOT / package).rglob("*.py")
     ):

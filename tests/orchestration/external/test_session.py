@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from orchestration.external.session import Answer, Experience, External, NotExternal, WeightsGone, WeightsTooOld
-from orchestration.recipe.planner import workers_of
-from orchestration.recipe.recipe import RecipeError
+from orchestration.recipe.problems import RecipeError
+from orchestration.run.builders.flow import EXTERNAL_PROMPTS
 from orchestration.run.engines import train_engine
+from orchestration.run.kinds import workers_of
 from orchestration.run.run import WHERE, Run
-from orchestration.run.worker import FED
 from pipeline.columns import ColumnError, Packed
 from pipeline.index.client import LeaseLost
 from stages.algorithms import build_algorithm
@@ -259,18 +259,18 @@ def test_versions_are_taken_only_when_they_add_up(pairs: list[list[int]]) -> Non
         assert max(flat[::2]) <= 3
 
 
-FED_PROMPTS = [{"prompt": f"{letter}b=", "answer": letter * 4} for letter in "abcdefgh"]
+EXTERNAL_PROMPTS_PROMPTS = [{"prompt": f"{letter}b=", "answer": letter * 4} for letter in "abcdefgh"]
 
 
 async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> None:
     prompts = {"source": "external", "max_prompt_tokens": 16, "too_long": "skip"}
     of = recipe({**ROLLOUT, "prompts": prompts}, train__steps=4)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
-        assert await external.put_prompts(FED_PROMPTS[:3]) == 3
-        assert await external.put_prompts(FED_PROMPTS[:5], first=0) == 5, "a repeat puts only what is new"
+        assert await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[:3]) == 3
+        assert await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[:5], first=0) == 5, "a repeat puts only what is new"
         assert await external.put_prompts([{"prompt": "a" * 40}], first=5) == 6
         with pytest.raises(Exception, match="out of order"):
-            await external.put_prompts(FED_PROMPTS[5:], first=9)
+            await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[5:], first=9)
         with pytest.raises(ValueError, match="prompt 0 has no column 'prompt'"):
             await external.put_prompts([{"question": "?"}])
         with pytest.raises(ValueError, match="reward functions get from the run"):
@@ -289,9 +289,9 @@ async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> 
         assert "longer than 16 tokens" in left_out[0]["reason"]
         [listed] = [json.loads(line) for line in (tmp_path / "run" / LISTED).read_text().splitlines()]
         assert listed == {"where": "prompt 5", "length": "40 tokens", "done": "skipped"}
-        await external.put_prompts(FED_PROMPTS[5:], last=True)
+        await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[5:], last=True)
         with pytest.raises(Exception, match="after the last"):
-            await external.put_prompts(FED_PROMPTS[:1])
+            await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[:1])
         asked = held.columns["prompt_ids"].lengths()
         assert asked.tolist() == [3] * len(held.claim)
         await answer_all(external, held, 0)
@@ -299,8 +299,8 @@ async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> 
         result = await work
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)  # 16 groups of 8 prompts: they are gone through twice
-    lines = [json.loads(line) for line in (tmp_path / "run" / FED).read_text().splitlines()]
-    assert [line["row"] for line in lines] == FED_PROMPTS
+    lines = [json.loads(line) for line in (tmp_path / "run" / EXTERNAL_PROMPTS).read_text().splitlines()]
+    assert [line["row"] for line in lines] == EXTERNAL_PROMPTS_PROMPTS
     assert [line["position"] for line in lines] == [0, 1, 2, 3, 4, 6, 7, 8]
 
 
@@ -331,7 +331,7 @@ async def test_prompts_that_would_break_the_run_are_left_out_and_when_none_is_le
 async def test_a_resumed_run_has_the_prompts_that_were_put(tmp_path: Path) -> None:
     of = recipe({**ROLLOUT, "prompts": {"source": "external"}}, train__steps=8, checkpoint__every=2)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
-        await external.put_prompts(FED_PROMPTS * 3, first=0)
+        await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS * 3, first=0)
         await roll_out(external, "a", until=lambda answer: answer.trained >= 3)
         watched.stop.set()
         assert (await work).state == "stopped"
@@ -341,7 +341,7 @@ async def test_a_resumed_run_has_the_prompts_that_were_put(tmp_path: Path) -> No
         assert await external.put_prompts([], first=24) == 24
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(roll_out(external, "a"))
-            tasks.create_task(external.put_prompts(FED_PROMPTS, first=24))
+            tasks.create_task(external.put_prompts(EXTERNAL_PROMPTS_PROMPTS, first=24))
         result = await work
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == list(range(resumed.start.version, 8))

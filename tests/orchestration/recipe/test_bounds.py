@@ -23,7 +23,9 @@ from orchestration.recipe.bounds import (
     out_of_bounds,
     read_toml,
 )
-from orchestration.recipe.recipe import RecipeError, load_recipe, override, parse_recipe, parse_size, toml_value
+from orchestration.recipe.load import load_recipe, override, parse_recipe, toml_value
+from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.values import parse_size
 from tests.orchestration.runs import MOCK
 
 NESTED = "[" * 5000 + "]" * 5000

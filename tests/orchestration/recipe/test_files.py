@@ -17,9 +17,11 @@ import pytest
 
 from api.server.access.submission_policy import accept
 from api.server.service import Settings
-from orchestration.recipe import files as recipe_files
 from orchestration.recipe import model_files
-from orchestration.recipe.recipe import Problem, Recipe, RecipeError, load_recipe, parse_recipe
+from orchestration.recipe.checks import machine
+from orchestration.recipe.load import load_recipe, parse_recipe
+from orchestration.recipe.problems import Problem, RecipeError
+from orchestration.recipe.schema import Recipe
 from stages import device_names
 from stages.prompts.files import Reading
 from tests.orchestration.runs import MOCK, TINY
@@ -246,7 +248,7 @@ def test_a_recipe_of_real_files_is_checked_without_torch(tmp_path: Path) -> None
     data = of_rows(tmp_path / "rows.jsonl") | {"model": {"source": str(folder)}, "external": external}
     script = (
         "import json, sys\n"
-        "from orchestration.recipe.recipe import parse_recipe\n"
+        "from orchestration.recipe.load import parse_recipe\n"
         "from orchestration.recipe.planner import plan\n"
         "assert plan(parse_recipe(json.loads(sys.argv[1]))).parameters == 8\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
@@ -282,7 +284,7 @@ def test_devices_are_looked_for_without_torch(tmp_path: Path, monkeypatch: pytes
 
 
 def test_only_devices_that_this_machine_will_use_must_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe_files, "device_fault", lambda name: None if name == "auto" else ("is not here", ""))
+    monkeypatch.setattr(machine, "device_fault", lambda name: None if name == "auto" else ("is not here", ""))
     assert set(said(of(rollout={"device": "npu"}, train={"device": "npu"}))) == {"rollout.device", "train.device"}
     assert said(of(rollout={"device": "npu"}, train={"device": "npu"}), devices=False) == {}
     assert said(of(MOCK, rollout={"device": "npu"}, train={"device": "npu"})) == {}
@@ -294,11 +296,11 @@ def test_what_a_run_writes_must_have_room_on_its_disk(tmp_path: Path, monkeypatc
     kept = {"keep_samples": "1GiB"}
     assert said(of(pipeline=kept), folder=tmp_path / "not" / "there" / "yet") == {}
     assert "100 TiB, and" in said(of(pipeline={"keep_samples": "100TiB"}), folder=tmp_path)["pipeline.keep_samples"]
-    monkeypatch.setattr(recipe_files, "free_bytes", lambda folder: 500 * 2**20)
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: 500 * 2**20)
     found = said(of(pipeline=kept), folder=tmp_path)
     assert "500 MiB are free" in found["pipeline.keep_samples"]
     assert "use at most '24" in found["pipeline.keep_samples"]
-    monkeypatch.setattr(recipe_files, "free_bytes", lambda folder: 20 * 2**20)
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: 20 * 2**20)
     assert said(of(), folder=tmp_path) == {}, "what is kept by default is kept as far as there is room"
     found = said(of(train={"steps": 10**6}), folder=tmp_path)
     assert "metrics and logs" in found["train.steps"]

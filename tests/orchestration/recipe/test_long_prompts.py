@@ -10,8 +10,10 @@ import pytest
 
 from api.telemetry.progress import Progress
 from api.terminal.report import summarize
+from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import prompt_limits
-from orchestration.recipe.recipe import Recipe, RecipeError, parse_recipe
+from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
 from orchestration.run.synchronous import synchronous_run
 from stages.prompts.sources import LISTED

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, parameters_of, plan
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from pipeline.columns import pack
 from stages.columns import Flow
 from stages.models import tiny_model

@@ -13,19 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from orchestration.recipe.field_problems import LATER
 from orchestration.recipe.keys import sections
+from orchestration.recipe.load import load_recipe, parse_recipe, read_recipe
 from orchestration.recipe.planner import plan
-from orchestration.recipe.recipe import (
-    LATER,
-    Problem,
-    Recipe,
-    RecipeError,
-    format_size,
-    load_recipe,
-    parse_recipe,
-    parse_size,
-    read_recipe,
-)
+from orchestration.recipe.problems import Problem, RecipeError
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.values import format_size, parse_size
 from stages.resharding.layout import parse_layout
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.recipe.recipe import RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.run.run import Run
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,

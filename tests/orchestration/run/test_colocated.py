@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orchestration.recipe.planner import reshard_plan, turns, workers_of
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.planner import reshard_plan, turns
+from orchestration.recipe.schema import Recipe
+from orchestration.run.kinds import workers_of
 from orchestration.run.run import Run
 from orchestration.run.synchronous import SynchronousStep, synchronous_run
 from stages.algorithms.grpo import GRPO

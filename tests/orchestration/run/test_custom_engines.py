@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from orchestration.recipe.recipe import RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.run.engines import reference_engine, rollout_engine, train_engine
 from orchestration.run.run import Run
 from orchestration.run.worker import FATAL

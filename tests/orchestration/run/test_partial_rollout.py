@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from orchestration.recipe.planner import arena_bytes
-from orchestration.recipe.recipe import Recipe, RecipeError
+from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
 from orchestration.run.run import Run
 from pipeline.index.client import Claim

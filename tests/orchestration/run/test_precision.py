@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.recipe.recipe import RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.run.run import Run
 from tests.orchestration.runs import TINY, complete, recipe
 

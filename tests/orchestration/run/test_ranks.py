@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from orchestration.recipe.planner import flow_of, workers_of
-from orchestration.recipe.recipe import RecipeError
+from orchestration.recipe.planner import flow_of
+from orchestration.recipe.problems import RecipeError
+from orchestration.run.kinds import workers_of
 from orchestration.run.launchers import EXIT_FATAL
 from orchestration.run.run import Run, RunError
 from orchestration.run.supervisor import Outcome, Supervisor

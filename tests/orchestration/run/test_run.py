@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from orchestration.processes.forkserver import ForkServer, Launch
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint, launchers
 from orchestration.run.engines import tokenizer_of, train_engine
 from orchestration.run.run import WHERE, Run, RunError, RunResult, sweep_leftovers
@@ -290,10 +290,12 @@ async def test_a_torch_run_goes_on_after_a_failing_transport_bit_for_bit(
     def reader(of: Recipe, shared: Path, secret: bytes) -> WeightStore:
         return Faulty(shared, fault, 1, released, since=2)
 
-    monkeypatch.setattr("orchestration.run.worker.weight_reader", reader)
-    monkeypatch.setattr(
-        "orchestration.run.worker.weight_publisher", lambda of, shared, secret: WeightStore(shared, bucket_bytes=4096)
-    )
+    monkeypatch.setattr("orchestration.run.builders.rollout.weight_reader", reader)
+
+    def publisher(of: Recipe, shared: Path, secret: bytes) -> WeightStore:
+        return WeightStore(shared, bucket_bytes=4096)
+
+    monkeypatch.setattr("orchestration.run.builders.update.weight_publisher", publisher)
     timeout = 3.0 if fault == "stalls" else 60.0
     of = recipe(TINY, train__steps=4, pipeline__staleness=0, launch__max_restarts=0, sync__timeout=timeout)
     expected, weights = await synchronous(of)

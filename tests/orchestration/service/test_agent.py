@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from orchestration.processes.handles import Process
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.service import agent as agents
 from orchestration.service.agent import Agent, AgentError

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.service.registry import (
     CHECKPOINT_ASKED,
     KeyReused,

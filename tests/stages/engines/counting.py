@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tensordict import TensorDictBase
 
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
 from stages.engines.plans import Ranks

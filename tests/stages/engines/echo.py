@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from orchestration.recipe.recipe import Recipe
+from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
 from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes, WeightMismatch
 from stages.engines.responses import Responses

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from orchestration.recipe.recipe import load_recipe
+from orchestration.recipe.load import load_recipe
 from orchestration.run.engines import rollout_engine
 from orchestration.run.worker import FATAL
 from stages.engines.mock.engines import MockRolloutEngine
@@ -114,7 +114,7 @@ class TestTorchThatGivesItsDeviceAway(SleepContract, TestTorch):
 def test_weights_that_are_packed_cannot_be_given_away() -> None:
     decoder = TorchDecoder(llama(0), torch.device("cpu"), packed=True)
     with pytest.raises(ValueError, match="packed=False"):
-        decoder.tensors()
+        decoder.weights.tensors()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

@@ -274,7 +274,7 @@ async def test_a_connection_at_work_is_not_closed_to_make_room(index_url: str, t
 
 
 def _recipe() -> Any:
-    from orchestration.recipe.recipe import parse_recipe
+    from orchestration.recipe.load import parse_recipe
 
     return parse_recipe(RUN)
 

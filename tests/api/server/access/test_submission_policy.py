@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from api.server.access.submission_policy import accept, stored_recipe, stored_recipes
 from api.server.service import Settings
-from orchestration.recipe.recipe import Recipe, RecipeError
+from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.schema import Recipe
 from tests.orchestration.runs import MOCK
 
 CANARY = "asyncdock_canary"

@@ -17,7 +17,7 @@ from aiohttp import ClientResponse
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestration.events_file import METRICS, MetricsFile
-from orchestration.recipe.recipe import parse_recipe
+from orchestration.recipe.load import parse_recipe
 from orchestration.service.registry import Registry, RunRecord
 from pipeline.index.client import Event, Index
 from pipeline.index.embedded import EmbeddedIndex

@@ -102,8 +102,8 @@ def test_the_decoder_has_float32_logits_also_after_a_swap(kind: str, packed: boo
     assert float((before.bfloat16().float() == before).float().mean()) < 0.05, "not of bfloat16's grid"
     other = made(kind, seed=1)
     weights = parameters(other)
-    decoder.check(weights)
-    decoder.install(decoder.prepare(weights))
+    decoder.weights.check(weights)
+    decoder.weights.install(decoder.weights.prepare(weights))
     with torch.inference_mode():
         swapped = decoder.score(prompt, response).clone()
         built = TorchDecoder(other, torch.device("cpu"), packed=packed).score(prompt, response)

@@ -196,7 +196,7 @@ async def test_the_accelerators_way_of_decoding_gives_the_same_responses() -> No
         plain = await collect(engine.generate(requests))
     async with running(max_rows=7, accelerated=True) as engine:
         ahead = await collect(engine.generate(requests))
-        assert engine._launched is None
+        assert engine._batch._launched is None
         assert len(engine._decoder._recorded) < 12  # few sizes for about 200 steps
     reasons = Counter(done.finish_reason for done in plain.values())
     assert reasons["stop"] > 2 < reasons["length"] + 3
@@ -302,14 +302,14 @@ async def test_a_cancelled_swap_never_happens_or_has_happened() -> None:
         assert engine.version == 0
         assert not engine._paused
 
-        begun, go_on, install = threading.Event(), threading.Event(), engine._decoder.install
+        begun, go_on, install = threading.Event(), threading.Event(), engine._decoder.weights.install
 
         def slow(prepared: Any) -> Any:
             begun.set()
             assert go_on.wait(DEADLINE)
             return install(prepared)
 
-        engine._decoder.install = slow  # type: ignore[method-assign]
+        engine._decoder.weights.install = slow  # type: ignore[method-assign]
         swapping = asyncio.create_task(engine.load_weights(1, parameters(llama(1))))
         assert await asyncio.to_thread(begun.wait, DEADLINE)
         swapping.cancel()
@@ -322,7 +322,7 @@ async def test_a_cancelled_swap_never_happens_or_has_happened() -> None:
 
 
 async def test_an_engine_whose_step_never_ends_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_rollout, "BEGUN_SECONDS", 0.1)
+    monkeypatch.setattr(torch_rollout, "BOUNDARY_SECONDS", 0.1)
     engine = TorchRolloutEngine(llama(), max_rows=2)
     brake = Brake(engine, 2)
     stream = engine.generate([ask(0, places=1)])

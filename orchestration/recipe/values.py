@@ -1,0 +1,60 @@
+"""Types of the values that a recipe's keys hold: sizes in bytes, counts, durations, devices."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from orchestration.recipe.bounds import LARGEST
+from stages.device_names import EXAMPLES, PATTERN
+from stages.json_schema import unit
+
+UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_size(value: object) -> object:
+    """Bytes from ``64MiB``, ``1.5 GiB`` or a whole number. Raises ``ValueError`` with the accepted forms."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{1,3})?", value.strip())
+    unit = (match[2] or "B").upper() if match else ""
+    if match is None or unit not in UNITS:
+        raise ValueError("not a size; write a whole number of bytes or a text like '64MiB', '1.5GiB' or '500MB'")
+    return int(float(match[1]) * UNITS[unit])
+
+
+def format_size(size: float) -> str:
+    """``67108864`` as ``64 MiB``."""
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {suffix}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def size_from(least: int) -> BeforeValidator:
+    """:func:`parse_size`, whose JSON Schema says what it takes: ``least`` bytes or more, or a text."""
+    number = r"([0-9]*[1-9][0-9]*(\.[0-9]+)?|0+\.0*[1-9][0-9]*)" if least else r"[0-9]+(\.[0-9]+)?"
+    text = rf"^ *{number} ?([KkMmGg]?[Bb]|[KkMmGgTt][Ii][Bb])? *$"
+    shown = Annotated[int, Field(ge=least, le=LARGEST)] | Annotated[str, Field(json_schema_extra={"pattern": text})]
+    return BeforeValidator(parse_size, json_schema_input_type=shown)
+
+
+Size = Annotated[int, size_from(1), Field(ge=1, le=LARGEST), unit("bytes")]
+SizeOrNone = Annotated[int, size_from(0), Field(ge=0, le=LARGEST), unit("bytes")]
+Count = Annotated[int, Field(ge=1)]
+CountOrNone = Annotated[int, Field(ge=0)]
+Tokens = Annotated[int, Field(ge=1), unit("tokens")]
+TokensOrNone = Annotated[int, Field(ge=0), unit("tokens")]
+Groups = Annotated[int, Field(ge=1), unit("groups")]
+Steps = Annotated[int, Field(ge=1), unit("steps")]
+StepsOrNone = Annotated[int, Field(ge=0), unit("steps")]
+Seconds = Annotated[float, Field(gt=0), unit("seconds")]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[
+    tuple[Share, Share], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+]
+
+Device = Annotated[str, Field(pattern=PATTERN, examples=EXAMPLES)]

@@ -1,0 +1,1 @@
+"""What builds the workers of a run: one file for each kind (``orchestration.run.kinds``)."""

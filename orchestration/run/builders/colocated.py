@@ -1,0 +1,83 @@
+"""The worker of one rank of a colocated run: a rollout engine and a rank of the train engine, in turns on one device."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from orchestration.recipe.planner import reshard_plan
+from orchestration.run.builders.job import Work
+from orchestration.run.builders.rollout import make_rollout
+from orchestration.run.builders.update import UpdateJob
+from orchestration.run.engines import colocated_engine, probe_rule, weight_publisher
+from stages.engines.plans import Ranks
+from stages.resharding.swap import empty
+from stages.training.colocated import ColocatedRankWorker, ColocatedUpdate, SharedDevice, Turn
+
+if TYPE_CHECKING:
+    from stages.engines.torch.train import TorchTrainEngine
+
+
+class ColocatedJob(UpdateJob):
+    """Trains and generates in turns. Rank 0 decides whose turn it is."""
+
+    async def build(self) -> None:
+        recipe = self.recipe
+        rollout = await asyncio.to_thread(
+            colocated_engine, recipe, Ranks(self.number, recipe.train.dp, recipe.train.tp)
+        )
+        self.resources.push_async_callback(rollout.close)
+        await rollout.sleep()  # the train engine is built in the memory that this frees
+        empty(rollout.tensors.values())
+        await self.make_engine()
+        stage, evaluator = make_rollout(self, rollout)
+        self._rollout = self.control(stage)
+        self._device = SharedDevice(
+            await asyncio.to_thread(reshard_plan, recipe, "vllm" if rollout.fused else "hf"),
+            self.number,
+            cast("TorchTrainEngine", self.engine),
+            rollout,
+            stage,
+            self._rollout,
+            self.index,
+            probe=probe_rule(recipe),
+            deadline=recipe.launch.collective_timeout,
+        )
+        self._turn = Turn(
+            self._device,
+            self.rank_group,
+            self.index,
+            evaluator,
+            steps=recipe.train.steps,
+            groups=recipe.train.steps * recipe.train.groups_per_step,
+            every=recipe.evaluate.every,
+            ahead=recipe.sync.prefetch,
+            overlap=recipe.staleness_plan.slack > 0,
+        )
+        self._rollout.on_nothing = self._turn.no_rows
+        if self.ranks.rank:
+            self.make_rank_worker(functools.partial(ColocatedRankWorker, self._device))
+            return
+        publisher = weight_publisher(recipe, self.paths.shared, self.context.secret)
+        await self.make_stage(functools.partial(ColocatedUpdate, self._turn), publisher)
+        self.controller.on_nothing, self.controller.on_end = self._turn.no_batch, self._turn.over
+
+    def until_stop(self) -> Sequence[Work]:
+        return ()
+
+    def until_done(self) -> Sequence[Work]:
+        return (self._take_turns(),)
+
+    async def _take_turns(self) -> None:
+        """Claim rollout work until training has ended."""
+        if self.rank_worker is not None:
+            await self.rank_worker.run()
+        else:
+            assert isinstance(self.stage, ColocatedUpdate)
+            await self._turn.run(self.stage)
+        self._rollout.stop()
+
+    async def before_last_save(self) -> None:
+        await self._turn.give_to_training()

@@ -1,0 +1,74 @@
+"""The worker of the light stages: the gate, advantage, and the first reward stage. A run has one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from orchestration.recipe.planner import prompt_limits
+from orchestration.run.builders.job import Job, Work
+from orchestration.run.engines import terms_of
+from stages.external_checks import TERMS
+from stages.gate import Gate
+from stages.prompts.external import ExternalPrompts
+from stages.prompts.sources import LISTED, PromptForm, PromptSource, load_prompts
+from stages.rewards.stage import Reward
+from stages.training.advantage import Advantage
+
+log = structlog.get_logger()
+
+EXTERNAL_PROMPTS = "prompts.jsonl"  # in the run's folder: the prompts that other programs have put
+
+
+class FlowJob(Job):
+    """Admits prompts, computes rewards and advantages, and serves the warehouse to other nodes."""
+
+    _external_prompts: ExternalPrompts | None = None
+
+    async def build(self) -> None:
+        recipe = self.recipe
+        if recipe.pipeline.serve:
+            host, port = await self.dock.serve(recipe.pipeline.serve)
+            log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
+        if recipe.external.stages:
+            await self.index.put(TERMS, terms_of(recipe, self.tokenizer).to_json())
+        self._gate = Gate(
+            self.dock,
+            await self._prompts(),
+            group_size=recipe.algorithm.group_size,
+            steps=recipe.train.steps,
+            groups_per_step=recipe.train.groups_per_step,
+        )
+        if recipe.ours("reward"):
+            self.control(Reward(self.rewards(), self.tokenizer))
+        self.control(Advantage(self.algorithm()))
+
+    async def _prompts(self) -> PromptSource:
+        recipe, limits = self.recipe, prompt_limits(self.recipe)
+        if recipe.prompts.source != "external":
+            listed = self.paths.out / LISTED
+            split = await asyncio.to_thread(
+                load_prompts, recipe.prompts, self.tokenizer, recipe.seed, limits=limits, listed=listed
+            )
+            return split.train
+        form = PromptForm(recipe.prompts, self.tokenizer, limits)
+        prompts = self._external_prompts = ExternalPrompts(self.index, self.paths.out / EXTERNAL_PROMPTS, form)
+        await prompts.begin()
+        return prompts
+
+    def until_stop(self) -> Sequence[Work]:
+        return () if self._external_prompts is None else (self._external_prompts.run(),)
+
+    def until_done(self) -> Sequence[Work]:
+        return (self._gate.run(),)
+
+    async def set_paused(self, is_paused: bool) -> None:
+        await super().set_paused(is_paused)
+        self._gate.paused = is_paused
+        await self.index.call("nudge", topic="version")
+
+    async def stop(self) -> None:
+        await self._gate.stop()
+        await super().stop()

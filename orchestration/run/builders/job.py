@@ -1,0 +1,116 @@
+"""What a worker does, from its first object to its last: the base class of all kinds.
+
+build ──▶ ready ──▶ work ──────────────────────▶ finish ──▶ close
+  │                  │ set_paused, stop: as the run's state changes
+  └ an error here: the worker never was ready
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from orchestration.recipe.schema import Recipe
+from orchestration.run.engines import tokenizer_of
+from orchestration.run.paths import RunPaths
+from pipeline.controller import Controller, Stage
+from pipeline.index.client import Index
+from pipeline.spans import Spans
+from pipeline.warehouse.dock import Dock
+from stages.algorithms import NamedAlgorithm, build_algorithm
+from stages.models import Tokenizer
+from stages.rewards.stage import RewardSet
+
+Work = Coroutine[Any, Any, None]
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a job is built from: the run's documents, the clients of this worker, and the worker's kind and number.
+    ``secret`` proves to other nodes of the run that a process belongs to it."""
+
+    recipe: Recipe
+    paths: RunPaths
+    index: Index
+    dock: Dock
+    secret: bytes
+    kind: str
+    number: int
+
+
+class Job:
+    """The work of one worker. A kind overrides :meth:`build`, and of the other phases those that it needs."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.recipe, self.paths, self.number = context.recipe, context.paths, context.number
+        self.index, self.dock = context.index, context.dock
+        self.controllers: list[Controller] = []
+        self.resources = AsyncExitStack()
+        """Closed by :meth:`close`, the last one first."""
+        self.version: Callable[[], int | None] = lambda: None
+        """Returns the policy version that this worker holds, for its log; None where it holds none."""
+        self._until_stop: list[asyncio.Task[None]] = []
+
+    async def build(self) -> None:
+        """Make engines, stages and controllers."""
+        raise NotImplementedError
+
+    async def work(self) -> None:
+        """Run the controllers and what goes on beside them, until all of it has ended."""
+        async with asyncio.TaskGroup() as tasks:
+            for controller in self.controllers:
+                tasks.create_task(controller.run())
+            self._until_stop = [tasks.create_task(work) for work in self.until_stop()]
+            for work in self.until_done():
+                tasks.create_task(work)
+
+    def until_stop(self) -> Sequence[Work]:
+        """Returns what goes on beside the controllers, and is cancelled when the run stops."""
+        return ()
+
+    def until_done(self) -> Sequence[Work]:
+        """Returns what goes on beside the controllers to its own end, also when the run stops."""
+        return ()
+
+    async def set_paused(self, is_paused: bool) -> None:
+        """The run was paused, or goes on."""
+        for controller in self.controllers:
+            controller.pause() if is_paused else controller.resume()
+
+    async def stop(self) -> None:
+        """The run stops: claim nothing more, and finish what is held."""
+        for controller in self.controllers:
+            controller.stop()
+        for task in self._until_stop:
+            task.cancel()
+
+    async def finish(self) -> None:
+        """Called once :meth:`work` has ended without an error."""
+
+    async def close(self) -> None:
+        """Release engines and files, whatever has happened before."""
+        await self.resources.aclose()
+
+    # ── for use by the kinds ──
+
+    def control(self, stage: Stage, spans: Spans | None = None) -> Controller:
+        """Add ``stage`` to this worker, with a controller of its own."""
+        controller = Controller(self.dock, stage, number=self.number, spans=spans)
+        self.controllers.append(controller)
+        return controller
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self.recipe)
+
+    def algorithm(self) -> NamedAlgorithm:
+        name, options = self.recipe.algorithm.name, self.recipe.algorithm.options
+        return NamedAlgorithm(name, build_algorithm(name, options))
+
+    def rewards(self) -> RewardSet:
+        return RewardSet([(function.name, function.weight) for function in self.recipe.reward.functions])

@@ -1,0 +1,13 @@
+"""A further reward worker, of runs whose ``reward.workers`` is more than 1."""
+
+from __future__ import annotations
+
+from orchestration.run.builders.job import Job
+from stages.rewards.stage import Reward
+
+
+class RewardJob(Job):
+    """Computes the rewards of the rows that it claims, beside the reward stage of the `flow` worker."""
+
+    async def build(self) -> None:
+        self.control(Reward(self.rewards(), self.tokenizer))

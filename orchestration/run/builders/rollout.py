@@ -1,0 +1,85 @@
+"""The worker of one rollout engine: the rollout stage, evaluation (on number 0), and new weights as they are published."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from orchestration.recipe.planner import prompt_limits
+from orchestration.run import checkpoint
+from orchestration.run.builders.job import Job, Work
+from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, weight_reader
+from stages.engines.protocols import RolloutEngine
+from stages.prompts.sources import load_prompts
+from stages.rollout.evaluate import Evaluator, distinct_prompts
+from stages.rollout.stage import Rollout
+from stages.rollout.weight_follower import SwapPolicy, WeightFollower
+from stages.threads import run_in_temporary_thread
+
+
+class RolloutJob(Job):
+    """Generates responses with an engine of its own, at the newest published weights."""
+
+    async def build(self) -> None:
+        recipe, worker = self.recipe, f"rollout-{self.number}"
+        # The checkpoint that the run resumed from may have been removed for newer ones; any of them will do to begin with.
+        start = checkpoint.latest(self.paths.checkpoints) if self.paths.start else None
+        make = functools.partial(
+            rollout_engine,
+            recipe,
+            version=start.version if start else 0,
+            weights=start.model if start else None,
+            shared=self.paths.shared / worker,
+            secret=self.context.secret,
+        )
+        # Loading a model starts threads that generating does not need: they end with the temporary one.
+        engine = await asyncio.to_thread(run_in_temporary_thread, make)
+        self.resources.push_async_callback(engine.close)
+        self.version = lambda: engine.version
+        stage, evaluator = make_rollout(self, engine)
+        overlap = recipe.staleness_plan.slack > 0
+        self._follower = WeightFollower(
+            self.index,
+            weight_reader(recipe, self.paths.shared, self.context.secret),
+            stage,
+            self.control(stage),
+            evaluator,
+            worker=worker,
+            every=recipe.evaluate.every,
+            steps=recipe.train.steps,
+            overlap=overlap,
+            policy=SwapPolicy(
+                probe=probe_rule(recipe),
+                timeout=recipe.sync.timeout,
+                rolling=recipe.sync.rolling and overlap and recipe.replicas > 1,
+            ),
+            cut=recipe.rollout.on_update == "cut",
+        )
+        await self._follower.begin()
+
+    def until_stop(self) -> Sequence[Work]:
+        return (self._follower.run(),)
+
+
+def make_rollout(job: Job, engine: RolloutEngine) -> tuple[Rollout, Evaluator | None]:
+    """Returns the rollout stage of ``engine``, and on worker 0 the evaluator, where the recipe asks for evaluation."""
+    recipe, sampling, size = job.recipe, sampling_of(job.recipe, job.tokenizer), job.recipe.algorithm.group_size
+    # A single worker takes a whole step's groups at once, so that the batch that it decodes does not depend on how fast the
+    # rest of the run is; several workers share the groups by the room that each has.
+    step_rows = recipe.train.groups_per_step * size if recipe.replicas == 1 else 0
+    stage = Rollout(
+        job.dock,
+        engine,
+        replace(sampling, budget=recipe.rollout.budget),
+        seed=recipe.seed,
+        group_size=size,
+        most_rows=max(recipe.rollout.max_rows, step_rows),
+    )
+    if not recipe.evaluate.every or job.number:
+        return stage, None
+    held_out = load_prompts(recipe.prompts, job.tokenizer, recipe.seed, limits=prompt_limits(recipe)).held_out
+    assert held_out is not None, "checked with the recipe"
+    prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
+    return stage, Evaluator(engine, sampling, job.rewards(), job.tokenizer, prompts, recipe.evaluate.samples)

@@ -1,0 +1,157 @@
+"""The worker of one rank of the train engine. Rank 0 has the update stage, and writes checkpoints.
+
+build:   engine ─▶ newest checkpoint ─▶ rank 0: the update stage, which replays the recorded steps since ─▶ ready
+step:    train ─▶ publish ─▶ every k steps, or on request: checkpoint ─▶ rows before it are released
+finish:  the run was stopped ─▶ checkpoint of the last step ─▶ the other ranks end
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from orchestration.run import checkpoint
+from orchestration.run.builders.job import Job, Work
+from orchestration.run.checkpoint import Checkpoint
+from orchestration.run.engines import probe_tokens, train_engine, weight_publisher
+from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
+from pipeline.controller import Controller
+from pipeline.spans import Spans
+from stages.engines.plans import Ranks
+from stages.sample_log import FOLDER, Recorder, SampleLog
+from stages.training.ranks import RankGroup, RankWorker
+from stages.training.update import Update
+from stages.weights.store import Publisher
+
+CHECKPOINT_REPORTED = "checkpoint:told"  # a document of the run: the newest version with an emitted `checkpoint` event
+
+
+class UpdateJob(Job):
+    """Trains: one rank of the train engine."""
+
+    rank_worker: RankWorker | None = None
+    """Of ranks other than 0."""
+    stage: Update
+    """Of rank 0, as the controller."""
+    controller: Controller
+
+    async def build(self) -> None:
+        await self.make_engine()
+        if self.ranks.rank:
+            self.make_rank_worker(RankWorker)
+        else:
+            await self.make_stage(Update, weight_publisher(self.recipe, self.paths.shared, self.context.secret))
+
+    def until_stop(self) -> Sequence[Work]:
+        if self.rank_worker is not None:
+            return ()
+        replicas = self.recipe.replicas if self.recipe.ours("rollout") else 0
+        return (self.stage.answer([f"rollout-{number}" for number in range(replicas)]),)
+
+    def until_done(self) -> Sequence[Work]:
+        return () if self.rank_worker is None else (self.rank_worker.run(),)
+
+    async def finish(self) -> None:
+        """Write a checkpoint when the run was stopped, so that no step is lost; then end the other ranks."""
+        if self.rank_worker is not None:
+            return
+        if self.stage.trained > self._saved and (await self.index.state())[0] == "stopping":
+            await self.before_last_save()
+            await self._save(self.stage.trained)
+        await self.rank_group.broadcast("end")
+
+    async def before_last_save(self) -> None:
+        """Called before :meth:`finish` writes a checkpoint."""
+
+    async def make_engine(self) -> None:
+        """Make this rank's engine, with the newest checkpoint in it."""
+        recipe = self.recipe
+        self.ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
+        self.rank_group, meeting = RankGroup(self.index, self.ranks), None
+        if self.ranks.world > 1:
+            life = await self.index.get(f"ranks:{self.context.kind}") or ""  # put there by the supervisor
+            self.rank_group, meeting = RankGroup(self.index, self.ranks, life), self.paths.shared / f"ranks-{life}"
+        self.engine = await asyncio.to_thread(train_engine, recipe, self.ranks if meeting else None, meeting)
+        self.resources.callback(self.engine.close)
+        self.checkpoint = checkpoint.latest(self.paths.checkpoints)
+        self._saved = 0  # version of the newest checkpoint
+        if self.checkpoint is not None:
+            await asyncio.to_thread(self.checkpoint.load_into, self.engine)
+            self._saved = self.checkpoint.version
+
+    def make_rank_worker(self, make: Callable[..., RankWorker]) -> None:
+        """Make what a rank other than 0 does."""
+        self.rank_worker = worker = make(
+            self.dock, self.engine, self.algorithm(), self.rank_group, version=self._saved, save=checkpoint.write
+        )
+        self.version = lambda: worker.trained
+
+    async def make_stage(self, make: Callable[..., Update], publisher: Publisher) -> None:
+        """Make the update stage, and replay the steps that were recorded since the newest checkpoint."""
+        recipe, found, self._spans = self.recipe, self.checkpoint, Spans()
+        if found is not None and found.path != self.paths.start:
+            if found.version > int(await self.index.get(CHECKPOINT_REPORTED) or 0):
+                await self._report(found, requested=False)  # its writer was killed before it could emit the event
+            await self.index.call("release", before=found.version)
+        self.resources.callback(publisher.close)
+        self.stage = make(
+            self.dock,
+            self.engine,
+            self.algorithm(),
+            publisher,
+            steps=recipe.train.steps,
+            staleness=recipe.pipeline.staleness,
+            version=self._saved,
+            after_step=self._after_step,
+            after_last=lambda: self.controller.stop(),
+            rank_group=self.rank_group,
+            probe_tokens=probe_tokens(recipe),
+            spans=self._spans,
+            recorder=await self._recorder(),
+            publish_first=not recipe.ours("rollout"),
+        )
+        self.version = lambda: self.stage.trained
+        self.controller = self.control(self.stage, self._spans)
+        self.controller.on_end = self.stage.over
+        await self.stage.catch_up()
+
+    async def _recorder(self) -> Recorder | None:
+        most = self.recipe.pipeline.keep_samples
+        if not most:
+            return None
+        samples = SampleLog(self.paths.out / FOLDER, most)
+        await asyncio.to_thread(samples.rewind, (await self.index.call("room_at_gate"))["trained"])
+        return Recorder(
+            self.dock, self.tokenizer, [function.name for function in self.recipe.reward.functions], samples
+        )
+
+    async def _after_step(self, version: int) -> None:
+        """Write a checkpoint when one is due or requested."""
+        request = await self.index.get(CHECKPOINT_ASKED)
+        requested = request is not None and request != await self.index.get(CHECKPOINT_WRITTEN)
+        if version % self.recipe.checkpoint.every and version < self.recipe.train.steps and not requested:
+            return
+        await self._save(version, requested)
+        if requested:
+            await self.index.put(CHECKPOINT_WRITTEN, request or "")
+        await self.index.call("release", before=version)
+
+    async def _save(self, version: int, requested: bool = False) -> None:
+        state: dict[str, Any] = await self.index.call("snapshot")
+        state["remake"] = list(state["remake"] or ())
+        folder = self.paths.checkpoints
+        with self._spans.during("checkpoint", version=version):
+            partial = checkpoint.begin(folder, version)
+            await self.rank_group.broadcast("save", folder=str(partial))
+            await asyncio.to_thread(checkpoint.write, partial, self.engine)
+            written = await asyncio.to_thread(
+                checkpoint.finish, folder, self.tokenizer, version, state, self.recipe.checkpoint.keep
+            )
+        self._saved = version
+        await self._report(written, requested)
+
+    async def _report(self, written: Checkpoint, requested: bool) -> None:
+        data = {"version": written.version, "path": str(written.path), "requested": requested}
+        await self.index.emit("checkpoint", data)
+        await self.index.put(CHECKPOINT_REPORTED, str(written.version))

@@ -1,0 +1,82 @@
+"""The kinds of workers, one row each: how many a recipe needs, what builds one, and how the supervisor treats it.
+
+    recipe ─▶ workers_of ─▶ supervisor: launches each (kind, number) ─▶ worker: Job.build ─▶ work ─▶ finish ─▶ close
+
+A further kind is one row of ``KINDS`` and one file in ``orchestration/run/builders``. This file imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orchestration.recipe.schema import Recipe
+    from orchestration.run.builders.job import Job
+
+
+@dataclass(frozen=True)
+class WorkerKind:
+    """One kind of worker.
+
+    ``job``: its :class:`~orchestration.run.builders.job.Job`, as "module:class". ``numbers``: the workers of this kind that
+    a recipe needs. ``is_rank_group``: they train together; when one dies, all of them are started again. ``ends_by_itself``:
+    the run is finished when all workers of such kinds have ended. ``writes``: they write columns into an arena.
+    """
+
+    name: str
+    job: str
+    numbers: Callable[[Recipe], range]
+    is_rank_group: bool = False
+    ends_by_itself: bool = False
+    writes: bool = True
+
+    def load(self) -> type[Job]:
+        """Import and return the class that builds workers of this kind."""
+        module, _, name = self.job.partition(":")
+        job: type[Job] = getattr(importlib.import_module(module), name)
+        return job
+
+
+_BUILDERS = "orchestration.run.builders"
+_ALL = (
+    # gate, advantage, and the first reward worker
+    WorkerKind("flow", f"{_BUILDERS}.flow:FlowJob", lambda recipe: range(1)),
+    # training and generation in turns on one device; replaces `rollout` and `update`
+    WorkerKind(
+        "colocated",
+        f"{_BUILDERS}.colocated:ColocatedJob",
+        lambda recipe: range(recipe.train.ranks if recipe.colocated else 0),
+        is_rank_group=True,
+        ends_by_itself=True,
+    ),
+    # rollout and evaluation, one engine each
+    WorkerKind(
+        "rollout",
+        f"{_BUILDERS}.rollout:RolloutJob",
+        lambda recipe: range(0 if recipe.colocated else recipe.rollout.workers),
+        ends_by_itself=True,
+    ),
+    # reward workers beside that of `flow`
+    WorkerKind("reward", f"{_BUILDERS}.reward:RewardJob", lambda recipe: range(1, recipe.reward.workers)),
+    # logprobs of the frozen reference policy
+    WorkerKind("reference", f"{_BUILDERS}.reference:ReferenceJob", lambda recipe: range(int(recipe.needs_reference))),
+    # one rank of the train engine each; rank 0 has the update stage
+    WorkerKind(
+        "update",
+        f"{_BUILDERS}.update:UpdateJob",
+        lambda recipe: range(0 if recipe.colocated else recipe.train.ranks),
+        is_rank_group=True,
+        ends_by_itself=True,
+        writes=False,
+    ),
+)
+KINDS = {kind.name: kind for kind in _ALL}
+
+
+def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
+    """Returns the workers that ``recipe`` needs, as (kind, number): none for stages that other programs run."""
+    own = [kind for kind in _ALL if kind.name not in recipe.external.stages]
+    return [(kind.name, number) for kind in own for number in kind.numbers(recipe)]

@@ -1,0 +1,171 @@
+"""Attention with a KV cache in two parts: one prompt's keys and values shared by its rows, and each row's own.
+
+    prefill ─▶ prompt pool [slots, KV heads, P, D]  ──┐
+    decode  ─▶ row pool    [slots, KV heads, L, D]  ──┴─▶ softmax over [prompt keys | own keys] of each row
+
+The prompt's part is one matmul for all rows of a prompt, so its keys are read once per group and never copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Pool = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer: K and V [slots, KV heads, room, D]
+
+
+@dataclass(frozen=True)
+class PrefillStep:
+    """Index tensors of one prefill of g prompts with T tokens in all, padded to P tokens each."""
+
+    padded: torch.Tensor  # int64 [g, P]: index of the packed token at each padded place
+    packed: torch.Tensor  # int64 [T]: index of each packed token in the flattened padded ones
+    first: int  # pool slot of the first prompt
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Which of R rows share which of g prompts, at most n rows a prompt."""
+
+    members: torch.Tensor  # int64 [g, n]: rows of each prompt, padded with 0
+    place: torch.Tensor  # int64 [R]: index of each row in the flattened members
+    prompt_lengths: torch.Tensor  # int64 [R]
+    longest: int  # room for the longest prompt
+    straight: bool  # members are 0, 1, 2, …: nothing has to be gathered
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Index tensors of one decode step of R rows, whose own keys take at most L tokens."""
+
+    sharing: SharedPrompts
+    rows: torch.Tensor  # int64 [R]: pool slot of each row
+    own: torch.Tensor  # int64 [R]: place of its new key and value
+    bias: torch.Tensor  # float32 [R, 1, 1, P + L]: 0, or -inf where a key is masked
+    longest: int  # L
+
+    @classmethod
+    def of(cls, sharing: SharedPrompts, own: torch.Tensor, longest: int) -> DecodeStep:
+        """Computed on the device, without a synchronisation."""
+        device = own.device
+        columns = torch.arange(max(sharing.longest, longest), device=device)[None]
+        prompt_part = columns[:, : sharing.longest] >= sharing.prompt_lengths[:, None]
+        own_part = columns[:, :longest] > own[:, None]
+        hidden = torch.cat([prompt_part, own_part], 1)
+        bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+        return cls(sharing, torch.arange(len(own), device=device), own, bias[:, None, None], longest)
+
+
+class TwoPartAttention:
+    """KV cache of prompts and rows, and the attention over it. ``step`` is what :meth:`attend` computes next.
+
+    ``grown`` counts how often a pool was replaced by a larger one: recorded steps read the old one and are void then.
+    """
+
+    def __init__(self) -> None:
+        self.prompts: Pool = {}
+        self.rows: Pool = {}
+        self.step: PrefillStep | DecodeStep | None = None
+        self.grown = 0
+
+    def clear(self) -> None:
+        self.prompts, self.rows, self.step = {}, {}, None
+        self.grown += 1
+
+    def nbytes(self) -> int:
+        """Bytes of the keys and values that the pools have room for."""
+        return sum(
+            kv.untyped_storage().nbytes() for pool in (self.prompts, self.rows) for pair in pool.values() for kv in pair
+        )
+
+    def move(self, pool: Pool, source: int, target: int, tokens: int) -> None:
+        """Copy the first ``tokens`` keys and values of slot ``source`` to slot ``target``, in every layer."""
+        for pair in pool.values() if tokens else ():  # a row without keys may have no room either
+            for kv in pair:
+                kv[target, :, :tokens] = kv[source, :, :tokens]
+
+    def continue_row(self, row: int, prompt_slot: int, tokens: slice) -> None:
+        """Copy ``tokens`` of a prompt's keys and values to the beginning of ``row``."""
+        count = tokens.stop - tokens.start
+        for layer, pool in self.prompts.items():
+            k, v = (kv[None, prompt_slot, :, tokens] for kv in pool)  # [1, KV heads, T, D]
+            keys, values = self._room(self.rows, layer, row + 1, count, k, v)
+            keys[row, :, :count], values[row, :, :count] = k[0], v[0]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Store the step's keys and values, and attend: ``query`` [T, H, D], ``key`` and ``value`` [T, KV heads, D] of its
+        packed tokens. Returns [T, H * D of the values]."""
+        if isinstance(self.step, PrefillStep):
+            return self._attend_prefill(self.step, layer, query, key, value, scaling)
+        assert self.step is not None
+        return self._attend_decode(self.step, layer, query, key, value, scaling)
+
+    def _attend_prefill(
+        self, step: PrefillStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        g, longest = step.padded.shape
+        q, k, v = (x[step.padded].transpose(1, 2) for x in (query, key, value))  # [g, heads, P, D]
+        keys, values = self._room(self.prompts, layer, step.first + g, longest, k, v)
+        keys[step.first : step.first + g, :, :longest] = k
+        values[step.first : step.first + g, :, :longest] = v
+        # Padding is on the right, where causal queries of real tokens do not attend.
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)[step.packed].flatten(1)
+
+    def _attend_decode(
+        self, step: DecodeStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        sharing = step.sharing
+        members, place, straight = sharing.members.flatten(), sharing.place, sharing.straight
+        (g, n), shared, own, rows = sharing.members.shape, sharing.longest, step.longest, len(place)
+        heads, width = key.shape[1], query.shape[1] // key.shape[1]
+        keys, values = self._room(self.rows, layer, rows, own, key[:, :, None], value[:, :, None])
+        prompt_keys, prompt_values = self._room(self.prompts, layer, g, shared, key[:, :, None], value[:, :, None])
+        keys[step.rows, :, step.own] = key
+        values[step.rows, :, step.own] = value
+
+        def by_prompt(x: torch.Tensor) -> torch.Tensor:  # [R, heads, width, X] -> [g, heads, n * width, X]
+            x = x if straight else x.index_select(0, members)
+            return x.view(g, n, heads, width, -1).transpose(1, 2).reshape(g, heads, n * width, -1)
+
+        def by_row(x: torch.Tensor) -> torch.Tensor:  # and back
+            x = x.view(g, heads, n, width, -1).transpose(1, 2).flatten(0, 1)
+            return x if straight else x.index_select(0, place)
+
+        q = (query * scaling).view(rows, heads, width, -1)
+        of_prompt = by_row(by_prompt(q) @ prompt_keys[:g, :, :shared].transpose(-1, -2))
+        of_own = q @ keys[:rows, :, :own].transpose(-1, -2)
+        weights = torch.cat([of_prompt, of_own], -1).float().add_(step.bias).softmax(-1).to(q.dtype)
+        out = weights[..., shared:] @ values[:rows, :, :own]
+        of_prompt = by_prompt(weights[..., :shared].contiguous()) @ prompt_values[:g, :, :shared]
+        return out.add_(by_row(of_prompt)).flatten(1)
+
+    def _room(
+        self, pool: Pool, layer: int, slots: int, tokens: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's keys and values with room for ``slots`` × ``tokens``, grown by copying where needed. New room is
+        zero: a masked value is multiplied by probability 0 and must be finite."""
+        have = pool.get(layer)
+        if have is not None and have[0].shape[0] >= slots and have[0].shape[2] >= tokens:
+            return have
+        old_slots, old_tokens = (have[0].shape[0], have[0].shape[2]) if have else (0, 0)
+        slots, tokens = _grow(slots, old_slots, 8), _grow(tokens, old_tokens, 32)
+        grown = (
+            k.new_zeros(slots, k.shape[1], tokens, k.shape[-1]),
+            v.new_zeros(slots, v.shape[1], tokens, v.shape[-1]),
+        )
+        if have is not None:
+            for new, old in zip(grown, have, strict=True):
+                new[:old_slots, :, :old_tokens] = old
+        pool[layer] = grown
+        self.grown += 1
+        return grown
+
+
+def _grow(need: int, have: int, step: int) -> int:
+    """Room for ``need``, in multiples of ``step``: at least half more than ``have``, so that growth copies little."""
+    return have if need <= have else max(-(-need // step) * step, have + have // 2)

@@ -1,0 +1,114 @@
+"""The weights of a decoder: checked, prepared beside the running ones, and exchanged.
+
+    new weights ─▶ check: names, shapes, dtypes ─▶ prepare: a second set on the device ─▶ install: at a token boundary
+
+On CPU the weights of linear layers are kept in oneDNN's blocked layout: in float32, a step of 64 rows of a model with
+135M parameters takes 92 ms instead of 140 in linear layers (2 cores). Elsewhere they are the modules' own parameters, and
+new ones are copied in place, where recorded steps read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from stages.engines.protocols import WeightMismatch
+from stages.engines.torch.llama_forward import LlamaForward, PackedLinear, own_places
+
+WeightSet = list[tuple[Any, str, torch.Tensor]]  # holder, attribute, its new tensor
+
+
+class DecoderWeights:
+    """The parameters of ``model``. ``packed``: linear layers are copied into oneDNN's layout."""
+
+    def __init__(self, model: Any, packed: bool) -> None:
+        self.model, self.packed = model, packed
+        self._shapes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._llama: LlamaForward | None = None
+
+    def lay_out(self, llama: LlamaForward | None) -> None:
+        """Decide where each parameter is kept: for ``llama``, or for the model's own modules when it is None."""
+        self._llama = llama
+        if not self.packed:
+            self._places = own_places(self.model.modules(), self._names)
+        elif llama is not None:
+            self._places = llama.places(self._names)
+            plain = {place.names[0] for place in self._places if isinstance(place.holder, nn.Embedding | nn.Linear)}
+            for name, parameter in self.model.named_parameters():
+                if parameter.dim() == 2 and name not in plain:
+                    parameter.data = parameter.data.new_empty(0)  # the packed copy is the weight now
+        else:
+            self._pack_modules()
+
+    def check(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Raise ``WeightMismatch`` unless ``weights`` are the model's parameters in name, shape and dtype."""
+        missing, unknown = self._shapes.keys() - weights.keys(), weights.keys() - self._shapes.keys()
+        problems = [f"{name}: missing" for name in sorted(missing)] + [f"{name}: unknown" for name in sorted(unknown)]
+        for name, (shape, dtype) in self._shapes.items():
+            given = weights.get(name)
+            if given is not None and given.shape != shape:
+                problems.append(f"{name}: shape {tuple(given.shape)}, the model has {tuple(shape)}")
+            elif given is not None and given.dtype != dtype:
+                problems.append(f"{name}: dtype {given.dtype}, the model has {dtype}")
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise WeightMismatch(
+                "; ".join(problems[:5]) + more + "; offer the parameters of the same model, tied ones once"
+            )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that the decoder computes with, which the caller may write between two calls. Their names are those of
+        Hugging Face, and of vLLM where several parameters are one tensor. Raises ValueError when they are packed."""
+        if self.packed:
+            raise ValueError("packed: the weights are copies in oneDNN's layout; make the decoder with packed=False")
+        found, parts = dict[str, torch.Tensor](), set[str]()
+        for linear in self._llama.joined() if self._llama else ():
+            for kind, whole in (("weight", linear.weight), ("bias", linear.bias)):
+                if whole is not None:
+                    of = [self._names[id(getattr(layer, kind))] for layer in linear.layers]
+                    found[of[0].replace(".q_proj.", ".qkv_proj.").replace(".gate_proj.", ".gate_up_proj.")] = whole
+                    parts.update(of)
+        return found | {n: p.detach() for n, p in self.model.named_parameters() if n not in parts}
+
+    @torch.no_grad()
+    def prepare(self, weights: Mapping[str, torch.Tensor]) -> WeightSet:
+        """Copy ``weights`` to the device, in the layout that is computed with, while the present ones are in use."""
+        device = self.model.device
+        return [
+            (place.holder, place.attribute, place.build([weights[n].detach().to(device) for n in place.names]))
+            for place in self._places
+        ]
+
+    def install(self, prepared: WeightSet) -> list[torch.Tensor]:
+        """Use ``prepared`` from the next forward on; computed keys and values stay. Returns the replaced tensors: freeing
+        them takes longer than the exchange, so the caller does it in another thread."""
+        replaced = []
+        for holder, attribute, tensor in prepared:
+            current = getattr(holder, attribute)
+            if not self.packed:
+                current.data.copy_(tensor)
+                replaced.append(tensor)
+            elif isinstance(current, nn.Parameter):
+                replaced.append(current.data)
+                current.data = tensor
+            else:
+                replaced.append(current)
+                setattr(holder, attribute, tensor)
+        return replaced
+
+    def _pack_modules(self) -> None:
+        self._places, kept = [], []
+        head = None if self.model.dtype == torch.float32 else self.model.get_output_embeddings()
+        for module_name, module in list(self.model.named_modules()):
+            if type(module) is nn.Linear and module is not head:
+                linear = PackedLinear(module)
+                parent, _, attribute = module_name.rpartition(".")
+                setattr(self.model.get_submodule(parent), attribute, linear)
+                self._places += linear.places(self._names)
+            else:
+                kept.append(module)
+        self._places += own_places(kept, self._names)
