@@ -55,7 +55,7 @@ async def _from_folder(folder: Path, to: str, into: Path) -> int:
 
 
 async def _from_server(run: str, to: str, into: Path, server: str) -> int:
-    from api.client.client import ApiProblem, Client, ServiceError
+    from api.client import ApiProblem, Client, ServiceError
     from api.telemetry.trackers import TRACKERS, track
 
     try:

@@ -22,7 +22,7 @@ from api.client.credentials import DEFAULT_SERVER, SERVER_VARIABLE, TOKEN_VARIAB
 from api.terminal.screen import complain
 
 if TYPE_CHECKING:
-    from api.client.client import ApiProblem, Client, ServiceError
+    from api.client import ApiProblem, Client, ServiceError
     from api.schemas.runs import RunView
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def ask(
 ) -> T:
     """Return what ``work`` returns with a client of ``server``. Any failure ends the command with a message and an exit
     code. ``run``: the run that it is about; ``token``: instead of the kept one."""
-    from api.client.client import ApiProblem, Client, ServiceError
+    from api.client import ApiProblem, Client, ServiceError
 
     async def asking() -> T:
         notice = on_retry or functools.partial(_print_retry, since=time.monotonic())
@@ -64,7 +64,7 @@ def ask(
 
 def ask_for_completion(server: Any, work: Callable[[Client], Awaitable[T]]) -> T | None:
     """Return what ``work`` returns, or None when the service does not answer soon: completion cannot show errors."""
-    from api.client.client import Client, ServiceError
+    from api.client import Client, ServiceError
 
     address = str(server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER)
 
@@ -119,7 +119,7 @@ def _describe(server: str, problem: ApiProblem, *, token_given: bool) -> str:
 
 
 def _unreachable_hint(server: str, error: ServiceError) -> str:
-    from api.client.client import Unreachable
+    from api.client import Unreachable
 
     if not isinstance(error, Unreachable):
         return ""

@@ -32,7 +32,7 @@ from orchestration.escapes import escaped
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from api.client.client import Client, ServiceError
+    from api.client import Client, ServiceError
     from api.schemas.runs import RunView, SampleView
 
 WATCH_PATIENCE = 300.0  # seconds for which a view survives a service that does not answer

@@ -25,7 +25,7 @@ from api.cli import main as cli
 from api.cli.exit_codes import BAD_INPUT, FAILED, FINISHED, INTERRUPTED, NO_SERVICE
 from api.cli.service import asking
 from api.cli.service import runs as runs_cli
-from api.client.client import Client
+from api.client import Client
 from api.client.credentials import KeyringError, find_token, forget, keyring_file, remember
 from tests.api import scripted
 from tests.api.faulty import RUN, Event, Service, Stream, busy, lost, problem, run_view, served
