@@ -47,7 +47,7 @@ def stages_of(recipe: Recipe) -> list[tuple[UserStage, StageDeclaration]]:
 def reward_reads(recipe: Recipe, declared: Iterable[StageDeclaration], *, required: bool = False) -> Columns:
     """The columns of the recipe's own stages that its reward functions have parameters for; ``required``: those alone that
     have no default. Empty where another program scores."""
-    if not recipe.ours("reward") or not recipe.stages:
+    if not recipe.runs_stage("reward") or not recipe.stages:
         return {}
     made = {name: kind for stage in declared for name, kind in stage.makes.items()}
     functions = RewardFunctions()

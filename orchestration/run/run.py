@@ -34,7 +34,7 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.flow import flow_of
-from orchestration.recipe.load import changed
+from orchestration.recipe.load import change_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
@@ -45,7 +45,8 @@ from orchestration.run.paths import RunPaths
 from orchestration.run.supervisor import Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import ENDED
-from pipeline.index.client import Event, Index, IndexUnreachable
+from pipeline.events import Event, WorkerEvent
+from pipeline.index.client import Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.threads import run_in_thread
@@ -107,7 +108,7 @@ class Run:
         if out_dir.exists():
             _refuse_used(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
-        recipe = recipe.located()
+        recipe = recipe.with_absolute_paths()
         lock = RunLock.take(out_dir)
         try:
             _refuse_used(out_dir, lock)
@@ -121,9 +122,9 @@ class Run:
     @classmethod
     def resume(cls, out_dir: Path, overrides: Sequence[str] = ()) -> Run:
         """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none). ``overrides``,
-        ``section.key=value`` each, change where and how it is computed (:data:`~orchestration.recipe.load.HOW`), for good:
-        the
-        checkpoint fits any layout. Raises RunError, and RecipeError for what does not fit the recipe."""
+        ``section.key=value`` each, change where and how it is computed (``CHANGEABLE`` in
+        :mod:`orchestration.recipe.load`), for good: the checkpoint fits any layout. Raises RunError, and RecipeError for
+        what does not fit the recipe."""
         try:
             recipe = Recipe.from_json((out_dir / "recipe.json").read_text())
         except OSError as error:
@@ -137,7 +138,7 @@ class Run:
                     f"run: {out_dir} has done all of its {recipe.train.steps} steps; there is nothing to resume"
                 )
             if overrides:
-                recipe = changed(recipe, overrides)
+                recipe = change_recipe(recipe, overrides)
                 _write_recipe(out_dir, recipe)
             return cls(recipe, out_dir, start, lock=lock)
         except BaseException:
@@ -236,10 +237,10 @@ class Run:
             await asyncio.gather(*events, return_exceptions=True)
 
     async def _tell_restart(self, reason: str) -> None:
-        told = {"stage": "index", "worker": "index-0", "change": "restarted", "pid": 0, "reason": reason}
+        event = WorkerEvent(stage="index", worker="index-0", change="restarted", reason=reason)
         with contextlib.suppress(IndexUnreachable):
             if self._index is not None:
-                await self._index.emit("worker", told)
+                await self._index.emit(event)
 
     async def _take_lock(self) -> None:
         """Wait for a former runner, which ends once it has lost its lease."""
@@ -320,9 +321,15 @@ class Run:
             await index.rewind(config, *self._beginning())
             since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
             log.warning("the samples in shared memory are gone; going on", since=since)
-            told = {"stage": "runner", "worker": "runner-0", "change": "rewound", "pid": os.getpid()}
             await index.emit(
-                "worker", {**told, "version": self.begins, "reason": f"its shared memory was gone; it goes on {since}"}
+                WorkerEvent(
+                    stage="runner",
+                    worker="runner-0",
+                    change="rewound",
+                    pid=os.getpid(),
+                    version=self.begins,
+                    reason=f"its shared memory was gone; it goes on {since}",
+                )
             )
             begun = False
         if not begun:

@@ -26,6 +26,7 @@ from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.launchers import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.paths import RunPaths
 from pipeline.columns import ColumnError
+from pipeline.events import WorkerEvent
 from pipeline.index.client import INDEX_VARIABLE, BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
@@ -35,7 +36,7 @@ from stages.engines.protocols import EngineMissing
 from stages.engines.registry import EngineUnknown
 from stages.flow.adapter import StageError
 from stages.models import ModelNotFound
-from stages.prompts.sources import PromptError
+from stages.prompts.files import PromptError
 from stages.rewards.registry import RewardError
 
 log = structlog.get_logger()
@@ -164,7 +165,7 @@ class Worker:
 
     async def _emit(self, change: str) -> None:
         worker = f"{self.kind}-{self.number}"
-        await self.index.emit("worker", {"stage": self.kind, "worker": worker, "name": self.name, "change": change})
+        await self.index.emit(WorkerEvent(stage=self.kind, worker=worker, name=self.name, change=change))
 
     async def _work(self, job: Job) -> None:
         async with asyncio.TaskGroup() as tasks:

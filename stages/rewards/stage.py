@@ -76,7 +76,7 @@ class RewardSet:
         columns: Mapping[str, list[Any]] = MappingProxyType({}),
     ) -> RewardScores:
         """Scores of B responses by all functions, which run at the same time. ``prompts`` are the rows' own
-        (:attr:`stages.prompts.sources.Prompt.given`), ``fields`` their other columns, ``columns`` those of stages. Raises
+        (:attr:`stages.prompts.formatter.Prompt.given`), ``fields`` their other columns, ``columns`` those of stages. Raises
         :class:`RewardError`."""
         given = _arguments(prompts, completions, completion_ids, fields, columns)
         scored = await asyncio.gather(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestration.recipe.checks.code import refusals
+from orchestration.recipe.checks.code import option_problems
 from orchestration.recipe.checks.registry import check
 from orchestration.recipe.flow import flow_of, reward_reads, stages_of
-from orchestration.recipe.problems import Problem, wrong_and_fix
+from orchestration.recipe.problems import Problem, split_fix
 from orchestration.recipe.schema import Recipe
 from stages.flow.declarations import FlowError
 from stages.flow.user_stage import stage_class
@@ -19,9 +19,9 @@ def stages_resolve(recipe: Recipe) -> Iterator[Problem]:
         try:
             found = stage_class(section.use)
         except ValueError as error:
-            yield Problem(f"stages.{at}.use", section.use, *wrong_and_fix(str(error).partition(f"{section.use!r} ")[2]))
+            yield Problem(f"stages.{at}.use", section.use, *split_fix(str(error).partition(f"{section.use!r} ")[2]))
             continue
-        yield from refusals(f"stages.{at}", found, section.options)
+        yield from option_problems(f"stages.{at}", found, section.options)
 
 
 @check("stages", "algorithm", "reward.functions", "external", "evaluate.every", "train.groups_per_step", "train.dp")

@@ -15,7 +15,9 @@ from stages.external_checks import TERMS
 from stages.flow.catalogue import CREDIT
 from stages.gate import Gate
 from stages.prompts.external import ExternalPrompts
-from stages.prompts.sources import LISTED, PromptForm, PromptSource, load_prompts
+from stages.prompts.formatter import PromptFormatter
+from stages.prompts.sources import PromptSource, load_prompts
+from stages.prompts.too_long import TOO_LONG_FILE
 from stages.rewards.stage import Reward
 from stages.training.advantage import Advantage
 
@@ -44,7 +46,7 @@ class FlowJob(Job):
             groups_per_step=recipe.train.groups_per_step,
         )
         flow = flow_of(recipe)
-        if recipe.ours("reward") and "reward" in flow:
+        if recipe.runs_stage("reward") and "reward" in flow:
             self.control(Reward(self.rewards(), self.tokenizer, tuple(flow["reward"].needs)))
         if CREDIT in flow:
             self.control(Advantage(self.algorithm()))
@@ -52,12 +54,12 @@ class FlowJob(Job):
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)
         if recipe.prompts.source != "external":
-            listed = self.paths.out / LISTED
+            listed = self.paths.out / TOO_LONG_FILE
             split = await asyncio.to_thread(
                 load_prompts, recipe.prompts, self.tokenizer, recipe.seed, limits=limits, listed=listed
             )
             return split.train
-        form = PromptForm(recipe.prompts, self.tokenizer, limits)
+        form = PromptFormatter(recipe.prompts, self.tokenizer, limits)
         prompts = self._external_prompts = ExternalPrompts(self.index, self.paths.out / EXTERNAL_PROMPTS, form)
         await prompts.begin()
         return prompts
@@ -71,7 +73,7 @@ class FlowJob(Job):
     async def set_paused(self, is_paused: bool) -> None:
         await super().set_paused(is_paused)
         self._gate.paused = is_paused
-        await self.index.call("nudge", topic="version")
+        await self.index.wake("version")
 
     async def stop(self) -> None:
         await self._gate.stop()

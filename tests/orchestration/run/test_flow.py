@@ -56,8 +56,8 @@ class Sieve(UserStage):
     needs = ("length",)
 
     def process(self, rows: Any) -> Any:
-        longest = float(rows["length"].max())
-        return Drop("all are short") if longest < 90 else {}
+        shortest = float(rows["length"].min())
+        return Drop("one is short") if shortest < 45 else {}
 
 
 class Wrong(UserStage):

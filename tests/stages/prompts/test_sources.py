@@ -16,17 +16,11 @@ from pydantic import ValidationError
 
 from stages.models import Tokenizer, load_tokenizer
 from stages.prompts.file_checks import MOST_FAULTS, PromptCheck
-from stages.prompts.files import LINE_BYTES, Reading
-from stages.prompts.sources import (
-    PromptError,
-    PromptLimits,
-    PromptOptions,
-    PromptSource,
-    fill,
-    load_prompts,
-    parse_template,
-)
+from stages.prompts.files import LINE_BYTES, PromptError, Reading
+from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.sources import PromptSource, load_prompts
 from stages.prompts.tasks import TASKS
+from stages.prompts.templates import fill_template, parse_template
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ' ' }}{% endfor %}"
@@ -331,7 +325,7 @@ def test_a_row_that_the_arena_has_no_room_for_is_skipped(tmp_path: Path, plain: 
     ],
 )
 def test_templates_that_could_grow_or_name_nothing_are_refused(template: str) -> None:
-    with pytest.raises(ValidationError, match=r"prompts.template = .* is not a template"):
+    with pytest.raises(ValidationError, match=r"(?s)template.* is not a template"):
         PromptOptions(source="jsonl", path="x", template=template)
 
 
@@ -346,8 +340,8 @@ def test_a_template_is_filled_as_str_format_fills_it(fields: dict[str, str], pie
     template = "".join(["{prompt}", *pieces])
     row = fields | {"prompt": "ask"}
     whole = template.format(**row)
-    assert fill(parse_template(template), row, 10_000, "row 1") == whole
-    assert fill(parse_template(template), row, most, "row 1") == whole[-most:]
+    assert fill_template(parse_template(template), row, 10_000, "row 1") == whole
+    assert fill_template(parse_template(template), row, most, "row 1") == whole[-most:]
 
 
 def test_procedural_prompts_that_never_fit_end_in_an_error(plain: Tokenizer) -> None:
@@ -524,13 +518,13 @@ def test_a_table_with_nothing_to_hold_out_is_an_error(tmp_path: Path, plain: Tok
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "jsonl"}, "prompts.path is missing"),
-        ({"source": "builtin", "path": "x", "task": "repeat"}, "prompts.path = 'x' means nothing"),
-        ({"source": "builtin", "task": "chess"}, r"'chess' is not known.*repeat"),
-        ({"source": "jsonl", "path": "x", "config": {"a": 1}}, "prompts.config"),
-        ({"source": "jsonl", "path": "x", "split": "test"}, "prompts.split"),
+        ({"source": "jsonl"}, r"path\n  is missing"),
+        ({"source": "builtin", "path": "x", "task": "repeat"}, r"path\n  means nothing for source = 'builtin'"),
+        ({"source": "builtin", "task": "chess"}, r"(?s)task\n  is not known; use one of \['repeat'\].*'chess'"),
+        ({"source": "jsonl", "path": "x", "config": {"a": 1}}, r"config\n  means nothing"),
+        ({"source": "jsonl", "path": "x", "split": "test"}, r"split\n  means nothing"),
         ({"source": "jsonl", "path": "x", "template": "hello"}, r"must contain \{prompt\}"),
-        ({"source": "jsonl", "path": "x", "chat": False, "system": "s"}, "prompts.system"),
+        ({"source": "jsonl", "path": "x", "chat": False, "system": "s"}, r"system\n  needs a chat template"),
         ({"source": "jsonl", "path": "x", "shuffle": True}, "shuffle"),
     ],
 )
