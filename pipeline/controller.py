@@ -141,7 +141,7 @@ class Controller:
         self._nudged = asyncio.Event()
         self.on_nothing: Callable[[], None] = lambda: None  # a claim has found nothing
         self.on_end: Callable[[], None] = lambda: None  # all that was claimed is done, and nothing more will be
-        dock.on_room = lambda: self.clock.during("blocked")
+        dock.writer.on_room = lambda: self.clock.during("blocked")
 
     def nudge(self) -> None:
         """Look for work again: the stage's room or version has changed."""
@@ -262,7 +262,7 @@ class Controller:
             await self.report()
 
     async def report(self) -> None:
-        depth = await self.dock.index.call("depth", stage=self.stage.name)
+        depth = await self.dock.index.queue_depth(self.stage.name)
         who = {"stage": self.stage.name, "worker": f"{self.stage.name}-{self.number}"}
         await self.dock.index.emit(
             "stage",

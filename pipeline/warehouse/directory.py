@@ -1,7 +1,7 @@
 """The warehouses of a run as one worker knows them: which to write to, which are mapped here, which are reached by wire.
 
-    read / write ─▶ on this node:  the arena, mapped
-                 └▶ on another:    a client of its server ─ unreachable ─▶ the index decides: alive, moved, or lost
+read / write ─▶ on this node:  the arena, mapped
+             └▶ on another:    a client of its server ─ unreachable ─▶ the index decides: alive, moved, or lost
 """
 
 from __future__ import annotations

@@ -132,7 +132,11 @@ class Writer:
         if packed.nbytes <= _SLAB_SHARE * size and not apart:
             async with self._carving:
                 slab = self._slab
-                if slab is None or slab.used + packed.nbytes > slab.nbytes or slab.home is not self._directory.known_home:
+                if (
+                    slab is None
+                    or slab.used + packed.nbytes > slab.nbytes
+                    or slab.home is not self._directory.known_home
+                ):
                     self._retire()
                     with suppress(NoRoom, NeverFits):  # then a smaller block may still find room
                         self._slab = await self.allocate(size, reserve, wait=False)

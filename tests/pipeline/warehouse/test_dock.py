@@ -12,6 +12,7 @@ import torch
 
 from pipeline.columns import Column, ColumnError, Schema
 from pipeline.index.client import (
+    Block,
     BoundBroken,
     Claim,
     GateClosed,
@@ -22,8 +23,8 @@ from pipeline.index.client import (
     NeverFits,
     RunConfig,
     StageSpec,
-    _Line,
 )
+from pipeline.index.link import _Line
 from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.dock import Dock, NoRoom
 
@@ -110,11 +111,16 @@ async def test_rows_that_lie_side_by_side_are_views_of_shared_memory(dock: Dock)
     await dock.commit(
         rollout, [0, 1], {"response_ids": [torch.tensor([1, 2]), torch.tensor([3])]}, generated=[(0, 2), (0, 1)]
     )
-    other = Dock(dock.index, SCHEMA, worker="other", directory=dock._directory, slab=0)
+    other = Dock(dock.index, SCHEMA, worker="other", directory=dock.folder, slab=0)
     reward = await claim(other, "reward")
     values = (await other.fetch(reward, ["response_ids"]))["response_ids"].values()
-    arena = Arena(dock._directory / "arena-local")
-    at = int(values.data_ptr()) - torch.frombuffer(other._arenas[1].slice(0, 1), dtype=torch.uint8).data_ptr()
+    arena = Arena(dock.folder / "arena-local")
+    at = (
+        int(values.data_ptr())
+        - torch.frombuffer(
+            other.warehouses.arena(other.warehouses.records[1]).slice(0, 1), dtype=torch.uint8
+        ).data_ptr()
+    )
     assert 0 <= at < arena.nbytes
     assert bytes(arena.slice(at, 24)) == torch.tensor([1, 2, 3]).numpy().tobytes()
 
@@ -136,7 +142,7 @@ async def test_the_gate_refuses_and_opens_with_the_published_version(dock: Dock)
         await admit(dock, range(4, 5))
     await through_advantage(dock)
     await dock.index.train(await claim(dock, "update"), 0)
-    await dock.index.call("publish", version=1, record={"slot": 0})
+    await dock.index.publish_weights(1, {"slot": 0})
     await admit(dock, range(4, 6))
     with pytest.raises(IndexRefused, match="out of order"):
         await admit(dock, range(7, 8))
@@ -146,7 +152,7 @@ async def test_an_engine_with_old_weights_gets_no_group_that_it_would_make_too_o
     await admit(dock, range(4))
     await through_advantage(dock)
     await dock.index.train(await claim(dock, "update"), 0)
-    await dock.index.call("publish", version=1, record={})
+    await dock.index.publish_weights(1, {})
     await admit(dock, range(4, 6))
     assert await dock.claim("rollout", 10, version=0) is None
     assert {row.group for row in (await claim(dock, "rollout", 10, version=1)).rows} == {4, 5}
@@ -180,7 +186,7 @@ async def test_a_straggler_is_passed_only_inside_the_window(index: Index, tmp_pa
 
 async def test_an_expired_lease_is_delivered_again_and_its_late_commit_refused(dock: Dock) -> None:
     await admit(dock, range(1))
-    slow = Dock(dock.index, SCHEMA, worker="slow", directory=dock._directory, slab=0, lease=0.05)
+    slow = Dock(dock.index, SCHEMA, worker="slow", directory=dock.folder, slab=0, lease=0.05)
     lost = await claim(slow, "rollout", version=0)
     again = await dock.claim("rollout", 1, version=0, timeout=5)
     assert again is not None
@@ -194,7 +200,7 @@ async def test_an_expired_lease_is_delivered_again_and_its_late_commit_refused(d
 
 async def test_a_renewed_lease_holds(dock: Dock) -> None:
     await admit(dock, range(1))
-    short = Dock(dock.index, SCHEMA, worker="short", directory=dock._directory, slab=0, lease=0.2)
+    short = Dock(dock.index, SCHEMA, worker="short", directory=dock.folder, slab=0, lease=0.2)
     held = await claim(short, "rollout", version=0)
     assert await dock.index.renew("rollout", [held.token, "0" * 32], 60) == {held.token}
     assert await dock.claim("rollout", 1, version=0, timeout=0.3) is None
@@ -204,14 +210,12 @@ async def test_a_renewed_lease_holds(dock: Dock) -> None:
 async def test_a_dead_workers_rows_and_bytes_come_back_at_once(dock: Dock) -> None:
     await admit(dock, range(2))
     before = (await dock.index.stats())["warehouses"]["local"]["used"]
-    dead = Dock(dock.index, SCHEMA, worker="dead", directory=dock._directory, slab=0)
+    dead = Dock(dock.index, SCHEMA, worker="dead", directory=dock.folder, slab=0)
     lost = await claim(dead, "rollout", version=0)
     await respond(dead, lost, positions=[0])
     used = (await dock.index.stats())["warehouses"]["local"]["used"]
-    await dock.index.call(
-        "allocate", warehouse=1, worker="dead", bytes=5000, reserve=0, close=[]
-    )  # killed inside a put
-    await dock.index.call("forget", worker="dead")
+    await dock.index.allocate(1, "dead", 5000)  # killed inside a put
+    await dock.index.forget_worker("dead")
     assert (await dock.index.stats())["warehouses"]["local"]["used"] == used > before
     again = await claim(dock, "rollout", version=0)
     assert len(again) == 3, "the committed row is not made twice"
@@ -248,12 +252,12 @@ async def test_no_sample_is_trained_twice_and_released_rows_are_gone(dock: Dock)
         await dock.index.train(update, 1)
     replayed = await dock.index.replay(0)
     assert torch.equal((await dock.fetch(replayed, ["advantage"]))["advantage"], held)
-    assert await dock.index.call("release", before=1) == 2
+    assert await dock.index.release_steps(1) == 2
     stats = await dock.index.stats()
     assert stats["warehouses"]["local"]["used"] == stats["rows"] == stats["blocks"] == 0
     with pytest.raises(StaleHandle):
         await dock.index.replay(0)
-    await dock.index.call("publish", version=1, record={})
+    await dock.index.publish_weights(1, {})
     await admit(dock, range(2, 4))  # overwrites the freed bytes
     with pytest.raises(StaleHandle):
         await dock.fetch(update, ["prompt_ids"])
@@ -273,7 +277,7 @@ async def test_the_ledger_closes_at_every_moment(dock: Dock) -> None:
     rewards = await claim(dock, "reward")
     await dock.commit(rewards, range(6), {"reward": torch.ones(6)})
     advantage = await claim(dock, "advantage", 1)
-    await dock.index.call("filter", stage="advantage", token=advantage.token, groups=[0])
+    await dock.index.drop_groups(advantage, [0])
     assert (await closes())["filtered"] == 2
     await admit(dock, range(4, 5))  # the filtered group made room for one more
     await through_advantage(dock)
@@ -293,14 +297,14 @@ async def test_a_full_warehouse_makes_producers_wait_until_rows_are_released(ind
         await dock.commit(rollout, [1], big, generated=[(0, 700)])
     with pytest.raises(NeverFits, match="can never fit"):
         await dock.commit(rollout, [1], {"response_ids": [torch.zeros(2000, dtype=torch.int64)]}, generated=[(0, 1)])
-    dock.room_timeout = 10
+    dock.writer.room_timeout = 10
     await respond(dock, rollout, positions=[1, 2, 3])
     await through_advantage(dock)
     await index.train(await claim(dock, "update"), 0)
-    await index.call("publish", version=1, record={})
-    waiting = asyncio.create_task(dock._write(big))
+    await index.publish_weights(1, {})
+    waiting = asyncio.create_task(dock.writer.write(big))
     assert not (await asyncio.wait([waiting], timeout=0.1))[0]
-    await index.call("release", before=1)
+    await index.release_steps(1)
     assert (await asyncio.wait_for(waiting, 5)).mask == SCHEMA.mask(["response_ids"])
 
 
@@ -376,15 +380,17 @@ async def test_room_is_joined_again_whatever_the_order_of_release(dock: Dock) ->
     for _ in range(3):
         blocks = []
         for size in torch.randint(1, 5000, (60,), generator=generator).tolist():
-            reply = await dock.index.call("allocate", warehouse=1, worker="w", bytes=size, reserve=0, close=[])
-            blocks.append((reply["block"], reply["offset"], -(-size // 64) * 64))
+            reply = await dock.index.allocate(1, "w", size)
+            assert isinstance(reply, Block)
+            blocks.append((reply.number, reply.offset, -(-size // 64) * 64))
         spans = sorted((offset, offset + size) for _, offset, size in blocks)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "blocks overlap"
         for i in torch.randperm(60, generator=generator).tolist():
-            await dock.index.call("close", worker="w", blocks=[blocks[i][0]])
-        whole = await dock.index.call("allocate", warehouse=1, worker="w", bytes=1 << 20, reserve=0, close=[])
-        assert whole["offset"] == 0, "all bytes are one free piece again"
-        await dock.index.call("close", worker="w", blocks=[whole["block"]])
+            await dock.index.close_blocks("w", [blocks[i][0]])
+        whole = await dock.index.allocate(1, "w", 1 << 20)
+        assert isinstance(whole, Block)
+        assert whole.offset == 0, "all bytes are one free piece again"
+        await dock.index.close_blocks("w", [whole.number])
 
 
 async def test_transitions_follow_the_allowed_moves(index: Index) -> None:
