@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.events import EvaluationEvent
 from pipeline.index.client import Claim, Index
 from pipeline.spans import Spans
 from pipeline.staleness import StalenessPlan
@@ -76,10 +77,10 @@ class Answers:
     def __init__(self) -> None:
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
-    async def run(self, version: int) -> dict[str, Any]:
+    async def run(self, version: int) -> EvaluationEvent:
         self.asked.set()
         await self.go.wait()
-        return {"version": version}
+        return EvaluationEvent(version=version, step=version, count=0, reward_mean=0.0, samples=())
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ async def test_what_must_be_generated_after_all_takes_the_device_back_without_a_
     values = torch.zeros(len(scored))
     await dock.commit(scored, range(len(scored)), {"reward": values, "scores": values[:, None]})
     judged = await claimed(dock, "advantage")
-    await dock.index.call("filter", stage="advantage", token=judged.token, groups=[1])
+    await dock.index.drop_groups(judged, [1])
     await table.device.until(lambda: table.device.did[2:] == ["ready", "generate 0"])
     await table.over()
 
