@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from pipeline.controller import Controller, Output
+from pipeline.events import SyncEvent, TurnEvent
 from pipeline.index.client import Claim, Index
 from stages import device as devices
 from stages.engines.protocols import ColocatedEngine
@@ -166,13 +167,29 @@ class SharedDevice:
             self._most[phase] = self.device_bytes()
 
     async def _tell_turn(self, **counted: int) -> None:
-        told = {"worker": self.worker, "phase": self.state.value, "version": self.rollout.version}
-        await self.index.emit("turn", {**told, "device_bytes": self.device_bytes(), **counted})
+        await self.index.emit(
+            TurnEvent(
+                worker=self.worker,
+                phase=self.state.value,
+                version=self.rollout.version,
+                device_bytes=self.device_bytes(),
+                **counted,
+            )
+        )
 
     async def _tell_sync(self, to: str, *, nbytes: int, exposed: float, hidden: float = 0.0, **more: Any) -> None:
-        told = {"worker": self.worker, "to": to, "version": self.rollout.version, "bytes": nbytes}
-        seconds = {"exposed_seconds": exposed, "hidden_seconds": hidden, "publish_seconds": 0.0}
-        await self.index.emit("sync", {**told, **seconds, **more})
+        await self.index.emit(
+            SyncEvent(
+                worker=self.worker,
+                to=to,
+                version=self.rollout.version,
+                bytes=nbytes,
+                exposed_seconds=exposed,
+                hidden_seconds=hidden,
+                publish_seconds=0.0,
+                **more,
+            )
+        )
 
 
 class Turn:
