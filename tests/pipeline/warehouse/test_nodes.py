@@ -111,7 +111,9 @@ async def test_nodes_that_start_together_find_each_other_whoever_serves_first(cl
     options = {"worker": "writer", "warehouse": "a", "node": "c", "secret": SECRET}
     writer = Dock(cluster.index, SCHEMA, directory=cluster.home, **options)  # type: ignore[arg-type]
     cluster.docks.append(writer)
-    with pytest.raises(ConnectionError, match="warehouse 'a' lies on node 'a', which does not serve it; start its server"):
+    with pytest.raises(
+        ConnectionError, match="warehouse 'a' lies on node 'a', which does not serve it; start its server"
+    ):
         await admit(writer, 0, 1)
     await a.serve("127.0.0.1")
     await admit(writer, 0, 1)
