@@ -73,7 +73,8 @@ import numpy as np
 import redis
 import torch
 
-from pipeline.columns import Column, Packed, PackedRows, Schema
+from pipeline.blocks import PackedRows
+from pipeline.columns import Column, Packed, Schema
 from pipeline.index.client import Claim, Index, RunConfig, StageSpec
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent
 from pipeline.warehouse.arena import shared_memory_directory

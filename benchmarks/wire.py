@@ -39,9 +39,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.columns import Column, Packed, PackedRows, Schema, pack
+from pipeline.blocks import PackedRows, pack
+from pipeline.columns import Column, Packed, Schema
 from pipeline.warehouse.arena import Arena, shared_memory_directory
-from pipeline.warehouse.wire import RemoteWarehouse, WarehouseServer
+from pipeline.warehouse.wire.client import RemoteWarehouse
+from pipeline.warehouse.wire.server import WarehouseServer
 
 SECRET = b"the benchmark's own secret"
 DTYPES = [torch.int64] * 3 + [torch.float32] * 2

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from pipeline.columns import Packed, Schema, pack
+from pipeline.blocks import pack
+from pipeline.columns import Packed, Schema
 from stages.rollout.stage import PROGRESS
 
 TERMS = "external"  # the document of a run that holds them

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestration.recipe.checks.relations import heads_divide
-from orchestration.recipe.field_problems import LATER, lacking
+from orchestration.recipe.field_problems import FUTURE_KEYS, missing_parallelism
 from orchestration.recipe.planner import beyond_engine, reshard_plan, rollout_layout, train_layout, trained_state
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size, parse_size
@@ -121,7 +121,7 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if beyond := beyond_engine(layout):
         for part in beyond:
             key = f"train.{part.partition('=')[0]}"
-            why = lacking(key) if key in LATER else "the train engine shards over all replicas"
+            why = missing_parallelism(key) if key in FUTURE_KEYS else "the train engine shards over all replicas"
             yield f"the train engine does not run this layout: {part}: {why}"
         return
     train = recipe.train.model_copy(update={"dp": layout.dp_shard, "tp": layout.tp})

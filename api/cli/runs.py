@@ -40,7 +40,7 @@ from orchestration.escapes import escaped
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from api.client.client import ApiProblem, Client, ServiceError
+    from api.client import ApiProblem, Client, ServiceError
     from api.schemas.runs import RunView, SampleView
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def recipe_files(incomplete: str) -> Iterator[tuple[str, str]]:
 
 def _completed(server: Any, found: Callable[[Client], Awaitable[T]]) -> T | None:
     """What ``server`` answers in a moment, or None: completion has no way to tell an error."""
-    from api.client.client import Client, ServiceError
+    from api.client import Client, ServiceError
 
     address = str(server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER)
 
@@ -313,7 +313,7 @@ def logout(server: ServerOption = DEFAULT_SERVER) -> None:
 
 def _ask(server: str, work: Callable[[Client], Awaitable[T]], run: str = "", *, token: str = "", say: Any = None) -> T:
     """What ``work`` gets from ``server``; whatever goes wrong ends the command, with what is wrong and its exit code."""
-    from api.client.client import ApiProblem, Client, ServiceError
+    from api.client import ApiProblem, Client, ServiceError
 
     async def asking() -> T:
         notice = say or functools.partial(_notice, since=time.monotonic())
@@ -379,7 +379,7 @@ def _refused(server: str, problem: ApiProblem, *, given: bool) -> str:
 
 
 def _nobody_there(server: str, error: ServiceError) -> str:
-    from api.client.client import Unreachable
+    from api.client import Unreachable
 
     if not isinstance(error, Unreachable):
         return ""

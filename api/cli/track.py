@@ -54,7 +54,7 @@ async def _of_folder(folder: Path, to: str, into: Path) -> int:
 
 
 async def _of_server(run: str, to: str, into: Path, server: str) -> int:
-    from api.client.client import ApiProblem, Client, ServiceError
+    from api.client import ApiProblem, Client, ServiceError
     from api.telemetry.trackers import TRACKERS, track
 
     try:

@@ -119,7 +119,7 @@ def plan(recipe: Recipe) -> Plan:
 
 
 def _slots(recipe: Recipe) -> int:
-    engines = recipe.rollout.workers if recipe.rollout.engine == "vllm" and recipe.ours("rollout") else 0
+    engines = recipe.rollout.workers if recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout") else 0
     return WEIGHT_SLOTS + VLLM_SLOTS * engines
 
 
@@ -293,7 +293,7 @@ def parameters_of(recipe: Recipe) -> int | None:
 
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments."""
-    if not recipe.ours("update"):
+    if not recipe.runs_stage("update"):
         return 0
     size = {"float32": 4, "bfloat16": 2}
     trained = "float32" if recipe.train.precision == "mixed" else recipe.model.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,13 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {_short(self.value)}"
+        value = json.dumps(self.value, ensure_ascii=False, default=str)
+        shown = "" if self.value is None else f" = {value if len(value) <= 80 else value[:77] + '...'}"
         return f"{self.key}{shown}: {self.wrong}" + (f"; {self.fix}" if self.fix else "")
 
 
 class RecipeError(ValueError):
-    """Everything that is wrong with a recipe, in ``problems``."""
+    """All that is wrong with a recipe, in ``problems``; ``where`` names the recipe."""
 
     def __init__(self, where: str, problems: Sequence[Problem]) -> None:
         self.where, self.problems = where, list(problems)
@@ -34,18 +35,13 @@ class RecipeError(ValueError):
         super().__init__(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def suggest(given: str, allowed: Sequence[str]) -> str:
-    """What to write instead of ``given``: the most alike of ``allowed``, or all of them."""
+def suggest(given: str, allowed: Collection[str]) -> str:
+    """Return what to write instead of ``given``: the most similar of ``allowed``, or all of them."""
     close = difflib.get_close_matches(given[:LONGEST_SUGGESTED], allowed, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
 
 
-def wrong_and_fix(message: str) -> tuple[str, str]:
-    """The two parts of ``wrong; fix``."""
+def split_fix(message: str) -> tuple[str, str]:
+    """Split ``what is wrong; what to do`` into its two parts."""
     wrong, _, fix = message.partition("; ")
     return wrong, fix
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -26,7 +26,7 @@ from orchestration.recipe.sections import (
     SyncSection,
     TrainSection,
 )
-from orchestration.recipe.values import CountOrNone
+from orchestration.recipe.values import CountOrZero
 from pipeline.staleness import StalenessPlan
 from stages.prompts.sources import PromptOptions
 
@@ -38,7 +38,7 @@ class Recipe(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name of the run. Default: the recipe file's name."
     )
     description: str = Field(default="", description="One line for people.")
-    seed: CountOrNone = Field(default=0, description="Seed of prompts, draws and initial weights.")
+    seed: CountOrZero = Field(default=0, description="Seed of prompts, draws and initial weights.")
     model: ModelSection
     prompts: PromptOptions
     rollout: RolloutSection = RolloutSection()
@@ -52,8 +52,8 @@ class Recipe(Section):
     launch: LaunchSection = LaunchSection()
     external: ExternalSection = ExternalSection()
 
-    def ours(self, stage: ExternalStage) -> bool:
-        """Whether the run's own workers do a stage, and no other program."""
+    def runs_stage(self, stage: ExternalStage) -> bool:
+        """Whether the run starts workers for ``stage``, instead of leaving it to another program."""
         return stage not in self.external.stages
 
     @property
@@ -67,7 +67,7 @@ class Recipe(Section):
 
     @property
     def replicas(self) -> int:
-        """Rollout engines."""
+        """Number of rollout engines."""
         return self.train.ranks if self.colocated else self.rollout.workers
 
     @property
@@ -77,26 +77,29 @@ class Recipe(Section):
 
         return build_algorithm(self.algorithm.name, self.algorithm.options).needs_reference
 
-    def located(self) -> Recipe:
-        """The same recipe with the paths in it resolved, so that it means the same in any folder."""
-        paths = {"model": ("source",), "prompts": ("path",), "pipeline": TLS_FILES}
-        changes = {}
-        for section, keys in paths.items():
-            found = {key: _resolved(getattr(getattr(self, section), key)) for key in keys}
-            changes[section] = getattr(self, section).model_copy(update=found)
-        return self.model_copy(update=changes)
+    def with_absolute_paths(self) -> Recipe:
+        """Return the same recipe with absolute paths, so that it can be used from any folder."""
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"source": _absolute(self.model.source)}),
+                "prompts": self.prompts.model_copy(update={"path": _absolute(self.prompts.path)}),
+                "pipeline": self.pipeline.model_copy(
+                    update={name: _absolute(getattr(self.pipeline, name)) for name in TLS_FILES}
+                ),
+            }
+        )
 
     def to_json(self) -> str:
         return self.model_dump_json()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Recipe:
-        """The recipe that :meth:`to_json` wrote. Relations and paths were checked when the run was made."""
+        """Return the recipe that :meth:`to_json` wrote. Relations and files are not checked again."""
         return cls.model_validate_json(text)
 
 
-def _resolved(value: str | None) -> str | None:
-    """``value`` as an absolute path when there is a file or a folder of this name; a name stays what it is."""
+def _absolute(value: str | None) -> str | None:
+    """Return ``value`` as an absolute path if it names an existing file or folder, and otherwise unchanged."""
     if not value or value in KNOWN_MODELS or not Path(value).expanduser().exists():
         return value
     return str(Path(value).expanduser().resolve())

@@ -13,16 +13,16 @@ from orchestration.recipe.bounds import LARGEST
 from orchestration.recipe.values import (
     Betas,
     Count,
-    CountOrNone,
+    CountOrZero,
     Device,
     Groups,
     Seconds,
     Size,
-    SizeOrNone,
+    SizeOrZero,
     Steps,
-    StepsOrNone,
+    StepsOrZero,
     Tokens,
-    TokensOrNone,
+    TokensOrZero,
     size_from,
 )
 from stages.algorithms.grpo import GRPO
@@ -120,13 +120,15 @@ class RolloutSection(Section):
         default=32, description="Responses that one worker decodes at the same time."
     )
     max_tokens: Tokens = Field(default=64, description="Longest response. A longer one is cut there: `truncated`.")
-    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of training responses.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature of training responses, which must differ within a group."
+    )
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling: probability mass kept. 1.0: all.")
-    top_k: TokensOrNone = Field(default=0, description="Sample from the so many likeliest tokens. 0: all.")
+    top_k: TokensOrZero = Field(default=0, description="Sample from the so many likeliest tokens. 0: all.")
     stop: list[str] = Field(
         default=[], max_length=64, description="A response ends once it contains one of these texts."
     )
-    budget: TokensOrNone = Field(
+    budget: TokensOrZero = Field(
         default=0,
         description="Tokens of a response in one visit to an engine; then it is parked, and the next free worker continues "
         "it. 0: no limit.",
@@ -136,7 +138,7 @@ class RolloutSection(Section):
         description="Responses in flight when weights arrive: `keep` continues them with the KV cache they have, `cut` "
         "parks them and continues them with a new one.",
     )
-    threads: CountOrNone = Field(default=0, description="CPU threads of one worker. 0: shared out by the launcher.")
+    threads: CountOrZero = Field(default=0, description="CPU threads of one worker. 0: shared out by the launcher.")
     vllm: VllmSection = VllmSection()
     mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = Field(
         default_factory=dict, description='Latency model of `engine = "mock"`.'
@@ -214,7 +216,7 @@ class TrainSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Learning rate after the warm-up: constant, or down to 0 at the last step."
     )
-    warmup_steps: StepsOrNone = Field(default=0, description="Steps in which the learning rate rises from 0.")
+    warmup_steps: StepsOrZero = Field(default=0, description="Steps in which the learning rate rises from 0.")
     weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of AdamW.")
     betas: Betas = Field(default=(0.9, 0.95), description="Decay rates of AdamW's two moments.")
     grad_clip: float = Field(
@@ -226,7 +228,7 @@ class TrainSection(Section):
     activation_checkpointing: bool = Field(
         default=False, description="Compute activations again in the backward pass instead of keeping them."
     )
-    threads: CountOrNone = Field(default=0, description="CPU threads of one rank. 0: shared out by the launcher.")
+    threads: CountOrZero = Field(default=0, description="CPU threads of one rank. 0: shared out by the launcher.")
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = Field(
         default_factory=dict, description='Latency model of `engine = "mock"`.'
     )
@@ -257,7 +259,7 @@ class PipelineSection(Section):
         default=60.0,
         description="A worker's claim ends so long after its last sign of life; its rows are delivered again.",
     )
-    keep_samples: SizeOrNone = Field(
+    keep_samples: SizeOrZero = Field(
         default=64 * 2**20, description="Disk space for the texts of the newest samples. 0: none are kept."
     )
     index: Annotated[str, BeforeValidator(_index_url)] = Field(
@@ -331,7 +333,7 @@ class SyncSection(Section):
 class EvaluateSection(Section):
     """Evaluation: held-out prompts, answered greedily beside training."""
 
-    every: StepsOrNone = Field(default=0, description="Steps between two evaluations. 0: none.")
+    every: StepsOrZero = Field(default=0, description="Steps between two evaluations. 0: none.")
     prompts: Annotated[int, Field(ge=1), unit("prompts")] = Field(
         default=32, description="The first so many held-out prompts are answered."
     )

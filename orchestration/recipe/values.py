@@ -15,7 +15,9 @@ UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1
 
 
 def parse_size(value: object) -> object:
-    """Bytes from ``64MiB``, ``1.5 GiB`` or a whole number. Raises ``ValueError`` with the accepted forms."""
+    """Return the bytes of ``64MiB`` or ``1.5 GiB``; what is no text, as it is. Raises ValueError with the accepted forms.
+
+    Pydantic's ByteSize would also take ``8bit``, ``.5KiB`` and digits of other scripts, and fail on 400 digits."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{1,3})?", value.strip())
@@ -26,7 +28,7 @@ def parse_size(value: object) -> object:
 
 
 def format_size(size: float) -> str:
-    """``67108864`` as ``64 MiB``."""
+    """Return a size in bytes as a text for people: ``64 MiB``."""
     for suffix in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.4g} {suffix}"
@@ -35,7 +37,7 @@ def format_size(size: float) -> str:
 
 
 def size_from(least: int) -> BeforeValidator:
-    """:func:`parse_size`, whose JSON Schema says what it takes: ``least`` bytes or more, or a text."""
+    """Return a validator that calls :func:`parse_size`; its JSON Schema allows ``least`` bytes or more, or a text."""
     number = r"([0-9]*[1-9][0-9]*(\.[0-9]+)?|0+\.0*[1-9][0-9]*)" if least else r"[0-9]+(\.[0-9]+)?"
     text = rf"^ *{number} ?([KkMmGg]?[Bb]|[KkMmGgTt][Ii][Bb])? *$"
     shown = Annotated[int, Field(ge=least, le=LARGEST)] | Annotated[str, Field(json_schema_extra={"pattern": text})]
@@ -43,14 +45,14 @@ def size_from(least: int) -> BeforeValidator:
 
 
 Size = Annotated[int, size_from(1), Field(ge=1, le=LARGEST), unit("bytes")]
-SizeOrNone = Annotated[int, size_from(0), Field(ge=0, le=LARGEST), unit("bytes")]
+SizeOrZero = Annotated[int, size_from(0), Field(ge=0, le=LARGEST), unit("bytes")]
 Count = Annotated[int, Field(ge=1)]
-CountOrNone = Annotated[int, Field(ge=0)]
+CountOrZero = Annotated[int, Field(ge=0)]
 Tokens = Annotated[int, Field(ge=1), unit("tokens")]
-TokensOrNone = Annotated[int, Field(ge=0), unit("tokens")]
+TokensOrZero = Annotated[int, Field(ge=0), unit("tokens")]
 Groups = Annotated[int, Field(ge=1), unit("groups")]
 Steps = Annotated[int, Field(ge=1), unit("steps")]
-StepsOrNone = Annotated[int, Field(ge=0), unit("steps")]
+StepsOrZero = Annotated[int, Field(ge=0), unit("steps")]
 Seconds = Annotated[float, Field(gt=0), unit("seconds")]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[

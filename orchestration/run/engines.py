@@ -44,7 +44,7 @@ def threads_of(recipe: Recipe, asked: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     training = recipe.train.ranks
     in_turn = recipe.colocated or recipe.staleness_plan.slack == 0
-    rollouts = recipe.rollout.workers if recipe.ours("rollout") else 0
+    rollouts = recipe.rollout.workers if recipe.runs_stage("rollout") else 0
     together = training if in_turn else training + rollouts
     return asked or max(1, cores // together)
 
@@ -71,7 +71,7 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
         vocabulary = int(getattr(config, "text_config", config).vocab_size)
     sampling = replace(sampling_of(recipe, tokenizer), budget=recipe.rollout.budget)
     weights: dict[str, tuple[str, tuple[int, ...]]] | None = None
-    if source != "mock" and not recipe.ours("update"):
+    if source != "mock" and not recipe.runs_stage("update"):
         weights = {name: (recipe.model.dtype, shape) for name, shape in weight_shapes(source).items()}
     return Terms(vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights)
 

@@ -33,7 +33,7 @@ from orchestration.private_files import write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
-from orchestration.recipe.load import changed
+from orchestration.recipe.load import change_recipe
 from orchestration.recipe.planner import flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
@@ -107,7 +107,7 @@ class Run:
         if out_dir.exists():
             _refuse_used(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
-        recipe = recipe.located()
+        recipe = recipe.with_absolute_paths()
         lock = RunLock.take(out_dir)
         try:
             _refuse_used(out_dir, lock)
@@ -121,9 +121,9 @@ class Run:
     @classmethod
     def resume(cls, out_dir: Path, overrides: Sequence[str] = ()) -> Run:
         """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none). ``overrides``,
-        ``section.key=value`` each, change where and how it is computed (:data:`~orchestration.recipe.load.HOW`), for good:
-        the
-        checkpoint fits any layout. Raises RunError, and RecipeError for what does not fit the recipe."""
+        ``section.key=value`` each, change where and how it is computed (``CHANGEABLE`` in
+        :mod:`orchestration.recipe.load`), for good: the checkpoint fits any layout. Raises RunError, and RecipeError for
+        what does not fit the recipe."""
         try:
             recipe = Recipe.from_json((out_dir / "recipe.json").read_text())
         except OSError as error:
@@ -137,7 +137,7 @@ class Run:
                     f"run: {out_dir} has done all of its {recipe.train.steps} steps; there is nothing to resume"
                 )
             if overrides:
-                recipe = changed(recipe, overrides)
+                recipe = change_recipe(recipe, overrides)
                 _write_recipe(out_dir, recipe)
             return cls(recipe, out_dir, start, lock=lock)
         except BaseException:

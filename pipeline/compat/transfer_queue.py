@@ -37,8 +37,8 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from pipeline.blocks import jagged_parts
 from pipeline.columns import Column, ColumnError, Packed, Schema
-from pipeline.columns import _jagged as jagged_parts
 from pipeline.index.client import REF, FieldsChanged, Index, IndexRefused, RunConfig, worker_name
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import StaleHandle, shared_memory_directory

@@ -28,17 +28,8 @@ import numpy as np
 import structlog
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from pipeline.columns import (
-    ColumnError,
-    Packed,
-    PackedRows,
-    Schema,
-    StaleHandle,
-    collect,
-    in_order,
-    missing_column,
-    pack,
-)
+from pipeline.blocks import BlockReader, PackedRows, missing_column, pack
+from pipeline.columns import ColumnError, Packed, Schema, in_order
 from pipeline.index.client import (
     REF,
     STATES,
@@ -54,8 +45,10 @@ from pipeline.index.client import (
     ranges,
     redacted,
 )
-from pipeline.warehouse.arena import Arena, shared_memory_directory
-from pipeline.warehouse.wire import RemoteWarehouse, WarehouseServer, WarehouseUnreachable
+from pipeline.warehouse.arena import Arena, StaleHandle, shared_memory_directory
+from pipeline.warehouse.wire.client import RemoteWarehouse
+from pipeline.warehouse.wire.protocol import WarehouseUnreachable
+from pipeline.warehouse.wire.server import WarehouseServer
 
 log = structlog.get_logger()
 
@@ -631,7 +624,7 @@ class Dock:
         blocks, slots = refs["block"].astype(np.int64), refs["slot"].astype(np.int64)
         if warehouse.node == self.node:
             arena = self._arena(warehouse)
-            return collect(self.schema, names, arena.slice(0, arena.nbytes), places, blocks, slots)
+            return BlockReader(arena.slice(0, arena.nbytes), self.schema).read(blocks, places, slots, names)
         try:
             return await self._remote(warehouse).read(blocks, places, slots, names)
         except WarehouseUnreachable as silent:

@@ -1,7 +1,7 @@
-"""What ``generate`` returns, for an engine that lives in its callers' asyncio loop.
+"""The iterator that ``generate`` returns.
 
-engine ── put(Completion) as each response ends, put(error) at the end of everything ──▶ Responses ──▶ async for
-consumer closes it or is cancelled ──▶ abort(responses), once: the engine drops what has not been yielded
+engine ── put(Completion) as each response ends, put(error) when it fails ──▶ Responses ──▶ async for
+consumer closes it, is cancelled or drops it ──▶ abort(responses), once: the engine drops what has not been yielded
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from stages.engines.protocols import Completion
 
 
 class Responses(AsyncIterator[Completion]):
-    """``rows`` completions are still to be yielded. ``abort`` is called with this object when nobody wants them any more."""
+    """Yields ``rows`` completions. Calls ``abort`` with this object when it ends before all of them were yielded."""
 
     def __init__(self, rows: int, abort: Callable[[Responses], None]) -> None:
         self._left, self._abort = rows, abort
-        self._ready: asyncio.Queue[Completion | Exception] = asyncio.Queue()
+        self.queue: asyncio.Queue[Completion | Exception] = asyncio.Queue()
 
     def put(self, item: Completion | Exception) -> None:
-        """A response that has ended, or the error that ends all that is left."""
-        self._ready.put_nowait(item)
+        """Add a response that has ended, or the error that ends all the others. Called in the consumer's loop."""
+        self.queue.put_nowait(item)
 
     async def __anext__(self) -> Completion:
         if not self._left:
             raise StopAsyncIteration
         try:
-            item = await self._ready.get()
+            item = await self.queue.get()
         except asyncio.CancelledError:
             await self.aclose()
             raise
@@ -38,7 +38,11 @@ class Responses(AsyncIterator[Completion]):
         return item
 
     async def aclose(self) -> None:
-        """Abort what has not been yielded. Harmless when repeated."""
+        """Abort the rows that have not been yielded. May be called again."""
         if self._left:
             self._left = 0
+            self._abort(self)
+
+    def __del__(self) -> None:
+        if self._left:
             self._abort(self)

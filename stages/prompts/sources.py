@@ -26,7 +26,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import numpy as np
 import structlog
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from stages.json_schema import only_where, schema_of, unit
 from stages.prompts.files import PromptError as PromptError
@@ -158,39 +167,35 @@ class PromptOptions(BaseModel):
         return only_where({"source": "builtin", "task": "repeat"}, "config", core, handler)
 
     @model_validator(mode="after")
-    def _fits_source(self) -> PromptOptions:
-        if self.source == "external":
-            return self._fits_feed()
-        needs, other = ("task", "path") if self.source in ("reasoning_gym", "builtin") else ("path", "task")
-        if not getattr(self, needs):
-            raise ValueError(f"prompts.{needs} is missing: source = {self.source!r} needs it")
-        if getattr(self, other):
-            raise ValueError(f"prompts.{other} = {getattr(self, other)!r} means nothing for source = {self.source!r}")
-        if self.config and needs != "task":
-            raise ValueError(f"prompts.config = {self.config!r} means nothing for source = {self.source!r}")
-        if self.split and self.source != "datasets":
-            raise ValueError(f"prompts.split = {self.split!r} means nothing for source = {self.source!r}")
-        if self.source == "builtin" and self.task not in TASKS:
-            raise ValueError(f"prompts.task = {self.task!r} is not known; use one of {sorted(TASKS)}")
-        return self._fits_form()
+    def _check_keys(self) -> PromptOptions:
+        """Raises one error with all keys that do not fit together."""
+        errors = [
+            InitErrorDetails(type=PydanticCustomError("fault", message), loc=(key,), input=getattr(self, key))
+            for key, message in self._faults()
+        ]
+        if errors:
+            raise ValidationError.from_exception_data("prompts", errors)
+        return self
 
-    def _fits_feed(self) -> PromptOptions:
-        for name in ("path", "task", "config", "split", "held_out"):
-            if value := getattr(self, name):
-                raise ValueError(f"prompts.{name} = {value!r} means nothing for source = 'external'; take it out")
-        return self._fits_form()
-
-    def _fits_form(self) -> PromptOptions:
+    def _faults(self) -> Iterator[tuple[str, Any]]:
+        """Keys that do not fit to the others, with what is wrong and what to do."""
+        needed = {"external": None, "reasoning_gym": "task", "builtin": "task"}.get(self.source, "path")
+        unused = {"task": ["path"], "path": ["task", "config"], None: ["path", "task", "config", "held_out"]}[needed]
+        if needed and not getattr(self, needed):
+            yield needed, f"is missing; source = {self.source!r} needs it"
+        for key in unused if self.source == "datasets" else [*unused, "split"]:
+            if getattr(self, key):
+                yield key, f"means nothing for source = {self.source!r}; take it out"
+        if self.source == "builtin" and self.task and self.task not in TASKS:
+            yield "task", f"is not known; use one of {sorted(TASKS)}"
         if "{prompt}" not in self.template:
-            raise ValueError(f"prompts.template = {self.template!r} must contain {{prompt}}")
+            yield "template", "must contain {prompt}; write it where the prompt belongs"
         try:
             parse_template(self.template)
         except ValueError as error:
-            fix = "name columns as {prompt}, and write a brace of its own twice"
-            raise ValueError(f"prompts.template = {self.template!r} is not a template ({error}); {fix}") from None
+            yield "template", f"is not a template ({error}); name columns as {{prompt}}, and write a brace twice"
         if self.chat is False and self.system is not None:
-            raise ValueError("prompts.system needs a chat template, but prompts.chat = false; drop one of the two")
-        return self
+            yield "system", "needs a chat template, but prompts.chat = false; drop one of the two"
 
 
 def load_prompts(

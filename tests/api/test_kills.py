@@ -15,7 +15,7 @@ import aiohttp
 import psutil
 import pytest
 
-from api.client.client import Client
+from api.client import Client
 from orchestration.processes.handles import Process
 from orchestration.recipe.load import parse_recipe
 from orchestration.service.index_server import FILE

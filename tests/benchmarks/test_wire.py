@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.wire import CASES, SMALL, Case, fill, main, schema
-from pipeline.columns import collect
+from pipeline.blocks import BlockReader
 from pipeline.warehouse.arena import Arena
 
 
@@ -18,7 +18,8 @@ def test_the_cases_lie_in_the_arena_as_their_names_say(tmp_path: Path) -> None:
     placed = fill(tmp_path / "arena", cases)
     arena = Arena(tmp_path / "arena")
     for one in placed:
-        found = collect(schema(), one.case.columns, arena.slice(0, arena.nbytes), one.offsets, one.blocks, one.slots)
+        reader = BlockReader(arena.slice(0, arena.nbytes), schema())
+        found = reader.read(one.blocks, one.offsets, one.slots, one.case.columns)
         tokens = [len(packed.values) for packed in found.values()]
         assert len(set(tokens)) == 1
         assert tokens[0] == one.case.rows * one.case.tokens or 16 * one.case.rows <= tokens[0] <= 240 * one.case.rows
@@ -28,9 +29,9 @@ def test_the_cases_lie_in_the_arena_as_their_names_say(tmp_path: Path) -> None:
 
 def test_the_smoke_run_compares_reads_with_the_raw_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--smoke", "--json", str(tmp_path / "wire.json")])
-    told = json.loads((tmp_path / "wire.json").read_text())
-    assert [case["case"] for case in told["cases"]] == ["a", "a*", "c'", "c*"]
-    for case in told["cases"]:
+    report = json.loads((tmp_path / "wire.json").read_text())
+    assert [case["case"] for case in report["cases"]] == ["a", "a*", "c'", "c*"]
+    for case in report["cases"]:
         named: Case = next(c for c in CASES if c.name == case["case"])
         assert case["ratio"] == pytest.approx(case["raw_seconds"] / case["read_seconds"])
         assert case["ratio"] > 0
@@ -38,7 +39,7 @@ def test_the_smoke_run_compares_reads_with_the_raw_socket(tmp_path: Path, capsys
             assert case["nbytes"] == 32 * named.rows * named.tokens
         else:
             assert case["nbytes"] > 32 * 16 * SMALL.rows
-    assert [calls["connections"] for calls in told["calls"]] == [1, 2, 4, 8]
-    assert all(calls["alone"] > 0 and calls["beside_large"] > 0 for calls in told["calls"])
+    assert [calls["connections"] for calls in report["calls"]] == [1, 2, 4, 8]
+    assert all(calls["alone"] > 0 and calls["beside_large"] > 0 for calls in report["calls"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["a", "a*", "c'", "c*"]

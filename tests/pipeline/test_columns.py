@@ -12,18 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from pipeline.blocks import BlockReader, pack
 from pipeline.columns import (
     MAX_COLUMNS,
-    BlockView,
     Column,
     ColumnError,
     Packed,
     Schema,
-    StaleHandle,
-    collect,
     in_order,
-    pack,
 )
+from pipeline.warehouse.arena import StaleHandle
+from tests.pipeline.block_view import BlockView
 
 DTYPES = [
     torch.bool,
@@ -70,7 +69,7 @@ class Shelf:
         places, blocks, slots = (
             np.array(numbers) for numbers in zip(*((*at, slot) for at, slot in asked), strict=True)
         )
-        return collect(self.schema, names, self.memory, places, blocks, slots)
+        return BlockReader(self.memory, self.schema).read(blocks, places, slots, names)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         base = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
@@ -79,7 +78,7 @@ class Shelf:
 
 def whole(schema: Schema, view: BlockView, name: str) -> Any:
     """A block's column: dense, or the list of its rows."""
-    packed = view.packed(name, 0, view.rows)
+    packed = view.column(name)
     return packed.values.view(view.rows, *schema[name].shape) if packed.offsets is None else packed.jagged().unbind()
 
 
@@ -254,12 +253,17 @@ def test_a_handle_to_reused_bytes_is_an_error() -> None:
     packed = pack(SCHEMA, {"reward": torch.zeros(4)})
     memory = memoryview(bytearray(packed.nbytes))
     packed.write_into(memory, 7)
-    BlockView(SCHEMA, memory, 7)
-    packed.write_into(memory, 8)  # released, and somebody else's now
+
+    def read(memory: memoryview, block: int) -> dict[str, Packed]:
+        reader = BlockReader(memory, SCHEMA)
+        return reader.read(np.array([block]), np.array([0]), np.array([1]), ["reward"])
+
+    assert read(memory, 7)["reward"].values.tolist() == [0.0]
+    packed.write_into(memory, 8)  # released, and written by another owner
     with pytest.raises(StaleHandle, match="block 7 was released"):
-        BlockView(SCHEMA, memory, 7)
+        read(memory, 7)
     with pytest.raises(StaleHandle, match="block 9 was released"):
-        BlockView(SCHEMA, memoryview(bytearray(packed.nbytes)), 9)
+        read(memoryview(bytearray(packed.nbytes)), 9)
 
 
 def test_a_column_that_a_row_does_not_have_is_an_error() -> None:

@@ -19,7 +19,7 @@ from pipeline.columns import Column, Schema
 from pipeline.index.client import Index, IndexUnreachable, LeaseLost, RunConfig, StageSpec
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.dock import Dock
-from pipeline.warehouse.wire import WarehouseUnreachable
+from pipeline.warehouse.wire.protocol import WarehouseUnreachable
 from tests.servers import REDIS, WITHOUT_REDIS, Cable, RedisServer, self_signed
 
 SCHEMA = Schema([Column.ragged("tokens", torch.int64), Column.scalar("score", torch.float32)])

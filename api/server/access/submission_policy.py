@@ -65,13 +65,9 @@ def accept(
 ) -> Recipe:
     """The recipe that ``data`` with ``overrides`` is. Of files below the operator's roots it reads what ``reading`` allows
     (default: what a check reads). Raises RecipeError with everything that is wrong."""
-    beyond = [
-        Problem(key, None, *said)
-        for table, where in ((data, ""), (overrides, "overrides"))
-        for key, *said in out_of_bounds(table, where, finite=True)
-    ]
-    if beyond:  # nothing else is asked of such a thing
-        raise RecipeError("recipe", beyond)
+    too_large = [*out_of_bounds(data, finite=True), *out_of_bounds(overrides, "overrides", finite=True)]
+    if too_large:  # other checks could fail on such values, or take long
+        raise RecipeError("recipe", too_large)
     changed, overrides = copy.deepcopy((dict(data), dict(overrides)))
     problems = [p for key, value in overrides.items() if (p := override(changed, key, value, "overrides"))]
     for problem, instead in _refused(settings, changed):

@@ -447,7 +447,7 @@ def refusals() -> Iterator[None]:
     from orchestration.external.session import NotBegun, NotExternal, WeightsGone, WeightsTooOld
     from pipeline.columns import ColumnError
     from pipeline.warehouse.dock import NoRoom
-    from pipeline.warehouse.wire import WarehouseUnreachable
+    from pipeline.warehouse.wire.protocol import WarehouseUnreachable
     from stages.external_checks import Misfit
 
     try:

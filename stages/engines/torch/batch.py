@@ -90,7 +90,7 @@ class ContinuousBatch:
         self.decoder.clear()
         devices.release_cached(self.decoder.device)
 
-    def fail(self, error: Callable[[], BaseException]) -> None:
+    def fail(self, error: Callable[[], Exception]) -> None:
         """Deliver ``error()`` to every submission and remove all rows."""
         for submission in {id(row.submission): row.submission for row in [*self.rows, *self.waiting]}.values():
             submission.deliver([error()])
@@ -191,7 +191,7 @@ class ContinuousBatch:
 
     def _deliver_ended(self) -> None:
         finished = [number for number, row in enumerate(self.rows) if row.ended is not None]
-        results: dict[int, tuple[Submission, list[Completion | BaseException]]] = {}
+        results: dict[int, tuple[Submission, list[Completion | Exception]]] = {}
         for row in map(self.rows.__getitem__, finished):
             results.setdefault(id(row.submission), (row.submission, []))[1].append(row.completion())
         for submission, completions in results.values():

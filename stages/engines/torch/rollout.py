@@ -30,10 +30,12 @@ import torch
 
 from stages import device as devices
 from stages.engines.protocols import Completion, EngineClosed, EngineFailed, GroupRequest, SwapTimes
+from stages.engines.requests import check_request
+from stages.engines.responses import Responses
 from stages.engines.torch.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoder import TorchDecoder
 from stages.engines.torch.decoder_weights import WeightSet
-from stages.engines.torch.rows import Completions, PendingGroup, ResponseRow, Submission, engine_failed, start_row
+from stages.engines.torch.rows import PendingGroup, ResponseRow, Submission, engine_failed, start_row
 from stages.threads import run_in_temporary_thread, run_in_thread
 
 log = structlog.get_logger()
@@ -109,13 +111,15 @@ class TorchRolloutEngine:
         self._refuse_closed()
         for request in requests:
             self._check(request)
-        submission = Submission(asyncio.get_running_loop(), asyncio.Queue())
+        count = sum(len(request.places) for request in requests)
+        responses = Responses(count, lambda _: self._post_abort(submission))
+        submission = Submission(asyncio.get_running_loop(), responses.queue)
         rows: list[ResponseRow] = []
         for request in requests:
             group = PendingGroup(request, request.prompt_ids, waiting=len(request.places))
             rows += [start_row(submission, group, place) for place in request.places]
         self._post(lambda: self._submit(submission, rows))
-        return Completions(submission, len(rows), self._post_abort)
+        return responses
 
     async def load_weights(
         self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
@@ -224,26 +228,9 @@ class TorchRolloutEngine:
             raise
 
     def _check(self, request: GroupRequest) -> None:
-        ids, params = request.prompt_ids, request.params
-        where = f"group {request.group}: "
-        if ids.dim() != 1 or ids.dtype != torch.int64 or not len(ids):
-            raise ValueError(f"{where}prompt_ids is {ids.dtype} {tuple(ids.shape)}; give int64 [P] with P >= 1")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._decoder.vocabulary:
-            raise ValueError(f"{where}prompt_ids has {low}..{high}; the model knows 0..{self._decoder.vocabulary - 1}")
-        if not request.places or len(set(request.places)) != len(request.places):
-            raise ValueError(f"{where}places is {request.places}; give at least one, each once")
-        if min(params.temperature, params.top_k, params.budget, params.max_tokens - 1) < 0 or not 0 < params.top_p <= 1:
-            raise ValueError(
-                f"{where}{params}; max_tokens >= 1, temperature, top_k and budget >= 0, 0 < top_p <= 1 are needed"
-            )
-        if params.stop and (not self._has_tokenizer or "" in params.stop):
-            raise ValueError(f"{where}stop is {params.stop}; stop strings need a tokenizer and may not be empty")
-        need, room = len(ids) + params.max_tokens, self._decoder.max_context
-        if need > room:
-            raise ValueError(
-                f"{where}{len(ids)} prompt tokens + max_tokens {params.max_tokens} > context {room}; shorten one"
-            )
+        check_request(request, vocabulary=self._decoder.vocabulary, context=self._decoder.max_context)
+        if request.params.stop and not self._has_tokenizer:
+            raise ValueError(f"group {request.group}: stop is {request.params.stop}; stop strings need a tokenizer")
 
     # -- run in the compute thread ---------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""Rows of the torch rollout engine: requests, responses in progress, and the iterator that returns completions."""
+"""Rows of the torch rollout engine: requests, responses in progress, and the delivery of completions."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,48 +64,14 @@ class Submission:
     """One call of ``generate``: the loop and the queue for its completions."""
 
     loop: asyncio.AbstractEventLoop
-    results: asyncio.Queue[Completion | BaseException]
+    results: asyncio.Queue[Completion | Exception]
 
-    def deliver(self, items: Sequence[Completion | BaseException]) -> None:
+    def deliver(self, items: Sequence[Completion | Exception]) -> None:
         def put() -> None:
             for item in items:
                 self.results.put_nowait(item)
 
         _call_in_loop(self.loop, put)
-
-
-class Completions(AsyncIterator[Completion]):
-    """The iterator that ``generate`` returns. ``abort`` is called once if it ends before all rows were yielded."""
-
-    def __init__(self, submission: Submission, rows: int, abort: Callable[[Submission], None]) -> None:
-        self._submission, self._left, self._abort = submission, rows, abort
-
-    def __aiter__(self) -> Completions:
-        return self
-
-    async def __anext__(self) -> Completion:
-        if not self._left:
-            raise StopAsyncIteration
-        try:
-            item = await self._submission.results.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        if isinstance(item, BaseException):
-            self._left = 0
-            raise item
-        self._left -= 1
-        return item
-
-    async def aclose(self) -> None:
-        """Abort the rows that have not been yielded. May be called again."""
-        if self._left:
-            self._left = 0
-            self._abort(self._submission)
-
-    def __del__(self) -> None:
-        if self._left:
-            self._abort(self._submission)
 
 
 def start_row(submission: Submission, group: PendingGroup, place: int) -> ResponseRow:

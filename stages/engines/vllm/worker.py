@@ -1,19 +1,19 @@
-"""What runs inside vLLM's worker processes: new weights, out of the node's shared memory into vLLM's model.
+"""Weight updates inside vLLM's worker processes: from the node's shared memory into vLLM's model.
 
     start_weight_update ──▶ update_weights(land) ────────────▶ update_weights(load) ──▶ finish_weight_update
-                               │ a thread, beside generation:     │ paused: vLLM splits, fuses and packs
-                               │ all bytes lie in the engine's    │ the full tensors, as it did at its start
-                               │ memory, checksums compared
-                               └─▶ tells the engine
+                               │ in a thread, beside generation:  │ vLLM is paused: it splits, fuses and packs
+                               │ the bytes are in the engine's    │ the full tensors, as at its start
+                               │ memory, checksums are compared
+                               └─▶ reports to the engine through a file store
 
-Two transports of ours do this, which differ in where the bytes come from. With the one for the node the engine has written
-them there; with the collective one the first worker gets them from the trainer (``weights.collective``). What fails while
-landing has touched nothing.
+Two transports differ in where the bytes come from. With the shared memory of the node, the engine has written them; with
+the collective transport, the first worker receives them from the trainer (``weights.collective``). A landing that fails
+leaves the model unchanged.
 
-vLLM imports this module in each worker because the engine names :class:`WorkerExtension` as ``worker_extension_cls``.
-The import registers the transports, which has to happen in the process that owns the model, and ties the process's life
-to the engine's. The bytes never pass through the engine's pipe. A plain ``model.load_weights`` would not do: on the CPU
-vLLM keeps its linear weights packed and the parameters empty.
+vLLM imports this module in each worker because the engine names :class:`WorkerExtension` as ``worker_extension_cls``. The
+import registers the transports in the process that owns the model, and ends that process with the engine. The bytes do
+not pass through the engine's pipe. ``model.load_weights`` alone is not enough: on the CPU vLLM keeps packed linear weights
+and empty parameters.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from stages.engines.vllm.rollout import COLLECTIVE, ENGINE_PROCESS, HALF_LOADED, SHARED_MEMORY
+from stages.engines.vllm.library import ENGINE_PROCESS
+from stages.engines.vllm.weights import COLLECTIVE, HALF_LOADED, SHARED_MEMORY
 from stages.weights.collective import Credentials
 from stages.weights.store import Published, WeightStore
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; naming it is what has this module imported."""
+    """Mixed into vLLM's worker class. vLLM imports this module because the engine names this class."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     directory: str  # of the WeightStore that the engine's processes share
-    landed: str  # the file of the store in which the engine waits for what has landed
+    landed: str  # file of the store in which workers report what has landed
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     published: dict[str, Any]  # Published.record()
-    told: str  # key of that store under which the engine waits; "": load what has landed
+    report_key: str  # key of the file store in which the worker reports the landing; "": load what has landed
 
 
 class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -71,30 +72,30 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._engine = FileStore(init_info.landed, -1)
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the model is left alone until the bytes have been verified."""
+        """Does nothing: the model is unchanged until the bytes have been verified."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Begin to land a version, or load the one that has landed; an error then leaves the model half loaded, and says
-        so. The workers of an engine share the node's memory: the first one lands for all."""
+        """Start to land a version, or load the one that has landed. An error of loading has :data:`HALF_LOADED` in its text.
+        The workers of an engine share the node's memory: the first one lands for all."""
         published = Published.from_record(update_info.published)
-        if not update_info.told:
+        if not update_info.report_key:
             self._load(published)
         elif self.parallel_config.rank == 0:
-            self._landing.submit(self._land, published, update_info.told)
+            self._landing.submit(self._land, published, update_info.report_key)
 
-    def _land(self, published: Published, told: str) -> None:
+    def _land(self, published: Published, report_key: str) -> None:
         wrong = ""
         try:
             self.land(published)
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
-        self._engine.set(told, wrong)
+        self._engine.set(report_key, wrong)
 
     def land(self, published: Published) -> None:
-        """Have the bytes of ``published`` in the store, verified. Raises ``WeightsDamaged``."""
+        """Verify the bytes of ``published`` in the store. Raises ``WeightsDamaged``."""
         self._store.verify(published)
 
     def _load(self, published: Published) -> None:
@@ -109,14 +110,14 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError(f"{HALF_LOADED}: {error!r}") from error
 
     def _repack_tied_heads(self) -> None:
-        """A head that shares the embedding's weight is loaded with it; what vLLM packed from it on the CPU is not."""
+        """Pack heads that share the embedding's weight again: vLLM's packed copy on the CPU is not updated by loading."""
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             for head in self.model.modules():
                 if isinstance(head, ParallelLMHead):
                     head.quant_method.process_weights_after_loading(head)
 
     def finish_weight_update(self) -> None:
-        """Everything was done when ``update_weights`` returned."""
+        """Does nothing: ``update_weights`` has loaded the weights."""
 
     def shutdown(self) -> None:
         if hasattr(self, "_store"):
@@ -125,19 +126,19 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class CollectiveTransfer(SharedMemoryTransfer):
-    """The same from a trainer on other devices: the first worker receives what the others then map."""
+    """Weight transfer from a trainer on other devices: the first worker receives the bytes, the others map them."""
 
     def land(self, published: Published) -> None:
         """Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
-        if not published.source:  # the engine was offered tensors, and has written them
+        if not published.source:  # the engine got tensors and has written them
             return super().land(published)
         receiver = Credentials.read(self._store.directory).receiver(self.device)
         receiver.receive(published, self._store.memory(published.slot, published.nbytes))
 
 
 def end_with(engine: int) -> None:
-    """End this process, and vLLM's engine core that started it, when the process ``engine`` ends however it may: vLLM's
-    own would go on for ever after a SIGKILL of the one that they serve."""
+    """End this process, and vLLM's engine core that started it, when the process ``engine`` ends, by SIGKILL too. Without
+    this, vLLM's processes would run on for ever."""
     core = os.getppid()
 
     def end() -> None:

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from api.cli import main as cli
 from api.cli import runs as runs_cli
 from api.cli.exit_codes import BAD_INPUT, FAILED, FINISHED, INTERRUPTED, NO_SERVICE
-from api.client.client import Client
+from api.client import Client
 from api.client.credentials import KeyringError, find_token, forget, keyring_file, remember
 from tests.api import scripted
 from tests.api.faulty import RUN, Event, Service, Stream, busy, lost, problem, run_view, served

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli import main as cli
-from api.client.client import SyncClient, Unreachable
+from api.client import SyncClient, Unreachable
 from orchestration.service import index_server as service_index
 from orchestration.service.index_server import FILE
 from tests.api.served import ROOT, SECONDS, Served, environment

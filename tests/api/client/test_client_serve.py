@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.cli.serve import LISTEN
-from api.client import client as client_module
-from api.client.client import Client, RunEvent, WrongState
+from api.client import Client, RunEvent, WrongState, transport
 from api.client.credentials import DEFAULT_SERVER
 from orchestration.events_file import METRICS, read_metrics
 from tests.api.served import ROOT, SECONDS, Served, environment
@@ -90,7 +89,7 @@ async def test_a_server_killed_and_started_again_costs_a_reader_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All events of a run, each once, in order, though the server dies by kill -9 in the middle of it, twice."""
-    monkeypatch.setattr(client_module, "LONGEST_WAIT", 1.0)
+    monkeypatch.setattr(transport, "LONGEST_WAIT", 1.0)
     made = Served(tmp_path / "data")
     made.start()
     try:

@@ -23,8 +23,8 @@ import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from api.client.client import Client as PythonClient
-from api.client.client import WrongInput
+from api.client import Client as PythonClient
+from api.client import WrongInput
 from api.schemas.events import EVENTS, MESSAGES, EventKind
 from api.server.app import ROUTES
 from api.server.openapi import openapi_document

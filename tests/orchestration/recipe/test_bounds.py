@@ -128,8 +128,8 @@ def test_bounds_are_told_by_their_keys() -> None:
         ({"a": {"x\0": 1}}, "a"),
         ({"x": deep}, "x" + ".a" * DEEPEST),
     ):
-        assert [found for found, *_ in out_of_bounds(data)] == [key]
-    assert [key for key, *_ in out_of_bounds({"a": {"b": float("nan")}}, finite=True)] == ["a.b"]
+        assert [found.key for found in out_of_bounds(data)] == [key]
+    assert [found.key for found in out_of_bounds({"a": {"b": float("nan")}}, finite=True)] == ["a.b"]
     assert not list(out_of_bounds({"a": {"b": float("nan")}}))
 
 

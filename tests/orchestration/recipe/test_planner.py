@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, parameters_of, plan
 from orchestration.recipe.schema import Recipe
-from pipeline.columns import pack
+from pipeline.blocks import pack
 from stages.columns import Flow
 from stages.models import tiny_model
 

@@ -27,7 +27,7 @@ from orchestration.run.synchronous import synchronous_run
 from pipeline.index.client import RunConfig
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
-from pipeline.warehouse.wire import WarehouseUnreachable
+from pipeline.warehouse.wire.protocol import WarehouseUnreachable
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.protocols import SwapTimes
 from stages.rollout.weight_follower import ATTEMPTS

@@ -23,7 +23,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
-from pipeline.columns import Column, Schema, pack
+from pipeline.blocks import pack
+from pipeline.columns import Column, Schema
 from pipeline.index.client import Claim, GateClosed, Index, IndexRefused, LeaseLost, RunConfig, StageSpec, WrittenTwice
 from pipeline.staleness import StalenessPlan, max_age, windowed_pick
 from pipeline.warehouse.arena import StaleHandle

@@ -21,7 +21,7 @@ from pipeline.index.client import Index, IndexRefused, RunConfig, StageSpec, War
 from pipeline.warehouse import dock as dock_module
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
-from pipeline.warehouse.wire import TransferError, WarehouseUnreachable
+from pipeline.warehouse.wire.protocol import TransferError, WarehouseUnreachable
 
 SECRET = b"a secret of the run, sixteen or more"
 SCHEMA = Schema(

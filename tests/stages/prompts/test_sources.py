@@ -331,7 +331,7 @@ def test_a_row_that_the_arena_has_no_room_for_is_skipped(tmp_path: Path, plain: 
     ],
 )
 def test_templates_that_could_grow_or_name_nothing_are_refused(template: str) -> None:
-    with pytest.raises(ValidationError, match=r"prompts.template = .* is not a template"):
+    with pytest.raises(ValidationError, match=r"(?s)template.* is not a template"):
         PromptOptions(source="jsonl", path="x", template=template)
 
 
@@ -524,13 +524,13 @@ def test_a_table_with_nothing_to_hold_out_is_an_error(tmp_path: Path, plain: Tok
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "jsonl"}, "prompts.path is missing"),
-        ({"source": "builtin", "path": "x", "task": "repeat"}, "prompts.path = 'x' means nothing"),
-        ({"source": "builtin", "task": "chess"}, r"'chess' is not known.*repeat"),
-        ({"source": "jsonl", "path": "x", "config": {"a": 1}}, "prompts.config"),
-        ({"source": "jsonl", "path": "x", "split": "test"}, "prompts.split"),
+        ({"source": "jsonl"}, r"path\n  is missing"),
+        ({"source": "builtin", "path": "x", "task": "repeat"}, r"path\n  means nothing for source = 'builtin'"),
+        ({"source": "builtin", "task": "chess"}, r"(?s)task\n  is not known; use one of \['repeat'\].*'chess'"),
+        ({"source": "jsonl", "path": "x", "config": {"a": 1}}, r"config\n  means nothing"),
+        ({"source": "jsonl", "path": "x", "split": "test"}, r"split\n  means nothing"),
         ({"source": "jsonl", "path": "x", "template": "hello"}, r"must contain \{prompt\}"),
-        ({"source": "jsonl", "path": "x", "chat": False, "system": "s"}, "prompts.system"),
+        ({"source": "jsonl", "path": "x", "chat": False, "system": "s"}, r"system\n  needs a chat template"),
         ({"source": "jsonl", "path": "x", "shuffle": True}, "shuffle"),
     ],
 )

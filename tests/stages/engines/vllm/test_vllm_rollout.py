@@ -100,15 +100,15 @@ class TestVllm(OnSmolLM2):
     ) -> None:
         """One bit of a published bucket is flipped: the worker's checksum finds it before the model is touched."""
         undisturbed, version = await self.made(engine, self.ask(1, max_tokens=60)), engine.version
-        publish = engine._store.publish
+        publish = engine._weights.store.publish
 
         def damaged(*arguments: Any) -> Any:
             published = publish(*arguments)
-            memory = engine._store._maps[published.slot]
+            memory = engine._weights.store._maps[published.slot]
             memory[published.nbytes // 2] ^= 1
             return published
 
-        monkeypatch.setattr(engine._store, "publish", damaged)
+        monkeypatch.setattr(engine._weights.store, "publish", damaged)
         stream = engine.generate([self.ask(1, max_tokens=60)])
         with pytest.raises(WeightsDamaged, match=rf"keeps version {version}.*checksum"):
             await engine.load_weights(version + 1, self.weights(1))
@@ -122,13 +122,13 @@ class TestVllm(OnSmolLM2):
     async def test_a_bucket_that_is_dropped_is_found_before_the_model_is_touched(
         self, engine: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        before, version, publish = await self.made(engine, self.ask(1)), engine.version, engine._store.publish
+        before, version, publish = await self.made(engine, self.ask(1)), engine.version, engine._weights.store.publish
 
         def dropping(*arguments: Any) -> Published:
             published = publish(*arguments)
             return replace(published, buckets=published.buckets[:1] + published.buckets[2:])
 
-        monkeypatch.setattr(engine._store, "publish", dropping)
+        monkeypatch.setattr(engine._weights.store, "publish", dropping)
         with pytest.raises(WeightsDamaged, match=rf"keeps version {version}.*in no bucket"):
             await engine.load_weights(version + 1, self.weights(1))
         after = await self.made(engine, self.ask(1))
@@ -205,7 +205,7 @@ async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(t
     contract = OnSmolLM2()
     engine = await contract.build(0, VllmCollectiveEngine)
     assert isinstance(engine, VllmCollectiveEngine)
-    Credentials(SECRET).write(engine._store.directory)
+    Credentials(SECRET).write(engine._weights.store.directory)
     sender = WeightSender(WeightStore(tmp_path), torch.device("cpu"), host="127.0.0.1", secret=SECRET)
     try:
         published = sender.publish(1, contract.weights(1).items())

@@ -1,0 +1,295 @@
+"""HTTP requests to a service, repeated while it cannot be reached or is busy.
+
+    call ──▶ attempt ──▶ 2xx ──▶ the answer
+               ▲  ├────▶ connection lost, 429, 503 ──▶ wait (doubling, with jitter, at least Retry-After) ─┐
+               └──┼──────────────────────────────────────────────────────── within the patience ◀──────────┤
+                  └────▶ anything else ──▶ ServiceError ◀───────────────────────── beyond the patience ◀───┘
+
+Three libraries were measured for this and not taken. Downloads of 4 to 256 MB on loopback reach 920 to 1,900 MB/s with
+aiohttp and 560 to 690 MB/s with httpx, and a small call takes 0.14 ms and 0.58 ms; httpx also takes a server that does not
+speak HTTP for a lost connection, and httpx-sse needs it. stamina sleeps past its timeout when Retry-After is longer, and
+reports every repeat through hooks of the whole process (by default a line on standard output).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.utils
+import json
+import os
+import random
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+from yarl import URL
+
+from api.client.errors import NotAsyncDock, ServiceError, Unreachable, problem_from
+
+FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds between attempts: the first wait, and the longest one
+SILENCE = 30.0  # seconds without a byte after which an event stream counts as lost: its heartbeats come every 10
+PIECE = 2**20  # bytes of a body that are given to the socket at once: a larger part would be copied while it waits
+
+OnRetry = Callable[[ServiceError, float], None]
+Query = Mapping[str, Any]
+
+
+class Answer(NamedTuple):
+    """A successful answer, read completely."""
+
+    status: int
+    media_type: str
+    body: bytes
+
+
+class Message(NamedTuple):
+    """One server-sent event. ``id`` is the last one that was sent. A heartbeat has no data, and ``event`` is empty."""
+
+    id: str
+    event: str
+    data: str
+
+
+class Transport:
+    """Sends requests to ``server``, with ``token`` as the bearer.
+
+    ``timeout``: seconds for one attempt; None: no limit except ``silence``, the seconds without a byte. ``patience``:
+    seconds for which a failing request is repeated. ``on_retry``: called with each failure that leads to another attempt,
+    and the seconds until that attempt.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        token: str | None,
+        *,
+        timeout: float | None,
+        silence: float | None = None,
+        patience: float,
+        on_retry: OnRetry | None = None,
+    ) -> None:
+        if token is not None and not re.fullmatch(r"[\x21-\x7e]+", token):
+            raise ValueError("token: is empty, or holds a space, a line end or another character that no token has")
+        self.server, self.timeout, self.patience, self.on_retry = checked_server(server), timeout, patience, on_retry
+        self._silence = silence
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None  # belongs to the event loop in which it is first used
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.server!r})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        query: Query | None = None,
+        *,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Returns the answer. Raises ServiceError when the service refuses, or ``patience`` is over."""
+        headers = dict(headers or {}) | ({"Content-Length": str(len(body))} if body else {})
+        timeout = aiohttp.ClientTimeout(
+            self.timeout, sock_connect=10 if self.timeout is None else None, sock_read=self._silence
+        )
+        retries = Retries(self.patience, self.on_retry)
+        while True:
+            data = _pieces(body) if body else None
+            try:
+                async with self._attempt(method, path, query, headers=headers, data=data, timeout=timeout) as answer:
+                    return Answer(answer.status, answer.content_type, await answer.read())
+            except ServiceError as failure:
+                await retries.wait(failure)
+
+    async def send_json(self, method: str, path: str, value: Any, headers: Mapping[str, str] | None = None) -> Answer:
+        """Sends ``value`` as JSON. As :meth:`send` otherwise."""
+        body, kind = json.dumps(value, allow_nan=False).encode(), {"Content-Type": "application/json"}
+        return await self.send(method, path, body=body, headers={**kind, **(headers or {})})
+
+    async def stream(self, path: str, query: Query, after: str) -> AsyncGenerator[Message]:
+        """Yields the server-sent events of one connection, from event id ``after`` on, until the connection ends."""
+        headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout, sock_read=SILENCE)
+        parser = SseParser()
+        async with self._attempt("GET", path, query, headers=headers, timeout=timeout) as answer:
+            if answer.content_type != "text/event-stream":
+                raise self.not_understood(path, f"it is {answer.content_type}, not text/event-stream")
+            async for chunk in answer.content.iter_any():
+                for message in parser.feed(chunk):
+                    yield message
+
+    def not_understood(self, path: str, why: str) -> NotAsyncDock:
+        return NotAsyncDock(
+            f"{self.server} answered {path} in a way that this client does not know ({why}); "
+            "check that the address is that of an AsyncDock service, and its version near this client's"
+        )
+
+    @contextlib.asynccontextmanager
+    async def _attempt(
+        self, method: str, path: str, query: Query | None, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends a request once, and yields a successful answer before its body is read. Raises ServiceError."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers, cookie_jar=aiohttp.DummyCookieJar())
+        given = {name: str(value) for name, value in (query or {}).items() if value is not None and value != ""}
+        url = URL(self.server + path, encoded=True).with_query(given)
+        try:
+            # Redirects are not followed: the token and the recipe are for this server alone.
+            async with self._session.request(method, url, allow_redirects=False, **options) as answer:
+                if answer.status < 300:
+                    yield answer
+                    return
+                if answer.status < 400:
+                    to = answer.headers.get("Location", "nowhere")
+                    raise NotAsyncDock(f"{self.server} redirects {path} to {to}; give the address that answers itself")
+                problem = problem_from(answer.status, answer.reason or "", answer.content_type, await answer.read())
+                problem.retry_after = retry_after(answer.headers.get("Retry-After"), time.time())
+                raise problem
+        except aiohttp.ClientConnectorCertificateError as error:
+            why = f"its certificate is not trusted ({error.certificate_error})"
+            raise Unreachable(self.server, why, is_temporary=False) from None
+        except aiohttp.ClientSSLError as error:
+            why = f"it does not speak TLS as https:// needs ({error}); if it listens without TLS, write http://"
+            raise Unreachable(self.server, why, is_temporary=False) from None
+        except TimeoutError:
+            seconds = self._silence if self.timeout is None else self.timeout
+            raise Unreachable(self.server, f"no answer within {seconds:g} s") from None
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise Unreachable(self.server, _reason(error)) from None
+        except aiohttp.ClientError as error:
+            raise NotAsyncDock(f"{self.server} does not answer as a web server ({error}); check the address") from None
+
+
+class SseParser:
+    """Parses server-sent events (WHATWG HTML, 9.2.6) from bytes that are cut anywhere. An event is complete with its empty
+    line: what a lost connection leaves before that is dropped.
+
+    >>> parser = SseParser()
+    >>> [*parser.feed(b"id: 1-0\\nevent: step\\ndata: {"), *parser.feed(b"}\\n\\n")]
+    [Message(id='1-0', event='step', data='{}')]
+    """
+
+    # A carriage return at the very end may be half of a line's end.
+    _line_end = re.compile(rb"\r\n|\n|\r(?!\Z)")
+
+    def __init__(self) -> None:
+        self._rest, self._id, self._event = b"", "", ""
+        self._data: list[str] = []
+
+    def feed(self, chunk: bytes) -> Iterator[Message]:
+        """Yields the events that ``chunk`` completes."""
+        *lines, self._rest = self._line_end.split(self._rest + chunk)
+        for line in lines:
+            if line:
+                self._field(line.decode(errors="replace"))
+                continue
+            yield Message(self._id, (self._event or "message") if self._data else "", "\n".join(self._data))
+            self._event, self._data = "", []
+
+    def _field(self, line: str) -> None:
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        match name:
+            case "id":
+                self._id = value
+            case "event":
+                self._event = value
+            case "data":
+                self._data.append(value)
+
+
+class Retries:
+    """The waits between the attempts of one call. Attempts count from the last :meth:`restart`."""
+
+    def __init__(self, patience: float, on_retry: OnRetry | None) -> None:
+        self._patience, self._on_retry = patience, on_retry
+        self.restart()
+
+    def restart(self) -> None:
+        """The call made progress: the next failure is the first one."""
+        self._since: float | None = None
+        self._attempt = 0
+
+    async def wait(self, failure: ServiceError) -> None:
+        """Sleeps until the next attempt. Raises ``failure`` when another attempt cannot help, or comes later than
+        ``patience`` seconds after the first failure."""
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        seconds = max(failure.retry_after, backoff(self._attempt, random.random()))
+        if not failure.is_temporary or now + seconds - self._since > self._patience:
+            raise failure
+        if self._on_retry is not None:
+            self._on_retry(failure, seconds)
+        self._attempt += 1
+        await asyncio.sleep(seconds)
+
+
+async def _pieces(body: bytes) -> AsyncGenerator[bytes]:
+    for start in range(0, len(body), PIECE):
+        yield body[start : start + PIECE]
+
+
+def backoff(attempt: int, share: float) -> float:
+    """Returns the seconds to wait after failed attempt ``attempt`` (from 0): doubling, and spread by ``share`` in [0, 1), so
+    that clients which lost the same server do not all return at the same moment.
+
+    >>> backoff(0, 0.0), backoff(0, 1.0), backoff(3, 1.0), backoff(40, 1.0)
+    (0.125, 0.25, 2.0, 15.0)
+    """
+    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(attempt, 30)) * (0.5 + share / 2)
+
+
+def retry_after(value: str | None, now: float) -> float:
+    """Returns the seconds that a Retry-After header asks for: a number, or a date against Unix time ``now``. 0 for any other
+    value.
+
+    >>> retry_after("3", 0.0), retry_after("Thu, 01 Jan 1970 00:01:00 GMT", 20.0), retry_after("soon", 0.0)
+    (3.0, 40.0, 0.0)
+    """
+    if value is None:
+        return 0.0
+    if value.strip().isascii() and value.strip().isdigit():
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now)
+    except ValueError:
+        return 0.0
+
+
+def checked_server(server: str) -> str:
+    """Returns ``server`` without a slash at its end. Raises ValueError with the fix when it is not an address."""
+    try:
+        parts = urlsplit(server.strip())
+        is_port = parts.port is None or parts.port > 0
+    except ValueError:
+        is_port = False
+    if not is_port or parts.scheme not in ("http", "https") or not parts.hostname:
+        fix = "write it as http://HOST:PORT or https://HOST"
+        raise ValueError(f"server = {server!r}: is not the address of a service; {fix}")
+    if parts.query or parts.fragment or parts.username or parts.password:
+        raise ValueError("server: holds more than an address (a user, a password, a query); pass the token separately")
+    return server.strip().rstrip("/")
+
+
+def _reason(error: aiohttp.ClientError) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno  # name resolution has its own numbers, below 0
+        return os.strerror(number) if number and number > 0 else error.os_error.strerror or str(error.os_error)
+    return str(error) or "the connection was lost"

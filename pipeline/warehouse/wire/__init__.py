@@ -1,0 +1,1 @@
+"""The wire: a warehouse's arena, served to workers on other nodes."""

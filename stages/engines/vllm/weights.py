@@ -1,0 +1,125 @@
+"""New weights for a vLLM engine, from tensors to vLLM's workers.
+
+    publish to shared memory ─▶ the first worker verifies it, or receives it from the trainer   (generation goes on)
+      ─▶ vLLM is paused: workers map the memory and load it ─▶ the new version
+
+A worker reports in a file store that the bytes of a version have landed: a file that only its owner can open, not a port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import FileStore
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from stages.engines.protocols import WeightMismatch
+from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
+
+# Names of the transports that stages/engines/vllm/worker.py registers.
+SHARED_MEMORY, COLLECTIVE = "asyncdock_shared_memory", "asyncdock_collective"
+HALF_LOADED = "the model is left half loaded"
+
+
+class VllmWeights:
+    """Brings weights of ``model`` (a folder) in ``dtype`` to the workers of ``llm``. ``shared``: folder in shared memory of
+    this engine alone. ``timeout``: seconds for a version to land."""
+
+    def __init__(self, vllm: Any, model: Path, dtype: torch.dtype, shared: Path, timeout: float) -> None:
+        self._vllm, self._layout = vllm, _layout(model, dtype)
+        self.store = WeightStore(shared, slots=1)
+        self._file = shared / "landed"
+        shared.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(self._file, os.O_CREAT | os.O_WRONLY, 0o600))
+        self._landed = FileStore(str(self._file), -1)
+        self._landed.set_timeout(timedelta(seconds=timeout))
+        self._keys = itertools.count()
+        self._updating = False  # vLLM is in a weight update
+
+    async def start(self, llm: Any, version: int) -> None:
+        """Give the workers the places of the store and of the file, and vLLM the version of its first weights."""
+        self._llm = llm
+        places = {"directory": str(self.store.directory), "landed": str(self._file)}
+        await llm.init_weight_transfer_engine(self._vllm.WeightTransferInitRequest(places))
+        await llm.update_weight_version(str(version))
+
+    def check(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Raise ``WeightMismatch`` unless ``weights`` are the model's parameters in name, shape and dtype."""
+        for name in self._layout.keys() - weights.keys():
+            raise WeightMismatch(f"{name}: missing from the weights offered")
+        for name, tensor in weights.items():
+            if name not in self._layout:
+                raise WeightMismatch(f"{name}: unknown to the engine's model")
+            shape, dtype = self._layout[name]
+            if tensor.shape != shape:
+                raise WeightMismatch(f"{name}: shape {tuple(tensor.shape)} offered, the engine has {tuple(shape)}")
+            if tensor.dtype != dtype:
+                raise WeightMismatch(f"{name}: dtype {tensor.dtype} offered, the engine has {dtype}")
+
+    async def bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Published:
+        """Write ``weights`` where the workers load them from, and have them verified. Raises ``WeightsDamaged``."""
+        published = await asyncio.to_thread(self.store.publish, version, weights.items())
+        await self.land(published)
+        return published
+
+    async def land(self, published: Published) -> None:
+        """Have the workers verify or receive a version while generation goes on. Raises ``WeightsDamaged`` and
+        ``WeightsUnreachable``; vLLM then keeps its weights."""
+        key = f"landed-{next(self._keys)}"
+        try:
+            if not self._updating:
+                await self._llm.start_weight_update()
+                self._updating = True
+            await self._send(published, key)
+            answer = await asyncio.to_thread(self._landed.get, key)
+        except Exception as error:
+            raise WeightsDamaged(str(error)) from error
+        self._landed.delete_key(key)
+        kind, _, reason = answer.decode().partition(": ")
+        if kind:
+            raise (WeightsUnreachable if kind == WeightsUnreachable.__name__ else WeightsDamaged)(reason)
+
+    async def load(self, published: Published) -> str:
+        """Have the workers load the version that has landed; vLLM is paused. Returns the version that vLLM reports."""
+        await self._send(published)
+        await self._llm.finish_weight_update(str(published.version))
+        self._updating = False
+        version: str = await self._llm.get_weight_version()
+        return version
+
+    def abandon(self) -> None:
+        """Record that vLLM has ended an update that failed."""
+        self._updating = False
+
+    def close(self) -> None:
+        self.store.close()
+        shutil.rmtree(self.store.directory, ignore_errors=True)
+
+    async def _send(self, published: Published, key: str = "") -> None:
+        update = {"published": published.record(), "report_key": key}
+        await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update))
+
+
+class Landed(dict[str, torch.Tensor]):
+    """A version that vLLM's workers have received: tensors on the device ``meta``, by parameter name."""
+
+    def __init__(self, published: Published) -> None:
+        self.published = published
+        super().__init__(
+            {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in published.tensors}
+        )
+
+
+def _layout(model: Path, dtype: torch.dtype) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shapes and dtypes of :meth:`TrainEngine.weights` for ``model``, found without loading its weights."""
+    with torch.device("meta"):
+        blank = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, local_files_only=True))
+    return {name: (parameter.shape, dtype) for name, parameter in blank.named_parameters()}
