@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.first_of import first_of
 from pipeline.index.client import Index
@@ -120,7 +120,7 @@ class Turn(DeviceLease):
                 left, position = await self._to_generate()
                 await (self._generate(update) if left else self._wait(position))
         if update.trained < self.steps:  # stopped
-            if self.device.state is not State.GENERATING and (await self._rollout())["leased"]:
+            if self.device.state is not State.GENERATING and (await self.index.queue("rollout")).leased:
                 await self._generate(update)
         elif await self._due(update.trained):
             if self.device.state is not State.GENERATING:
@@ -166,16 +166,12 @@ class Turn(DeviceLease):
     async def _to_generate(self) -> tuple[bool, str]:
         """Returns whether any rank has something to generate with the published version, admitted or to be admitted, and the
         position of the gate's topic."""
-        at = await self.index.call("room_at_gate")
-        limit = min(at["gate"], self.groups + at["filtered"])
-        if at["remake"] or at["admitted"] < limit:
-            return True, at["wait"]
-        rows = await self._rollout()
-        return bool(rows["ready"] or rows["leased"] or rows["parked"]), at["wait"]
-
-    async def _rollout(self) -> dict[str, Any]:
-        """Returns the counts of rows that wait to be generated or are being generated, on any rank."""
-        return (await self.index.call("stats"))["stages"]["rollout"]  # type: ignore[no-any-return]
+        status = await self.index.status()
+        limit = min(status.gate, self.groups + status.filtered)
+        if status.remake or status.admitted < limit:
+            return True, status.wait
+        queue = await self.index.queue("rollout")
+        return bool(queue.ready or queue.leased or queue.parked), status.wait
 
     async def _due(self, version: int) -> bool:
         """Whether ``version`` is to be evaluated, and has not been."""

@@ -89,17 +89,17 @@ class Update:
 
     async def catch_up(self) -> None:
         """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
-        at, began = await self.dock.index.call("room_at_gate"), self.trained
-        while self.trained < at["trained"]:
+        status, began = await self.dock.index.status(), self.trained
+        while self.trained < status.trained:
             await self._train(await self.dock.index.replay(self.trained))
             log.info("step replayed", step=self.trained)
             self.trained += 1
         was_damaged = bool(await self.dock.index.get(damaged(self.trained)))
-        if at["published"] < self.trained or was_damaged or not await self._reachable():
+        if status.published < self.trained or was_damaged or not await self._reachable():
             await self.publish()
         if was_damaged:
             await self.dock.index.put(damaged(self.trained), "")
-            await self.dock.index.call("nudge", topic="version")
+            await self.dock.index.wake("version")
         if self.trained > began:
             await self._end_step()  # who made the last of these steps may not have come to it
         if self.trained >= self.steps:
@@ -167,7 +167,7 @@ class Update:
     async def _reachable(self) -> bool:
         """Whether engines can have the published version's weights: a trainer that is gone sends them no more. Those that
         the run begins with were not published, unless somebody needs them."""
-        record = (await self.dock.index.call("published"))["record"]
+        record = (await self.dock.index.published_weights()).record
         if not record or self.store is None:
             return not self._publish_first
         return record.get("source", "") == self.store.source  # type: ignore[no-any-return]
@@ -180,7 +180,7 @@ class Update:
                 await self.rank_group.broadcast("publish", probe=self._probe, weights=self.store is not None)
             published = await asyncio.to_thread(self._write)
             record = published.record() if published else {}
-            await self.dock.index.call("publish", version=self.trained, record=record)
+            await self.dock.index.publish_weights(self.trained, record)
         if published is None:
             return
         await self.dock.index.emit(
