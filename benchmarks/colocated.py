@@ -39,7 +39,7 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
 from orchestration.run.run import Run
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 ARMS: dict[str, dict[str, Any]] = {
     "separate": {"launch": {"placement": "separate"}},

@@ -22,6 +22,7 @@ import structlog
 import torch
 
 from pipeline.controller import Controller
+from pipeline.events import SyncEvent, WorkerEvent
 from pipeline.index.client import Index
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.rollout.evaluate import Evaluator, evaluate_once
@@ -154,24 +155,23 @@ class WeightFollower:
             return False
         self._held, self._failed = published, {}
         await self.index.emit(
-            "sync",
-            {
-                "worker": self.worker,
-                "version": published.version,
-                "bytes": published.nbytes,
-                "exposed_seconds": times.exposed,
-                "hidden_seconds": times.hidden + reading,
-                "publish_seconds": 0.0,
+            SyncEvent(
+                worker=self.worker,
+                version=published.version,
+                bytes=published.nbytes,
+                exposed_seconds=times.exposed,
+                hidden_seconds=times.hidden + reading,
+                publish_seconds=0.0,
                 **gap,
-            },
+            )
         )
         return True
 
     async def _say_kept(self, published: Published, refused: Exception) -> None:
         """Say that the engine stays where it is."""
         log.warning("weights not taken", offered=published.version, kept=self.stage.engine.version, reason=str(refused))
-        told = {"stage": "rollout", "worker": self.worker, "change": "kept its weights", "reason": str(refused)}
-        await self.index.emit("worker", told)
+        change = "kept its weights"
+        await self.index.emit(WorkerEvent(stage="rollout", worker=self.worker, change=change, reason=str(refused)))
 
     async def _wait_for_trainer(self, published: Published, gone: WeightsUnreachable) -> None:
         """The trainer is being started anew and will publish again, or is gone for good: raise when that took too long."""
@@ -239,7 +239,7 @@ class WeightFollower:
 
     async def _swap(
         self, published: Published, weights: Mapping[str, torch.Tensor]
-    ) -> tuple[SwapTimes, dict[str, float]]:
+    ) -> tuple[SwapTimes, dict[str, Any]]:
         """Load and probe. Raises SwapRefused with the old weights back in place."""
         judge, probe, engine = self._judge, published.probe, self.stage.engine
         hold, was, changed = judge is not None and probe is not None, engine.version, False

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from pipeline.controller import Controller
+from pipeline.events import SyncEvent, TurnEvent
 from pipeline.index.client import Index
 from stages import device as devices
 from stages.engines.protocols import ColocatedEngine
@@ -147,7 +148,7 @@ class SharedDevice(DeviceLease):
         self.may_generate = True
         self.controller.nudge()
 
-    async def _wake(self, version: int, probe: Probe | None) -> dict[str, float]:
+    async def _wake(self, version: int, probe: Probe | None) -> dict[str, Any]:
         """Wake the engine, and compare its logprobs with the trainer's before it makes a token."""
         async with asyncio.timeout(self.deadline):
             judge = self._judge
@@ -168,10 +169,26 @@ class SharedDevice(DeviceLease):
             self._most[phase] = self.device_bytes()
 
     async def _emit_turn(self, **counted: int) -> None:
-        turn = {"worker": self.worker, "phase": self.state.value, "version": self.rollout.version}
-        await self.index.emit("turn", {**turn, "device_bytes": self.device_bytes(), **counted})
+        await self.index.emit(
+            TurnEvent(
+                worker=self.worker,
+                phase=self.state.value,
+                version=self.rollout.version,
+                device_bytes=self.device_bytes(),
+                **counted,
+            )
+        )
 
     async def _emit_sync(self, to: str, *, nbytes: int, exposed: float, hidden: float = 0.0, **more: Any) -> None:
-        sync = {"worker": self.worker, "to": to, "version": self.rollout.version, "bytes": nbytes}
-        seconds = {"exposed_seconds": exposed, "hidden_seconds": hidden, "publish_seconds": 0.0}
-        await self.index.emit("sync", {**sync, **seconds, **more})
+        await self.index.emit(
+            SyncEvent(
+                worker=self.worker,
+                to=to,
+                version=self.rollout.version,
+                bytes=nbytes,
+                exposed_seconds=exposed,
+                hidden_seconds=hidden,
+                publish_seconds=0.0,
+                **more,
+            )
+        )

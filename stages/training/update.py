@@ -12,15 +12,16 @@ several ranks, this is what the first of them does (``stages.training.ranks``).
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
 import structlog
 import torch
 from tensordict import TensorDict
 
 from pipeline.controller import Output
+from pipeline.events import LedgerEvent, StepEvent, SyncEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import BoundBroken, Claim
 from pipeline.spans import Spans
@@ -114,17 +115,11 @@ class Update:
                 )
             metrics, seconds, samples = await self._train_and_read(claim, stale)
             ledger = await self.dock.index.ledger()
-            trained_tokens = int(claim.tokens.sum())
-            event = {
-                **step_event(self.trained, claim, rows["reward"], stale, metrics),
-                "tokens_generated": ledger["generated_tokens"],
-                "tokens_trained": ledger["trained_tokens"] + trained_tokens,
-                "tokens_filtered": ledger["filtered_tokens"],
-                "seconds": time.monotonic() - self._since,
-                "train_seconds": seconds,
-            }
-            self._since = time.monotonic()
-            yield Output(step=self.trained, event=event, tokens=trained_tokens)
+            now = time.monotonic()
+            spent = (now - self._since, seconds)
+            event = step_event(self.trained, claim, rows["reward"], stale, metrics, ledger, spent)
+            self._since = now
+            yield Output(step=self.trained, event=event, tokens=int(claim.tokens.sum()))
             self.trained += 1
             await self.publish()
             if self.recorder is not None:
@@ -135,7 +130,7 @@ class Update:
 
     async def _end_step(self) -> None:
         await self._after_step(self.trained)
-        await self.dock.index.emit("ledger", await self.dock.index.ledger())
+        await self.dock.index.emit(LedgerEvent.of(await self.dock.index.ledger()))
 
     async def _train_and_read(
         self, claim: Claim, stale: list[int]
@@ -184,15 +179,14 @@ class Update:
         if published is None:
             return
         await self.dock.index.emit(
-            "sync",
-            {
-                "worker": "update-0",
-                "version": self.trained,
-                "bytes": published.nbytes,
-                "publish_seconds": time.monotonic() - began,
-                "exposed_seconds": 0.0,
-                "hidden_seconds": 0.0,
-            },
+            SyncEvent(
+                worker="update-0",
+                version=self.trained,
+                bytes=published.nbytes,
+                publish_seconds=time.monotonic() - began,
+                exposed_seconds=0.0,
+                hidden_seconds=0.0,
+            )
         )
 
     def _write(self) -> Published | None:
@@ -246,20 +240,36 @@ def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
     return sum(len(ids) - 1 for ids in rows)
 
 
-def step_event(step: int, claim: Claim, reward: torch.Tensor, stale: list[int], metrics: Any) -> dict[str, Any]:
-    """What is told of a step: what the engine measured, and what the samples were."""
+def step_event(
+    step: int,
+    claim: Claim,
+    reward: torch.Tensor,
+    stale: list[int],
+    metrics: Mapping[str, float],
+    ledger: Mapping[str, int],
+    seconds: tuple[float, float],
+) -> StepEvent:
+    """The event of a step on the rows of ``claim``. ``metrics`` are what the engine measured, ``ledger`` the counts before
+    the step, ``seconds`` those since the last step and those of training."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.from_numpy(claim.tokens.astype("float64"))
-    return {
-        **{name: float(value) for name, value in metrics.items()},
-        "step": step,
-        "version": step + 1,
-        "rows": len(claim),
-        "groups": sorted(set(claim.group.tolist())),
-        "reward_mean": float(reward.double().mean()),
-        "reward_std": float(reward.double().std(correction=0)),
-        "staleness_mean": float(staleness.mean()),
-        "staleness_p95": float(staleness.quantile(0.95)),
-        "staleness_max": float(staleness.max()),
-        "response_length_mean": float(lengths.mean()),
-    }
+    measured = {name: float(value) for name, value in metrics.items()}
+    return StepEvent(
+        step=step,
+        version=step + 1,
+        rows=len(claim),
+        groups=sorted(set(claim.group.tolist())),
+        loss=measured.pop("loss", math.nan),
+        reward_mean=float(reward.double().mean()),
+        reward_std=float(reward.double().std(correction=0)),
+        staleness_mean=float(staleness.mean()),
+        staleness_p95=float(staleness.quantile(0.95)),
+        staleness_max=float(staleness.max()),
+        response_length_mean=float(lengths.mean()),
+        tokens_generated=ledger["generated_tokens"],
+        tokens_trained=ledger["trained_tokens"] + int(claim.tokens.sum()),
+        tokens_filtered=ledger["filtered_tokens"],
+        seconds=seconds[0],
+        train_seconds=seconds[1],
+        metrics=measured,
+    )

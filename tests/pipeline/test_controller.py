@@ -17,6 +17,7 @@ from pipeline.controller import Clock, Controller, Output
 from pipeline.index.client import Block, Claim, Index, RunConfig, StageSpec
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
+from tests.any_event import AnyEvent
 
 SCHEMA = Schema([Column.scalar("number", torch.int64), Column.scalar("doubled", torch.int64)])
 STAGES = (
@@ -236,7 +237,7 @@ class Train:
         return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        yield Output(step=self.steps, event={"step": self.steps}, tokens=len(claim.rows))
+        yield Output(step=self.steps, event=AnyEvent(kind="step", data={"step": self.steps}), tokens=len(claim.rows))
         self.steps += 1
         await self.published.wait()
         self.ended += 1

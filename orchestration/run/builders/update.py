@@ -17,6 +17,7 @@ from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.engines import probe_tokens, train_engine, weight_publisher
 from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
 from pipeline.controller import Controller
+from pipeline.events import CheckpointEvent
 from pipeline.spans import Spans
 from stages.engines.plans import Ranks
 from stages.sample_log import FOLDER, Recorder, SampleLog
@@ -157,6 +158,6 @@ class UpdateJob(Job):
         await self._report(written, requested)
 
     async def _report(self, written: Checkpoint, requested: bool) -> None:
-        data = {"version": written.version, "path": str(written.path), "requested": requested}
-        await self.index.emit("checkpoint", data)
+        event = CheckpointEvent(version=written.version, path=str(written.path), requested=requested)
+        await self.index.emit(event)
         await self.index.put(CHECKPOINT_REPORTED, str(written.version))

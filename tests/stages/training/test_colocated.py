@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.events import EvaluationEvent
 from pipeline.index.client import Claim, Index
 from pipeline.spans import Spans
 from pipeline.staleness import StalenessPlan
@@ -79,10 +80,10 @@ class Answers:
     def __init__(self) -> None:
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
-    async def run(self, version: int) -> dict[str, Any]:
+    async def run(self, version: int) -> EvaluationEvent:
         self.asked.set()
         await self.go.wait()
-        return {"version": version}
+        return EvaluationEvent(version=version, step=version, count=0, reward_mean=0.0, samples=())
 
 
 @pytest.fixture
