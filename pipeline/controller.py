@@ -143,7 +143,7 @@ class Controller:
         self._nudged = asyncio.Event()
         self.on_nothing: Callable[[], None] = lambda: None  # a claim has found nothing
         self.on_end: Callable[[], None] = lambda: None  # all that was claimed is done, and nothing more will be
-        dock.on_room = lambda: self.clock.during("blocked")
+        dock.writer.on_room = lambda: self.clock.during("blocked")
 
     def nudge(self) -> None:
         """Look for work again: the stage's room or version has changed."""
@@ -242,8 +242,7 @@ class Controller:
             self._held[claim.token] -= len(output.positions)
         elif output.dropped:
             groups = sorted(set(claim.group[list(output.positions)].tolist()))
-            lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
-            await self.dock.index.call("filter", **lease, groups=groups)
+            await self.dock.index.drop_groups(claim, groups)
             self._held[claim.token] -= len(output.positions)
         elif output.positions:
             await self.dock.commit(claim, output.positions, output.rows, generated=output.generated)
