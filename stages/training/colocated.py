@@ -143,7 +143,7 @@ class SharedDevice:
     def open(self) -> None:
         """Claim rollout work."""
         self.claims.held_back = False
-        self.controller.nudge()
+        self.controller.wake()
 
     async def _wake(self, version: int, probe: Probe | None) -> dict[str, float]:
         """Wake the engine; before it makes a token it must find what the trainer has found."""
