@@ -10,13 +10,14 @@ concurrently: renew leases at a third of their length; emit a `stage` event twic
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from pipeline.clock import Clock
+from pipeline.events import EventData, SpanEvent, StageEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import Claim, LeaseLost
 from pipeline.spans import Spans
@@ -47,7 +48,7 @@ class Output:
     rows: Rows | None = None
     generated: Sequence[tuple[int, int]] | None = None
     step: int | None = None
-    event: Mapping[str, Any] | None = None
+    event: EventData | None = None
     tokens: int = 0
     parked: bool = False
 
@@ -85,7 +86,7 @@ class Controller:
         self._woken = asyncio.Event()
         self.on_nothing: Callable[[], None] = lambda: None  # called when a claim found nothing
         self.on_end: Callable[[], None] = lambda: None  # called when all claimed rows are finished, after a stop
-        dock.on_room = lambda: self.clock.during("blocked")
+        dock.writer.on_room = lambda: self.clock.during("blocked")
 
     def wake(self) -> None:
         """Claim again: the stage's room or version has changed."""
@@ -201,19 +202,19 @@ class Controller:
     async def report(self) -> None:
         """Emit a `stage` event, and a `span` event when there are spans."""
         depth = await self.dock.index.queue_depth(self.stage.name)
-        worker = {"stage": self.stage.name, "worker": f"{self.stage.name}-{self.number}"}
+        stage, worker = self.stage.name, f"{self.stage.name}-{self.number}"
         await self.dock.index.emit(
-            "stage",
-            {
-                **worker,
+            StageEvent(
+                stage=stage,
+                worker=worker,
                 **self.clock.read(),
-                "rows": self.rows,
-                "tokens": self.tokens,
-                "parked": self.parked,
-                "queue_depth": depth,
-                "in_flight": sum(self._held.values()),
-            },
+                rows=self.rows,
+                tokens=self.tokens,
+                parked=self.parked,
+                queue_depth=depth,
+                in_flight=sum(self._held.values()),
+            )
         )
         spans, left_out = self.spans.take()
         if spans:
-            await self.dock.index.emit("span", {**worker, "spans": spans, "left_out": left_out})
+            await self.dock.index.emit(SpanEvent(stage=stage, worker=worker, spans=spans, left_out=left_out))

@@ -20,6 +20,7 @@ import structlog
 from orchestration.service.registry import ENDED
 from pipeline.clock import Clock
 from pipeline.controller import EVENT_SECONDS
+from pipeline.events import SpanEvent, StageEvent
 from pipeline.index.client import Index, IndexRefused, IndexUnreachable
 from pipeline.spans import Spans
 
@@ -157,11 +158,19 @@ class StageTimes:
                 log.warning("what external workers do cannot be told", run=self.index.run, reason=str(lost))
 
     async def _tell(self, sheet: StageTime) -> None:
-        who = {"stage": sheet.stage, "worker": sheet.worker}
-        counts = {"rows": sheet.rows, "tokens": sheet.tokens, "parked": sheet.parked}
         depth = await self.index.queue_depth(sheet.stage)
-        now = {"queue_depth": depth, "in_flight": sum(held.left for held in sheet.held.values())}
-        await self.index.emit("stage", {**who, **sheet.clock.read(), **counts, **now})
+        await self.index.emit(
+            StageEvent(
+                stage=sheet.stage,
+                worker=sheet.worker,
+                **sheet.clock.read(),
+                rows=sheet.rows,
+                tokens=sheet.tokens,
+                parked=sheet.parked,
+                queue_depth=depth,
+                in_flight=sum(held.left for held in sheet.held.values()),
+            )
+        )
         spans, left_out = sheet.spans.take()
         if spans:
-            await self.index.emit("span", {**who, "spans": spans, "left_out": left_out})
+            await self.index.emit(SpanEvent(stage=sheet.stage, worker=sheet.worker, spans=spans, left_out=left_out))

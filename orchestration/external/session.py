@@ -26,6 +26,7 @@ from orchestration.recipe.planner import flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run.paths import RunPaths
 from pipeline.columns import Packed, Schema
+from pipeline.events import LedgerEvent, SyncEvent
 from pipeline.index.client import Claim, Index, LeaseLost, redacted
 from pipeline.warehouse.dock import Dock, NoRoom
 from stages.columns import RESPONSE
@@ -320,19 +321,11 @@ class External:
         ledger, now = await self.index.ledger(), time.time()
         since = float(await self.index.get("stepped") or now)
         stale = (step - claim.oldest_version.astype(int)).tolist()
-        event = {
-            "loss": float("nan"),
-            **step_event(step, claim, reward, stale, metrics),
-            "tokens_generated": ledger["generated_tokens"],
-            "tokens_trained": ledger["trained_tokens"] + int(claim.tokens.sum()),
-            "tokens_filtered": ledger["filtered_tokens"],
-            "seconds": now - since,
-            "train_seconds": now - since,
-        }
+        event = step_event(step, claim, reward, stale, metrics, ledger, (now - since, now - since))
         version = await self.index.train(claim, step, event)
         self._put(claim, 0, int(claim.tokens.sum()))
         await self.index.put("stepped", repr(now))
-        await self.index.emit("ledger", await self.index.ledger())
+        await self.index.emit(LedgerEvent.of(await self.index.ledger()))
         return version
 
     async def replay(self, step: int) -> Experience:
@@ -425,13 +418,16 @@ class External:
         await self._refuse_unpublished(version)
         await self.index.put(_loaded(worker, owner), str(version))
         record = await self.index.weights_record(version)
-        event = {
-            "worker": f"{PREFIX}{worker}",
-            "version": version,
-            "bytes": nbytes or (record["nbytes"] if record else 0),
-        }
-        seconds = {"exposed_seconds": exposed, "hidden_seconds": hidden, "publish_seconds": 0.0}
-        await self.index.emit("sync", event | seconds)
+        await self.index.emit(
+            SyncEvent(
+                worker=f"{PREFIX}{worker}",
+                version=version,
+                bytes=nbytes or (record["nbytes"] if record else 0),
+                exposed_seconds=exposed,
+                hidden_seconds=hidden,
+                publish_seconds=0.0,
+            )
+        )
 
     async def publish(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0
@@ -443,9 +439,16 @@ class External:
         began, store = time.monotonic(), await self._weight_store()
         published = await asyncio.to_thread(store.publish, version, checked_weights(weights, wanted))
         await self.index.publish_weights(version, published.record())
-        told = {"worker": f"{PREFIX}update", "version": version, "bytes": published.nbytes}
-        seconds = {"publish_seconds": time.monotonic() - began, "exposed_seconds": 0.0, "hidden_seconds": 0.0}
-        await self.index.emit("sync", told | seconds)
+        await self.index.emit(
+            SyncEvent(
+                worker=f"{PREFIX}update",
+                version=version,
+                bytes=published.nbytes,
+                publish_seconds=time.monotonic() - began,
+                exposed_seconds=0.0,
+                hidden_seconds=0.0,
+            )
+        )
         await self.index.release_steps(max(covered, version - self.recipe.checkpoint.every))
         return published
 
