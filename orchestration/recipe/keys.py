@@ -76,7 +76,7 @@ def _key(path: str, schema: Schema, root: Schema, required: bool = False) -> Key
 
 
 def _table(schema: Schema, root: Schema) -> Schema | None:
-    """The schema of the table that a key holds, alone, in a list, or as the first of several types; None for other values."""
+    """The schema of the table that a key holds, alone, in a list, or as its first alternative; None for other values."""
     ref = _in_parts("$ref", schema)
     return root["$defs"][ref.rpartition("/")[2]] if ref else None
 
