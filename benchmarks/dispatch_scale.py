@@ -75,7 +75,7 @@ import torch
 
 from pipeline.blocks import PackedRows
 from pipeline.columns import Column, Packed, Schema
-from pipeline.index.client import Claim, Index, RunConfig, StageSpec
+from pipeline.index.client import Claim, Index, RunConfig, StageSpec, WarehouseRecord
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
@@ -304,21 +304,26 @@ class CountingDock(Dock):
     """Counts the payload that this host's own warehouse moves without its server: what is written into and read from the
     mapped arena. ``far`` are rows read from elsewhere."""
 
-    mapped = far = near = 0
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.mapped = self.far = self.near = 0
+        write, read = self.warehouses.write, self.warehouses.read
 
-    async def _fill(self, home: Any, written: Any, packed: PackedRows) -> None:
-        await super()._fill(home, written, packed)
-        if home.node == self.node:
-            self.mapped += packed.nbytes - 32 - 32 * bin(packed.mask).count("1")  # without the block's header
+        async def counted_write(record: WarehouseRecord, offset: int, block: int, packed: PackedRows) -> None:
+            await write(record, offset, block, packed)
+            if record.node == self.node:
+                self.mapped += packed.nbytes - 32 - 32 * bin(packed.mask).count("1")  # without the block's header
 
-    async def _read(self, number: int, names: list[str], refs: np.ndarray) -> dict[str, Packed]:
-        found = await super()._read(number, names, refs)
-        if self._warehouses[number].node == self.node:
-            self.mapped += sum(packed.values.nbytes for packed in found.values())
-            self.near += len(refs)
-        else:
-            self.far += len(refs)
-        return found
+        async def counted_read(number: int, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
+            found = await read(number, refs, names)
+            if self.warehouses.records[number].node == self.node:
+                self.mapped += sum(packed.values.nbytes for packed in found.values())
+                self.near += len(refs)
+            else:
+                self.far += len(refs)
+            return found
+
+        self.warehouses.write, self.warehouses.read = counted_write, counted_read  # type: ignore[method-assign]
 
 
 @dataclass

@@ -12,8 +12,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from pipeline.clock import Clock
 from pipeline.columns import Column, Schema
-from pipeline.controller import Clock, Controller, Output
+from pipeline.controller import Controller, Output
 from pipeline.index.client import Block, Claim, Index, RunConfig, StageSpec
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
@@ -163,7 +164,7 @@ async def test_a_stage_that_raises_is_heard_at_once_and_its_rows_go_to_another(d
     assert stage.closed == 1
     await dock.index.forget_worker("w")  # as the supervisor does
     other = Double(most=6)
-    controller = Controller(Dock(dock.index, SCHEMA, worker="w2", directory=dock._directory), other)
+    controller = Controller(Dock(dock.index, SCHEMA, worker="w2", directory=dock.folder), other)
     running = asyncio.create_task(controller.run())
     await until(lambda: len(other.done) == 4, "the rows that were not committed")
     await finish(controller, running)
@@ -179,7 +180,7 @@ async def test_a_lost_lease_drops_its_rows_and_the_controller_goes_on(dock: Dock
     running = asyncio.create_task(controller.run())
     await until(lambda: bool(stage.claimed), "a claim")
     await dock.index.forget_worker("w")  # declared dead, and it is not
-    thief = Dock(dock.index, SCHEMA, worker="thief", directory=dock._directory)
+    thief = Dock(dock.index, SCHEMA, worker="thief", directory=dock.folder)
     stolen = await thief.claim("double", 10)
     assert stolen is not None
     await thief.commit(stolen, [0, 1], {"doubled": torch.tensor([0, 2])})
@@ -195,7 +196,7 @@ async def test_leases_are_renewed_while_a_stage_takes_its_time(dock: Dock) -> No
     await admit(dock, range(1))
     stage = Double()
     stage.gate.clear()
-    brief = Dock(dock.index, SCHEMA, worker="brief", directory=dock._directory, lease=0.3)
+    brief = Dock(dock.index, SCHEMA, worker="brief", directory=dock.folder, lease=0.3)
     controller = Controller(brief, stage)
     running = asyncio.create_task(controller.run())
     await until(lambda: bool(stage.claimed), "a claim")
@@ -210,7 +211,7 @@ async def test_a_lease_that_is_gone_ends_the_work_on_it(dock: Dock) -> None:
     await admit(dock, range(1))
     stage = Double()
     stage.gate.clear()
-    brief = Dock(dock.index, SCHEMA, worker="brief", directory=dock._directory, lease=0.3)
+    brief = Dock(dock.index, SCHEMA, worker="brief", directory=dock.folder, lease=0.3)
     controller = Controller(brief, stage)
     running = asyncio.create_task(controller.run())
     await until(lambda: bool(stage.claimed), "a claim")
@@ -312,7 +313,7 @@ async def test_stop_finishes_what_is_held_and_claims_no_more(dock: Dock) -> None
     assert (await dock.index.stats())["stages"]["double"] == {"ready": 4, "leased": 0, "takes": "rows"}
 
 
-async def test_a_nudge_makes_it_look_again(dock: Dock) -> None:
+async def test_a_wake_up_makes_it_look_again(dock: Dock) -> None:
     """The index cannot know that an engine got room, or loaded a version."""
     await admit(dock, range(2))
     stage = Double(most=0)
@@ -320,7 +321,7 @@ async def test_a_nudge_makes_it_look_again(dock: Dock) -> None:
     running = asyncio.create_task(controller.run())
     assert (await dock.index.stats())["stages"]["double"]["ready"] == 2
     stage.most = 5
-    controller.nudge()
+    controller.wake()
     await until(lambda: stage.done == [0, 1], "both")
     await finish(controller, running)
 
