@@ -303,8 +303,8 @@ _TRAIN: dict[str, Callable[[Recipe, Ranks | None, Path | None], TrainEngine]] = 
 
 
 def weight_publisher(recipe: Recipe, shared: Path, secret: bytes) -> Publisher:
-    """Make what rank 0 of the train engine publishes weights with. ``shared``: the run's folder in shared memory; ``secret``:
-    what engines of the run prove to know."""
+    """Make what rank 0 of the train engine publishes weights with. ``shared``: the run's folder in shared memory;
+    ``secret``: what engines of the run prove to know."""
     store = WeightStore(shared)
     if recipe.sync.transport == "shared_memory":
         return store
