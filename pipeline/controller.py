@@ -262,7 +262,7 @@ class Controller:
             await self.report()
 
     async def report(self) -> None:
-        depth = await self.dock.index.call("depth", stage=self.stage.name)
+        depth = await self.dock.index.queue_depth(self.stage.name)
         who = {"stage": self.stage.name, "worker": f"{self.stage.name}-{self.number}"}
         await self.dock.index.emit(
             "stage",

@@ -1,9 +1,9 @@
-"""Devices: the one module that knows them by name. Everything else says ``torch.accelerator`` or asks here.
+"""Devices: the one module that depends on their kinds. All other code uses ``torch.accelerator`` or this module.
 
-    recipe "auto" | "cpu" | "cuda" | "npu" ──▶ select() ──▶ torch.device ──▶ backend(), pinned(), synchronize(), …
+    recipe "auto" | "cpu" | "cuda" | "npu" ──▶ select() ──▶ torch.device ──▶ backend(), host_empty(), synchronize(), …
 
-``torch.accelerator`` answers hardly anything where there is only a CPU (torch 2.13 raises for ``synchronize`` and for the
-memory counters), so each question is answered for the CPU here.
+``torch.accelerator`` does not work on machines with a CPU only (torch 2.13 raises for ``synchronize`` and for the memory
+counters), so each function here handles the CPU.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ INSTALL_NPU = "install CANN 9.1, source its set_env.sh, then pip install 'asyncd
 
 
 class DeviceMissing(RuntimeError):
-    """The device that was asked for is not here; the message says what was looked for and what to install."""
+    """The requested device is not present. The message has what was looked for and what to install."""
 
 
 def select(name: str = AUTO) -> torch.device:
-    """The device ``name``: ``auto`` is the accelerator if there is one, else the CPU; ``npu`` imports torch_npu, which
-    brings the device to torch. A number chooses among several (``cuda:1``). Raises :class:`DeviceMissing`."""
+    """Returns the device ``name``: ``auto`` is the accelerator if there is one, else the CPU; ``npu`` imports torch_npu,
+    which adds the device to torch. A number selects one of several (``cuda:1``). Raises :class:`DeviceMissing`."""
     if name == AUTO:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return found or torch.device("cpu")
@@ -55,41 +55,40 @@ def _import_npu(name: str) -> None:
 
 
 def on_cpu(name: str) -> bool:
-    """Whether :func:`select` would choose the CPU for ``name``."""
+    """Whether :func:`select` returns the CPU for ``name``."""
     return name.partition(":")[0] == "cpu" or (name == AUTO and select().type == "cpu")
 
 
 def may_fork() -> bool:
-    """Whether a process that has imported torch, and used no device, may be forked. torch's own backends wait until they are
-    used; one that torch loaded as a plugin (torch_npu) is not known to."""
+    """Whether a process that has imported torch, and used no device, may be forked. torch's own backends initialise at their
+    first use; a plugin backend (torch_npu) may initialise at its import."""
     return torch._C._get_privateuse1_backend_name() == "privateuseone"
 
 
 def of_rank(device: torch.device, rank: int) -> torch.device:
-    """The one among a node's devices of this kind that its process ``rank`` takes, in turn; ``device`` itself when it has a
-    number, and on the CPU, which is one."""
+    """Returns the device of this kind that process ``rank`` of a node uses, round robin. ``device`` itself when it has a
+    number, and on the CPU."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, rank % torch.accelerator.device_count())
 
 
 def use(device: torch.device) -> None:
-    """Make ``device`` the one that this process's libraries take when they are told none."""
+    """Make ``device`` the default device of this process's libraries."""
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
 def backend(device: torch.device) -> str:
-    """The ``torch.distributed`` backend that moves this device's tensors: gloo, nccl, hccl."""
+    """The ``torch.distributed`` backend for this device's tensors: gloo, nccl, hccl."""
     return torch.distributed.get_default_backend_for_device(device)
 
 
 def group(
     device: torch.device, store: torch.distributed.Store, rank: int, size: int, timeout: timedelta
 ) -> torch.distributed.ProcessGroup:
-    """A group of processes beside the default one, and without one: ``size`` of them that meet in ``store`` move this
-    device's tensors (:func:`backend`). torch makes such a group from its class alone. Raises ``RuntimeError`` when they do
-    not meet within ``timeout``."""
+    """Create a process group beside the default one, or without a default one: ``size`` processes that meet in ``store``
+    move this device's tensors (:func:`backend`). Raises ``RuntimeError`` when they do not meet within ``timeout``."""
     if device.type == "cpu":
         return cast("torch.distributed.ProcessGroup", torch.distributed.ProcessGroupGloo(store, rank, size, timeout))
     if device.type == "npu":
@@ -102,44 +101,44 @@ def group(
 
 
 def multiplies_into_float32(device: torch.device) -> bool:
-    """Whether ``torch.mm`` takes ``out_dtype=torch.float32`` for bfloat16 matrices there."""
+    """Whether ``torch.mm`` accepts ``out_dtype=torch.float32`` for bfloat16 matrices on the device."""
     return device.type == "cuda" and torch.version.cuda is not None
 
 
 def can_pin(device: torch.device) -> bool:
-    """Whether copies between ``device`` and page-locked host memory are faster: not on the CPU, where pinning raises."""
+    """Whether copies between ``device`` and page-locked host memory are faster. False on the CPU, where pinning raises."""
     return device.type != "cpu"
 
 
 def host_empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] of host memory for copies from and to ``device``, page-locked where that helps."""
+    """uint8 [nbytes] of host memory for copies from and to ``device``, page-locked where that is faster."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=can_pin(device))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all that was asked of ``device`` is done."""
+    """Wait until all work submitted to ``device`` is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def allocated(device: torch.device) -> int | None:
-    """Bytes of live tensors on ``device``; None on the CPU, which does not count them."""
+    """Bytes of live tensors on ``device``; None on the CPU, where torch does not count them."""
     return None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
 
 def release_cached(device: torch.device) -> None:
-    """Give the memory that torch keeps for later tensors back to the device."""
+    """Return the memory that torch has cached to the device."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
 def stream(device: torch.device) -> Any:
-    """A new stream of ``device`` for copies beside compute; None on the CPU, which has none."""
+    """A new stream of ``device`` for copies beside compute; None on the CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device).Stream()
 
 
 def mark(stream: Any) -> Any:
-    """A moment of ``stream``, when all that was asked of it is done; None: this moment of the host."""
+    """Record an event on ``stream``; None: the host's clock."""
     if stream is None:
         return time.perf_counter()
     moment = torch.Event(stream.device, enable_timing=True)
@@ -148,19 +147,19 @@ def mark(stream: Any) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Between two moments of :func:`mark`, which have come."""
+    """Seconds between two events of :func:`mark` that have happened."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
 def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``; from host memory by way of page-locked memory, so that the host does not wait."""
+    """Copy ``tensor`` to ``device``, from host memory through page-locked memory, without blocking the host."""
     if tensor.device.type == "cpu" and can_pin(device):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin copying ``tensor`` to host memory; the function waits for that copy alone, not for what is enqueued later."""
+    """Start to copy ``tensor`` to host memory. The returned function waits for that copy, not for work submitted later."""
     if tensor.device.type == "cpu":
         return lambda: tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -176,8 +175,8 @@ def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def record(device: torch.device, act: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
-    """A function that does ``act`` again on the same tensors, and the tensor that each time holds its result. Where torch
-    can (``torch.accelerator.Graph``, torch 2.13), the device replays what it recorded; else ``act`` is called."""
+    """Returns a function that runs ``act`` again on the same tensors, and the tensor of its results. Where torch can
+    (``torch.accelerator.Graph``, torch 2.13), the device replays a recording; else ``act`` is called."""
     graphs = getattr(torch.accelerator, "Graph", None)
     if device.type == "cpu" or graphs is None:
         result = act()

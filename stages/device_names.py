@@ -1,6 +1,6 @@
-"""Devices by the names that a recipe gives them: whether there are any here, found out without torch.
+"""Device names of recipes, checked without importing torch.
 
-What is looked for are the installed build of torch and the driver's device files; :func:`stages.device.select` asks torch.
+The checks look at the installed build of torch and the driver's device files; :func:`stages.device.select` asks torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "npu": ("ASC
 
 
 def device_fix(name: str) -> str:
-    """What to write instead of ``name``, which is not the name of a device."""
+    """Returns the fix for ``name``, which is not the name of a device."""
     kind = name.partition(":")[0]
     close = [OTHERWISE[kind]] if kind in OTHERWISE else difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.7)
     meant = f"did you mean {close[0]!r}? " if close else ""
@@ -31,7 +31,7 @@ def device_fix(name: str) -> str:
 
 
 def device_fault(name: str, devices: Path = Path("/dev")) -> tuple[str, str] | None:
-    """What is wrong with the device ``name`` on this machine, and what to do; None where nothing is known to be."""
+    """Returns what is wrong with the device ``name`` on this machine and the fix, or None."""
     kind, _, number = name.partition(":")
     if not re.match(PATTERN, name):
         return "is not the name of a device", device_fix(name)
@@ -61,7 +61,7 @@ def device_fault(name: str, devices: Path = Path("/dev")) -> tuple[str, str] | N
 
 
 def _cpu_build() -> str:
-    """The version of a torch that was built without devices; "" where it was not, or is not installed."""
+    """The version of an installed torch that was built without devices, or ""."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

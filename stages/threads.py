@@ -1,12 +1,13 @@
-"""Work in a thread of its own, which ends with it.
+"""Functions that run in threads of their own.
 
-``aside``: nobody has to wait for it, so one that never returns does not keep its process from ending. ``asyncio.to_thread``
-is for what surely ends: its threads are joined, without a limit, before the loop and the process end.
+:func:`run_in_thread` starts a daemon thread: a function that never returns does not keep the process from ending.
+``asyncio.to_thread`` is for functions that surely end: its threads are joined, without a limit, before the loop and the
+process end.
 
-``apart``: for what computes in parallel once, beside a thread that does so all the time. OpenMP keeps helpers for each
-thread that has used it, until that thread ends, and where all threads together have more of them than there are cores,
-libgomp has none of them wait awake: every parallel loop then begins with a system call, which for small ones is most of
-their time.
+:func:`run_in_temporary_thread` is for one parallel computation beside a thread that computes all the time. OpenMP keeps
+helper threads for each thread that has used it, until that thread ends. When all of them together are more than the cores,
+libgomp's helpers do not spin, and every parallel loop begins with a system call, which takes most of the time of small
+loops.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ T = TypeVar("T")
 
 
 def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """What ``work`` returns or raises, from a daemon thread called ``name``. Cancelling the future leaves the thread be."""
+    """Returns a future of what ``work`` returns or raises in a daemon thread called ``name``. Cancelling the future does not
+    end the thread."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -37,7 +39,7 @@ def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 def run_in_temporary_thread(work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises, once its thread and the helpers that OpenMP gave it are gone."""
+    """Returns or raises what ``work`` does, when its thread and the OpenMP helpers of that thread have ended."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -158,7 +158,7 @@ class StageTimes:
     async def _tell(self, sheet: StageTime) -> None:
         who = {"stage": sheet.stage, "worker": sheet.worker}
         counts = {"rows": sheet.rows, "tokens": sheet.tokens, "parked": sheet.parked}
-        depth = await self.index.call("depth", stage=sheet.stage)
+        depth = await self.index.queue_depth(sheet.stage)
         now = {"queue_depth": depth, "in_flight": sum(held.left for held in sheet.held.values())}
         await self.index.emit("stage", {**who, **sheet.clock.read(), **counts, **now})
         spans, left_out = sheet.spans.take()

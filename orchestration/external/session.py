@@ -209,8 +209,8 @@ class External:
             await self.index.wait_any(topics, min(left, due))
 
     async def _answer(self, experience: Experience | None, state: str, reason: str) -> Answer:
-        at = await self.index.call("gates", versions=[])
-        return Answer(experience, state or "created", reason, at["published"], at["trained"])
+        status = await self.index.status()
+        return Answer(experience, state or "created", reason, status.published, status.trained)
 
     async def _version(self, worker: str, version: int | None, owner: str) -> int:
         """The version that a rollout's claim is made with."""
@@ -225,17 +225,17 @@ class External:
         return version
 
     async def _refuse_unpublished(self, version: int) -> None:
-        newest = (await self.index.call("gates", versions=[]))["published"]
+        newest = (await self.index.status()).published
         if not 0 <= version <= newest:
             raise Misfit("version", f"{version} is not published", f"give one of 0 .. {newest}")
 
     async def _refuse_old(self, stage: str, version: int) -> None:
         """Nothing was there for ``version``; if there is for a newer one, say so instead of waiting."""
-        at = await self.index.call("gates", versions=[version])
-        if version < at["published"] and await self.index.call("depth", stage=stage):
+        status = await self.index.status([version])
+        if version < status.published and await self.index.queue_depth(stage):
             raise WeightsTooOld(
-                f"version {version} may make no tokens of the groups that wait, only of those below {at['gates'][0]}; load "
-                f"version {at['published']} and claim again"
+                f"version {version} may make no tokens of the groups that wait, only of those below "
+                f"{status.gates[version]}; load version {status.published} and claim again"
             )
 
     async def _experience(self, claim: Claim, columns: Sequence[str]) -> Experience:
@@ -286,7 +286,7 @@ class External:
             return self._put(part, left - len(positions), int(part.tokens.sum()))
         wanted = PROGRESS if park else tuple(column.name for column in RESPONSE)
         check_columns(dock.schema, columns, wanted, len(positions))
-        newest = (await self.index.call("gates", versions=[]))["published"]
+        newest = (await self.index.status()).published
         made = check_responses(columns, await self.terms(), newest, parked=park)
         await self._refuse_stale(part, [oldest for oldest, _ in made])
         put = dock.park if park else dock.commit
@@ -301,7 +301,7 @@ class External:
     async def _refuse_stale(self, claim: Claim, oldest: Sequence[int]) -> None:
         """No token may be of a version that was not allowed to touch its group."""
         versions = sorted(set(oldest))
-        gates = dict(zip(versions, (await self.index.call("gates", versions=versions))["gates"], strict=True))
+        gates = (await self.index.status(versions)).gates
         for group, version in zip(claim.group.tolist(), oldest, strict=True):
             if group >= gates[version]:
                 raise WeightsTooOld(
@@ -390,18 +390,18 @@ class External:
             )
         deadline = time.monotonic() + wait
         while True:
-            at = await self.index.call("published")
-            if at["record"] and at["version"] > after:
-                return Published.from_record(at["record"])
+            newest = await self.index.published_weights()
+            if newest.record and newest.version > after:
+                return Published.from_record(newest.record)
             state, _, position = await self.index.state()
             left = deadline - time.monotonic()
             if left <= 0 or state in OVER:
                 return None
-            await self.index.wait_any({"version": at["wait"], "state": position}, min(left, WAIT_SECONDS))
+            await self.index.wait_any({"version": newest.wait, "state": position}, min(left, WAIT_SECONDS))
 
     async def read_weights(self, version: int) -> tuple[Published, dict[str, torch.Tensor]]:
         """A private, verified copy of one of the two newest versions. Raises WeightsGone."""
-        record = await self.index.call("weights", version=version)
+        record = await self.index.weights_record(version)
         if not record:
             raise WeightsGone(f"weights of version {version} are not held; ask for the newest")
         published = Published.from_record(record)
@@ -424,7 +424,7 @@ class External:
         token for that, ``hidden`` it went on beside. Raises Misfit for a version that is not published."""
         await self._refuse_unpublished(version)
         await self.index.put(_loaded(worker, owner), str(version))
-        record = await self.index.call("weights", version=version)
+        record = await self.index.weights_record(version)
         event = {
             "worker": f"{PREFIX}{worker}",
             "version": version,
@@ -442,11 +442,11 @@ class External:
         wanted = await self.may_publish(version)
         began, store = time.monotonic(), await self._weight_store()
         published = await asyncio.to_thread(store.publish, version, checked_weights(weights, wanted))
-        await self.index.call("publish", version=version, record=published.record())
+        await self.index.publish_weights(version, published.record())
         told = {"worker": f"{PREFIX}update", "version": version, "bytes": published.nbytes}
         seconds = {"publish_seconds": time.monotonic() - began, "exposed_seconds": 0.0, "hidden_seconds": 0.0}
         await self.index.emit("sync", told | seconds)
-        await self.index.call("release", before=max(covered, version - self.recipe.checkpoint.every))
+        await self.index.release_steps(max(covered, version - self.recipe.checkpoint.every))
         return published
 
     async def may_publish(self, version: int, layout: Layout | None = None) -> Layout | None:
@@ -455,18 +455,18 @@ class External:
         it is given, and NoRoom when shared memory has not the bytes for it."""
         self._external("update")
         place, terms = await self.place(), await self.terms()
-        at = await self.index.call("published")
-        trained = (await self.index.call("gates", versions=[]))["trained"]
-        if version != trained or (at["record"] and version <= at["version"]):
-            newest = f"version {at['version']} is published" if at["record"] else "none is published"
+        newest = await self.index.published_weights()
+        trained = (await self.index.status()).trained
+        if version != trained or (newest.record and version <= newest.version):
+            published = f"version {newest.version} is published" if newest.record else "none is published"
             raise Misfit(
                 "version",
-                f"{version} cannot be published: the trainer is at {trained}, and {newest}",
+                f"{version} cannot be published: the trainer is at {trained}, and {published}",
                 f"publish {trained}",
             )
         wanted = terms.weights
-        if wanted is None and at["record"]:
-            wanted = {t.name: (t.dtype, t.shape) for t in Published.from_record(at["record"]).tensors}
+        if wanted is None and newest.record:
+            wanted = {t.name: (t.dtype, t.shape) for t in Published.from_record(newest.record).tensors}
         if layout is not None:
             check_layout(layout, wanted)
             if nbytes_of(layout) > (free := shutil.disk_usage(place.shared).free):
@@ -515,7 +515,7 @@ class External:
                     secret=(await self.index.get("secret") or "").encode(),
                     tls=self.recipe.pipeline.tls_contexts(),
                 )
-                await self.index.call("forget", worker=self.worker)  # blocks that a former life held open
+                await self.index.forget_worker(self.worker)  # blocks that a former life held open
                 await dock.enter()
                 self._dock = dock
             return self._dock

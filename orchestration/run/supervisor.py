@@ -130,7 +130,7 @@ class Supervisor:
         steps that no checkpoint has."""
         self._stopping = True
         await self.index.transition(LIVE, "stopping")
-        if self._unready and (await self.index.call("room_at_gate"))["trained"] <= self.begins:
+        if self._unready and (await self.index.status()).trained <= self.begins:
             for (kind, number), life in self._lives.items():
                 if f"{kind}-{number}" in self._unready:
                     life.kill()
@@ -164,7 +164,7 @@ class Supervisor:
                 return
             reasons = {worker: await self.index.get(f"reason:{names[worker]}") for worker in rank_group}
             for name in names.values():
-                await self.index.call("forget", worker=name)
+                await self.index.forget_worker(name)
             if self._stopping:
                 return
             first = next(iter(codes))
@@ -243,8 +243,8 @@ class Supervisor:
 
     async def _last_published(self) -> None:
         """Return when somebody has published the last version."""
-        while (at := await self.index.call("published"))["version"] < self.steps:
-            await self.index.wait("version", at["wait"], 10.0)
+        while (status := await self.index.status()).published < self.steps:
+            await self.index.wait("version", status.wait, 10.0)
 
     async def _tell(self, kind: str, number: int, change: str, *, pid: int = 0, reason: str = "") -> None:
         data = {"stage": kind, "worker": f"{kind}-{number}", "change": change, "pid": pid, "reason": reason}
@@ -254,7 +254,7 @@ class Supervisor:
         """What the workers of a killed supervisor held can be claimed again at once, and their open bytes are free."""
         for kind, number in self.workers:
             if name := await self.index.get(_life(kind, number)):
-                await self.index.call("forget", worker=name)
+                await self.index.forget_worker(name)
 
 
 def _life(kind: str, number: int) -> str:

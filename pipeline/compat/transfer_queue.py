@@ -41,6 +41,7 @@ from pipeline.blocks import jagged_parts
 from pipeline.columns import Column, ColumnError, Packed, Schema
 from pipeline.index.client import REF, FieldsChanged, Index, IndexRefused, RunConfig, worker_name
 from pipeline.index.embedded import EmbeddedIndex
+from pipeline.index.keys import KeysFound
 from pipeline.warehouse.arena import StaleHandle, shared_memory_directory
 from pipeline.warehouse.dock import Dock
 
@@ -410,8 +411,8 @@ class _Queue:
             return Dock(self.index, _BYTES, worker=worker, directory=self.directory, warehouse=warehouse, **options)
 
         self.dock = dock("local")
-        found = (await self.index.call("warehouses") or {}).values()
-        near = sorted(w["name"] for w in found if w["node"] == self.dock.node and not w["leaving"])
+        found = await self.index.warehouses()
+        near = sorted(w.name for w in found if w.node == self.dock.node and not w.leaving)
         if near:
             self.dock = dock(near[0])
             await self.dock._enter()
@@ -465,7 +466,7 @@ class _Queue:
         deadline = time.monotonic() + self.index.timeout
         while True:
             heard = self._fields.get(partition)
-            known = heard or self._learned(partition, await self.index.call("kv_fields", partition=partition))
+            known = heard or self._learned(partition, await self.index.key_fields(partition))
             try:
                 grown, values = known.joined(encoded, partition)
             except (ColumnError, IndexRefused):
@@ -473,38 +474,42 @@ class _Queue:
                     raise
                 self._fields.pop(partition, None)  # others may have cleared the partition since
                 continue
-            mask = sum(1 << bit for bit in values)
-            arguments: dict[str, Any] = {"partition": partition, "keys": keys, "tags": sent or False}
-            arguments |= {"known": len(known.packed), "fields": grown.packed}
-            arguments |= {"low": mask & 0xFFFFFFFF, "high": mask >> 32}
+            put = partial(
+                self.index.put_keys,
+                partition=partition,
+                keys=keys,
+                known=len(known.packed),
+                fields=grown.packed,
+                bits=sum(1 << bit for bit in values),
+                tags=sent,
+            )
             rows = {f"field{bit}": value for bit, value in values.items()} or None
             try:
-                reply = await self.dock._place("kv_put", rows, np.arange(len(keys)), **arguments)
+                reply = await self.dock._place(put, rows, np.arange(len(keys)))
                 break
             except FieldsChanged:  # other processes have put into this partition, or cleared it, since it was heard of
                 self._fields.pop(partition, None)
                 if time.monotonic() > deadline:
                     raise
-        held = (reply["low"] & 0xFFFFFFFF) | (reply["high"] & 0xFFFFFFFF) << 32
         return KVBatchMeta(
             keys=list(keys),
-            tags=[_told(tag) for tag in reply["tags"]],
+            tags=[_told(tag) for tag in reply.tags],
             partition_id=partition,
-            fields=sorted(self._learned(partition, reply["fields"]).names(held)),
+            fields=sorted(self._learned(partition, reply.fields).names(reply.held)),
         )
 
     async def get(self, keys: list[str], partition: str, select: Sequence[str] | None) -> TensorDict:
         """Rows may be replaced or cleared, and their bytes used again, while they are copied: so they are looked up before
         and after, until both say the same."""
         deadline = time.monotonic() + self.index.timeout
-        reply = await self.index._call_raw("kv_get", partition=partition, keys=keys)
+        reply = await self.index.look_up_keys(partition, keys)
         while True:
             stale: StaleHandle | None = None
             try:
                 out = await self._copied(keys, partition, select, reply)
             except StaleHandle as caught:
                 stale = caught
-            before, reply = reply, await self.index._call_raw("kv_get", partition=partition, keys=keys)
+            before, reply = reply, await self.index.look_up_keys(partition, keys)
             if reply == before:
                 if stale is not None:
                     raise stale
@@ -515,13 +520,13 @@ class _Queue:
                 )
 
     async def _copied(
-        self, keys: list[str], partition: str, select: Sequence[str] | None, reply: Mapping[str, Any]
+        self, keys: list[str], partition: str, select: Sequence[str] | None, reply: KeysFound
     ) -> TensorDict:
-        entries = reply["entries"] or []
-        if missing := [key for key, entry in zip(keys, entries, strict=True) if not entry]:
+        entries = [entry for entry in reply.entries if entry]
+        if missing := [key for key, entry in zip(keys, reply.entries, strict=True) if not entry]:
             raise ValueError(f"keys or partition were not found! partition {partition!r} has no keys {missing[:10]}")
         records = np.frombuffer(b"".join(entry[6:] for entry in entries), _RECORD)
-        fields = self._learned(partition, reply["fields"].decode()).by_name
+        fields = self._learned(partition, reply.fields.decode()).by_name
         held = {
             name: np.flatnonzero(records["fields"] >> np.uint64(bit) & np.uint64(1))
             for name, (bit, _) in fields.items()
@@ -533,7 +538,7 @@ class _Queue:
             raise ValueError(
                 f"Some fields are not ready in all the requested keys! {told} is not there for each of them"
             )
-        refs = self._places(records, reply["places"] or [])
+        refs = self._places(records, reply.places)
         together: dict[bytes, list[str]] = {}
         for name in names:
             together.setdefault(held[name].tobytes(), []).append(name)
@@ -547,8 +552,8 @@ class _Queue:
         return TensorDict({name: out[name] for name in names}, batch_size=[len(keys)])
 
     @staticmethod
-    def _places(records: np.ndarray, places: list[list[int]]) -> np.ndarray:
-        table = np.array(sorted(places), np.int64).reshape(-1, 3)
+    def _places(records: np.ndarray, places: Sequence[Sequence[int]]) -> np.ndarray:
+        table = np.array(sorted(map(tuple, places)), np.int64).reshape(-1, 3)
         at = np.searchsorted(table[:, 0], records["block"])
         found = table[np.minimum(at, len(table) - 1)] if len(table) else np.zeros((len(records), 3), np.int64)
         if (found[:, 0] != records["block"]).any():
@@ -560,15 +565,11 @@ class _Queue:
         return refs
 
     async def partitions(self, partition: str | None) -> dict[str, dict[str, Tag]]:
-        reply = await self.index._call_raw("kv_list", partition=False if partition is None else partition)
-        out = {}
-        for name, keys in reply["partitions"] or ():
-            ordered = sorted(keys or (), key=lambda each: int.from_bytes(each[1], "little"))
-            out[name.decode()] = {key.decode(): _told(tags) for key, _, tags in ordered}
-        return out
+        found = await self.index.list_keys(partition)
+        return {name: {key: _told(tags) for key, tags in keys.items()} for name, keys in found.items()}
 
     async def clear(self, keys: list[str], partition: str) -> None:
-        if not await self.index.call("kv_clear", partition=partition, keys=keys):
+        if not await self.index.clear_keys(partition, keys):
             self._learned(partition, "")
 
 
@@ -578,10 +579,8 @@ def _tags(tags: Tag) -> dict[str, str]:
     return {tag: _json(f"tag {tag!r}", value) for tag, value in tags.items()}
 
 
-def _told(tags: Mapping[Any, Any] | Sequence[Any]) -> Tag:
-    """A tag as the index keeps it; an empty one comes as an empty list."""
-    if not isinstance(tags, Mapping):
-        return {}
+def _told(tags: Mapping[Any, Any]) -> Tag:
+    """A tag as the index keeps it."""
     return {tag.decode() if isinstance(tag, bytes) else tag: json.loads(value) for tag, value in tags.items()}
 
 

@@ -743,13 +743,16 @@ define('close', function(run, a)
   return true
 end)
 
--- How many groups may be admitted now: {admitted, gate, remake = lost groups to be made again, wait}.
-define('room_at_gate', function(run, a)
-  local cfg = config(run)
+-- {versions} → {counts = {admitted, gate, filtered groups, published, trained}, remake = lost groups to be made again, gates, wait}.
+-- The i-th version may make tokens of groups below the i-th of `gates`. A run that has no config yet has gate 0.
+define('status', function(run, a)
+  local begun, gates = call('EXISTS', run .. 'config') == 1, {}
+  local found = call('HMGET', run .. 'n', 'admitted', 'filtered_groups', 'published', 'trained')
+  for i, version in ipairs(a.versions) do gates[i] = gate(run, config(run), version) end
+  local limit = begun and gate(run, config(run), int(found[3])) or 0
   return {
-    admitted = value(run, 'admitted'), gate = gate(run, cfg, value(run, 'published')),
-    remake = call('SMEMBERS', run .. 'remake'), filtered = value(run, 'filtered_groups'),
-    published = value(run, 'published'), trained = value(run, 'trained'), wait = woken(run, 'version'),
+    counts = { int(found[1]), limit, int(found[2]), int(found[3]), int(found[4]) },
+    remake = call('SMEMBERS', run .. 'remake'), gates = gates, wait = woken(run, 'version'),
   }
 end, true)
 
@@ -1451,13 +1454,6 @@ define('weights', function(run, a)
   return record and cmsgpack.unpack(record) or false
 end, true)
 
--- {versions} → {published, trained, gates}: groups below the i-th of `gates` may be touched by the i-th version.
-define('gates', function(run, a)
-  local gates = {}  -- with no versions it may be asked of a run that waits, which has no config yet
-  for i, version in ipairs(a.versions) do gates[i] = gate(run, config(run), version) end
-  return { published = value(run, 'published'), trained = value(run, 'trained'), gates = gates }
-end, true)
-
 -- {worker, most, lease = ms} → {granted, wait, due = ms until the next one's time is over}: one of the `most` that may swap
 -- their weights at the same time. Asked for again, it is held for another lease.
 define('swap_turn', function(run, a)
@@ -1620,6 +1616,15 @@ define('snapshot', function(run, a)
   counters.filtered_groups = value(run, 'filtered_groups')
   return { counters = counters, remake = remake }
 end, true)
+
+-- {stage} → {ready, leased, parked}. Expired leases of the stage end first.
+define('queue', function(run, a)
+  local cfg, leased = config(run), 0
+  local stage = stage_of(cfg, a.stage)
+  reap(run, cfg, stage, now())
+  for _, token in ipairs(call('ZRANGE', run .. 'due:' .. stage.name, 0, -1)) do leased = leased + lease_of(run, token)[4] end
+  return { ready = value(run, 'ready:' .. stage.name), leased = leased, parked = value(run, 'parked:' .. stage.name) }
+end)
 
 -- {stages = {stage → ready, leased, begun (rows with progress), parked (those of them that nobody holds)}, used and capacity
 -- by warehouse, …}

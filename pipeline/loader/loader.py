@@ -38,7 +38,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from pipeline.columns import Packed, Schema
-from pipeline.index.client import Claim, Index, IndexRefused, IndexUnreachable, WarehouseGone, ranges, worker_name
+from pipeline.index.client import (
+    Claim,
+    Index,
+    IndexRefused,
+    IndexUnreachable,
+    Stored,
+    WarehouseGone,
+    ranges,
+    worker_name,
+)
 from pipeline.warehouse.dock import Dock
 
 Ragged = Literal["packed", "jagged", "padded"]
@@ -339,8 +348,8 @@ class _Link:
                 )
             self.stages = (await self.index.config())["stages"]
             self.takes = _checked(stream, self.stages)["takes"]
-            found = (await self.index.call("warehouses") or {}).values()
-            names = [w["name"] for w in sorted(found, key=lambda w: (w["leaving"], w["node"] != node))]
+            found = sorted(await self.index.warehouses(), key=lambda w: (w.leaving, w.node != node))
+            names = [warehouse.name for warehouse in found]
             tls = ssl.create_default_context(cafile=stream.tls_authority) if stream.tls_authority else None
             dock = Dock(
                 self.index,
@@ -358,11 +367,7 @@ class _Link:
 
     async def commit(self, batch: Batch) -> None:
         if not batch.log or await self._last(batch):
-            await self.index.call(
-                "commit",
-                **{"stage": batch.stage, "worker": self.worker, "home": 0, "token": batch.token, "rows": batch.held},
-                **{"block": 0, "mask": 0, "close": False, "refs": b"", "made": None},
-            )
+            await self.index.commit(Stored(self.worker, 0), batch.stage, batch.token, batch.held)
         if not batch.log or not self.stream.first:  # the first reader renews until all are done
             self.held.discard(batch.token)
 
@@ -394,7 +399,7 @@ class _Link:
         async def end() -> None:
             with suppress(IndexUnreachable, IndexRefused):
                 if self.held:
-                    await self.index.call("forget", worker=self.worker)
+                    await self.index.forget_worker(self.worker)
             if self._dock is not None:
                 await self._dock.close()
             await self.index.close()

@@ -17,12 +17,12 @@ import asyncio
 import platform
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import structlog
@@ -33,15 +33,21 @@ from pipeline.columns import ColumnError, Packed, Schema, in_order
 from pipeline.index.client import (
     REF,
     STATES,
+    Block,
     BlockLost,
     Claim,
+    Full,
     Index,
     IndexRefused,
+    Lost,
     NeverFits,
     Nothing,
     RunConfig,
     StageSpec,
+    Stored,
     WarehouseGone,
+    WarehouseRecord,
+    pack_made,
     ranges,
     redacted,
 )
@@ -53,6 +59,7 @@ from pipeline.warehouse.wire.server import WarehouseServer
 log = structlog.get_logger()
 
 Rows = Mapping[str, Any] | TensorDictBase
+T = TypeVar("T")
 
 SIGN_SECONDS = 2.0  # between a served warehouse's signs of life
 SILENT_SECONDS = 10.0  # without one, a warehouse that cannot be reached is taken for lost
@@ -60,7 +67,6 @@ _CLOSE_SECONDS = 2.0
 _PUTS_TOGETHER = 256
 SLAB = 8 << 20  # bytes, at most a 32nd of the arena
 _SLAB_SHARE = 1 / 3  # of a slab; a larger write takes a block of its own
-_MADE = np.dtype([("oldest", "<i4"), ("tokens", "<u4")])
 _OFFSET_BITS = 48
 _SOURCE_RESERVE = 0.25  # of the arena, kept from what enters, so that samples find the room to get out
 
@@ -69,23 +75,11 @@ class NoRoom(TimeoutError):
     """The warehouse stayed full until the deadline."""
 
 
-@dataclass(frozen=True)
-class _Warehouse:
-    number: int
-    name: str
-    node: str
-    path: Path
-    nbytes: int
-    host: str
-    port: int
-    leaving: bool
-
-
 @dataclass
 class _Slab:
     """A block that this worker holds open, written up to ``used``; ``writers`` are writes not yet committed."""
 
-    home: _Warehouse
+    home: WarehouseRecord
     block: int
     offset: int
     nbytes: int
@@ -141,8 +135,8 @@ class Dock:
         self.node = node or platform.node()
         self._directory, self._name, self._slab_bytes = directory, warehouse, slab
         self._secret, self._tls, self._wire_timeout = secret, tls, wire_timeout
-        self._home: _Warehouse | None = None
-        self._warehouses: dict[int, _Warehouse] = {}
+        self._home: WarehouseRecord | None = None
+        self._warehouses: dict[int, WarehouseRecord] = {}
         self._arenas: dict[int, Arena] = {}
         self._remotes: dict[tuple[str, int], RemoteWarehouse] = {}  # by address
         self._server: WarehouseServer | None = None
@@ -219,8 +213,7 @@ class Dock:
         await self._agree()
         path = (self._directory / f"arena-{self._name}").resolve()
         arena = Arena.create(path, nbytes)
-        reply = await self.index.call("join", warehouse=self._name, node=self.node, path=str(path), bytes=nbytes)
-        self._arenas[reply["number"]] = arena
+        self._arenas[await self.index.join_warehouse(self._name, self.node, path, nbytes)] = arena
         await self._enter()
 
     async def _learn(self) -> None:
@@ -230,13 +223,7 @@ class Dock:
             makers = {stage["producer"]: stage["makes"] for stage in config["stages"] if stage["producer"] > 0}
             for bit, column in enumerate(self.schema.columns):
                 self._producer[column.name] = next((p for p, makes in makers.items() if makes >> bit & 1), 0)
-        found = await self.index.call("warehouses")
-        self._warehouses = {
-            int(number): _Warehouse(
-                int(number), w["name"], w["node"], Path(w["path"]), w["bytes"], w["host"], w["port"], w["leaving"]
-            )
-            for number, w in (found or {}).items()
-        }
+        self._warehouses = {warehouse.number: warehouse for warehouse in await self.index.warehouses()}
         for number in [number for number in self._arenas if number not in self._warehouses]:
             del self._arenas[number]
         staying = [w for w in self._warehouses.values() if not w.leaving]
@@ -254,7 +241,7 @@ class Dock:
         """Which of a claim's ``refs`` say where ``column`` lies; 0 is the admission. Known after :meth:`enter`."""
         return self._producer[column]
 
-    async def _enter(self) -> _Warehouse:
+    async def _enter(self) -> WarehouseRecord:
         """Learn, and return the warehouse to write to."""
         await self._learn()
         if self._home is None:
@@ -276,9 +263,8 @@ class Dock:
         )
         _, port = await self._server.start()
         name = advertise or host
-        address = {"warehouse": home.number, "host": name, "port": port}
-        await self.index.call("serve", **address)
-        self._living = asyncio.create_task(self._live(address))
+        await self.index.announce_warehouse(home.number, name, port)
+        self._living = asyncio.create_task(self._live(home.number, name, port))
         await self._enter()
         return name, port
 
@@ -290,12 +276,12 @@ class Dock:
             await self._server.close()
         self._living = self._server = None
 
-    async def _live(self, address: Mapping[str, Any]) -> None:
+    async def _live(self, number: int, host: str, port: int) -> None:
         """Signs of life, until the warehouse is out of the run."""
         try:
             while True:
                 await asyncio.sleep(SIGN_SECONDS)
-                await self.index.call("serve", **address)
+                await self.index.announce_warehouse(number, host, port)
         except WarehouseGone:
             log.warning("this node's warehouse is out of the run", warehouse=self._name)
 
@@ -324,7 +310,7 @@ class Dock:
         """Close slabs that nothing is being written to: their bytes can be free as soon as their rows are."""
         self._retire()
         if idle := self._idle():
-            await self.index.call("close", worker=self.worker, blocks=idle)
+            await self.index.close_blocks(self.worker, idle)
 
     def _retire(self) -> None:
         if self._slab is not None:
@@ -350,18 +336,12 @@ class Dock:
         while True:
             home = self._home or await self._enter()
             try:
-                reply = await self._ask_for_room(
-                    warehouse=home.number,
-                    worker=self.worker,
-                    bytes=nbytes,
-                    reserve=int(reserve * home.nbytes),
-                    close=self._idle(),
-                )
+                given = await self._ask_for_room(home.number, nbytes, int(reserve * home.nbytes))
             except WarehouseGone:
                 await self._enter()
                 continue
-            if "block" in reply:
-                return _Slab(home, reply["block"], reply["offset"], nbytes)
+            if isinstance(given, Block):
+                return _Slab(home, given.number, given.offset, nbytes)
             left = started + self.room_timeout - time.monotonic() if wait else 0.0
             if left <= 0:
                 raise NoRoom(
@@ -369,19 +349,19 @@ class Dock:
                     "give pipeline.arena more, or let checkpoints release rows sooner"
                 )
             with self.on_room():
-                await self.index.wait("room", reply["wait"], min(left, 5.0))
+                await self.index.wait("room", given.wait, min(left, 5.0))
 
-    async def _ask_for_room(self, **arguments: Any) -> Any:
-        """Call `allocate`. Room that is given after the caller was cancelled is given back."""
-        call = asyncio.ensure_future(self.index.call("allocate", **arguments))
+    async def _ask_for_room(self, warehouse: int, nbytes: int, reserve: int) -> Block | Full:
+        """Allocate a block. One that is allocated after the caller was cancelled is closed again."""
+        allocation = self.index.allocate(warehouse, self.worker, nbytes, reserve=reserve, close=self._idle())
+        call = asyncio.ensure_future(allocation)
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
             with suppress(TimeoutError, ConnectionError, IndexRefused):
                 async with asyncio.timeout(_CLOSE_SECONDS):
-                    reply = await call
-                    if "block" in reply:
-                        await self.index.call("close", worker=self.worker, blocks=[reply["block"]])
+                    if isinstance(given := await call, Block):
+                        await self.index.close_blocks(self.worker, [given.number])
             raise
 
     async def _write(self, rows: Rows, reserve: float = 0.0, *, apart: bool = False) -> _Written:
@@ -411,7 +391,7 @@ class Dock:
             raise
         return written
 
-    async def _fill(self, home: _Warehouse, written: _Written, packed: PackedRows) -> None:
+    async def _fill(self, home: WarehouseRecord, written: _Written, packed: PackedRows) -> None:
         offset = written.place & (1 << _OFFSET_BITS) - 1
         if home.node == self.node:
             packed.write_into(self._arena(home).slice(offset, packed.nbytes), written.block)
@@ -427,36 +407,34 @@ class Dock:
 
     async def _give_up(self, written: _Written) -> None:
         if written.slab is None:
-            await self.index.call("close", worker=self.worker, blocks=[written.block])
+            await self.index.close_blocks(self.worker, [written.block])
         else:
             written.slab.writers -= 1  # its bytes stay unused until the slab is free
 
     async def _place(
         self,
-        name: str,
+        send: Callable[[Stored], Awaitable[T]],
         columns: Rows | None,
         slots: np.ndarray,
         reserve: float = 0.0,
         *,
         apart: bool = False,
-        **arguments: Any,
-    ) -> Any:
+    ) -> T:
         """Write ``columns`` and call the index with rows that point to them: the i-th to slot ``slots[i]``."""
         if columns is None:
             home = self._home or await self._enter()
-            arguments |= {"block": 0, "mask": 0, "close": False, "refs": b""}
-            return await self.index.call(name, worker=self.worker, home=home.number, **arguments)
+            return await send(Stored(self.worker, home.number))
         try:
-            return await self._point(name, await self._write(columns, reserve, apart=apart), slots, arguments)
+            return await self._point(send, await self._write(columns, reserve, apart=apart), slots)
         except BlockLost:  # this worker was taken for dead, or its warehouse is gone; its next block is its own again
             self._retire()
-            return await self._point(name, await self._write(columns, reserve, apart=apart), slots, arguments)
+            return await self._point(send, await self._write(columns, reserve, apart=apart), slots)
 
-    async def _point(self, name: str, written: _Written, slots: np.ndarray, arguments: Mapping[str, Any]) -> Any:
+    async def _point(self, send: Callable[[Stored], Awaitable[T]], written: _Written, slots: np.ndarray) -> T:
         refs = np.empty(len(slots), REF)
         refs["slot"], refs["place"] = slots, written.place
         try:
-            reply = await self._refer(name, written, refs, arguments)
+            reply = await send(self._stored(written, refs))
         except BaseException:  # cancelled too: if the call is done after all, giving up its block changes nothing
             await asyncio.shield(self._give_up(written))
             raise
@@ -464,24 +442,24 @@ class Dock:
             written.slab.writers -= 1
         return reply
 
-    async def _refer(self, name: str, written: _Written, refs: np.ndarray, arguments: Mapping[str, Any]) -> Any:
+    def _stored(self, written: _Written, refs: np.ndarray) -> Stored:
         refs["block"] = written.block
-        where = {"block": written.block, "mask": written.mask, "home": written.place >> _OFFSET_BITS}
-        return await self.index.call(
-            name, worker=self.worker, close=written.slab is None, refs=refs.tobytes(), **where, **arguments
-        )
+        home, close = written.place >> _OFFSET_BITS, written.slab is None
+        return Stored(self.worker, home, written.block, written.mask, close, refs.tobytes())
 
     # ── samples come, and go from stage to stage ──
 
     async def admit(self, groups: Sequence[tuple[int, int]], prompts: Rows) -> int:
         """Let groups in: ``groups`` are (number, samples), ``prompts`` holds one row of columns per group, which all of
         its samples share. Returns the next group's number. Raises GateClosed past the gate."""
-        entries: list[tuple[int | bool, int, int]] = []
+        entries: list[tuple[int | None, int, int]] = []
         for _, run in groupby(enumerate(groups), key=lambda item: (item[1][0] - item[0], item[1][1])):
             members = [group for _, group in run]
             entries.append((members[0][0], len(members), members[0][1]))
         slots = np.repeat(np.arange(len(groups)), [samples for _, samples in groups])
-        return int(await self._place("admit", prompts, slots, reserve=_SOURCE_RESERVE, groups=entries))
+        return await self._place(
+            lambda stored: self.index.admit(stored, entries), prompts, slots, reserve=_SOURCE_RESERVE
+        )
 
     async def put(self, rows: Rows, *, samples: int = 1) -> int:
         """Let B rows in, each ``samples`` of them one group, under the next free numbers; visible to claims when this
@@ -489,15 +467,19 @@ class Dock:
         count = rows.batch_size[0] if isinstance(rows, TensorDictBase) else len(next(iter(rows.values())))
         if count % samples:
             raise ValueError(f"samples: {count} rows are no whole groups of {samples}; put them group by group")
-        entries, slots = [(False, count // samples, samples)], np.arange(count)
+        slots = np.arange(count)
+
+        async def admit(stored: Stored) -> int:
+            return await self.index.admit(stored, [(None, count // samples, samples)])
+
         try:
             written = await self._write(rows, reserve=_SOURCE_RESERVE)
             if written.slab is None:
-                return int(await self._point("admit", written, slots, {"groups": entries}))
+                return await self._point(admit, written, slots)
             if not self._admitting:  # alone so far
                 self._admitting = True
                 try:
-                    return int(await self._point("admit", written, slots, {"groups": entries}))
+                    return await self._point(admit, written, slots)
                 finally:
                     self._admitting = bool(self._puts)
                     if self._puts:  # they came meanwhile
@@ -507,7 +489,7 @@ class Dock:
             return await asyncio.shield(put.admitted)
         except BlockLost:
             self._retire()
-            return int(await self._place("admit", rows, slots, reserve=_SOURCE_RESERVE, groups=entries))
+            return await self._place(admit, rows, slots, reserve=_SOURCE_RESERVE)
 
     async def _admit_puts(self) -> None:
         """Admit the puts that wait, those that lie in one block together, until none does."""
@@ -522,9 +504,9 @@ class Dock:
                 refs = np.empty(sum(put.rows for put in together), REF)
                 refs["slot"] = np.concatenate([np.arange(put.rows) for put in together])
                 refs["place"] = np.repeat([put.written.place for put in together], [put.rows for put in together])
-                entries = [(False, put.rows // put.samples, put.samples) for put in together]
+                entries = [(None, put.rows // put.samples, put.samples) for put in together]
                 try:
-                    after = await self._refer("admit", first, refs, {"groups": entries})
+                    after = await self.index.admit(self._stored(first, refs), entries)
                 except Exception as refused:
                     for put in together:
                         await self._give_up(put.written)
@@ -635,20 +617,20 @@ class Dock:
             f"warehouse {warehouse.name!r} on node {warehouse.node!r} is gone; its samples are made again"
         )
 
-    async def _suspect(self, warehouse: _Warehouse, silent: WarehouseUnreachable) -> None:
+    async def _suspect(self, warehouse: WarehouseRecord, silent: WarehouseUnreachable) -> None:
         """Returns when the warehouse is out of the run, or back at another address; raises when it is alive and only cannot
         be reached from here."""
         await self._learn()
         if (now := self._warehouses.get(warehouse.number)) is not None and now != warehouse:
             return
-        told = await self.index.call("suspect", warehouse=warehouse.number, silent=int(SILENT_SECONDS * 1000))
-        if "alive" in told:
+        found = await self.index.suspect_warehouse(warehouse.number, SILENT_SECONDS)
+        if found == "alive":
             raise WarehouseUnreachable(
                 f"warehouse {warehouse.name!r} on node {warehouse.node!r} is alive, but cannot be reached from node "
                 f"{self.node!r} ({silent}); check the network between them"
             ) from silent
-        if "groups" in told:
-            log.warning("warehouse lost", warehouse=warehouse.name, groups_made_again=told["groups"], rows=told["rows"])
+        if isinstance(found, Lost):
+            log.warning("warehouse lost", warehouse=warehouse.name, groups_made_again=found.groups, rows=found.rows)
         await self._learn()
 
     async def commit(
@@ -667,8 +649,10 @@ class Dock:
         if not len(positions):
             return
         held, order = ranges(claim.row[np.asarray(positions)])
-        made = np.array(list(generated), _MADE)[order].tobytes() if generated is not None else None
-        await self._place("commit", rows, order, **_lease(claim), rows=held, made=made)
+        made = pack_made(generated, order) if generated is not None else None
+        await self._place(
+            lambda stored: self.index.commit(stored, claim.stage, claim.token, held, made, claim.owner), rows, order
+        )
 
     async def park(
         self, claim: Claim, positions: Sequence[int], rows: Rows, *, generated: Sequence[tuple[int, int]]
@@ -679,9 +663,14 @@ class Dock:
         if not len(positions):
             return
         held, order = ranges(claim.row[np.asarray(positions)])
-        made = np.array(list(generated), _MADE)[order].tobytes()
+        made = pack_made(generated, order)
         # Progress lives shorter than what lies beside it in a slab, whose bytes are free only all together.
-        await self._place("park", rows, order, apart=True, **_lease(claim), rows=held, made=made)
+        await self._place(
+            lambda stored: self.index.park(stored, claim.stage, claim.token, held, made, claim.owner),
+            rows,
+            order,
+            apart=True,
+        )
 
     async def begun(self, claim: Claim, columns: Sequence[str]) -> tuple[list[int], TensorDict]:
         """Which of the claim's rows were parked before, as positions [b], and the ``columns`` that they were parked with,
@@ -703,7 +692,7 @@ class Dock:
         claim, states = found
         config, out = await self.index.config(), []
         for i, handle in enumerate(claim.rows):
-            row = claim.only(i)
+            row = claim.part([i])
             names = self.schema.names(int(states["columns"][i]))
             values = await self.fetch(row, names)
             done = [stage["name"] for stage in config["stages"] if int(states["done"][i]) & stage["bit"]]
@@ -719,12 +708,12 @@ class Dock:
         home, moved = self._home or await self._enter(), 0
         await self.flush()
         while True:
-            blocks = await self.index.call("leave", warehouse=home.number)
+            left = await self.index.leave_warehouse(home.number)
             await self._enter()
-            if not blocks["closed"] and not blocks["open"]:
+            if not left.closed and not left.open:
                 break
             pairs = []
-            for block, offset, nbytes in blocks["closed"] or ():
+            for block, offset, nbytes in left.closed:
                 room = await self._allocate(nbytes, 0)
                 data = self._arena(home).slice(offset, nbytes)
                 if room.home.node == self.node:
@@ -734,18 +723,18 @@ class Dock:
                 pairs.append((block, room.block))
                 moved += nbytes
             if pairs:
-                await self.index.call("move", worker=self.worker, **{"from": home.number}, blocks=pairs)
+                await self.index.move_blocks(self.worker, home.number, pairs)
             else:
-                await self.index.wait("room", blocks["wait"], 5.0)  # others still write there, and will stop
-        await self.index.call("lose", warehouse=home.number)
+                await self.index.wait("room", left.wait, 5.0)  # others still write there, and will stop
+        await self.index.lose_warehouse(home.number)
         return moved
 
-    def _arena(self, warehouse: _Warehouse) -> Arena:
+    def _arena(self, warehouse: WarehouseRecord) -> Arena:
         if warehouse.number not in self._arenas:
             self._arenas[warehouse.number] = Arena(warehouse.path)
         return self._arenas[warehouse.number]
 
-    def _remote(self, warehouse: _Warehouse) -> RemoteWarehouse:
+    def _remote(self, warehouse: WarehouseRecord) -> RemoteWarehouse:
         address = (warehouse.host, warehouse.port)
         if not warehouse.port:
             raise ConnectionError(
@@ -760,8 +749,3 @@ class Dock:
                 ssl=self._tls[1] if self._tls else None,
             )
         return self._remotes[address]
-
-
-def _lease(claim: Claim) -> dict[str, Any]:
-    """The arguments by which the index knows a claim's lease."""
-    return {"stage": claim.stage, "token": claim.token, "owner": claim.owner}

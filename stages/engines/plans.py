@@ -1,4 +1,4 @@
-"""What is computed together, and where: pure plans over the sizes of groups.
+"""Plans of which rows are computed together and on which rank: pure functions of the sizes of groups.
 
     groups of a step ─▶ deal: a share for each data-parallel rank ─▶ plan_micro_batches: what a rank computes at once
 
@@ -16,8 +16,8 @@ from pipeline.loader.loader import balanced
 
 @dataclass(frozen=True)
 class Ranks:
-    """``rank`` of ``dp · tp``. The ranks that cut one replica's matrices between them (tp) are neighbours; the replica of
-    a rank says which share of the batch it takes."""
+    """``rank`` of ``dp · tp`` ranks. The tensor-parallel ranks of one replica are neighbours. The replica of a rank decides
+    which share of the batch it takes."""
 
     rank: int
     dp: int = 1
@@ -44,23 +44,23 @@ class GroupShape:
     responses: tuple[int, ...]
 
     def tokens(self, rows: Iterable[int]) -> int:
-        """Tokens that computing ``rows`` feeds to the model: the prompt once, each response without its last token."""
+        """Tokens that the model is fed for ``rows``: the prompt once, and each response without its last token."""
         return self.prompt + sum(self.responses[row] - 1 for row in rows)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one group that share one computation of their prompt: numbers of a group and of rows in it."""
+    """Rows of one group that share one computation of their prompt: the group's number and the rows' numbers in it."""
 
     group: int
     rows: tuple[int, ...]
 
 
 def plan_micro_batches(groups: Sequence[GroupShape], token_budget: int | None) -> list[list[Piece]]:
-    """Every row of ``groups`` in exactly one micro-batch, in order, each within ``token_budget`` fed tokens.
+    """Put every row of ``groups`` into exactly one micro-batch, in order, each with at most ``token_budget`` fed tokens.
 
-    A group is split only when it does not fit the budget alone, and a micro-batch exceeds the budget only when it is
-    one row. Longer rows come first, so that neighbours are alike in length and attention pads little. None: no limit.
+    A group is split only when it does not fit the budget alone, and a micro-batch exceeds the budget only when it is one
+    row. Longer rows come first, so that neighbours have similar lengths and attention pads little. None: no limit.
 
     >>> groups = [GroupShape(10, (5, 9)), GroupShape(5, (1,)), GroupShape(30, (3, 3))]
     >>> for micro_batch in plan_micro_batches(groups, 32):
@@ -98,8 +98,8 @@ FINEST = 16  # parts that the fair share of a rank is split into, at most, to ev
 
 
 def deal(groups: Sequence[GroupShape], parts: int) -> list[list[Piece]]:
-    """Every row of ``groups`` in exactly one of ``parts`` shares, none of them empty, the largest of which has few tokens to
-    feed. Groups stay whole where that is even enough; a piece of a group computes its prompt once more.
+    """Deal every row of ``groups`` to exactly one of ``parts`` shares, none of them empty, so that the largest share has few
+    tokens to feed. Groups stay whole where the shares are even enough; each piece of a split group computes the prompt once.
 
     Raises ValueError when there are fewer rows than parts.
 
@@ -123,7 +123,7 @@ def deal(groups: Sequence[GroupShape], parts: int) -> list[list[Piece]]:
 
 
 def _dealt(groups: Sequence[GroupShape], parts: int, limit: float) -> list[list[Piece]]:
-    """Groups cut into pieces of at most ``limit`` tokens, and those dealt out; a share's pieces of one group are joined."""
+    """Cut groups into pieces of at most ``limit`` tokens and deal those out. Pieces of one group in one share are joined."""
     cut = [
         Piece(number, tuple(piece))
         for number, group in enumerate(groups)

@@ -1,10 +1,10 @@
-"""The two protocols that every engine adapter implements, and the plain values that cross them.
+"""The two protocols that every engine adapter implements, and the values that they exchange with stages.
 
-    rollout stage ── GroupRequest ──▶ RolloutEngine ── Completion, one by one as each ends ──▶ rollout stage
+    rollout stage ── GroupRequest ──▶ RolloutEngine ── Completion, as each response ends ──▶ rollout stage
     update stage  ── TensorDict of whole groups ──▶ TrainEngine ── metrics ──▶ update stage
     TrainEngine ── weights() ──▶ host memory ──▶ load_weights() ──▶ RolloutEngine (swaps at its next token boundary)
 
-Everything about a library or a device stays behind these two.
+Code that depends on a library or a device stays behind these two protocols.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ FinishReason = Literal["stop", "length", "cut"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. Filters apply in the order temperature, top-k, top-p; logprobs are those of the distribution
-    after temperature and before top-k and top-p (what the trainer recomputes).
+    """How tokens are sampled. Filters apply in the order temperature, top-k, top-p. Logprobs are those of the distribution
+    after temperature and before top-k and top-p, which the trainer recomputes.
 
-    ``temperature == 0`` is greedy; then logprobs are those at temperature 1. ``top_k == 0`` and ``top_p == 1.0`` are off.
-    ``stop`` strings end a response when its decoded text contains one (tokens are kept as generated);
-    ``stop_token_ids`` end it with that token included. ``max_tokens`` counts all tokens of a response; ``budget`` those of
-    one visit to an engine, after which it is cut, to be continued by another request (0: no such limit).
+    ``temperature == 0`` is greedy; logprobs are then those at temperature 1. ``top_k == 0`` and ``top_p == 1.0`` disable the
+    filters. A response ends when its decoded text contains one of the ``stop`` strings (its tokens are kept), or with one of
+    ``stop_token_ids`` (included). ``max_tokens`` limits the tokens of a response. ``budget`` limits those of one request,
+    after which the response is cut, to be continued by another request (0: no limit).
     """
 
     max_tokens: int
@@ -45,7 +45,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Begun:
-    """What a response has from earlier visits, to this engine or to another one: as a completion of it was."""
+    """The part of a response that earlier requests made, with this engine or another one."""
 
     token_ids: torch.Tensor  # int64 [T], T >= 1
     logprobs: torch.Tensor  # float32 [T]
@@ -54,11 +54,11 @@ class Begun:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt and the places of its group that are still to be generated. ``begun`` gives, by place, what some of them
-    have already; they go on from there.
+    """One prompt and the places of its group to generate. ``begun`` has, by place, responses that are to be continued.
 
-    ``group`` and ``places`` come back unchanged on each completion. The tokens of a response depend only on the weights,
-    the prompt, ``params`` and ``(seed, place)``, up to the rounding of the batch it ran in: not on where it was cut.
+    ``group`` and ``places`` are returned unchanged on each completion. The tokens of a response depend only on the weights,
+    the prompt, ``params`` and ``(seed, place)``, up to rounding that depends on the batch. They do not depend on where the
+    response was cut.
     """
 
     group: int
@@ -70,24 +70,24 @@ class GroupRequest:
 
     def __post_init__(self) -> None:
         for place, begun in self.begun.items():
-            tokens, told = len(begun.token_ids), sum(count for _, count in begun.versions)
+            tokens, counted = len(begun.token_ids), sum(count for _, count in begun.versions)
             if place not in self.places or not 0 < tokens < self.params.max_tokens:
                 raise ValueError(
                     f"group {self.group}: place {place} is begun with {tokens} tokens; give begun only places of "
                     f"{self.places} with 1 to {self.params.max_tokens - 1} tokens, as max_tokens counts all of a response"
                 )
-            if len(begun.logprobs) != tokens or told != tokens:
+            if len(begun.logprobs) != tokens or counted != tokens:
                 raise ValueError(
                     f"group {self.group}: place {place} is begun with {tokens} tokens, {len(begun.logprobs)} logprobs and "
-                    f"versions of {told} tokens; give as many of each"
+                    f"versions of {counted} tokens; give as many of each"
                 )
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One response as it left the engine: ended, or ``cut`` and to be continued. It holds all tokens so far, those it was
-    begun with included. ``versions`` is the run-length encoding ``((version, tokens), ...)`` of the policy versions that
-    made its tokens; the counts add up to T."""
+    """One response as the engine returns it: ended, or ``cut`` and to be continued. It has all tokens so far, with those of
+    ``begun``. ``versions`` is the run-length encoding ``((version, tokens), ...)`` of the policy versions that made its
+    tokens; the counts add up to T."""
 
     group: int
     place: int
@@ -102,106 +102,106 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Generates responses. One engine belongs to one asyncio loop; its compute runs elsewhere (a thread, a device)."""
+    """Generates responses. An engine belongs to one asyncio loop; it computes in a thread, in other processes or on a
+    device."""
 
     @property
     def version(self) -> int:
-        """Policy version of the weights that the next token will be made with."""
+        """Policy version of the weights that make the next token."""
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
-        """Join the running batch with all of ``requests`` at once, in this order, and yield each response as it ends.
+        """Add all of ``requests`` to the running batch, in this order, and yield each response as it ends.
 
-        Several calls may be in flight together. Closing the iterator (``aclose``) or cancelling its consumer aborts what
-        it has not yielded. An error inside the engine is raised to every iterator.
+        Several calls may be in flight together. Closing the iterator (``aclose``) or cancelling its consumer aborts the
+        responses that were not yielded. An error inside the engine is raised by every iterator.
         """
 
     async def load_weights(
         self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
     ) -> SwapTimes:
-        """Take ``weights`` (full tensors by parameter name, valid until this returns) and use them from the next token
-        boundary on, requests in flight included. With ``hold`` the engine is paused from that boundary on, before any
-        token is made with them. With ``cut`` every response that has got a token in this visit ends as "cut" at that
-        boundary, so that no token of the new weights rests on a KV cache of the old ones. Raises ``WeightMismatch`` and
-        keeps the old version when names, shapes or dtypes differ."""
+        """Use ``weights`` (full tensors by parameter name, valid until this returns) from the next token boundary on, for
+        requests in flight too. ``hold``: the engine is paused from that boundary on, before it makes a token with them.
+        ``cut``: every response with a token of its present request ends as "cut" at that boundary, so that no token of the
+        new weights uses a KV cache of the old ones. Raises ``WeightMismatch`` and keeps the old version when names, shapes
+        or dtypes differ."""
 
     async def score(
         self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
     ) -> torch.Tensor | None:
         """Logprobs float32 [T] of the tokens ``response_ids`` int64 [T] after ``prompt_ids`` int64 [P] under the loaded
-        weights, by the definition of :class:`SamplingParams`; also while paused (one that can compute nothing then may let
-        the others go on for as long as this takes). None: it cannot tell at this temperature. What a swap is verified
-        with."""
+        weights, as :class:`SamplingParams` defines them; None when the engine has none at this temperature. Works while
+        paused; an engine that cannot compute then may resume generation for as long as this takes. Verifies swaps."""
 
     async def pause(self) -> None:
-        """Stop before the next token; returns when no compute is running. Requests stay where they are."""
+        """Stop before the next token. Returns when nothing is being computed. Requests stay in flight."""
 
     async def resume(self) -> None: ...
 
     async def close(self) -> None:
-        """Abort everything and release memory and threads. Harmless when repeated."""
+        """Abort everything and release memory and threads. May be called again."""
 
 
 @runtime_checkable
 class ReceivingEngine(Protocol):
-    """A rollout engine whose own processes receive published weights from the trainer."""
+    """A rollout engine with processes of its own that receive published weights from the trainer."""
 
     async def receive(self, published: Published) -> Mapping[str, torch.Tensor]:
-        """Have the bytes near the engine's devices, verified, while it goes on generating. What is returned goes to
-        ``load_weights``, and may have names, shapes and dtypes alone. Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
+        """Receive and verify the bytes near the engine's devices while it generates. The result is for ``load_weights``; its
+        tensors may have names, shapes and dtypes without values. Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
 
 
 class ColocatedEngine(RolloutEngine, Protocol):
-    """A rollout engine that takes turns with training on its device. Whoever has the device fills :attr:`tensors` while the
-    engine sleeps, and takes their memory for the other turn."""
+    """A rollout engine that takes turns with training on its device. While it sleeps, its owner frees the memory of
+    :attr:`tensors`, and fills them before it wakes."""
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """All weights that it computes with, no copies, each with a storage of its own that can be resized."""
+        """All weights that the engine computes with, not copies, each with a storage of its own that can be resized."""
 
     @property
     def fused(self) -> bool:
-        """Whether q, k and v, and gate and up, are one tensor each in :attr:`tensors`, named as vLLM names them."""
+        """Whether q, k and v are one tensor in :attr:`tensors`, and gate and up another, named as vLLM names them."""
 
     def cache_bytes(self) -> int:
         """Bytes of keys and values on the device; 0 while it sleeps."""
 
     async def sleep(self) -> None:
-        """From the next token boundary on compute nothing and hold nothing on the device but :attr:`tensors`. Every response
-        that has got a token in this visit ends as "cut"; the others wait, and requests are still taken."""
+        """From the next token boundary on, compute nothing and free all device memory but :attr:`tensors`. Every response
+        with a token of its present request ends as "cut"; the others wait, and new requests are accepted."""
 
     async def wake(self, version: int, *, hold: bool = False) -> None:
-        """Go on, with what :attr:`tensors` hold now as the weights of ``version``; with ``hold`` paused at first."""
+        """Continue with the values that :attr:`tensors` have now, as the weights of ``version``; ``hold``: paused."""
 
 
 @dataclass(frozen=True)
 class SwapTimes:
-    """Seconds that a weight update took: ``exposed`` while no token could be made, ``hidden`` beside generation."""
+    """Seconds of a weight update: ``exposed`` while no token could be made, ``hidden`` beside generation."""
 
     exposed: float
     hidden: float
 
 
 class EngineMissing(ImportError):
-    """The library of the engine that was asked for cannot be imported; the message says what to install."""
+    """The library of the requested engine cannot be imported. The message has the command that installs it."""
 
 
 class EngineFailed(RuntimeError):
-    """The engine's compute failed (the cause is attached). Every iterator gets it; no more tokens are made."""
+    """The engine's computation failed (the cause is attached). Every iterator raises it, and no more tokens are made."""
 
 
 class EngineClosed(RuntimeError):
-    """The engine was closed: nothing more can be asked of it, and what was in flight is lost."""
+    """The engine is closed: requests are refused, and those in flight are lost."""
 
 
 class WeightMismatch(ValueError):
-    """The weights offered do not fit the engine's model: the message names the parameter and both shapes or dtypes."""
+    """The weights do not fit the engine's model. The message names the parameter and both shapes or dtypes."""
 
 
 class TrainEngine(Protocol):
     """Trains a policy. Calls block and come from one thread at a time.
 
-    Where an engine has several ranks, each in a process of its own, every rank makes the same calls in the same order,
-    ``train_batch`` and ``logprobs`` with the rows of its own share; ``weights`` is then exhausted by all of them.
+    If an engine has several ranks, each in its own process, every rank makes the same calls in the same order:
+    ``train_batch`` and ``logprobs`` with the rows of its own share, ``weights`` iterated to its end.
     """
 
     def train_batch(self, batch: TensorDictBase, algorithm: Any) -> Mapping[str, float]:
@@ -216,16 +216,16 @@ class TrainEngine(Protocol):
         """
 
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
-        """Logprobs of the response tokens under the current weights: float32 jagged [B, T_i], no gradient. Group by
-        group, so the result of a row does not depend on which other groups came with it."""
+        """Logprobs of the response tokens under the current weights: float32 jagged [B, T_i], no gradient. Groups are
+        computed one by one, so the result of a row does not depend on the other groups."""
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The parameters that a rollout engine needs, by name, detached, tied ones once."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's weights and the optimizer's state: all that a bit-exact continuation needs, as nested dicts of
-        tensors (a DTensor where it lies on several ranks) and numbers, which torch.distributed.checkpoint saves, and fills
-        in place. Names and shapes do not depend on the layout."""
+        """The model's weights and the optimizer's state, sufficient for a bit-exact continuation: nested dicts of tensors
+        (DTensors with several ranks) and numbers, which torch.distributed.checkpoint saves and fills in place. Names and
+        shapes do not depend on the layout."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 

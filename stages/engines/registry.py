@@ -1,4 +1,4 @@
-"""Engines by their names: the package's own, those of installed packages, and any factory ``module:name``.
+"""Engines by name: built-in ones, those of installed packages, and any factory ``module:name``.
 
     built in     ─▶ made by orchestration.run.engines
     module:name  ─▶ that attribute of that module  ┐
@@ -7,11 +7,11 @@
     [rollout]  factory(recipe, *, version, weights, **options) -> RolloutEngine
     [train]    factory(recipe, *, ranks, meeting, **options)   -> TrainEngine
 
-``recipe`` is the whole :class:`orchestration.recipe.schema.Recipe`; ``options`` are its table ``rollout.options`` or
-``train.options``. ``version`` is what the engine begins as, with the weights in the checkpoint folder ``weights``, or with
-those of ``recipe.model`` where that is None. ``ranks`` (:class:`stages.engines.plans.Ranks`) says which of the ranks that
-train together this process is; where there are several, they find each other by the file ``meeting``. A factory is called
-in a thread, without an event loop. A recipe is checked without torch, so nothing here imports it.
+``recipe``: the whole :class:`orchestration.recipe.schema.Recipe`. ``options``: its table ``rollout.options`` or
+``train.options``. ``version``: the engine's first version, with the weights of the checkpoint folder ``weights``, or of
+``recipe.model`` when that is None. ``ranks`` (:class:`stages.engines.plans.Ranks`): which rank of the train engine this
+process is; several ranks find each other by the file ``meeting``. A factory is called in a thread, without an event loop.
+Recipes are checked without torch, so this module does not import it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ TOLD: dict[Side, tuple[str, ...]] = {"rollout": ("version", "weights"), "train":
 
 
 class EngineUnknown(LookupError):
-    """Nothing that makes an engine has this name: the message says the field, its value and what to do."""
+    """No engine has this name. The message has the field, its value and the fix."""
 
 
 def engine_names(side: Side) -> list[str]:
-    """Every name without a colon that ``rollout.engine`` or ``train.engine`` may have here."""
+    """Returns every name without a colon that ``rollout.engine`` or ``train.engine`` may have."""
     return sorted({*BUILT_IN[side], *importlib.metadata.entry_points(group=ENTRY_POINTS[side]).names})
 
 
 def find_factory(side: Side, name: str) -> Callable[..., Any]:
-    """What makes the engine called ``name``, which is not a built-in one. Raises :class:`EngineUnknown`."""
-    told = f"{side}.engine = {name!r}"
+    """Returns the factory of the engine ``name``, which is not built in. Raises :class:`EngineUnknown`."""
+    key = f"{side}.engine = {name!r}"
     entries = importlib.metadata.entry_points(group=ENTRY_POINTS[side])
     if ":" not in name and name not in entries.names:
         raise EngineUnknown(
-            f"{told} is not known; name a factory as 'module:factory', or use one of {engine_names(side)}"
+            f"{key} is not known; name a factory as 'module:factory', or use one of {engine_names(side)}"
         )
     try:
         found = imported(name if ":" in name else f"{entries[name].module}:{entries[name].attr}")
     except ImportError as error:
-        raise EngineUnknown(f"{told} {error}") from error
+        raise EngineUnknown(f"{key} {error}") from error
     if not callable(found):
-        raise EngineUnknown(f"{told} is a {type(found).__name__}; name a function or a class that makes an engine")
+        raise EngineUnknown(f"{key} is a {type(found).__name__}; name a function or a class that makes an engine")
     return found  # type: ignore[no-any-return]

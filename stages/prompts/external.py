@@ -69,25 +69,25 @@ class ExternalPrompts:
             said = json.loads(line)
             self._rows.append(said["row"])
             self._position = said["position"] + 1
-        await self.index.call("kept", below=self._position)
+        await self.index.remove_prompts(self._position)
 
     async def run(self) -> None:
         """Take prompts over as they come. Runs until it is cancelled. Raises PromptError when they have ended without one
         that can be asked."""
         while True:
-            came = await self.index.call("fed", **{"from": self._position, "most": AT_ONCE})
-            if prompts := came["prompts"] or ():
-                await self._take(prompts)
-            elif came["ended"] and not self.ended:
+            found = await self.index.read_prompts(self._position, AT_ONCE)
+            if found.prompts:
+                await self._take(found.prompts)
+            elif found.ended and not self.ended:
                 self.ended = True
                 if not self._rows:
                     raise PromptError(
                         f"prompts: all {self._position} prompts that were put are left out, and no more will come; see the "
                         f"`prompt` events and {self.too_long.path}"
                     )
-                await self.index.call("nudge", topic="version")
+                await self.index.wake("version")
             else:
-                await self.index.wait("fed", came["wait"], WAIT_SECONDS)
+                await self.index.wait("fed", found.wait, WAIT_SECONDS)
 
     async def _take(self, prompts: Sequence[str]) -> None:
         lines, rows = [], []
@@ -109,8 +109,8 @@ class ExternalPrompts:
             os.fsync(file.fileno())
         self._rows += rows
         self._position += len(prompts)
-        await self.index.call("kept", below=self._position)
-        await self.index.call("nudge", topic="version")
+        await self.index.remove_prompts(self._position)
+        await self.index.wake("version")
 
 
 async def put_prompts(
@@ -136,14 +136,13 @@ async def put_prompts(
         texts = await asyncio.to_thread(lambda: [json.dumps(dict(row), allow_nan=False) for row in rows])
     except (TypeError, ValueError, RecursionError) as error:
         raise PromptError(f"prompts: they cannot be kept as JSON ({error}); use texts, finite numbers, lists") from None
-    asked = {"prompts": texts, "first": False if first is None else first, "last": last, "most": WAITING_BYTES}
     deadline = time.monotonic() + timeout
-    while "wait" in (reply := await index.call("feed", **asked)):
+    while (put := await index.put_prompts(texts, first=first, last=last, most_bytes=WAITING_BYTES)).wait is not None:
         left = deadline - time.monotonic()
         if left <= 0:
             raise ExternalPromptsFull(
                 f"prompts: {WAITING_BYTES >> 20} MiB of them wait to be taken over, and nobody took any for {timeout:g} s; "
                 "put these again later, at the same position"
             )
-        await index.wait("feed", reply["wait"], min(left, WAIT_SECONDS))
-    return int(reply["next"])
+        await index.wait("feed", put.wait, min(left, WAIT_SECONDS))
+    return put.next

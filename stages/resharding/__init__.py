@@ -1,1 +1,1 @@
-"""Weights from the layout that trains them to the layout that generates with them, on the same ranks."""
+"""Resharding: weights from the training layout to the rollout layout, on the same ranks."""

@@ -1,13 +1,13 @@
-"""How the messages of a round get from rank to rank: through shared memory on one node, else by the group's collectives.
+"""Exchange of messages between ranks in rounds: through shared memory on one node, else by collectives of the group.
 
-    SharedExchange   pack ─▶ a bucket that all have mapped ─▶ meet (a byte to each) ─▶ unpack from the others' buckets
+    SharedExchange   pack ─▶ a bucket that all ranks have mapped ─▶ meet (a byte to each rank) ─▶ unpack from the others
     GroupExchange    pack ─▶ a bucket ─▶ all-to-all (gloo, nccl, hccl) ─▶ a bucket ─▶ unpack
 
-Both have two buckets, of which round k takes number k mod 2, so that a rank packs one while the other is on its way. The
-shared ones are a file in memory that never has a name, and pipes; the others open them below ``/proc/PID/fd``, which the
-kernel grants to the same user. So nothing is left behind by whoever is killed, and a rank that ends is noticed at once.
+Both have two buckets. Round k uses number k mod 2, so a rank packs one while the other is in flight. Shared buckets are
+memory files without a name, and pipes; the other ranks open them below ``/proc/PID/fd``, which the kernel permits to the
+same user. So a killed rank leaves nothing behind, and the end of a rank is noticed at once.
 
-Ranks meet by a byte in a pipe, which wakes no thread beside theirs, as gloo's smallest collective would.
+Ranks meet by writing a byte into a pipe. gloo's smallest collective would wake a second thread of each rank.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ Move = tuple[str, tuple[slice, ...], slice, tuple[int, ...]]  # of a tensor's pa
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part in one round. ``sends`` and ``receives`` are elements of ``dtype`` by peer, and ``begins`` where the
-    message for this rank begins in each peer's bucket, in which messages lie by receiver. ``packed`` are parts of source
-    tensors with their place in this rank's bucket, ``unpacked`` those of targets with their sender and place in its message.
-    """
+    """A rank's part in one round. ``sends`` and ``receives``: elements of ``dtype`` by peer. ``begins``: where the message
+    for this rank begins in each peer's bucket; messages are ordered by receiver. ``packed``: parts of source tensors with
+    their place in this rank's bucket. ``unpacked``: parts of target tensors with their sender and place in its message."""
 
     dtype: torch.dtype
     sends: list[int]
@@ -58,7 +57,7 @@ class Part:
 
 
 def part_of(rank: int, slices: Round, world: int) -> Part:
-    """What ``rank`` does in the round ``slices``."""
+    """Returns the part of ``rank`` in the round ``slices``."""
     sends, receives, begins = [0] * world, [0] * world, [0] * world
     packed, unpacked, at = [], [], 0
     for s in sorted((s for s in slices if s.sender == rank), key=lambda s: s.receiver):
@@ -78,26 +77,26 @@ def part_of(rank: int, slices: Round, world: int) -> Part:
 
 
 def part_index(at: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    """What a tensor is indexed with for the ``sizes`` elements at ``at``."""
+    """Returns the index of the ``sizes`` elements at ``at`` of a tensor."""
     return tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))
 
 
 class Exchange(Protocol):
-    """Rounds in order, on every rank alike: fill ``room(k)``, ``start(k)``, then ``messages(k - 1)``. What these raise when
-    a rank is gone or late is a RuntimeError or an OSError."""
+    """Rounds in order, the same on every rank: fill ``room(k)``, ``start(k)``, then ``messages(k - 1)``. These raise
+    RuntimeError or OSError when a rank has ended or is late."""
 
     name: str
 
     def room(self, number: int) -> torch.Tensor:
-        """Where this rank packs what it sends in the round; waits until nobody reads it any more."""
+        """The buffer for what this rank sends in the round. Waits until no rank reads it."""
         ...
 
     def start(self, number: int) -> None:
-        """The room is filled."""
+        """Send the filled buffer."""
         ...
 
     def messages(self, number: int) -> Sequence[torch.Tensor]:
-        """What the round has brought, by sender; waits for it. It is there until the next ``room``."""
+        """The messages of the round by sender. Waits for them; they are valid until the next ``room``."""
         ...
 
     def close(self) -> None: ...
@@ -111,20 +110,20 @@ def temporary_bytes(parts: Sequence[Part]) -> int:
 def connect(
     parts: Sequence[Part], rank: int, *, device: torch.device, group: dist.ProcessGroup | None, deadline: float
 ) -> Exchange:
-    """The exchange that all ranks of ``group`` use: shared memory when the tensors are the CPU's and every rank reaches
-    every other's, else the group. ``deadline``: seconds that a round, and finding out, may take."""
+    """Returns the exchange that all ranks of ``group`` use: shared memory when the tensors are on the CPU and every rank can
+    open that of all others, else the group. ``deadline``: seconds for a round, and for this call."""
     if device.type != "cpu":
         return GroupExchange(parts, device, group, deadline)
     world, shared = dist.get_world_size(group), None
-    mine = [0] * (6 + 2 * world)
+    announced = [0] * (6 + 2 * world)
     with ExitStack() as undo:
         with suppress(OSError):  # the others hear zeros then
             shared = SharedExchange(parts, rank, world, deadline)
             undo.callback(shared.close)
-            mine = shared.told
-        everyone = torch.zeros(world, len(mine), dtype=torch.int64)
-        _wait(dist.all_gather([*everyone], torch.tensor(mine), group=group, async_op=True), deadline)
-        reached = torch.tensor([int(shared is not None and shared.reach(everyone.tolist()))])
+            announced = shared.announced
+        announcements = torch.zeros(world, len(announced), dtype=torch.int64)
+        _wait(dist.all_gather([*announcements], torch.tensor(announced), group=group, async_op=True), deadline)
+        reached = torch.tensor([int(shared is not None and shared.reach(announcements.tolist()))])
         _wait(dist.all_reduce(reached, dist.ReduceOp.MIN, group=group, async_op=True), deadline)
         if shared is not None and reached:
             shared.reached()
@@ -138,8 +137,7 @@ def _wait(work: Any, deadline: float) -> None:
 
 
 class GroupExchange:
-    """All-to-alls of the group. They were measured on gloo beside batches of sends and receives: as fast at 4 MiB, faster
-    below."""
+    """All-to-alls of the group. On gloo they are as fast as batches of sends and receives at 4 MiB, and faster below."""
 
     def __init__(
         self, parts: Sequence[Part], device: torch.device, group: dist.ProcessGroup | None, deadline: float
@@ -151,7 +149,7 @@ class GroupExchange:
         self._flying: list[Any] = [None, None]
 
     def _values(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is sent and what is received, flat."""
+        """The sent and the received values, flat."""
         part = self._parts[number]
         values = self._buckets[number % 2][: part.nbytes].view(part.dtype)
         sent, received = values.split([sum(part.sends), sum(part.receives)])
@@ -175,11 +173,11 @@ class GroupExchange:
 
 
 class SharedExchange:
-    """Buckets in shared memory, for ranks of one user on one node. Raises OSError where the node has no such memory left,
-    or not what it takes (Linux).
+    """Buckets in shared memory, for ranks of one user on one node. Raises OSError when the node has too little shared memory
+    or is not Linux.
 
-    All ranks meet before each round but the first, and before the last is unpacked: whoever has come has packed the round
-    before and unpacked the one before that, whose bucket is packed next.
+    All ranks meet before each round but the first, and before the last one is unpacked. A rank that has arrived has packed
+    the previous round and unpacked the one before it, so that round's bucket can be packed again.
     """
 
     name = "shared memory"
@@ -204,17 +202,17 @@ class SharedExchange:
                 self._open += [hears, theirs]
                 self._hears.append(hears)
                 pipes += [theirs, _identity(theirs)]
-            self.told = [node, os.getpid(), memory, _identity(memory), second, nbytes, *pipes]
+            self.announced = [node, os.getpid(), memory, _identity(memory), second, nbytes, *pipes]
             """What the others must know to reach all this."""
         except BaseException:
             self.close()
             raise
 
-    def reach(self, everyone: Sequence[Sequence[int]]) -> bool:
-        """Map the buckets of all and open the pipes to them, by what they told. False where one cannot be reached."""
+    def reach(self, announcements: Sequence[Sequence[int]]) -> bool:
+        """Map the buckets of all ranks and open their pipes. Returns False when one cannot be opened."""
         try:
-            for node, pid, memory, identity, second, nbytes, *pipes in everyone:
-                if node != self.told[0]:
+            for node, pid, memory, identity, second, nbytes, *pipes in announcements:
+                if node != self.announced[0]:
                     return False
                 found = self._opened(pid, memory, identity, os.O_RDWR)
                 mapped = torch.frombuffer(mmap.mmap(found, nbytes), dtype=torch.uint8)
@@ -228,12 +226,12 @@ class SharedExchange:
     def _opened(self, pid: int, number: int, identity: int, flags: int) -> int:
         path = f"/proc/{pid}/fd/{number}"
         if _identity(path) != identity:  # of a process that has this number in another container
-            raise OSError(f"process {pid} is not the rank that told of it")
+            raise OSError(f"process {pid} is not the rank that announced of it")
         self._open.append(os.open(path, flags))
         return self._open[-1]
 
     def reached(self) -> None:
-        """Everybody has opened everything: from now on a rank that ends closes its pipes."""
+        """Called when all ranks have opened everything. From then on the end of a rank closes its pipes."""
         for one in {*self._open}.difference(self._hears, self._tells):
             os.close(one)
         self._open = [*self._hears, *self._tells]
@@ -245,7 +243,7 @@ class SharedExchange:
         return self._buckets[self._rank][number % 2][: part.sent_bytes].view(part.dtype)
 
     def start(self, number: int) -> None:
-        """The others hear of it when all meet."""
+        """The other ranks see the buffer when all ranks meet."""
 
     def messages(self, number: int) -> Sequence[torch.Tensor]:
         if number == len(self._parts) - 1:

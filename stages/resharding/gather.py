@@ -1,10 +1,10 @@
-"""A plan carried out by one rank: its slices gathered from the other ranks through two bounded buckets.
+"""Execution of a plan by one rank: it gathers its slices from the other ranks through two bounded buckets.
 
     round k      pack ─▶ ║ exchange ║ ─▶ unpack          bucket k mod 2
     round k + 1          pack ─▶ ║ exchange ║ ─▶ unpack  bucket (k + 1) mod 2
 
-Only the slices of the plan cross, in shared memory or by all-to-alls (stages/resharding/exchange.py). When all has arrived,
-the checksums that the senders took of their messages are compared.
+Only the slices of the plan are sent, in shared memory or by all-to-alls (stages/resharding/exchange.py). At the end the
+receivers compare the checksums that the senders computed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class GatherError(RuntimeError):
-    """Slices did not arrive, or not as they were sent: the message names the rank, the round and the reason. What the
-    gather was to fill is not to be used."""
+    """Slices did not arrive, or arrived damaged. The message names the rank, the round and the reason. The targets must not
+    be used."""
 
 
 class Gather:
-    """The part of ``rank`` in ``plan``, to be carried out as often as wanted, on every rank of ``group`` alike.
+    """The part of ``rank`` in ``plan``. It can be executed repeatedly, on every rank of ``group`` at the same time.
 
-    ``deadline``: seconds that a round may take. ``watch`` is called after each round. Raises ValueError for a group that
-    is not as large as the plan.
+    ``deadline``: seconds for a round. ``watch`` is called after each round. Raises ValueError for a group that is not as
+    large as the plan.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Gather:
         """How the last call's messages went: ``shared memory``, the group's backend, or ``none`` if there were none."""
 
     def __call__(self, sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill ``targets`` from everybody's ``sources``, tensors by the names of the plan's target and source. Raises
-        :class:`GatherError` on all ranks when a message is not what was sent, on those that notice when a rank does
-        not answer."""
+        """Fill ``targets`` from the ``sources`` of all ranks: tensors by the names of the plan's target and source. Raises
+        :class:`GatherError` on all ranks when a message is damaged, and on those that notice it when a rank does not answer.
+        """
         for target, into, source, part in self._local:
             targets[target][into].copy_(sources[source][part])
         if not self._parts:  # on no rank
             return
-        told = torch.zeros(len(self._parts), self.world, dtype=torch.int64, device=self.device)
-        found = torch.zeros_like(told)
+        sent = torch.zeros(len(self._parts), self.world, dtype=torch.int64, device=self.device)
+        found = torch.zeros_like(sent)
         with self._reported(0):
             self._exchange = connect(
                 self._parts, self.rank, device=self.device, group=self.group, deadline=self._deadline
@@ -78,26 +78,26 @@ class Gather:
         self.exchange = self._exchange.name
         try:
             for number in range(len(self._parts)):
-                self._send(self._exchange, number, sources, told)
+                self._send(self._exchange, number, sources, sent)
                 if number:
                     self._land(self._exchange, number - 1, targets, found)
             self._land(self._exchange, len(self._parts) - 1, targets, found)
         finally:
             self._exchange.close()
             self._exchange = None
-        self._compare(told, found)
+        self._compare(sent, found)
 
     def temporary_bytes(self) -> int:
-        """Bytes of the buckets that are alive; what lies in shared memory counts for its sender and its receiver."""
+        """Bytes of the allocated buckets. Shared memory counts for its sender and its receiver."""
         return self._temporary if self._exchange else 0
 
-    def _send(self, exchange: Exchange, number: int, sources: Mapping[str, torch.Tensor], told: torch.Tensor) -> None:
+    def _send(self, exchange: Exchange, number: int, sources: Mapping[str, torch.Tensor], sent: torch.Tensor) -> None:
         part = self._parts[number]
         with self._reported(number):
             room = exchange.room(number)
         for source, index, place, sizes in part.packed:
             room[place].view(sizes).copy_(sources[source][index])
-        told[number] = _checksums(room.split(part.sends))
+        sent[number] = _checksums(room.split(part.sends))
         with self._reported(number):
             exchange.start(number)
 
@@ -109,12 +109,12 @@ class Gather:
             targets[target][index].copy_(messages[sender][place].view(sizes))
         self._watch()
 
-    def _compare(self, told: torch.Tensor, found: torch.Tensor) -> None:
-        """Raise when a message is not what its sender sent: ``told`` [rounds, receivers], ``found`` [rounds, senders]."""
+    def _compare(self, sent: torch.Tensor, found: torch.Tensor) -> None:
+        """Raise when a message was damaged. Checksums: ``sent`` [rounds, receivers], ``found`` [rounds, senders]."""
         with self._reported(len(self._parts)):
-            mine = told.t().contiguous()
-            theirs = torch.empty_like(mine)
-            dist.all_to_all_single(theirs, mine, group=self.group)
+            own = sent.t().contiguous()
+            theirs = torch.empty_like(own)
+            dist.all_to_all_single(theirs, own, group=self.group)
             wrong = (theirs.t() != found).nonzero()
             count = torch.tensor([len(wrong)], device=self.device)
             dist.all_reduce(count, group=self.group)  # what one rank cannot use, none uses
@@ -136,8 +136,8 @@ class Gather:
 
 
 def _checksums(messages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """int64 [peers] on the device of ``messages``: xxh3 on a CPU; elsewhere the sum of the bits as integers, which no single
-    wrong element leaves unchanged and which waits for no copy to the host."""
+    """Checksums int64 [peers] of ``messages``, on the device. On a CPU xxh3; elsewhere the sum of the bits as integers,
+    which every single wrong element changes and which needs no copy to the host."""
     messages = [message.view(_BITS[message.element_size()]) for message in messages]
     if messages[0].device.type == "cpu":
         digests = [xxhash.xxh3_64_intdigest(message.numpy().data) - 2**63 for message in messages]

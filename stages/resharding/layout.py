@@ -1,21 +1,21 @@
-"""Layouts: which rank holds which box of which parameter, and where in its own tensors.
+"""Layouts: which rank holds which box of which parameter, and where in its local tensors.
 
     Hugging Face config ──▶ model_state() ──▶ parameters, each whole and unfused
     Layout (dp_replicate, dp_shard, tp, ep, etp, pp) ─┐
     names of an engine ("hf", "vllm") ────────────────┴─▶ place() ──▶ for each rank: local tensors, made of pieces
 
-A *parameter* is what no engine fuses: q, k and v each, gate and up each. A *tensor* is what an engine has: several
-parameters side by side (``qkv_proj``), or one. All is arithmetic on sizes; nothing is allocated here.
+A *parameter* is a weight that no engine splits by meaning: q, k and v each, gate and up each. A *tensor* is what an engine
+stores: several parameters side by side (``qkv_proj``), or one. All of it is arithmetic on sizes; nothing is allocated here.
 
 Ranks are counted with pipeline stages outermost, then data-parallel replicas, then data-parallel shards, then
-tensor-parallel ranks. The experts of a stage are laid over the same ranks anew:
+tensor-parallel ranks. The experts of a stage use the same ranks in an order of their own:
 
     dense    (pp, dp_replicate, dp_shard, tp)
     experts  (pp, data-parallel rest, ep, etp), or with ``ep_order = "outer"`` (pp, ep, data-parallel rest, etp)
 
-Context parallelism cuts sequences and no weights: to a layout its ranks are further data-parallel shards (``dp_shard`` is
-dp · cp, cp counting faster, as in torchtitan), so that there is no ``cp`` here. The train engine has dp and tp so far, and
-plans are made for all of these.
+Context parallelism splits sequences, not weights: its ranks are further data-parallel shards (``dp_shard`` is dp · cp, cp
+counting faster, as in torchtitan), so a layout has no ``cp``. The train engine supports dp and tp; plans are computed for
+all of these.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ Rule = Literal["chunk", "query", "key_value"]
 
 
 class LayoutError(ValueError):
-    """A layout that does not fit its model or is no layout: the message names the field, the value and the fix."""
+    """A layout that is not valid or does not fit its model. The message names the field, the value and the fix."""
 
 
 # --- boxes -----------------------------------------------------------------------------------------------------------
 
 
 def volume(box: Box) -> int:
-    """Elements in ``box``."""
+    """Number of elements in ``box``."""
     return prod(end - start for start, end in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What ``a`` and ``b`` have in common; None when that is nothing."""
+    """The intersection of ``a`` and ``b``; None when it is empty."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < end for start, end in common) else None
 
 
 def subtract(box: Box, hole: Box) -> Iterator[Box]:
-    """Disjoint boxes that together are ``box`` without ``hole``, which lies within it.
+    """Disjoint boxes that cover ``box`` without ``hole``, which is inside it.
 
     >>> list(subtract(((0, 4), (0, 4)), ((1, 2), (0, 3))))
     [((0, 1), (0, 4)), ((2, 4), (0, 4)), ((1, 2), (3, 4))]
@@ -72,8 +72,8 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def chunk(size: int, parts: int, index: int) -> Range:
-    """torch's rule (``torch.chunk``, DTensor ``Shard``, FSDP2): parts of ceil(size / parts), the last ones shorter or
-    empty.
+    """Part ``i`` by torch's rule (``torch.chunk``, DTensor ``Shard``, FSDP2): parts of ceil(size / parts), the last ones
+    shorter or empty.
 
     >>> [chunk(5, 4, i) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -83,10 +83,8 @@ def chunk(size: int, parts: int, index: int) -> Range:
 
 
 def head_ranges(heads: int, kv_heads: int, tp: int, rank: int) -> tuple[Range, Range]:
-    """Query heads and key-value heads of tensor-parallel rank ``rank``: heads are never cut, and a rank has the
-    key-value heads that its query heads attend to.
-
-    Up to ``kv_heads`` ranks share the key-value heads out; beyond, several ranks hold the same one, as vLLM does.
+    """Query heads and key-value heads of tensor-parallel rank ``rank``. Heads are never split, and a rank has the key-value
+    heads that its query heads attend to. With more ranks than ``kv_heads``, several ranks hold the same one, as in vLLM.
 
     >>> [head_ranges(8, 2, 4, rank) for rank in range(4)]
     [((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 6), (1, 2)), ((6, 8), (1, 2))]
@@ -101,12 +99,12 @@ def head_ranges(heads: int, kv_heads: int, tp: int, rank: int) -> tuple[Range, R
     return (start, end), (start // group, -(-end // group)) if start < end else (0, 0)
 
 
-# --- what is laid out ------------------------------------------------------------------------------------------------
+# --- parameters -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor parallelism cuts a parameter: along ``dim`` in units of ``unit`` elements, by torch's chunk rule or by
+    """How tensor parallelism splits a parameter: along ``dim`` in units of ``unit`` elements, by torch's chunk rule or by
     the model's heads."""
 
     dim: int
@@ -116,8 +114,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a whole. ``expert``: its dimension 0 counts experts. ``split`` None: every tensor-parallel rank
-    has all of it. ``rule_known`` False: nothing is known of how tensor parallelism cuts it."""
+    """A whole parameter. ``expert``: its dimension 0 counts experts. ``split`` None: every tensor-parallel rank has all of
+    it. ``rule_known`` False: how tensor parallelism splits it is not known."""
 
     name: str
     shape: tuple[int, ...]
@@ -134,7 +132,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as an engine names it: the ``parts`` (names of parameters) side by side along ``dim``."""
+    """A tensor as an engine names it: the parameters ``parts`` side by side along ``dim``."""
 
     name: str
     parts: tuple[str, ...]
@@ -143,8 +141,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ModelState:
-    """All parameters of a model, and the tensors that hold them under Hugging Face's names. ``tied``: names that share
-    a parameter, and its name (``lm_head.weight`` with the embeddings)."""
+    """All parameters of a model, and the tensors that hold them under Hugging Face's names. ``tied``: names that share a
+    parameter, and its name (``lm_head.weight`` with the embeddings)."""
 
     parameters: tuple[Parameter, ...]
     tensors: tuple[Tensor, ...]
@@ -167,11 +165,11 @@ class ModelState:
 
     @property
     def split_bytes(self) -> int:
-        """Bytes of the dense parameters that tensor parallelism cuts: TW of MindSpeed RL, Eq. 3."""
+        """Bytes of the dense parameters that tensor parallelism splits: TW of MindSpeed RL, Eq. 3."""
         return sum(p.nbytes for p in self.parameters if p.split and not p.expert)
 
     def named(self, names: Names) -> tuple[Tensor, ...]:
-        """The tensors that an engine with these names has."""
+        """The tensors of an engine that uses these names."""
         return self.tensors if names == "hf" else tuple(_fused(self))
 
 
@@ -183,9 +181,9 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
-    """The parameters of the causal language model that ``config`` (a transformers config) describes, read off a model
-    on the meta device: no weights are made or loaded. ``dtype`` None: the config's. Raises :class:`LayoutError` for a
-    config without attention heads, or with heads that do not form groups."""
+    """Returns the parameters of the causal language model of ``config`` (a transformers config), read from a model on the
+    meta device: no weights are made or loaded. ``dtype`` None: the config's. Raises :class:`LayoutError` for a config
+    without attention heads, or with heads that do not form groups."""
     from transformers import AutoModelForCausalLM
 
     text = config.get_text_config()
@@ -218,7 +216,7 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
 def _parts(
     name: str, shape: tuple[int, ...], heads: int, kv_heads: int
 ) -> tuple[list[tuple[str, tuple[int, ...]]], int]:
-    """The parameters that the Hugging Face tensor ``name`` is made of, and the dimension along which they lie."""
+    """The parameters of the Hugging Face tensor ``name``, and the dimension along which they are joined."""
     if name.endswith("experts.gate_up_proj"):
         of_expert = (shape[0], shape[1] // 2, shape[2])
         return [(name.replace("gate_up_proj", which), of_expert) for which in ("gate_proj", "up_proj")], 1
@@ -276,17 +274,17 @@ def _fused(model: ModelState) -> Iterator[Tensor]:
         yield tensor
 
 
-# --- a layout --------------------------------------------------------------------------------------------------------
+# --- layouts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A product of parallelisms over ``world`` ranks; every field is a number of ranks, except ``ep_order``.
+    """A product of parallelisms over ``world`` ranks. Every field is a number of ranks, except ``ep_order``.
 
-    ``dp_replicate`` copies; ``dp_shard`` cuts dimension 0 of what tensor parallelism left (FSDP2, ZeRO-3); ``tp`` cuts
-    columns and rows; ``ep`` deals experts out over the data- and tensor-parallel ranks of a stage, and ``etp`` cuts
-    each expert (default: ``tp`` while ``ep`` is 1, else 1); ``pp`` deals layers out to stages. ``ep_order``: ``inner``
-    as Megatron-Core, torchtitan and vLLM count, neighbours hold different experts; ``outer``: neighbours hold the same.
+    ``dp_replicate`` copies. ``dp_shard`` splits dimension 0 of what tensor parallelism left (FSDP2, ZeRO-3). ``tp`` splits
+    columns and rows. ``ep`` deals experts over the data- and tensor-parallel ranks of a stage, and ``etp`` splits each
+    expert (default: ``tp`` while ``ep`` is 1, else 1). ``pp`` deals layers to stages. ``ep_order``: ``inner`` as
+    Megatron-Core, torchtitan and vLLM count, neighbours hold different experts; ``outer``: neighbours hold the same.
     """
 
     dp_replicate: int = 1
@@ -350,7 +348,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits along each axis that decides what it holds."""
+    """The coordinates of a rank along each axis that decides what it holds."""
 
     stage: int
     shard: int
@@ -361,8 +359,8 @@ class Seat:
 
 
 def parse_layout(text: str, side: Side) -> Layout:
-    """A layout from a text like ``dp=2,tp=2``. ``dp`` is ``dp_shard`` where it trains and ``dp_replicate`` where it
-    generates, as in a recipe. Raises :class:`LayoutError`.
+    """Parse a layout such as ``dp=2,tp=2``. As in a recipe, ``dp`` is ``dp_shard`` for training and ``dp_replicate`` for
+    generation. Raises :class:`LayoutError`.
 
     >>> parse_layout("dp=2,tp=2", "train") == Layout(dp_shard=2, tp=2)
     True
@@ -390,12 +388,12 @@ def parse_layout(text: str, side: Side) -> Layout:
         raise LayoutError(f"{side}.{error}") from None
 
 
-# --- where everything lies -------------------------------------------------------------------------------------------
+# --- placements ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The ``box`` of ``parameter`` that lies at offset ``at`` in a local tensor."""
+    """The ``box`` of ``parameter`` that is at offset ``at`` of a local tensor."""
 
     parameter: str
     box: Box
@@ -404,7 +402,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A tensor as one rank holds it: ``shape`` is the local one, and its pieces fill it without a gap or overlap."""
+    """A tensor as one rank holds it: ``shape`` is the local one, and its pieces fill it without gaps or overlaps."""
 
     name: str
     shape: tuple[int, ...]
@@ -418,7 +416,7 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class Placement:
-    """What each rank holds, by rank."""
+    """The local tensors of each rank."""
 
     layout: Layout
     ranks: tuple[tuple[LocalTensor, ...], ...]
@@ -428,13 +426,13 @@ class Placement:
         return len(self.ranks)
 
     def nbytes(self, rank: int) -> int:
-        """Bytes of the tensors of ``rank``; a rank outside the layout has none."""
+        """Bytes of the tensors of ``rank``; 0 for a rank outside the layout."""
         return sum(tensor.nbytes for tensor in self.ranks[rank]) if rank < self.world else 0
 
 
 def place(model: ModelState, layout: Layout, *, names: Names = "hf", dtype: torch.dtype | None = None) -> Placement:
-    """What each rank of ``layout`` holds of ``model``, in an engine's tensors; ``dtype`` None keeps the parameters' own.
-    Raises :class:`LayoutError` where the layout does not fit the model."""
+    """Returns what each rank of ``layout`` holds of ``model``, in an engine's tensors. ``dtype`` None keeps the parameters'
+    own. Raises :class:`LayoutError` when the layout does not fit the model."""
     _check(model, layout)
     tensors = model.named(names)
     made: dict[Seat, tuple[LocalTensor, ...]] = {}
@@ -465,13 +463,13 @@ def _check(model: ModelState, layout: Layout) -> None:
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> Range:
-    """The layers of pipeline stage ``stage``: as even as can be, in order."""
+    """The layers of pipeline stage ``stage``: in order, as evenly as possible."""
     return stage * layers // stages, (stage + 1) * layers // stages
 
 
 def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]:
-    """The pipeline stages that hold ``parameter``: the embeddings the first, what follows the layers the last. Tied
-    embeddings are needed at both ends, and both hold them."""
+    """The pipeline stages that hold ``parameter``: the first for embeddings, the last for what follows the layers. Both hold
+    tied embeddings."""
     last = layout.pp - 1
     if parameter.layer is not None:
         return {s for s in range(layout.pp) if _within(parameter.layer, stage_layers(model.layers, layout.pp, s))}
@@ -525,7 +523,7 @@ def _cut(model: ModelState, layout: Layout, seat: Seat, parameter: Parameter) ->
 
 
 def _shard(pieces: Iterable[Piece], rows: Range) -> Iterator[Piece]:
-    """What ``rows`` of the local tensor's dimension 0 contain of its pieces."""
+    """The pieces within ``rows`` of the local tensor's dimension 0."""
     for piece in pieces:
         (start, end), first = piece.box[0], piece.at[0]
         low, high = max(rows[0], first), min(rows[1], first + end - start)

@@ -1,8 +1,8 @@
-"""The plan from one layout to another: which slice each rank gets from whom, and what lies where in memory meanwhile.
+"""The plan from one layout to another: the slices that each rank gets from other ranks, and the memory that it takes.
 
-    Placement (train) ─┐               ┌─ slices a rank has itself: copied on the spot
+    Placement (train) ─┐               ┌─ slices that a rank has itself: copied locally
                        ├─ plan_reshard ┤
-    Placement (rollout)┘               └─ slices from others: cut to fit ─▶ rounds, each within one bucket per rank
+    Placement (rollout)┘               └─ slices from others: split ─▶ rounds, each within one bucket per rank
 
     memory of a rank   training weights │██████████████████│░░░░░░░░░░░░░░░░░│██████████
                        grads, optimizer │████│░░░░░░░░░░░░░│░░░░░░░░░░░░░░░░░│██████████   ░ in host memory
@@ -10,7 +10,7 @@
                        buckets          │    │██           │                 │
                                     train  gather          generate     prefetch
 
-Pure arithmetic on placements: no process, no device, and everything that a swap will do and take is known from it.
+Arithmetic on placements only: it needs no process and no device, and gives all bytes that a swap moves and allocates.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import torch
 from stages.resharding.layout import Box, Layout, ModelState, Piece, Placement, intersect, subtract
 
 BUCKET_BYTES = 4 * 2**20  # gloo is as fast with these as with larger ones
-_CRUMB = 64  # what is left of a bucket when it is less than bucket_bytes / _CRUMB is not worth a cut
+_CRUMB = 64  # the rest of a bucket is left empty when it is less than bucket_bytes / _CRUMB
 
 
 class PlanError(ValueError):
-    """The two placements do not describe the same parameters: the message names what is missing."""
+    """The two placements do not have the same parameters. The message names what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of ``parameter`` on its way: ``sizes`` elements at ``source_at`` of the sender's local tensor ``source``
-    become those at ``target_at`` of the receiver's ``target``, in the target's ``dtype``."""
+    """A box of ``parameter`` to be sent: ``sizes`` elements at ``source_at`` of the sender's local tensor ``source`` become
+    those at ``target_at`` of the receiver's ``target``, in the target's ``dtype``."""
 
     parameter: str
     sender: int
@@ -59,8 +59,8 @@ Round = tuple[Slice, ...]
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """``slices``: all that has to arrive, each once. ``rounds``: those of them that cross between ranks, cut so that in
-    each round no rank sends and receives more than ``bucket_bytes`` together; one round has one dtype."""
+    """``slices``: everything that has to arrive, once. ``rounds``: the slices that travel between ranks, split so that in
+    each round no rank sends and receives more than ``bucket_bytes`` together. A round has one dtype."""
 
     source: Placement
     target: Placement
@@ -73,7 +73,7 @@ class ReshardPlan:
         return max(self.source.world, self.target.world)
 
     def local(self, rank: int) -> Iterator[Slice]:
-        """What ``rank`` copies from its own tensors."""
+        """The slices that ``rank`` copies from its own tensors."""
         return (s for s in self.slices if s.sender == s.receiver == rank)
 
     @cached_property
@@ -93,7 +93,8 @@ class ReshardPlan:
 
     @cached_property
     def temporary(self) -> tuple[int, ...]:
-        """The largest temporary of each rank: its two fullest neighbouring rounds, which are in flight together."""
+        """The largest temporary buffers of each rank in bytes: its two largest consecutive rounds, which are in flight
+        together."""
         buffers = [[0] * self.world, [0] * self.world]  # as many bytes as the fullest of every second round
         for number, slices in enumerate(self.rounds):
             load = self._sums((rank, s.nbytes) for s in slices for rank in (s.sender, s.receiver))
@@ -110,10 +111,11 @@ class ReshardPlan:
 def plan_reshard(
     source: Placement, target: Placement, *, bucket_bytes: int = BUCKET_BYTES, ranks_per_node: int | None = None
 ) -> ReshardPlan:
-    """The plan that fills ``target`` from ``source``. A rank takes what it has itself, then what a rank of its node has
-    (``ranks_per_node`` neighbours; None: all are on one node), then anything; among equals whoever sends least so far.
+    """Returns the plan that fills ``target`` from ``source``. A rank first uses its own slices, then those of a rank of its
+    node (``ranks_per_node`` neighbours; None: one node), then any; among equals the sender with the fewest bytes so far.
 
-    Raises :class:`PlanError` when the source lacks something, and for a bucket too small for an element."""
+    Raises :class:`PlanError` when the source lacks something, and for a bucket smaller than an element.
+    """
     widest = max((t.dtype.itemsize for rank in target.ranks for t in rank), default=1)
     if bucket_bytes < 2 * widest:
         raise PlanError(f"bucket_bytes: {bucket_bytes} cannot hold an element of {widest} bytes; use 1 MiB or more")
@@ -123,7 +125,7 @@ def plan_reshard(
     return ReshardPlan(source, target, slices, tuple(_rounds(crossing, bucket_bytes)), bucket_bytes)
 
 
-# --- who sends what --------------------------------------------------------------------------------------------------
+# --- senders ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +172,14 @@ def _cover(
     node: int,
     sent: dict[int, int],
 ) -> Iterator[Slice]:
-    """Slices that together are exactly the box of ``place``."""
+    """Slices that exactly cover the box of ``place``."""
 
     def distance(holder: tuple[int, _Place]) -> tuple[bool, int, int]:
         return holder[0] // node != receiver // node, sent[holder[0]], holder[0]
 
     missing = [place.piece.box]
-    for mine in own:
-        found, missing = _take(parameter, receiver, place, receiver, mine, missing)
+    for held in own:
+        found, missing = _take(parameter, receiver, place, receiver, held, missing)
         yield from found
     if not missing:
         return
@@ -195,7 +197,7 @@ def _cover(
 def _take(
     parameter: str, receiver: int, place: _Place, sender: int, theirs: _Place, missing: list[Box]
 ) -> tuple[list[Slice], list[Box]]:
-    """What ``sender`` gives of ``missing``, and what is still missing then."""
+    """The slice of ``missing`` that ``sender`` has, and what is missing then."""
     found, rest = [], []
     for box in missing:
         common = intersect(box, theirs.piece.box)
@@ -216,12 +218,12 @@ def _offset(box: Box, piece: Piece) -> tuple[int, ...]:
     return tuple(at + start - first for (start, _), (first, _), at in zip(box, piece.box, piece.at, strict=True))
 
 
-# --- when ------------------------------------------------------------------------------------------------------------
+# --- rounds ----------------------------------------------------------------------------------------------------------
 
 
 def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
-    """Round by round, the pairs of ranks that have most before them first; a slice is cut where the room ends. A pair
-    takes half a bucket at first, so that an odd number of ranks leaves none without a partner, and then what is left."""
+    """Build rounds in which the pairs of ranks with the most bytes left come first. A slice is split where the room ends. A
+    pair first gets half a bucket, so that an odd number of ranks leaves none without a partner, and then the rest."""
     for dtype in dict.fromkeys(s.dtype for s in slices):
         waiting: dict[tuple[int, int], list[Slice]] = defaultdict(list)
         left: dict[int, int] = defaultdict(int)  # bytes before each rank
@@ -246,7 +248,7 @@ def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
 
 
 def _taken(queue: list[Slice], room: int, crumb: int) -> Iterator[Slice]:
-    """Takes slices off the end of ``queue`` while they fit ``room`` bytes; what is left of a cut one goes back."""
+    """Take slices off the end of ``queue`` while they fit into ``room`` bytes; the rest of a split slice is put back."""
     while queue and room and room >= crumb:
         head, rest = _fit(queue.pop(), room)
         queue += reversed(rest)
@@ -257,7 +259,7 @@ def _taken(queue: list[Slice], room: int, crumb: int) -> Iterator[Slice]:
 
 
 def _fit(part: Slice, room: int) -> tuple[Slice | None, list[Slice]]:
-    """The first part of ``part`` that fits ``room`` bytes, if any, and what is left of it, in order."""
+    """The first part of ``part`` that fits into ``room`` bytes, if any, and the rest of it, in order."""
     if part.nbytes <= room:
         return part, []
     for dim, size in enumerate(part.sizes):
@@ -286,7 +288,7 @@ def _along(part: Slice, dim: int, start: int, end: int) -> Slice:
 
 
 class Phase(StrEnum):
-    """What a swap goes through, in order."""
+    """The phases of a swap, in order."""
 
     TRAIN = "train"
     OFFLOAD_STATE = "offload state"
@@ -298,8 +300,8 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes of one phase, each by rank. ``live``: the most device memory while it lasts; ``after``: at its end;
-    ``temporary``: what of ``live`` is buckets; ``received``: from other ranks; ``host``: between device and host."""
+    """Bytes of one phase, each by rank. ``live``: device memory at most; ``after``: at its end; ``temporary``: of ``live``,
+    buckets; ``received``: from other ranks; ``host``: between device and host."""
 
     phase: Phase
     live: tuple[int, ...]
@@ -310,8 +312,8 @@ class PhaseMemory:
 
 
 def adamw_bytes(placement: Placement, *, gradients: bool = True) -> tuple[int, ...]:
-    """Bytes of gradients and of AdamW's two moments by rank, all in the weights' dtype as torch makes them. Without
-    ``gradients`` as they are between two steps of an engine that frees them."""
+    """Bytes of gradients and of AdamW's two moments by rank, all in the weights' dtype. Without ``gradients``: between two
+    steps of an engine that frees them."""
     return tuple((2 + gradients) * placement.nbytes(rank) for rank in range(placement.world))
 
 
@@ -340,11 +342,9 @@ def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def redundant_if_naive(plan: ReshardPlan) -> tuple[int, ...]:
-    """Bytes of training weights that the naive way (gather, slice, keep both) leaves on each rank beside the rollout's.
-
-    A rollout tensor that lies whole in one training tensor of its rank can be a view of it and is no copy, so those
-    bytes of training weights are used and not redundant.
-    """
+    """Bytes of training weights that the naive way (gather, slice, keep both) leaves on each rank beside the rollout
+    weights. A rollout tensor that is a contiguous part of one training tensor of its rank can be a view of it, so those
+    bytes are not redundant."""
     redundant = [plan.source.nbytes(rank) for rank in range(plan.world)]
     arriving: dict[tuple[int, str], list[Slice]] = defaultdict(list)
     for s in plan.slices:
@@ -366,19 +366,19 @@ def redundant_if_naive(plan: ReshardPlan) -> tuple[int, ...]:
 
 
 def redundant_eq3(model: ModelState, train: Layout, rollout: Layout) -> float:
-    """Redundant bytes on all ranks by MindSpeed RL (arXiv 2507.19017), Eq. 3: GDP · (TW / UTP + EW / GEP), with GDP and
-    GEP of generation, UTP of the update, TW the bytes that tensor parallelism cuts, EW those of experts.
+    """Redundant bytes on all ranks by MindSpeed RL (arXiv 2507.19017), Eq. 3: GDP · (TW / UTP + EW / GEP), with GDP and GEP
+    of generation, UTP of the update, TW the bytes that tensor parallelism splits, EW those of experts.
 
-    It holds where an update does not shard over data-parallel ranks, generation has one tensor-parallel rank and twice
-    the update's expert parallelism; :func:`redundant_general` says the same of any.
+    It holds when the update does not shard over data-parallel ranks, and generation has one tensor-parallel rank and twice
+    the update's expert parallelism; :func:`redundant_general` has no such condition.
     """
     return rollout.dp_replicate * (model.split_bytes / train.tp + model.expert_bytes / rollout.ep)
 
 
 def redundant_general(model: ModelState, train: Layout, rollout: Layout) -> float:
-    """Redundant bytes on all ranks: N · (TW / UTP + EW · (1 / UEP − 1 / GEP)). UTP and UEP count every cut, those of
-    data-parallel shards too. It takes the dense weights to be cut otherwise in generation, and each rank's experts of
-    generation to be among those it trains; :func:`redundant_if_naive` counts what is so."""
+    """Redundant bytes on all ranks: N · (TW / UTP + EW · (1 / UEP − 1 / GEP)). UTP and UEP count every split, also over
+    data-parallel shards. It assumes that generation splits the dense weights in another way, and that each rank trains the
+    experts with which it generates; :func:`redundant_if_naive` counts the real bytes."""
     dense = model.split_bytes / (train.tp * train.dp_shard)
     trained = train.ep * train.expert_tp * train.expert_shard
     experts = model.expert_bytes * max(0.0, 1 / trained - 1 / (rollout.ep * rollout.expert_tp * rollout.expert_shard))

@@ -1,14 +1,14 @@
-"""Allgather-swap: training and generation take turns on the same devices, and neither leaves a byte of weights there.
+"""Allgather-swap: training and generation take turns on the same devices, and neither leaves weights in device memory.
 
     TRAINING ── to_rollout() ──▶ GENERATING ── prefetch() ──▶ RETURNING ── ready() ──▶ TRAINING
         │                            ▲
         │ 1. gradients, optimizer state ─▶ host arena         3. training weights ─▶ host arena
         └ 2. slices from all ranks ─▶ two buckets in turn ─▶ the rollout's tensors
 
-``prefetch`` returns at once; the bytes come back on a thread (CPU) or a side stream (accelerator) beside the inference
-stages, and ``ready`` waits for what is left of them. A tensor keeps its identity throughout: its storage is resized to 0
-and back, so modules, optimizers and DTensors that hold it need not know. Whatever fails on the way to generation, the
-training state is brought back before the error is raised.
+``prefetch`` returns at once: the bytes come back in a thread (CPU) or a side stream (accelerator) beside the inference
+stages, and ``ready`` waits for the rest. A tensor keeps its identity: its storage is resized to 0 and back, so modules,
+optimizers and DTensors that hold it do not change. When a step to generation fails, the training state is restored before
+the error is raised.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Watch = Callable[[Phase], None]
 
 
 class SwapError(RuntimeError):
-    """A swap did not come about: the message names the rank and the reason. The training state is on the device, or in
-    the arena to be brought back."""
+    """A swap failed. The message names the rank and the reason. The training state is on the device, or in the arena from
+    which it can be restored."""
 
 
 class State(Enum):
@@ -47,16 +47,16 @@ class State(Enum):
     RETURNING = "returning"
 
 
-# --- what a rank has -------------------------------------------------------------------------------------------------
+# --- tensors of a rank -----------------------------------------------------------------------------------------------
 
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of ``model`` by name as this rank holds them, tied ones once: DTensors' local tensors, or all."""
+    """The parameters of ``model`` by name as this rank holds them, tied ones once: local tensors of DTensors, or all."""
     return {name: _local(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def training_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """This rank's gradients and optimizer state, local tensors."""
+    """This rank's gradients and optimizer state, as local tensors."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -71,13 +71,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of ``tensors``, shared ones once; a storage that was resized to 0 has none."""
+    """Bytes of the storages of ``tensors``, shared ones once. A storage that was resized to 0 has none."""
     return sum(storage.nbytes() for storage in _storages(tensors))
 
 
 def separate(parameters: Iterable[nn.Parameter]) -> None:
-    """Give each of ``parameters`` a storage of its own that can be resized, where it has none: a model that was read from
-    files may have mapped them."""
+    """Give each of ``parameters`` a storage of its own that can be resized: a model read from files may have mapped them."""
     for parameter in parameters:
         storage = parameter.untyped_storage()
         if not storage.resizable() or storage.nbytes() != parameter.nbytes:
@@ -85,7 +84,7 @@ def separate(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def empty(tensors: Iterable[torch.Tensor]) -> None:
-    """Take the memory of ``tensors``; they stay what they are, without their values."""
+    """Free the memory of ``tensors``. They keep their shapes and lose their values."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
 
@@ -99,7 +98,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """uint8 [n]: all of ``storage``."""
+    """All of ``storage`` as uint8 [n]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -107,8 +106,8 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class Arena:
-    """Host memory that the storages of a rank go to and come back from: one allocation, reused, and grown when more is
-    to go there. Page-locked where copies are faster that way."""
+    """Host memory for the storages of a rank: one allocation, reused, and enlarged when needed. Page-locked where copies are
+    faster that way."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -125,7 +124,7 @@ class Arena:
         return not self._away
 
     def reserve(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Room for ``storages``, of which none has been stored yet. Raises ValueError for one that cannot be resized."""
+        """Make room for ``storages``, before any of them is stored. Raises ValueError for one that cannot be resized."""
         if not all(storage.resizable() for storage in storages):
             raise ValueError(
                 "weights, state: a storage cannot be resized, because numpy or another process shares it; train on a clone"
@@ -136,7 +135,7 @@ class Arena:
             self._memory = devices.host_empty(needed, self.device)
 
     def store(self, storages: Iterable[torch.UntypedStorage]) -> int:
-        """Copy ``storages`` here, then free them on their device. Returns their bytes."""
+        """Copy ``storages`` to the arena, then free them on their device. Returns their bytes."""
         stored = []
         for storage in storages:
             if nbytes := storage.nbytes():
@@ -150,13 +149,13 @@ class Arena:
         return sum(nbytes for _, _, nbytes in stored)
 
     def allocate(self) -> None:
-        """Give the storages that are here their memory on the device again. After a failure it can be called again."""
+        """Give the stored storages their device memory again. Can be called again after a failure."""
         for storage, _, nbytes in self._away:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
 
     def copy_back(self, stream: Any = None) -> None:
-        """Bring all that is here back to where it was; on an accelerator on ``stream``, without waiting for it."""
+        """Copy everything back to the device; on an accelerator on ``stream``, without waiting."""
         if stream is not None:
             stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream or nullcontext():
@@ -166,7 +165,7 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes of what is here."""
+        """Bytes that are stored."""
         return sum(nbytes for _, _, nbytes in self._away)
 
 
@@ -175,14 +174,14 @@ def _padded(nbytes: int) -> int:
 
 
 class Swap:
-    """One rank's swaps between the training tensors ``weights`` (by name, as ``plan.source`` has them for ``rank``) and
-    the rollout's: ``rollout``, by the names of ``plan.target``, filled only while GENERATING. It makes these, or takes an
-    engine's own, whose storages it empties.
+    """One rank's swaps between the training tensors ``weights`` (by name, as in ``plan.source`` for ``rank``) and the
+    rollout's tensors ``rollout`` (by the names of ``plan.target``), which have memory only while GENERATING. It creates the
+    rollout's tensors, or uses those of an engine and empties their storages.
 
-    ``state`` gives the gradients and optimizer state of the moment (:func:`training_state`). ``device`` is where all of it
-    lives; what ``state`` has elsewhere stays there. ``group`` has ``plan.world`` ranks, this one the ``rank``-th.
-    ``deadline``: seconds that a round may take. ``watch`` is called at the end of each phase and after each round.
-    Methods are called from one thread, and on every rank of the group alike.
+    ``state`` returns the present gradients and optimizer state (:func:`training_state`). ``device``: the device of all of
+    them; parts of ``state`` on other devices stay there. ``group`` has ``plan.world`` ranks, this one is number ``rank``.
+    ``deadline``: seconds for a round. ``watch`` is called at the end of each phase and after each round. Methods are called
+    from one thread, and on every rank of the group.
     """
 
     def __init__(
@@ -227,13 +226,15 @@ class Swap:
             empty([made])  # one after the other, as training has all of its memory now
 
     def to_rollout(self) -> Mapping[str, torch.Tensor]:
-        """Fill the rollout's tensors, and move all that trains to host memory. Returns ``rollout``. Raises
-        :class:`SwapError`, with everything as it was, when a rank does not answer or a checksum is wrong."""
+        """Fill the rollout's tensors, and move the training state to host memory. Returns ``rollout``. Raises
+        :class:`SwapError` and restores everything when a rank does not answer or a checksum is wrong."""
         self._expect(State.TRAINING, "to_rollout")
         weights = _storages(self._weights.values())
-        mine = {storage._cdata for storage in weights}
+        training = {storage._cdata for storage in weights}
         state = [
-            s for s in _storages(self._training_state()) if s._cdata not in mine and s.device.type == self.device.type
+            s
+            for s in _storages(self._training_state())
+            if s._cdata not in training and s.device.type == self.device.type
         ]
         self.arena.reserve([*state, *weights])
         self.seconds = {}
@@ -252,16 +253,16 @@ class Swap:
             self.arena.copy_back()
             devices.synchronize(self.device)
             if isinstance(error, GatherError):
-                told = "the training state is back, the rollout has no weights"
-                raise SwapError(f"{error}; {told}") from error
+                left = "the training state is back, the rollout has no weights"
+                raise SwapError(f"{error}; {left}") from error
             raise
         devices.release_cached(self.device)
         self.state = State.GENERATING
         return self.rollout
 
     def prefetch(self) -> None:
-        """Let the rollout's weights go and start to bring the training state back; returns at once. What the device's
-        allocator raises when there is no room is raised here, and the call can be repeated."""
+        """Free the rollout's weights and start to restore the training state; returns at once. Raises the error of the
+        device's allocator when there is no room; the call can be repeated."""
         self._expect(State.GENERATING, "prefetch")
         devices.synchronize(self.device)  # generation may have used other streams
         self._release_rollout()
@@ -274,8 +275,8 @@ class Swap:
             self._copy_back()
 
     def ready(self, timeout: float | None = None) -> None:
-        """Wait until the training state is back (``timeout`` seconds, default the deadline), and start bringing it back
-        when nobody has. Raises :class:`SwapError`."""
+        """Wait until the training state is restored (``timeout`` seconds, default the deadline); starts it when
+        :meth:`prefetch` was not called. Raises :class:`SwapError`."""
         if self.state is State.GENERATING:
             self.prefetch()
         self._expect(State.RETURNING, "ready")
@@ -289,7 +290,7 @@ class Swap:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
             devices.synchronize(self.device)
         if (failure := self._failure) is not None:
-            self._failure, self.state = None, State.GENERATING  # what is in the arena is still there
+            self._failure, self.state = None, State.GENERATING  # the arena keeps its content
             raise SwapError(
                 f"rank {self.rank}: the training state could not be brought back ({failure}); it is still in "
                 "host memory: call ready() again"
@@ -300,16 +301,16 @@ class Swap:
         self._watch(Phase.PREFETCH)
 
     def temporary_bytes(self) -> int:
-        """Bytes of the buckets that are alive."""
+        """Bytes of the allocated buckets."""
         return self._gather.temporary_bytes()
 
     @property
     def exchange(self) -> str:
-        """How the last gather's messages went: ``shared memory``, the group's backend, or ``none`` if there were none."""
+        """Transport of the last gather: ``shared memory``, the group's backend, or ``none``."""
         return self._gather.exchange
 
     def training_bytes(self) -> int:
-        """Bytes on the device of weights, gradients and optimizer state."""
+        """Bytes of weights, gradients and optimizer state on the device."""
         state = [t for t in self._training_state() if t.device.type == self.device.type]
         return live_bytes([*self._weights.values(), *state])
 
@@ -347,10 +348,10 @@ def _check_tensors(what: str, tensors: Iterable[LocalTensor], given: Mapping[str
         where = "the plan" if missing[0] in given else what
         raise ValueError(f"{what}: {missing[0]!r} is not in {where} of rank {rank}; lay out the model that is trained")
     for name, tensor in wanted.items():
-        mine = given[name]
-        if tuple(mine.shape) != tensor.shape or mine.dtype != tensor.dtype:
+        found = given[name]
+        if tuple(found.shape) != tensor.shape or found.dtype != tensor.dtype:
             raise ValueError(
-                f"{what}: {name!r} is {mine.dtype} {list(mine.shape)} on rank {rank} where the plan has {tensor.dtype} "
+                f"{what}: {name!r} is {found.dtype} {list(found.shape)} on rank {rank} where the plan has {tensor.dtype} "
                 f"{list(tensor.shape)}; give the local tensors of the layout that the plan was made from"
             )
 

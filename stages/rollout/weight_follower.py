@@ -119,7 +119,7 @@ class WeightFollower:
             self.controller.nudge()
             if self.stage.engine.version >= self.steps:
                 await self.index.put(done_with(self.worker), str(self.steps))
-                await self.index.call("nudge", topic=ASKED)
+                await self.index.wake(ASKED)
                 self.controller.stop()
                 return
             while not await self._take():
@@ -127,11 +127,11 @@ class WeightFollower:
 
     async def _take(self) -> bool:
         """Load the published version when it is newer; whether the engine's version has changed."""
-        at = await self.index.call("published")
-        self._seen, self._pause, engine = at["wait"], WAIT_SECONDS, self.stage.engine
-        if at["version"] <= engine.version or not at["record"]:
+        newest = await self.index.published_weights()
+        self._seen, self._pause, engine = newest.wait, WAIT_SECONDS, self.stage.engine
+        if newest.version <= engine.version or not newest.record:
             return False
-        published = Published.from_record(at["record"])
+        published = Published.from_record(newest.record)
         began = time.monotonic()
         if published == self._damaged and began < self._till:
             self._pause = self._till - began
@@ -198,7 +198,7 @@ class WeightFollower:
             return
         self._damaged = published
         await self.index.put(damaged(published.version, published.edition), self.worker)
-        await self.index.call("nudge", topic=ASKED)
+        await self.index.wake(ASKED)
 
     async def _read(self, published: Published) -> Mapping[str, torch.Tensor]:
         engine, stuck = self.stage.engine, self._reading is not None and not self._reading.done()
@@ -229,13 +229,13 @@ class WeightFollower:
         if not self.policy.rolling:
             yield
             return
-        lease = int(9000 * self.policy.timeout)  # loading, probing, going back and going on, each with its undoing
-        while not (at := await self.index.call("swap_turn", worker=self.worker, most=1, lease=lease))["granted"]:
-            await self.index.wait("swap", at["wait"], at["due"] / 1000)
+        lease = 9 * self.policy.timeout  # loading, probing, going back and going on, each with its undoing
+        while not (turn := await self.index.take_swap_turn(self.worker, most=1, lease=lease)).granted:
+            await self.index.wait("swap", turn.wait, turn.due)
         try:
             yield
         finally:
-            await asyncio.shield(self.index.call("swapped", worker=self.worker))
+            await asyncio.shield(self.index.end_swap_turn(self.worker))
 
     async def _swap(
         self, published: Published, weights: Mapping[str, torch.Tensor]

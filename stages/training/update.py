@@ -84,12 +84,12 @@ class Update:
 
     async def catch_up(self) -> None:
         """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
-        at, began = await self.dock.index.call("room_at_gate"), self.trained
-        while self.trained < at["trained"]:
+        status, began = await self.dock.index.status(), self.trained
+        while self.trained < status.trained:
             await self._train(await self.dock.index.replay(self.trained))
             log.info("step replayed", step=self.trained)
             self.trained += 1
-        if at["published"] < self.trained or not await self._reachable():
+        if status.published < self.trained or not await self._reachable():
             await self.publish()
         if self.trained > began:
             await self._end_step()  # who made the last of these steps may not have come to it
@@ -158,7 +158,7 @@ class Update:
     async def _reachable(self) -> bool:
         """Whether engines can have the published version's weights: a trainer that is gone sends them no more. Those that
         the run begins with were not published, unless somebody needs them."""
-        record = (await self.dock.index.call("published"))["record"]
+        record = (await self.dock.index.published_weights()).record
         return record.get("source", "") == self.store.source if record else not self._publish_first
 
     async def publish(self) -> None:
@@ -195,10 +195,10 @@ class Update:
     async def _publish_again(self) -> None:
         """Publish the current version in another edition, if the present one is known to be damaged."""
         async with self._turn:
-            at = await self.dock.index.call("published")
-            if at["version"] != self.trained or not at["record"]:
+            newest = await self.dock.index.published_weights()
+            if newest.version != self.trained or not newest.record:
                 return
-            edition = Published.from_record(at["record"]).edition
+            edition = Published.from_record(newest.record).edition
             finder = await self.dock.index.get(damaged(self.trained, edition))
             if finder is None:
                 return
@@ -215,7 +215,7 @@ class Update:
         with self.spans.during("publish", version=self.trained):
             await self.rank_group.broadcast("publish", probe=self._probe)
             published = replace(await asyncio.to_thread(self._write), edition=edition)
-            await self.dock.index.call("publish", version=self.trained, record=published.record())
+            await self.dock.index.publish_weights(self.trained, published.record())
         await self.dock.index.emit(
             "sync",
             {

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from pipeline.columns import Column, Schema
 from pipeline.controller import Clock, Controller, Output
-from pipeline.index.client import Claim, Index, RunConfig, StageSpec
+from pipeline.index.client import Block, Claim, Index, RunConfig, StageSpec
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
 
@@ -160,7 +160,7 @@ async def test_a_stage_that_raises_is_heard_at_once_and_its_rows_go_to_another(d
         await asyncio.wait_for(Controller(dock, stage).run(), 5)
     assert caught.group_contains(ZeroDivisionError, match="row 2", depth=2)
     assert stage.closed == 1
-    await dock.index.call("forget", worker="w")  # as the supervisor does
+    await dock.index.forget_worker("w")  # as the supervisor does
     other = Double(most=6)
     controller = Controller(Dock(dock.index, SCHEMA, worker="w2", directory=dock._directory), other)
     running = asyncio.create_task(controller.run())
@@ -177,7 +177,7 @@ async def test_a_lost_lease_drops_its_rows_and_the_controller_goes_on(dock: Dock
     controller = Controller(dock, stage)
     running = asyncio.create_task(controller.run())
     await until(lambda: bool(stage.claimed), "a claim")
-    await dock.index.call("forget", worker="w")  # declared dead, and it is not
+    await dock.index.forget_worker("w")  # declared dead, and it is not
     thief = Dock(dock.index, SCHEMA, worker="thief", directory=dock._directory)
     stolen = await thief.claim("double", 10)
     assert stolen is not None
@@ -214,7 +214,7 @@ async def test_a_lease_that_is_gone_ends_the_work_on_it(dock: Dock) -> None:
     running = asyncio.create_task(controller.run())
     await until(lambda: bool(stage.claimed), "a claim")
     controller.pause()
-    await dock.index.call("forget", worker="brief")
+    await dock.index.forget_worker("brief")
     await until(lambda: stage.closed == 1, "the stage is told by cancellation")
     assert not stage.done
     await finish(controller, running)
@@ -294,7 +294,7 @@ async def test_pause_leaves_what_is_held_to_be_finished(dock: Dock) -> None:
     held = sum(map(len, stage.claimed))
     assert held <= 4, "at most the claim that was on its way"
     await finish(controller, running)
-    assert await dock.index.call("depth", stage="double") == 6 - held, "stopped while paused: nothing more is claimed"
+    assert await dock.index.queue_depth("double") == 6 - held, "stopped while paused: nothing more is claimed"
 
 
 async def test_stop_finishes_what_is_held_and_claims_no_more(dock: Dock) -> None:
@@ -345,7 +345,7 @@ async def test_cancelling_ends_everything_at_once(dock: Dock, moment: str) -> No
         await asyncio.wait_for(running, 5)
     assert asyncio.all_tasks() == before, "no task is left"
     assert stage.closed == len(stage.claimed)
-    assert await dock.index.call("depth", stage="double") == (0 if moment in ("working", "waiting for rows") else 3)
+    assert await dock.index.queue_depth("double") == (0 if moment in ("working", "waiting for rows") else 3)
 
 
 async def test_waiting_for_room_is_told_apart_from_work(index: Index, tmp_path: Path) -> None:
@@ -354,12 +354,13 @@ async def test_waiting_for_room_is_told_apart_from_work(index: Index, tmp_path: 
     await dock.join(8192)
     await admit(dock, range(1))
     left = 8192 - (await index.stats())["warehouses"]["local"]["used"]
-    full = await index.call("allocate", warehouse=1, worker="hog", bytes=left, reserve=0, close=[])
+    full = await index.allocate(1, "hog", left)
+    assert isinstance(full, Block)
     stage = Double()
     controller = Controller(dock, stage)
     running = asyncio.create_task(controller.run())
     await until(lambda: controller.clock.state() == "waiting_room", "the arena is full")
-    await index.call("close", worker="hog", blocks=[full["block"]])
+    await index.close_blocks("hog", [full.number])
     await until(lambda: stage.done == [0], "room came")
     await finish(controller, running)
     assert controller.clock.read()["waiting_room"] > 0

@@ -84,7 +84,7 @@ async def killed(dock: Dock, home: Path, moment: str) -> None:
     assert await asyncio.wait_for(victim.stdout.readline(), 60) == b"here\n"
     os.kill(victim.pid, signal.SIGKILL)
     await victim.wait()
-    await dock.index.call("forget", worker="victim")
+    await dock.index.forget_worker("victim")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ async def test_a_worker_that_was_only_slow_finds_its_commit_refused_and_goes_on(
     await dock.put({"tokens": [torch.tensor([1])]})
     claim = await dock.claim("score", 1)
     assert claim is not None
-    await dock.index.call("forget", worker="survivor")  # the supervisor took it for dead
+    await dock.index.forget_worker("survivor")  # the supervisor took it for dead
     with pytest.raises(LeaseLost, match="no longer held"):
         await dock.commit(claim, [0], {"score": torch.zeros(1)})
     again = await dock.claim("score", 1)
@@ -237,7 +237,7 @@ async def test_a_cut_between_two_nodes_is_told_within_the_deadline_and_nothing_i
         await b.join(1 << 20)
         _, port = await a.serve("127.0.0.1")
         async with Cable(("127.0.0.1", port)) as cable:
-            await index.call("serve", warehouse=1, host="127.0.0.1", port=cable.port)
+            await index.announce_warehouse(1, "127.0.0.1", cable.port)
             await b._enter()
             await a.put({"tokens": [torch.arange(n) for n in (3, 0, 5)]})
             claim = await b.claim("score", 3)
@@ -301,7 +301,7 @@ async def test_many_workers_that_die_at_random_deliver_every_row_exactly_once(do
         for task in finished:
             task.result()
         for name in names:
-            await dock.index.call("forget", worker=name)
+            await dock.index.forget_worker(name)
         if (await dock.index.stats())["stages"]["keep"]["ready"] == 300:
             break
     kept = await dock.claim("keep", 1000)

@@ -67,7 +67,7 @@ class FlowJob(Job):
     async def set_paused(self, is_paused: bool) -> None:
         await super().set_paused(is_paused)
         self._gate.paused = is_paused
-        await self.index.call("nudge", topic="version")
+        await self.index.wake("version")
 
     async def stop(self) -> None:
         await self._gate.stop()

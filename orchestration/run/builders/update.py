@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict
 
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
@@ -93,7 +93,7 @@ class UpdateJob(Job):
         if found is not None and found.path != self.paths.start:
             if found.version > int(await self.index.get(CHECKPOINT_REPORTED) or 0):
                 await self._report(found, requested=False)  # its writer was killed before it could emit the event
-            await self.index.call("release", before=found.version)
+            await self.index.release_steps(found.version)
         self.resources.callback(publisher.close)
         self.stage = make(
             self.dock,
@@ -121,7 +121,7 @@ class UpdateJob(Job):
         if not most:
             return None
         samples = SampleLog(self.paths.out / FOLDER, most)
-        await asyncio.to_thread(samples.rewind, (await self.index.call("room_at_gate"))["trained"])
+        await asyncio.to_thread(samples.rewind, (await self.index.status()).trained)
         return Recorder(
             self.dock, self.tokenizer, [function.name for function in self.recipe.reward.functions], samples
         )
@@ -135,11 +135,10 @@ class UpdateJob(Job):
         await self._save(version, requested)
         if requested:
             await self.index.put(CHECKPOINT_WRITTEN, request or "")
-        await self.index.call("release", before=version)
+        await self.index.release_steps(version)
 
     async def _save(self, version: int, requested: bool = False) -> None:
-        state: dict[str, Any] = await self.index.call("snapshot")
-        state["remake"] = list(state["remake"] or ())
+        state = asdict(await self.index.resume_point())
         folder = self.paths.checkpoints
         with self._spans.during("checkpoint", version=version):
             partial = checkpoint.begin(folder, version)

@@ -1,13 +1,12 @@
-"""Engines without a model: what they make is random but fixed, what they cost is a model of latency.
+"""Mock engines, without a model: outputs are random but fixed by the seed, durations follow a model of latency.
 
-    generate ──▶ waiting (FIFO) ──a slot of max_rows is free──▶ decoding ──its tokens are made──▶ Completion
-                                                                   │
+    generate ──▶ waiting (FIFO) ── one of max_rows slots is free ──▶ decoding ── all tokens made ──▶ Completion
+                                                                        │
                  one clock for all rows: tokens made per row, d(clock)/dt = row_rate · min(1, saturation_rows / rows)
 
-All decoding rows share one rate, so a row that joins when the clock shows c and has n tokens ends when it shows c + n,
-however often the rate changes meanwhile. The engine keeps a heap of those ends and a single timer for the nearest one:
-one wake-up per completion, none per token. Rows end at the model's exact time even if the timer fires late, so delays
-of the machine do not add up.
+All decoding rows have one rate, so a row that joins at clock c and has n tokens ends at clock c + n, however often the rate
+changes. The engine keeps a heap of those ends and one timer for the nearest: one wake-up per completion, none per token.
+Rows end at the model's exact time even if the timer fires late, so delays of the machine do not add up.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ class _Row:
 
     @property
     def begun(self) -> int:
-        """Tokens of earlier visits."""
+        """Tokens made before the present request."""
         return len(self.request.begun[self.place].token_ids) if self.place in self.request.begun else 0
 
 
 class MockRolloutEngine:
-    """A :class:`~stages.engines.protocols.RolloutEngine` by the latency model above.
+    """A :class:`~stages.engines.protocols.RolloutEngine` with the latency model above.
 
-    Lengths depend on ``(seed, place)`` alone; tokens also on the bytes of the weights that made them, so a run that
-    trains on other data or swaps at another time can be told from its tokens.
+    Lengths depend on ``(seed, place)`` alone. Tokens also depend on the bytes of the weights that made them, so runs that
+    train on other data or swap at another time have other tokens.
     """
 
     def __init__(self, options: MockRolloutOptions, *, version: int = 0) -> None:
@@ -146,11 +145,11 @@ class MockRolloutEngine:
         return asyncio.get_running_loop().time() / self._options.time_scale
 
     def _rate(self) -> float:
-        """Tokens a second of each decoding row."""
+        """Tokens per second of each decoding row."""
         return self._options.row_rate * min(1.0, self._options.saturation_rows / max(1, len(self._decoding)))
 
     def _advance(self) -> None:
-        """Run the clock up to now: rows that ended meanwhile leave, each at its own time, and waiting ones come in."""
+        """Advance the clock to the present: rows that have ended leave, each at its own time, and waiting rows start."""
         if self._time is None:
             return
         now = self._now()
@@ -176,7 +175,7 @@ class MockRolloutEngine:
             self._joined += 1
 
     def _arm(self) -> None:
-        """Set the timer for the next end, or stop the clock when it must not run. Comes after ``_advance``."""
+        """Set the timer for the next end, or stop the clock when nothing decodes. Called after ``_advance``."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -201,7 +200,7 @@ class MockRolloutEngine:
         self._arm()
 
     def _cut(self) -> None:
-        """Rows that have got a token in this visit leave, the others stay. The clock stands."""
+        """Rows with a token of their present request leave, the others stay. The clock is stopped."""
         staying = []
         for end, joined, row in self._decoding:
             made = math.floor(self._clock - row.first + 1e-9)
@@ -260,7 +259,7 @@ class MockRolloutEngine:
         )
 
     def _pieces(self, row: _Row) -> list[tuple[int, int, int, int]]:
-        """``(begin, end, version, digest)`` of this visit's tokens: a token is of the weights that finished it."""
+        """``(begin, end, version, digest)`` of the tokens of this request; a token belongs to the weights that ended it."""
         pieces = []
         end = row.tokens
         for start, version, digest in reversed(self._spans):
@@ -279,7 +278,7 @@ class MockRolloutEngine:
             self._spans.pop(0)
 
     def _check_layout(self, layout: dict[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """The first weights loaded fix the names, shapes and dtypes of all that follow."""
+        """The first weights that are loaded fix the names, shapes and dtypes of all later ones."""
         if self._layout is None or layout == self._layout:
             return
         for name in sorted({*layout, *self._layout}):
@@ -292,10 +291,10 @@ class MockRolloutEngine:
 
 
 class MockTrainEngine:
-    """A :class:`~stages.engines.protocols.TrainEngine` that takes its time and learns nothing.
+    """A :class:`~stages.engines.protocols.TrainEngine` that takes time and learns nothing.
 
-    Each step moves the weights by noise drawn from the bytes of the batch (token ids and advantages, in their order):
-    two runs have the same weights exactly when they trained on the same data in the same order.
+    Each step changes the weights by noise drawn from the bytes of the batch (token ids and advantages, in their order): two
+    runs have the same weights exactly when they trained on the same data in the same order.
     """
 
     def __init__(self, options: MockTrainOptions, *, seed: int = 0) -> None:
@@ -350,15 +349,15 @@ class MockTrainEngine:
         self._weights = {name: tensor.clone() for name, tensor in state["weights"].items()}
 
     def save_pretrained(self, path: Path) -> None:
-        """The weights as ``model.safetensors``; there is no model that transformers could open."""
+        """Write the weights as ``model.safetensors``; transformers cannot open it as a model."""
         path.mkdir(parents=True, exist_ok=True)
         save_file(self._weights, path / "model.safetensors")
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Does nothing."""
 
     def _sleep(self, seconds: float, began: float) -> None:
-        """What the model says the call takes, less what the mock's own work took."""
+        """Sleep for the model's duration of the call, less the time that the mock's own work took."""
         time.sleep(max(0.0, seconds * self._options.time_scale - (time.perf_counter() - began)))
 
 
@@ -381,7 +380,7 @@ def _packed(batch: TensorDictBase) -> TokenBatch:
 
 
 def _logprobs(token_ids: torch.Tensor, digest: int) -> torch.Tensor:
-    """A fixed number for each token id under weights of this ``digest``, between -2 and 0: float32 [T]."""
+    """A fixed number between -2 and 0 for each token id under weights of this ``digest``: float32 [T]."""
     return -2.0 * ((token_ids * 2654435761 + digest % 1_000_003) % 1009).to(torch.float32) / 1009
 
 

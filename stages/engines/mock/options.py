@@ -1,6 +1,6 @@
-"""Options of the mock engines: how long things take. Recipes are checked against them without loading the engines.
+"""Options of the mock engines: durations. Recipes are checked against them without importing the engines.
 
-Seconds are the model's own; ``time_scale`` real seconds pass for each.
+Seconds are those of the model of latency; each takes ``time_scale`` real seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Rows = Annotated[int, Field(ge=1), unit("responses")]
 
 
 class MockOptions(BaseModel):
-    """Base of both."""
+    """Options of both mock engines."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -38,7 +38,7 @@ class SharedPrompts:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Index tensors of one decode step of R rows, whose own keys take at most L tokens."""
+    """Index tensors of one decode step of R rows with at most L tokens of their own each."""
 
     sharing: SharedPrompts
     rows: torch.Tensor  # int64 [R]: pool slot of each row

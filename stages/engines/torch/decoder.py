@@ -66,7 +66,7 @@ class TorchDecoder:
 
     All calls but those of ``weights.check`` and ``weights.prepare`` come from one thread. ``static``: decode steps have few
     sizes and are recorded where the device can (None: on an accelerator). ``packed``: weights are copied into oneDNN's
-    layout (None: on a CPU that has it). Raises ``ValueError`` for a model whose attention cannot be replaced.
+    layout (None: on a CPU that has it). Raises ``ValueError`` for a model that keeps its own attention.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The output layer of a language model in float32, whatever dtype its weights have.
 
-A logit of 30 in bfloat16 is one of 16, 16.125, …, 31.875: two engines that differ in the last bit of a hidden state would
-differ by 0.125 in a logprob. The products of two bfloat16 numbers are exact in float32, so only the sum is rounded there.
+Between 16 and 32, bfloat16 numbers are 0.125 apart: a difference in the last bit of a hidden state would change a logprob by
+as much. The product of two bfloat16 numbers is exact in float32, so only the sum is rounded here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PIECE = 2**20  # weights that are held in float32 at once where the device has n
 @torch.no_grad()
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Logits float32 [..., V] of ``hidden`` [..., d] by ``weight`` [V, d] and ``bias`` [V], without a gradient. In float32
-    this is ``linear``, bit for bit."""
+    they equal ``linear``, bit for bit."""
     if weight.dtype == torch.float32:
         return nn.functional.linear(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -40,5 +40,5 @@ def _by_pieces(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def use_float32(head: nn.Linear) -> None:
-    """From now on ``head`` gives float32 logits; its parameters stay as they are, and learn nothing."""
+    """Make ``head`` return float32 logits. Its parameters stay unchanged and get no gradients."""
     head.forward = lambda input: float32_logits(input, head.weight, head.bias)  # type: ignore[method-assign]

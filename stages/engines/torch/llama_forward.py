@@ -1,12 +1,12 @@
-"""The forward of Llama-like models (Llama, Mistral, Qwen2, Qwen3, SmolLM, …) as few calls as it takes.
+"""A forward for Llama-like models (Llama, Mistral, Qwen2, Qwen3, SmolLM, …) in few calls.
 
     ids ─▶ embedding ─▶ layers: norm ▸ qkv ▸ rotate ▸ attend ▸ out + residual ▸ norm ▸ gate, up ▸ down + residual
                                                                                    └▶ kept tokens ▸ norm ▸ logits
 
-The weights are the transformers model's own, read from its modules. Against those modules this saves some forty calls
-of Python per layer and several passes over memory: q, k and v are one matmul, activation, product and residual sum are
-part of the matmuls on CPU, and the last layer goes on with the kept tokens alone. Whether a model really is of this
-kind is not told from its name: :meth:`LlamaForward.of` looks at the modules, and the caller compares the logits.
+It computes with the weights of the transformers model. Compared with the model's own modules it saves some forty Python
+calls per layer and several passes over memory: q, k and v are one matmul; on CPU the activation, the product and the
+residual sum are part of the matmuls; the last layer computes the kept tokens alone. :meth:`LlamaForward.of` decides by the
+modules, not by the model's name, and the caller compares the logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """``holder.attribute`` is where the parameters ``names`` live; ``build`` makes its tensor from theirs (a new one)."""
+    """Where parameters are kept: ``holder.attribute`` has the tensor that ``build`` makes from the parameters ``names``."""
 
     names: tuple[str, ...]
     holder: Any
@@ -35,7 +35,7 @@ class Place:
 
 
 class PackedLinear(nn.Module):
-    """Linear layers with the same input, side by side as one weight in oneDNN's blocked layout (CPU only)."""
+    """Linear layers with the same input, joined to one weight in oneDNN's blocked layout (CPU only)."""
 
     def __init__(self, *layers: nn.Linear) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise.binary(hidden, other, self.packed, self.bias, operation)
 
     def places(self, names: Mapping[int, str]) -> Iterator[Place]:
-        """``names`` of parameters by their id."""
+        """Where its parameters are kept; ``names`` has their names by id."""
         yield Place(tuple(names[id(layer.weight)] for layer in self.layers), self, "packed", pack)
         if self.bias is not None:
             yield Place(tuple(names[id(layer.bias)] for layer in self.layers), self, "bias", torch.cat)
@@ -62,7 +62,7 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class JoinedLinear:
-    """The same in torch's layout: the modules' parameters become views of one weight, which is written in place."""
+    """Linear layers with the same input as one weight in torch's layout. The modules' parameters become views of it."""
 
     def __init__(self, *layers: nn.Linear) -> None:
         self.layers = layers
@@ -128,7 +128,7 @@ class _Layer:
 
 
 class LlamaForward:
-    """Calls of ``model``'s weights; made by :meth:`of`."""
+    """The forward of ``model``; made by :meth:`of`."""
 
     def __init__(self, model: Any, packed: bool) -> None:
         self.packed = packed
@@ -145,8 +145,8 @@ class LlamaForward:
 
     @classmethod
     def of(cls, model: Any, packed: bool) -> LlamaForward | None:
-        """None when ``model`` has other modules than a Llama. ``packed``: linear layers are copied into oneDNN's layout
-        (then :meth:`places` says where weights go); else the modules' parameters stay the weights."""
+        """Returns None when ``model`` has other modules than a Llama. ``packed``: linear layers are copied into oneDNN's
+        layout, and :meth:`places` has where new weights go; else the modules' parameters stay the weights."""
         return cls(model, packed) if _is_llama(model) else None
 
     def __call__(
@@ -173,14 +173,14 @@ class LlamaForward:
         return self.head(_normed(self.norm, hidden))
 
     def joined(self) -> Iterator[JoinedLinear]:
-        """The linear layers that are computed together, in torch's layout."""
+        """The joined linear layers, in torch's layout."""
         for layer in self.layers:
             yield layer.qkv
             if isinstance(layer.gate, _JoinedGate):
                 yield layer.gate.both
 
     def places(self, names: Mapping[int, str]) -> list[Place]:
-        """Where the weights live in the packed layout; ``names`` of parameters by their id."""
+        """Where the weights are kept in the packed layout; ``names`` has the parameters' names by id."""
         modules = [self.embedding, self.norm]
         norms = [m for layer in self.layers for m in (layer.before, layer.between, layer.q_norm, layer.k_norm)]
         modules += [norm for norm in norms if norm is not None]
@@ -190,7 +190,7 @@ class LlamaForward:
 
 
 def own_places(modules: Iterable[nn.Module], names: Mapping[int, str]) -> list[Place]:
-    """Where the modules' own parameters live, those that several of them share once."""
+    """Where the modules' own parameters are kept; shared parameters once."""
     found = {
         id(parameter): Place((names[id(parameter)],), module, attribute, copied)
         for module in modules

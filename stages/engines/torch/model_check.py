@@ -1,4 +1,4 @@
-"""Whether the torch engines can run a model, found out from its config alone: no weights are loaded.
+"""Check whether the torch engines can run a model, from its config alone: no weights are loaded.
 
 config ─▶ a small model of the same kind, with random weights ─▶ each engine's own comparison with the plain forward
 """
@@ -20,14 +20,14 @@ VOCABULARY, WIDTH, EXPERTS = 512, 64, 4  # of the small model, at most
 
 
 def refusal(folder: Path, dtype: torch.dtype, side: Side) -> str:
-    """Why the torch engine of ``side`` cannot run the model whose config is in ``folder``; "" when it can, and where a small
-    model of its kind cannot be made."""
+    """Returns why the torch engine of ``side`` cannot run the model of the config in ``folder``. Returns "" when it can,
+    and when a small model of its kind cannot be made."""
     return _refusal(folder, (folder / "config.json").read_text(), dtype, side)
 
 
 @lru_cache(maxsize=64)
 def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side) -> str:
-    """``text``: the config's, so that a changed one is read again."""
+    """``text``: the config's content, so that a changed config is read again."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -48,7 +48,7 @@ def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side) -> str:
 
 
 def _build(side: Side, model: Any) -> None:
-    """The part of each engine that refuses a model."""
+    """Run the part of each engine that refuses a model."""
     if side == "rollout":
         from stages.engines.torch.decoder import TorchDecoder
 
@@ -60,7 +60,7 @@ def _build(side: Side, model: Any) -> None:
 
 
 def _small_model(config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    """A model of ``config``'s kind that has each of its kinds of layers once, and computes."""
+    """Returns a small model of ``config``'s kind, with one layer of each kind that it has."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(_small(config)).to(dtype).eval()

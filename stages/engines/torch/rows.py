@@ -75,7 +75,7 @@ class Submission:
 
 
 def start_row(submission: Submission, group: PendingGroup, place: int) -> ResponseRow:
-    """A row at its beginning, or with the tokens that the request brings, whose keys and values one prefill computes."""
+    """A new row. With tokens in ``request.begun``, one prefill computes their keys and values."""
     row, request = ResponseRow(submission, group, place), group.request
     if (begun := request.begun.get(place)) is not None:
         row.tokens, row.logprobs = begun.token_ids.tolist(), begun.logprobs.tolist()

@@ -1,7 +1,7 @@
-"""Drawing tokens: from logits on a device to tokens and logprobs, without asking the device anything in between.
+"""Sampling: from logits on a device to tokens and logprobs, without a synchronisation with the device in between.
 
 logits [R, V] ─▶ temperature ─▶ weights = exp(logits − max) ─▶ top-k, top-p ─▶ inverse of the cumulative sum at
-each row's own number in [0, 1) ─▶ Drawn: tokens on the device now, on the host when read
+each row's own number in [0, 1) ─▶ Drawn: tokens on the device, copied to the host by read()
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BLOCK = 256  # columns that one level of a search looks at
 
 
 class Drawn:
-    """One token per row: ``tokens`` int64 [R] where the logits were; :meth:`read` brings tokens and logprobs to the host.
-    A row whose logits were not finite has the logprob NaN, since asking earlier would wait for the device."""
+    """One token per row: ``tokens`` int64 [R] on the logits' device. :meth:`read` copies tokens and logprobs to the host.
+    The logprob of a row with logits that were not finite is NaN, since an earlier check would wait for the device."""
 
     def __init__(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         self.tokens = tokens
@@ -37,15 +37,15 @@ class Drawn:
 
 
 def uniform(seed: int, place: int, index: int) -> float:
-    """The number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash, so it depends on nothing
-    else. 52 bits, so that scaling it never rounds up to the end of a range."""
+    """Returns the number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash of the arguments alone.
+    It has 52 bits, so that scaling never rounds it up to the end of a range."""
     digest = hashlib.blake2b(f"{seed} {place} {index}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
 
 
 def draw(logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float]) -> Drawn:
-    """One token per row of ``logits`` float32 [R, V] (overwritten), by inverting the cumulative distribution at
-    ``points`` in [0, 1), and its logprob after temperature and before top-k and top-p."""
+    """Draw one token per row of ``logits`` float32 [R, V] (overwritten), by inverting the cumulative distribution at
+    ``points`` in [0, 1). Its logprob is the one after temperature and before top-k and top-p."""
     device = logits.device
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits /= devices.put(torch.tensor([p.temperature or 1.0 for p in params]), device)[:, None]
@@ -73,10 +73,11 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequenc
 
 
 def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """The least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and 1.0: off; ties are kept).
+    """Returns the least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and 1.0: off; ties are
+    kept).
 
-    On CPU only the largest weights are sorted: 64, or the largest k, and eight times more while a nucleus needs more.
-    An accelerator sorts all, because asking it whether those were enough would wait for it.
+    On CPU only the largest weights are sorted: 64, or the largest k, and eight times more while top-p needs more. On an
+    accelerator all are sorted, because a check whether those were enough would wait for the device.
     """
     vocabulary = weights.shape[1]
     k = devices.put(torch.tensor([min(k, vocabulary) or vocabulary for k in top_k]), weights.device)
@@ -94,13 +95,13 @@ def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float
 
 
 def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """For each row of ``weights`` [R, V] >= 0 the index at which its cumulative sum passes ``points`` float64 [R] of
-    the total. Two levels, blocks and then one block's members: weights are read once, and index of weight 0 never comes
-    out."""
+    """For each row of ``weights`` [R, V] >= 0: the index at which its cumulative sum exceeds ``points`` float64 [R] of the
+    total. Works in two levels, blocks and then the members of one block, so that weights are read once. Never returns an
+    index of weight 0."""
     blocks = _in_blocks(weights, 0.0)
 
     def pass_point(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The index passed, and how far inside it the point lies, in [0, 1)."""
+        """Returns the index at which the sum exceeds the point, and how far inside it the point is, in [0, 1)."""
         ends = masses.double().cumsum(-1)
         target = (points * ends[:, -1])[:, None]
         index = torch.searchsorted(ends, target, right=True).clamp_(max=masses.shape[1] - 1)
@@ -115,7 +116,7 @@ def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
 
 def _in_blocks(rows: torch.Tensor, filling: float) -> torch.Tensor:
-    """[R, V] as [R, V / size, size]; only odd vocabularies are padded, because that copies."""
+    """[R, V] as [R, V / size, size]. Only odd vocabularies are padded, because padding copies."""
     vocabulary = rows.shape[1]
     size = math.gcd(vocabulary, BLOCK)
     if size < 32:

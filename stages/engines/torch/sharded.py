@@ -1,13 +1,14 @@
-"""The torch training engine over several ranks: FSDP2 shards each layer over ``dp``, DTensor cuts its matrices over ``tp``.
+"""The torch training engine over several ranks: FSDP2 shards each layer over ``dp``, DTensor splits its matrices over
+``tp``.
 
     rank r of dp · tp:   its share of the rows (the same for the tp ranks of one replica)
                            ─▶ micro-batches as on one rank, idle passes until all ranks have made as many
                            ─▶ layer by layer: gather from dp ▸ compute, summing over tp ▸ free; backward: scatter gradients
-    together, once a step: tokens and rows of the whole batch (so that the loss is normalised as by one process),
-                           the norm of the whole gradient, what is reported
+    all ranks, per step:   tokens and rows of the whole batch (the loss is normalised as in one process),
+                           the norm of the whole gradient, the reported metrics
 
-Each rank's AdamW works on its own shards, as plain tensors: the update is elementwise. Matrices in layers are cut by
-dp · tp, and so are embeddings and head (over all ranks, in the model's own group); only the norms inside layers lie on
+Each rank's AdamW works on its own shards, as plain tensors: the update is elementwise. Matrices in layers are split over dp
+· tp, and so are embeddings and head (over all ranks, in the model's own FSDP group). Only the norms inside layers are on
 every tp rank. Every call is collective: all ranks make the same calls in the same order, from one thread each.
 """
 
@@ -48,8 +49,8 @@ SUMMED = "replicated_with_grad_allreduce"  # each rank has the whole weight, and
 
 
 def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) -> None:
-    """Become a rank of torch.distributed's default group: every rank calls this, and returns when all have. A collective
-    call that some rank does not join within ``timeout`` seconds raises on the others."""
+    """Join torch.distributed's default group. Every rank calls this; it returns when all have. A collective call that a rank
+    does not join within ``timeout`` seconds raises on the others."""
     devices.use(device)
     # Ranks are processes of one node: the ports that gloo opens ask for no credentials, so they are opened on loopback.
     os.environ.setdefault(
@@ -69,8 +70,8 @@ def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) 
 
 
 def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Every rank of ``group`` shows the others that it has ``secret``, out of the file in which they met: another user's
-    process that came to a rank's port first has not. Raises ``PermissionError``."""
+    """Each rank of ``group`` proves to the others that it knows ``secret``, which it read from the file in which the ranks
+    met. A process of another user that has connected to a rank's port cannot. Raises ``PermissionError``."""
 
     def proof(rank: int) -> bytes:
         return hmac.digest(secret, f"{dist.get_process_group_ranks(group)} {rank}".encode(), "sha256")
@@ -86,16 +87,16 @@ def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None =
 
 
 class ShardedTrainEngine(TorchTrainEngine):
-    """A :class:`TorchTrainEngine` whose model lies in shards on ``ranks``. With ``store`` it joins the others (:func:`join`)
-    and leaves at :meth:`close`; without, torch.distributed is initialised already.
+    """A :class:`TorchTrainEngine` with a model sharded over ``ranks``. With ``store`` it joins the other ranks
+    (:func:`join`) and leaves at :meth:`close`; without, torch.distributed is initialised already.
 
-    Every rank gives the same whole ``model`` (on the CPU), and to :meth:`train_batch` and :meth:`logprobs` the rows of
-    its replica's share, at least one, disjoint from the other replicas'. Results are those of one process that has all
-    rows, up to the order of sums; metrics are the same on all ranks. Weights, sums of gradients and the optimizer's state
-    have the model's dtype; ``compute`` is the dtype of the arithmetic and of what :meth:`weights` publishes (default: the
-    same). A float32 model that computes in bfloat16 is mixed precision with float32 masters.
+    Every rank passes the same whole ``model`` (on the CPU), and to :meth:`train_batch` and :meth:`logprobs` the rows of its
+    replica's share: at least one, disjoint from those of other replicas. Results equal those of one process with all rows,
+    up to the order of sums; metrics are the same on all ranks. Weights, gradient sums and optimizer state have the model's
+    dtype; ``compute`` is the dtype of the arithmetic and of :meth:`weights` (default: the same). A float32 model that
+    computes in bfloat16 is mixed precision with float32 master weights.
 
-    Raises ValueError for a model whose tensor-parallel plan this engine cannot follow.
+    Raises ValueError for a tensor-parallel plan that this engine does not support.
     """
 
     def __init__(
@@ -143,22 +144,22 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _agree(self, tokens: int, rows: int, passes: int) -> tuple[int, int, int]:
         if not passes:
             raise ValueError(f"batch: rank {self.ranks.rank} has no rows; deal each replica at least one")
-        told = self._gathered(torch.tensor([tokens, rows, passes], dtype=torch.int64))
-        return int(told[:, 0].sum()), int(told[:, 1].sum()), int(told[:, 2].max())
+        counts = self._gathered(torch.tensor([tokens, rows, passes], dtype=torch.int64))
+        return int(counts[:, 0].sum()), int(counts[:, 1].sum()), int(counts[:, 2].max())
 
     def _add_up(self, sums: dict[str, float], largest: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         names = [*sorted(sums), *sorted(largest)]
-        told = self._gathered(torch.tensor([(sums | largest)[name] for name in names], dtype=torch.float32)).double()
-        totals = {name: float(value) for name, value in zip(names, told.sum(0), strict=True)}
-        peaks = {name: float(value) for name, value in zip(names, told.amax(0), strict=True)}
+        values = self._gathered(torch.tensor([(sums | largest)[name] for name in names], dtype=torch.float32)).double()
+        totals = {name: float(value) for name, value in zip(names, values.sum(0), strict=True)}
+        peaks = {name: float(value) for name, value in zip(names, values.amax(0), strict=True)}
         return {name: totals[name] for name in sums}, {name: peaks[name] for name in largest}
 
-    def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
-        """``mine`` [n] of each replica: [dp, n]."""
-        mine = mine.to(self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.ranks.dp)]
-        dist.all_gather(everyone, mine, group=self._mesh.get_group("dp"))
-        return torch.stack(everyone).cpu()
+    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """The tensors [n] of all replicas: [dp, n]."""
+        values = values.to(self.device)
+        replicas = [torch.empty_like(values) for _ in range(self.ranks.dp)]
+        dist.all_gather(replicas, values, group=self._mesh.get_group("dp"))
+        return torch.stack(replicas).cpu()
 
     def _clip(self) -> float:
         once: list[torch.Tensor] = []
@@ -199,7 +200,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             dist.destroy_process_group()
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Whole tensors, gathered one at a time: every rank must take them all."""
+        """Whole tensors, gathered one at a time. Every rank must iterate over all of them."""
         for name, parameter in self.model.named_parameters():
             yield name, _whole(parameter.detach().to(self._dtype))
 
@@ -210,7 +211,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         )
 
     def save_pretrained(self, path: Path) -> None:
-        """Every rank calls this; rank 0 writes, in files of at most ``FILE_BYTES`` (or one tensor)."""
+        """Every rank calls this. Rank 0 writes files of at most ``FILE_BYTES``, or of one tensor."""
         path = Path(path)
         files = _files({n: p.numel() * self._dtype.itemsize for n, p in self.model.named_parameters()}, FILE_BYTES)
         held: dict[str, torch.Tensor] = {}
@@ -238,8 +239,8 @@ class ShardedTrainEngine(TorchTrainEngine):
 
 
 def placement(model: ModelState, ranks: Ranks) -> Placement:
-    """What each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers cut by tp and then over dp, what is outside
-    them cut over all ranks."""
+    """Returns what each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers are split over tp and then over dp,
+    the other parameters over all ranks."""
     layers, rest = place(model, Layout(dp_shard=ranks.dp, tp=ranks.tp)), place(model, Layout(dp_shard=ranks.world))
     within = {t.name for t in model.tensors if model.by_name[t.parts[0]].layer is not None}
     return Placement(
@@ -264,7 +265,8 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The full tensor, gathered over dp first: torch warns of a gather over both that it does in this order anyway."""
+    """The full tensor, gathered over dp first: torch warns about a gather over both dimensions, which it does in this order
+    too."""
     if not isinstance(parameter, DTensor):
         return parameter
     if parameter.device_mesh.ndim > 1:
@@ -273,7 +275,7 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Names of tensors by the file that they go into, in order, each file of at most ``limit`` bytes or one tensor.
+    """Assign tensors to files, in order, each file with at most ``limit`` bytes or one tensor.
 
     >>> _files({"a": 6, "b": 3, "c": 9}, 10)
     {'model-00001-of-00002.safetensors': ['a', 'b'], 'model-00002-of-00002.safetensors': ['c']}
@@ -301,8 +303,8 @@ def _file_of(files: Mapping[str, list[str]], name: str) -> str:
 
 
 def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
-    """The modules that ``tp`` ranks cut, each with how: transformers' own tensor-parallel plan of the model's layers.
-    Embeddings and head are left whole. Raises ValueError for a plan that this engine cannot follow."""
+    """Returns the modules that ``tp`` ranks split and how, from the model's tensor-parallel plan in transformers. Embeddings
+    and head stay whole. Raises ValueError for a plan that this engine does not support."""
     config, kind = model.config.get_text_config(), type(model).__name__
     for name in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, name) % tp:
@@ -344,8 +346,8 @@ class _SumGradient(torch.autograd.Function):
 
 
 def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Add up the gradients of ``module``'s own weights over ``group`` in its every backward, before anything accumulates:
-    each rank has the same weight and other inputs (the norms of queries and keys: its own heads)."""
+    """Sum the gradients of ``module``'s own weights over ``group`` in every backward, before they are accumulated. Each rank
+    has the same weight and other inputs, as norms of queries and keys have: its own heads."""
     forward = module.forward
 
     def summing(*args: Any, **kwargs: Any) -> Any:

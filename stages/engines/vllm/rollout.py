@@ -352,8 +352,8 @@ class VllmRolloutEngine:
 
 
 class VllmCollectiveEngine(VllmRolloutEngine):
-    """A :class:`VllmRolloutEngine` whose first worker receives new weights from the trainer, without another process of
-    this engine (:mod:`stages.weights.collective`). It also accepts weights as tensors, as any engine does."""
+    """A :class:`VllmRolloutEngine` that receives new weights in its first worker, from the trainer and without another
+    process of this engine (:mod:`stages.weights.collective`). It also accepts weights as tensors, as any engine does."""
 
     transport = COLLECTIVE
 

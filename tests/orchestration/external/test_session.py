@@ -280,7 +280,7 @@ async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> 
         with pytest.raises(ValueError, match="half of a surrogate pair"):
             await external.put_prompts([{"prompt": [{"role": "user", "content": "\udfff"}]}])
         async with asyncio.timeout(60):
-            while (await external.index.call("room_at_gate"))["admitted"] < 5:  # noqa: ASYNC110
+            while (await external.index.status()).admitted < 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         held = await claimed(external, 8)
         assert sorted(set(held.claim.group.tolist())) == [0, 1, 2, 3, 4], "the one that is too long is left out"

@@ -250,7 +250,7 @@ async def test_a_deleted_run_leaves_nothing_but_its_folder_to_be_buried(registry
 async def test_what_an_ended_run_leaves_in_the_index_is_what_readers_need(index: Index) -> None:
     await index.init(RunConfig(()), {"generated": 8, "trained_rows": 6, "generated_tokens": 80})
     await index.put("recipe", "{}")
-    await index.call("nudge", topic="room")
+    await index.wake("room")
     await index.transition([""], "finished")
     before = await index.ledger()
     for _ in range(2):

@@ -180,7 +180,7 @@ def test_what_was_got_stays_as_it_is(queue: Any) -> None:
 def test_a_lost_warehouse_is_an_error_not_another_rows_data(queue: Any) -> None:
     queue.kv_put("a", "p", {"x": torch.tensor([1, 2, 3])})
     inner = tq._connected()
-    inner.call(inner.index.call("lose", warehouse=inner.dock.home))
+    inner.call(inner.index.lose_warehouse(inner.dock.home))
     with pytest.raises(StaleHandle, match="put them again"):
         queue.kv_batch_get("a", "p")
 

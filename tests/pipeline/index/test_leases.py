@@ -53,9 +53,8 @@ async def assert_untouched(dock: Dock, held: Claim) -> None:
         progress = {"response_ids": [torch.ones(2, dtype=torch.int64)] * len(held)}
         with pytest.raises(LeaseLost):
             await dock.park(held, range(len(held)), progress, generated=[(0, 2)] * len(held))
-        lease = {"stage": held.stage, "token": held.token, "owner": held.owner}
         with pytest.raises(LeaseLost):
-            await index.call("filter", **lease, groups=[0])
+            await index.drop_groups(held, [0])
     with pytest.raises(LeaseLost):
         await index.train(disguised(held, stage="update"), 0)
 

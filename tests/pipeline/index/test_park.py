@@ -133,7 +133,7 @@ async def test_a_parked_row_goes_to_no_engine_that_may_not_touch_its_group(nodes
     update = await a.claim("update", 1)
     assert update is not None
     await a.index.train(update, 0)
-    await a.index.call("publish", version=1, record={})
+    await a.index.publish_weights(1, {})
     await admit(a, 2, samples=1)
     await park(a, await claim(a, version=1), [0], 5, version=1)
     assert await b.claim("rollout", 10, version=0) is None
@@ -151,7 +151,7 @@ async def test_a_dead_workers_rows_come_back_with_what_was_parked_last(nodes: tu
     await park(a, first, [1], 3)
     again = await claim(a, 2)  # the parked row, and group 1
     assert [(row.group, row.place) for row in again.rows] == [(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
-    await a.index.call("forget", worker="a")
+    await a.index.forget_worker("a")
     found = await claim(b)
     assert [(row.group, row.place, row.tokens) for row in found.rows] == [
         *[(0, 1, 3), (0, 2, 0), (0, 3, 0)],
@@ -180,7 +180,7 @@ async def test_progress_moves_with_a_draining_warehouse_and_is_made_again_when_i
         await a.begun(found, ["response"])
     assert (await a.index.stats())["stages"]["rollout"]["begun"] == 0
     assert (await a.index.ledger())["remade"] == 0, "what has not ended was never counted"
-    assert sorted(map(int, (await a.index.call("room_at_gate"))["remake"])) == [0]
+    assert (await a.index.status()).remake == (0,)
 
 
 async def test_only_what_can_be_continued_is_parked(nodes: tuple[Dock, Dock]) -> None:

@@ -25,7 +25,17 @@ from hypothesis import strategies as st
 
 from pipeline.blocks import pack
 from pipeline.columns import Column, Schema
-from pipeline.index.client import Claim, GateClosed, Index, IndexRefused, LeaseLost, RunConfig, StageSpec, WrittenTwice
+from pipeline.index.client import (
+    Claim,
+    Full,
+    GateClosed,
+    Index,
+    IndexRefused,
+    LeaseLost,
+    RunConfig,
+    StageSpec,
+    WrittenTwice,
+)
 from pipeline.staleness import StalenessPlan, max_age, windowed_pick
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
@@ -402,7 +412,7 @@ class Flow:
 
     async def publish(self) -> None:
         if self.published < self.trained:
-            await self.docks["a"].index.call("publish", version=self.trained, record={"slot": 1})
+            await self.docks["a"].index.publish_weights(self.trained, {"slot": 1})
             self.published = self.trained
 
     async def load(self) -> None:
@@ -413,7 +423,7 @@ class Flow:
         before = self.trained - self.rng.randint(0, 2)
         covered = {step: groups for step, groups in self.steps.items() if step < before}
         gone = [group for groups in covered.values() for group in groups]
-        assert await self.docks["a"].index.call("release", before=before) == len(gone)
+        assert await self.docks["a"].index.release_steps(before) == len(gone)
         self.erase(gone)
         for step in covered:
             del self.steps[step]
@@ -426,8 +436,7 @@ class Flow:
         leaving = self.rng.sample(whole, min(len(whole), self.rng.randint(1, 2)))
         if not leaving:
             return
-        call = {"stage": lease.claim.stage, "token": lease.claim.token, "groups": leaving}
-        await self.docks[lease.worker].index.call("filter", **call)
+        await self.docks[lease.worker].index.drop_groups(lease.claim, leaving)
         for row in (row for group in leaving for row in self.groups[group]):
             del lease.held[row.id]
             if row.state == "generated":
@@ -449,7 +458,7 @@ class Flow:
 
     async def forget(self) -> None:
         worker = self.any_worker()
-        await self.docks["a"].index.call("forget", worker=worker)
+        await self.docks["a"].index.forget_worker(worker)
         for lease in [lease for lease in self.leases if lease.worker == worker]:
             self.lose(lease)
         self.blocks -= set(self.pending[worker])
@@ -458,8 +467,7 @@ class Flow:
     async def tear(self) -> None:
         """A worker dies inside a write: its bytes are taken, and nothing points to them."""
         worker, nbytes = self.any_worker(), self.rng.randint(1, 3000)
-        call = {"warehouse": 1, "worker": worker, "bytes": nbytes, "reserve": 0, "close": []}
-        assert "block" in await self.docks[worker].index.call("allocate", **call)
+        assert not isinstance(await self.docks[worker].index.allocate(1, worker, nbytes), Full)
         self.pending[worker].append(Block(-(-nbytes // 64) * 64, 0))
         self.blocks.add(self.pending[worker][-1])
 
@@ -484,12 +492,12 @@ class Flow:
 
     async def resume(self) -> None:
         """The run ends here and goes on elsewhere from a snapshot."""
-        state = await self.docks["c"].index.call("snapshot")
+        state = await self.docks["c"].index.resume_point()
         self.remake = self.open()
-        assert sorted(state["remake"] or ()) == self.remake
+        assert sorted(state.remake) == self.remake
         await self.leave()
         self.published = self.trained
-        await self.enter(state["counters"])
+        await self.enter(state.counters)
         for kept in (self.ledger, self.tokens):
             kept["generated"] = kept["trained"] + kept["filtered"]
 
@@ -625,7 +633,7 @@ async def test_groups_filtered_ahead_make_no_room_for_a_slow_engine_behind(index
         update = await dock.claim("update", 1)
         assert update is not None
         await index.train(update, step)
-        await index.call("publish", version=step + 1, record={})
+        await index.publish_weights(step + 1, {})
         if step == 0:
             await admit(2)
     await admit(3)
@@ -636,7 +644,7 @@ async def test_groups_filtered_ahead_make_no_room_for_a_slow_engine_behind(index
         unwanted = await dock.claim("rollout", 1, version=2)
         assert unwanted is not None
         assert [row.group for row in unwanted.rows] == [number]
-        await index.call("filter", stage="rollout", token=unwanted.token, groups=[number])
+        await index.drop_groups(unwanted, [number])
         await admit(number + 1)
     await index.renew("rollout", [slow.token], 0)  # lost: group 2 can be claimed again
     assert await dock.claim("rollout", 1, version=0) is None

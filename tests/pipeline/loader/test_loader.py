@@ -248,7 +248,7 @@ async def test_a_commit_after_the_lease_was_lost_is_refused(flow: Flow) -> None:
     await flow.put(range(4))
     stream = flow.stream(commit="explicit")
     batch = await thread(lambda: next(iter(stream)))
-    await flow.dock.index.call("forget", worker=stream._link().worker)
+    await flow.dock.index.forget_worker(stream._link().worker)
     assert isinstance(await flow.dock.claim("train", 4), Claim)
     with pytest.raises(LeaseLost):
         await thread(stream.commit, batch)

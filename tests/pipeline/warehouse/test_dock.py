@@ -12,6 +12,7 @@ import torch
 
 from pipeline.columns import Column, ColumnError, Schema
 from pipeline.index.client import (
+    Block,
     BoundBroken,
     Claim,
     GateClosed,
@@ -22,8 +23,8 @@ from pipeline.index.client import (
     NeverFits,
     RunConfig,
     StageSpec,
-    _Line,
 )
+from pipeline.index.link import _Line
 from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.dock import Dock, NoRoom
 
@@ -136,7 +137,7 @@ async def test_the_gate_refuses_and_opens_with_the_published_version(dock: Dock)
         await admit(dock, range(4, 5))
     await through_advantage(dock)
     await dock.index.train(await claim(dock, "update"), 0)
-    await dock.index.call("publish", version=1, record={"slot": 0})
+    await dock.index.publish_weights(1, {"slot": 0})
     await admit(dock, range(4, 6))
     with pytest.raises(IndexRefused, match="out of order"):
         await admit(dock, range(7, 8))
@@ -146,7 +147,7 @@ async def test_an_engine_with_old_weights_gets_no_group_that_it_would_make_too_o
     await admit(dock, range(4))
     await through_advantage(dock)
     await dock.index.train(await claim(dock, "update"), 0)
-    await dock.index.call("publish", version=1, record={})
+    await dock.index.publish_weights(1, {})
     await admit(dock, range(4, 6))
     assert await dock.claim("rollout", 10, version=0) is None
     assert {row.group for row in (await claim(dock, "rollout", 10, version=1)).rows} == {4, 5}
@@ -208,10 +209,8 @@ async def test_a_dead_workers_rows_and_bytes_come_back_at_once(dock: Dock) -> No
     lost = await claim(dead, "rollout", version=0)
     await respond(dead, lost, positions=[0])
     used = (await dock.index.stats())["warehouses"]["local"]["used"]
-    await dock.index.call(
-        "allocate", warehouse=1, worker="dead", bytes=5000, reserve=0, close=[]
-    )  # killed inside a put
-    await dock.index.call("forget", worker="dead")
+    await dock.index.allocate(1, "dead", 5000)  # killed inside a put
+    await dock.index.forget_worker("dead")
     assert (await dock.index.stats())["warehouses"]["local"]["used"] == used > before
     again = await claim(dock, "rollout", version=0)
     assert len(again) == 3, "the committed row is not made twice"
@@ -248,12 +247,12 @@ async def test_no_sample_is_trained_twice_and_released_rows_are_gone(dock: Dock)
         await dock.index.train(update, 1)
     replayed = await dock.index.replay(0)
     assert torch.equal((await dock.fetch(replayed, ["advantage"]))["advantage"], held)
-    assert await dock.index.call("release", before=1) == 2
+    assert await dock.index.release_steps(1) == 2
     stats = await dock.index.stats()
     assert stats["warehouses"]["local"]["used"] == stats["rows"] == stats["blocks"] == 0
     with pytest.raises(StaleHandle):
         await dock.index.replay(0)
-    await dock.index.call("publish", version=1, record={})
+    await dock.index.publish_weights(1, {})
     await admit(dock, range(2, 4))  # overwrites the freed bytes
     with pytest.raises(StaleHandle):
         await dock.fetch(update, ["prompt_ids"])
@@ -273,7 +272,7 @@ async def test_the_ledger_closes_at_every_moment(dock: Dock) -> None:
     rewards = await claim(dock, "reward")
     await dock.commit(rewards, range(6), {"reward": torch.ones(6)})
     advantage = await claim(dock, "advantage", 1)
-    await dock.index.call("filter", stage="advantage", token=advantage.token, groups=[0])
+    await dock.index.drop_groups(advantage, [0])
     assert (await closes())["filtered"] == 2
     await admit(dock, range(4, 5))  # the filtered group made room for one more
     await through_advantage(dock)
@@ -297,10 +296,10 @@ async def test_a_full_warehouse_makes_producers_wait_until_rows_are_released(ind
     await respond(dock, rollout, positions=[1, 2, 3])
     await through_advantage(dock)
     await index.train(await claim(dock, "update"), 0)
-    await index.call("publish", version=1, record={})
+    await index.publish_weights(1, {})
     waiting = asyncio.create_task(dock._write(big))
     assert not (await asyncio.wait([waiting], timeout=0.1))[0]
-    await index.call("release", before=1)
+    await index.release_steps(1)
     assert (await asyncio.wait_for(waiting, 5)).mask == SCHEMA.mask(["response_ids"])
 
 
@@ -376,15 +375,17 @@ async def test_room_is_joined_again_whatever_the_order_of_release(dock: Dock) ->
     for _ in range(3):
         blocks = []
         for size in torch.randint(1, 5000, (60,), generator=generator).tolist():
-            reply = await dock.index.call("allocate", warehouse=1, worker="w", bytes=size, reserve=0, close=[])
-            blocks.append((reply["block"], reply["offset"], -(-size // 64) * 64))
+            reply = await dock.index.allocate(1, "w", size)
+            assert isinstance(reply, Block)
+            blocks.append((reply.number, reply.offset, -(-size // 64) * 64))
         spans = sorted((offset, offset + size) for _, offset, size in blocks)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "blocks overlap"
         for i in torch.randperm(60, generator=generator).tolist():
-            await dock.index.call("close", worker="w", blocks=[blocks[i][0]])
-        whole = await dock.index.call("allocate", warehouse=1, worker="w", bytes=1 << 20, reserve=0, close=[])
-        assert whole["offset"] == 0, "all bytes are one free piece again"
-        await dock.index.call("close", worker="w", blocks=[whole["block"]])
+            await dock.index.close_blocks("w", [blocks[i][0]])
+        whole = await dock.index.allocate(1, "w", 1 << 20)
+        assert isinstance(whole, Block)
+        assert whole.offset == 0, "all bytes are one free piece again"
+        await dock.index.close_blocks("w", [whole.number])
 
 
 async def test_transitions_follow_the_allowed_moves(index: Index) -> None:

@@ -252,8 +252,8 @@ async def test_a_lost_node_has_its_groups_made_again_and_the_ledger_shows_them(
     ledger = await cluster.index.ledger()
     assert (ledger["generated"], ledger["remade"], ledger["in_flight"]) == (6, 4, 2)
     assert (ledger["remade_tokens"], ledger["in_flight_tokens"]) == (12, 6)
-    gate = await cluster.index.call("room_at_gate")
-    assert sorted(map(int, gate["remake"])) == [0, 2]
+    status = await cluster.index.status()
+    assert sorted(status.remake) == [0, 2]
     with pytest.raises(StaleHandle, match="was released"):
         await b.commit(held, [held.group.tolist().index(0)], {"score": torch.zeros(1)})
     await b.admit([(0, 2), (2, 2)], {"prompt": [torch.tensor([0, 0]), torch.tensor([200, 2])]})
@@ -296,7 +296,7 @@ async def test_a_worker_whose_run_has_no_warehouse_says_which_there_are(cluster:
     with pytest.raises(WarehouseGone, match=r"warehouse 'z' is not in run .*, which has \['a'\]; join\(\) it first"):
         await lost.admit([(0, 1)], {"prompt": [torch.tensor([1])]})
     with pytest.raises(IndexRefused):
-        await cluster.index.call("serve", warehouse=9, host="x", port=1)
+        await cluster.index.announce_warehouse(9, "x", 1)
 
 
 SERVER = """

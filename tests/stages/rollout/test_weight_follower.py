@@ -56,9 +56,9 @@ class Trainer:
         published = self.store.publish(
             self.version, self.engine.weights(), probed(self.engine, PROBED) if probe else None
         )
-        await self.index.call("nudge", topic="version")
+        await self.index.wake("version")
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)  # steps are not the matter here
-        await self.index.call("publish", version=self.version, record=change(published).record())
+        await self.index.publish_weights(self.version, change(published).record())
 
 
 class Controls:
@@ -114,7 +114,7 @@ async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -
     try:
         await index._redis.hset(f"{index.prefix}n", "trained", 1)
         published = store.publish(1, train.weights(), probed(train, PROBED))
-        await index.call("publish", version=1, record=published.record())
+        await index.publish_weights(1, published.record())
         assert await follower(index, WeightStore(tmp_path), rollout, SwapPolicy(probe=EXACT))._take()
         (sync,) = await told(index, "sync")
         assert 0 < sync["gap_max"] < 1e-4, "two engines never round alike, and hardly differ"
@@ -324,7 +324,7 @@ async def test_weights_are_not_published_again_in_the_middle_of_a_step_nor_when_
     try:
         async with stage._turn:
             assert not await following._take()
-            await trained.call("nudge", topic=ASKED)
+            await trained.wake(ASKED)
             await asyncio.wait([answering], timeout=0.1)
             assert store.published == 1
             await trained._redis.hset(f"{trained.prefix}n", "trained", 2)
@@ -511,7 +511,7 @@ async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsai
     try:
         await index._redis.hset(f"{index.prefix}n", "trained", 1)
         published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, PROBED))
-        await index.call("publish", version=1, record=published.record())
+        await index.publish_weights(1, published.record())
         brake = Brake(engine, 2)
         stream = engine.generate([GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=50), seed=0)])
         await brake.reached()
@@ -601,27 +601,27 @@ async def test_a_dead_replica_does_not_keep_the_turn(trainer: Trainer, tmp_path:
             assert await one._take()
 
     await trainer.publish()
-    assert (await trainer.index.call("swap_turn", worker="dead", most=1, lease=60_000))["granted"]
+    assert (await trainer.index.take_swap_turn("dead", most=1, lease=60)).granted
     task = asyncio.create_task(swapped())
     await trainer.index.wait("swap", "0-0", 0.2)
     assert not task.done()
-    await trainer.index.call("forget", worker="dead")
+    await trainer.index.forget_worker("dead")
     await asyncio.wait_for(task, 20)
 
 
 async def test_a_turn_ends_with_its_lease(trainer: Trainer) -> None:
     index: Any = trainer.index
-    assert (await index.call("swap_turn", worker="a", most=1, lease=1500))["granted"]
-    refused = await index.call("swap_turn", worker="b", most=1, lease=1500)
-    assert not refused["granted"]
-    assert 0 < refused["due"] <= 1500
-    assert (await index.call("swap_turn", worker="b", most=2, lease=1500))["granted"], "there is room for two"
+    assert (await index.take_swap_turn("a", most=1, lease=1.5)).granted
+    refused = await index.take_swap_turn("b", most=1, lease=1.5)
+    assert not refused.granted
+    assert 0 < refused.due <= 1.5
+    assert (await index.take_swap_turn("b", most=2, lease=1.5)).granted, "there is room for two"
 
     async def until(again: Callable[[], Awaitable[Any]]) -> None:
-        while not (at := await again())["granted"]:
-            await index.wait("swap", at["wait"], at["due"] / 1000)
+        while not (turn := await again()).granted:
+            await index.wait("swap", turn.wait, turn.due)
 
-    await asyncio.wait_for(until(lambda: index.call("swap_turn", worker="c", most=1, lease=1500)), 10)
+    await asyncio.wait_for(until(lambda: index.take_swap_turn("c", most=1, lease=1.5)), 10)
 
 
 def test_the_gap_of_two_engines() -> None:
@@ -637,7 +637,7 @@ async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index:
     train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
     await index._redis.hset(f"{index.prefix}n", "trained", 1)
     published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, PROBED))
-    await index.call("publish", version=1, record=published.record())
+    await index.publish_weights(1, published.record())
     reached, go_on = asyncio.Queue[int](), asyncio.Event()
 
     class Held(TorchRolloutEngine):

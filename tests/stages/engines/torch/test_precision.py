@@ -259,9 +259,9 @@ class Trainer:
         self.version += 1
         self.rows = probe_rows(self.rows, rows, 128)
         published = self.store.publish(self.version, self.engine.weights(), probed(self.engine, self.rows))
-        await self.index.call("nudge", topic="version")
+        await self.index.wake("version")
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)
-        await self.index.call("publish", version=self.version, record=published.record())
+        await self.index.publish_weights(self.version, published.record())
 
 
 @pytest.fixture

@@ -1,0 +1,126 @@
+"""Base of the index client: calls of server-side functions, and blocking waits on topics.
+
+call ──▶ FCALL asyncdock_NAME  (one msgpack value in, one out), all on one connection, pipelined
+  lost connection: retried with backoff; the server repeats the reply that it kept instead of running the call twice
+wait ──▶ XREAD BLOCK on a topic's stream, from the position that an empty reply carried: no wake-up is missed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import msgpack
+from redis.exceptions import ResponseError
+
+from pipeline.index.errors import IndexUnreachable, from_reply
+from pipeline.index.link import Link, is_loading, redacted
+
+
+class Calls:
+    """Calls on the index of one run at ``where``: the URL of its server, or a :class:`Link` shared with other indexes.
+    ``timeout`` is the deadline of one call in seconds, for a link of its own."""
+
+    def __init__(self, where: str | Link, run: str, *, timeout: float = 30.0) -> None:
+        self._link = where if isinstance(where, Link) else Link(where, timeout=timeout, shares_waits=False)
+        self._shared = isinstance(where, Link)
+        self.url, self.run, self.timeout = self._link.url, run, self._link.timeout
+        self.prefix = key_prefix(run)
+        self._redis, self._retry = self._link.redis, self._link.retry
+        self._closed = False
+        self._waits: set[asyncio.Timeout] = set()
+
+    async def close(self) -> None:
+        """End every call under way; blocked waits raise IndexUnreachable. A shared link stays open."""
+        self._closed = True
+        for wait in self._waits:
+            wait.reschedule(0.0)
+        if not self._shared:
+            await self._link.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    async def load(self, library: str | None = None) -> None:
+        """Put the function library, or another one, on the server (replacing another version of it)."""
+        await self._retry(lambda again: self._redis.function_load(library or _library(), replace=True))
+
+    async def call(self, function: str, /, **arguments: Any) -> Any:
+        """Call a server-side function by its name, for the class that owns it: everything else calls a typed method.
+        After a lost connection the call is repeated, and the server runs it once."""
+        return msgpack.unpackb(await self._reply(function, arguments), strict_map_key=False)
+
+    async def _call_raw(self, function: str, **arguments: Any) -> dict[str, Any]:
+        """Like :meth:`call`, for replies that contain bytes: strings come as bytes."""
+        reply = msgpack.unpackb(await self._reply(function, arguments), raw=True, strict_map_key=False)
+        return {key.decode(): value for key, value in reply.items()} if reply else {}
+
+    async def _reply(self, function: str, arguments: Mapping[str, Any]) -> bytes:
+        packed = msgpack.packb(arguments, use_bin_type=False)  # the server knows one kind of string
+        link = self._link
+        request, lane = f"{link.client}-{next(link.calls)}:", link.lanes.pop() if link.lanes else next(link.lane)
+        head, tail = ("FCALL", f"asyncdock_{function}", 1, self.prefix, packed, request), (link.client, lane)
+        began, tries = time.monotonic(), 0
+        try:
+            if (line := link.line) is not None:  # nearly always; the line watches over its own silence
+                try:
+                    return await line.send((*head, "0", *tail))
+                except ConnectionError:
+                    tries = 1
+                except ResponseError as refused:
+                    if not is_loading(refused):
+                        raise
+            return await link.retry(
+                lambda again: link.send((*head, "1" if again or tries else "0", *tail)), began=began, failures=tries
+            )
+        except ResponseError as refused:
+            raise from_reply(refused) from None
+        finally:
+            link.lanes.append(lane)
+
+    async def wake(self, topic: str) -> None:
+        """Wake all clients that wait on ``topic``."""
+        await self.call("nudge", topic=topic)
+
+    async def wait(self, topic: str, after: str, timeout: float) -> bool:
+        """Block until ``topic`` is woken after position ``after``; False when ``timeout`` seconds pass first."""
+        return await self.wait_any({topic: after}, timeout)
+
+    async def wait_any(self, after: Mapping[str, str], timeout: float) -> bool:
+        """:meth:`wait` on several topics at once, each from a position of its own."""
+        return bool(await self._read({f"wake:{topic}": position for topic, position in after.items()}, timeout, 1))
+
+    async def woken(self, topic: str, after: str, timeout: float) -> str:
+        """Like :meth:`wait`; returns the position of the last wake-up, or ``after`` ("": from the topic's beginning)."""
+        found = await self._read({f"wake:{topic}": after or "0"}, timeout, 1)
+        return found[0][1][0][0].decode() if found else after
+
+    async def _read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
+        """Entries of ``streams`` after their positions, waiting for some."""
+        keys = {self.prefix + name: position for name, position in streams.items()}
+        if not self._shared:
+            return await self._link.read(keys, timeout, count)
+        try:
+            async with asyncio.timeout(None) as ending:
+                self._waits.add(ending)
+                try:
+                    return await self._link.read(keys, timeout, count)
+                finally:
+                    self._waits.discard(ending)
+        except TimeoutError:
+            raise IndexUnreachable(f"index {redacted(self.url)}: its client was closed") from None
+
+
+def key_prefix(run: str) -> str:
+    """The beginning of all keys of a run. The braces make it one hash tag, so that a cluster keeps them on one node."""
+    return f"asyncdock:{{{run}}}:"
+
+
+@cache
+def _library() -> str:
+    return resources.files("pipeline.index").joinpath("index.lua").read_text(encoding="utf-8")

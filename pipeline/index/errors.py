@@ -1,0 +1,66 @@
+"""Errors of the index: each refusal of the server has a class of its own."""
+
+from __future__ import annotations
+
+from redis.exceptions import ResponseError
+
+from pipeline.warehouse.arena import StaleHandle
+
+
+class IndexRefused(RuntimeError):
+    """The index refused a call; the message names the rule that the call would have broken."""
+
+
+class LeaseLost(IndexRefused):
+    """The lease expired, or the row was committed before. Another worker may hold the row: drop what was computed."""
+
+
+class BlockLost(LeaseLost):
+    """The block was freed because its worker was declared dead. Write the rows again."""
+
+
+class BoundBroken(IndexRefused):
+    """A sample older than the staleness bound reached the update. Pacing must make this impossible."""
+
+
+class GateClosed(IndexRefused):
+    """A group was admitted past the gate."""
+
+
+class WrittenTwice(IndexRefused):
+    """A column was written a second time, or a sample trained a second time."""
+
+
+class FieldsChanged(IndexRefused):
+    """The fields of a partition changed since the caller read them. Read them again and repeat the put."""
+
+
+class NeverFits(IndexRefused):
+    """A block is larger than the warehouse can ever hold."""
+
+
+class WarehouseGone(IndexRefused):
+    """The warehouse is leaving the run, or its node was lost."""
+
+
+class IndexUnreachable(ConnectionError):
+    """The index did not answer within the deadline, retries included."""
+
+
+_CODES: dict[str, type[Exception]] = {
+    "LEASE": LeaseLost,
+    "LOST": BlockLost,
+    "STALE": BoundBroken,
+    "GATE": GateClosed,
+    "TWICE": WrittenTwice,
+    "FIELDS": FieldsChanged,
+    "NOFIT": NeverFits,
+    "NOHOUSE": WarehouseGone,
+    "GONE": StaleHandle,
+}
+
+
+def from_reply(error: ResponseError) -> Exception:
+    """Returns the exception for an error reply, which begins with a code of the function library."""
+    code, _, text = str(error).partition(" ")
+    return _CODES.get(code, IndexRefused)(text or code)

@@ -1,0 +1,125 @@
+"""Append-only streams of a run: its events, and logs of numbered entries that several readers agree on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+from redis.exceptions import ResponseError
+
+from pipeline.index.calls import Calls
+from pipeline.index.errors import IndexRefused
+
+EVENTS_KEPT = 100_000  # about; older ones are only in the run's folder
+EVENTS_AT_ONCE = 500
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of the run's event stream: ``time`` in Unix seconds."""
+
+    id: str
+    time: float
+    kind: str
+    data: dict[str, Any]
+
+
+class Events(Calls):
+    """Write and read the run's event stream."""
+
+    async def emit(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Append an event of this moment."""
+        fields = {"kind": kind, **stamped(data)}
+        await self._retry(
+            lambda again: self._redis.xadd(f"{self.prefix}events", fields, maxlen=EVENTS_KEPT, approximate=True)  # type: ignore[arg-type]
+        )
+
+    async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
+        """The next events after id ``after``, waiting for them; empty when none came within ``timeout`` seconds."""
+        found = await self._read({"events": after}, timeout, EVENTS_AT_ONCE)
+        return [_event(entry, fields) for _, entries in found or () for entry, fields in entries]
+
+    async def past_events(self, after: str = "0", count: int = EVENTS_AT_ONCE) -> list[Event]:
+        """At most ``count`` events after id ``after``, without waiting. The stream keeps about :data:`EVENTS_KEPT`; use
+        :meth:`event_ends` to find out whether ``after`` is still in it."""
+        found = await self._retry(
+            lambda again: self._redis.xrange(f"{self.prefix}events", min=f"({after}", max="+", count=count)
+        )
+        return [_event(entry, fields) for entry, fields in found]
+
+    async def event_ends(self) -> tuple[str, str]:
+        """The ids of the oldest and the newest event in the stream; "0" and "0" when it is empty."""
+        key = f"{self.prefix}events"
+        both = [("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1)]
+        found = await self._retry(lambda again: self._link.send_all(both))
+        oldest, newest = (entries[0][0].decode() if entries else "0" for entries in found)
+        return oldest, newest
+
+    async def newest(self, kind: str, within: int = 1000) -> Event | None:
+        """The newest event of this kind among the last ``within`` events; None when there is none."""
+        found = await self._retry(lambda again: self._redis.xrevrange(f"{self.prefix}events", count=within))
+        return next((_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()), None)
+
+    async def follow(self, after: str = "0") -> AsyncIterator[Event]:
+        """Yield the events after id ``after``, without end."""
+        while True:
+            for event in await self.events(after):
+                after = event.id
+                yield event
+
+
+class Logs(Calls):
+    """Write and read logs: streams of entries 0, 1, 2, … ."""
+
+    async def append_log(self, log: str, number: int, entry: bytes) -> None:
+        """Write entry ``number`` of ``log``. Raises IndexRefused when it was written before."""
+
+        async def once(again: bool) -> None:
+            try:
+                await self._redis.xadd(self.prefix + log, {"e": entry}, id=f"{number + 1}-0")
+            except ResponseError as refused:
+                if not again:
+                    raise IndexRefused(
+                        f"log {log!r} has an entry {number} already ({refused}); give another name"
+                    ) from None
+
+        await self._retry(once)
+
+    async def read_log(self, log: str, number: int, timeout: float) -> bytes | None:
+        """Entry ``number`` of ``log``, waiting ``timeout`` seconds for it. Raises IndexRefused when it was trimmed."""
+        found = await self._read({log: f"{number}-0"}, timeout, 1)
+        if not found:
+            return None
+        position, fields = found[0][1][0]
+        if position != f"{number + 1}-0".encode():
+            raise IndexRefused(f"entry {number} of log {log!r} was removed: all of its readers had finished with it")
+        return fields[b"e"]
+
+    async def put_signed(self, key: str, owner: str) -> int:
+        """Add ``owner`` to the set of owners that have signed ``key``; returns how many have."""
+
+        async def once(again: bool) -> int:
+            both = self._redis.pipeline(transaction=True)
+            both.sadd(self.prefix + key, owner)
+            both.scard(self.prefix + key)
+            return int((await both.execute())[1])
+
+        return await self._retry(once)
+
+    async def trim_log(self, log: str, number: int, key: str) -> None:
+        """Remove entry ``number`` of ``log``, and the set of owners that have signed ``key``."""
+        await self._retry(lambda again: self._redis.xdel(self.prefix + log, f"{number + 1}-0"))
+        await self._retry(lambda again: self._redis.delete(self.prefix + key))
+
+
+def stamped(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an event of this moment, without its kind."""
+    return {"time": repr(time.time()), "data": msgpack.packb(dict(data))}
+
+
+def _event(entry: bytes, fields: Mapping[bytes, bytes]) -> Event:
+    data = msgpack.unpackb(fields[b"data"], strict_map_key=False)
+    return Event(entry.decode(), float(fields[b"time"]), fields[b"kind"].decode(), data)
