@@ -3,9 +3,9 @@
     connect("http://…", run, …)               ─▶ HttpRun  ─▶ asyncdock serve ─▶ External ─┐
     connect("unix://… or redis://…", run, …)  ─▶ External ───────────────────────────────┴▶ index and warehouses
 
-Over HTTP columns travel as safetensors bodies; on the run's own node the index's way maps them from shared memory. Guarantees
-and exceptions are the same both ways, but for values that the run refuses: Misfit and ColumnError on the index are ApiProblem
-over HTTP.
+Over HTTP columns travel as safetensors bodies; on the run's own node the index's way maps them from shared memory.
+Guarantees and exceptions are the same both ways, but for values that the run refuses: Misfit and ColumnError on the index
+are ApiProblem over HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
@@ -23,8 +23,9 @@ from api.client.transport import Answer, Transport
 from api.external.codec import CONTROL, decode_experience, to_body
 from api.external.schemas import PutView, WeightsView
 from api.server.operations import BINARY
+from orchestration.external.errors import NotBegun, NotExternal, WeightsGone, WeightsTooOld
 from orchestration.external.experience import Experience
-from orchestration.external.session import External, NotBegun, NotExternal, WeightsGone, WeightsTooOld
+from orchestration.external.session import External
 from pipeline.columns import Packed
 from pipeline.index.client import IndexUnreachable, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
@@ -62,7 +63,9 @@ class ExternalStage:
         ``worker``: a name that no other worker of the stage has. On the index, leases that an earlier process of that name
         held end at once."""
         if where.startswith(("http://", "https://")):
-            async with Transport(where, token or None, timeout=None, silence=LONGEST_WAIT + 30, patience=PATIENCE) as http:
+            async with Transport(
+                where, token or None, timeout=None, silence=LONGEST_WAIT + 30, patience=PATIENCE
+            ) as http:
                 yield ExternalStage(HttpRun(http, run), stage, worker)
             return
         external = await External.open(where, run, worker=f"external-{worker}")
@@ -133,6 +136,12 @@ class ExternalStage:
         await self._run.publish(version, weights, covered=covered)
 
 
+class NewestVersion(NamedTuple):
+    """The published policy version."""
+
+    version: int
+
+
 class HttpRun:
     """The calls of :class:`orchestration.external.session.External`, over HTTP."""
 
@@ -140,7 +149,8 @@ class HttpRun:
         self._http, self._path = http, f"/v1/runs/{run}/"
 
     async def _send(self, method: str, path: str, value: Any = None, **options: Any) -> Answer:
-        """Sends ``value`` as JSON, or a ``body`` of bytes. Raises the exception that External would raise, or ServiceError."""
+        """Sends ``value`` as JSON, or a ``body`` of bytes. Raises the exception that External would raise, or
+        ServiceError."""
         try:
             if value is not None:
                 return await self._http.send_json(method, self._path + path, value)
@@ -153,7 +163,12 @@ class HttpRun:
     async def put_prompts(
         self, rows: Sequence[Mapping[str, Any]], *, first: int | None, last: bool, timeout: float
     ) -> int:
-        body = {"prompts": [dict(row) for row in rows], "first": first, "last": last, "wait": min(timeout, LONGEST_WAIT)}
+        body = {
+            "prompts": [dict(row) for row in rows],
+            "first": first,
+            "last": last,
+            "wait": min(timeout, LONGEST_WAIT),
+        }
         return int(json.loads((await self._send("POST", "prompts", body)).body)["next"])
 
     async def get_experience(
@@ -189,10 +204,10 @@ class HttpRun:
     async def release(self, token: str) -> None:
         await self._send("POST", f"leases/{token}/release")
 
-    async def weights(self, after: int, wait: float) -> WeightsView | None:
+    async def weights(self, after: int, wait: float) -> NewestVersion | None:
         answer = await self._send("GET", "weights", query={"after": after, "wait": min(wait, LONGEST_WAIT)})
-        view = WeightsView.model_validate_json(answer.body)
-        return None if view.version is None else view
+        version = WeightsView.model_validate_json(answer.body).version
+        return None if version is None else NewestVersion(version)
 
     async def read_weights(self, version: int) -> dict[str, torch.Tensor]:
         return load((await self._send("GET", f"weights/{version}")).body)

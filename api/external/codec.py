@@ -3,8 +3,8 @@
     header   __metadata__ {"asyncdock": "{\\"token\\": …, \\"rows\\": […], …}"}, then the tensors' dtypes, shapes and offsets
     payload  response_ids int64 [3], response_ids.offsets int64 [3]; reward float32 [2]; text as uint8 with offsets
 
-Ragged columns are packed: the values of all rows in one tensor, and int64 offsets [B + 1] at which the rows begin. The columns
-of parked rows are called ``begun.NAME``.
+Ragged columns are packed: the values of all rows in one tensor, and int64 offsets [B + 1] at which the rows begin. The
+columns of parked rows are called ``begun.NAME``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from safetensors import SafetensorError

@@ -12,7 +12,7 @@ import openapi_pydantic as openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from api.server.operations import BINARY, JSON, PARTS, REASONS, Operation, operations_of
+from api.server.operations import JSON, PARTS, REASONS, Operation, operations_of
 from api.server.problems import MEDIA_TYPE, ProblemDetails
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -68,9 +68,6 @@ def _described(o: Operation, references: Mapping[Any, Any], tokens: bool) -> ope
         answered = {o.produces: openapi.MediaType(schema=openapi.Schema.model_validate(stream))}  # type: ignore[call-arg]
     elif o.produces:
         answered = {o.produces: _text_or_bytes(o.produces)}
-    raw = _text_or_bytes(BINARY)
-    if answered is not None and "answer" in o.binary:
-        answered[BINARY] = raw
     headers = {name: _header(text, "string") for name, text in o.sends.items()} or None
     status = 204 if answered is None and o.status == 200 else o.status
     good = {status: o.summary, **o.also}
@@ -88,8 +85,7 @@ def _described(o: Operation, references: Mapping[Any, Any], tokens: bool) -> ope
         )
     body = None
     if "body" in o.parts:
-        both = {BINARY: raw} if "body" in o.binary else {}
-        body = openapi.RequestBody(content=content(o.parts["body"], "validation") | both, required=True)
+        body = openapi.RequestBody(content=content(o.parts["body"], "validation"), required=True)
     elif o.consumes:
         body = openapi.RequestBody(content={o.consumes: _text_or_bytes(o.consumes)}, required=True)
     return openapi.Operation(

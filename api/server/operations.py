@@ -86,7 +86,6 @@ class Operation:
     body_values: int
     hidden: bool
     events: Mapping[str, type[BaseModel]]
-    binary: tuple[Literal["body", "answer"], ...]
 
     @cached_property
     def hints(self) -> dict[str, Any]:
@@ -100,7 +99,7 @@ class Operation:
     def answer(self) -> type[BaseModel] | None:
         """The model of a successful answer; None when there is nothing, or no JSON, in it."""
         told = self.hints["return"]
-        told = get_args(told)[0] if get_origin(told) is Reply or "answer" in self.binary else told
+        told = get_args(told)[0] if get_origin(told) is Reply else told
         return told if isinstance(told, type) and issubclass(told, BaseModel) else None
 
     @property
@@ -152,9 +151,7 @@ class Operation:
             try:
                 if name == "body":
                     # Strict as JSON has it: a text is not a number. What is wrong elsewhere is told first.
-                    if "body" in self.binary and request.content_type == BINARY:
-                        arguments["body"] = None
-                    elif not errors:
+                    if not errors:
                         body = await read_body(request, limit=self.body_limit)
                         _refuse_many_values(body, self.body_values)
                         status = 422
@@ -207,16 +204,13 @@ def operation(
     body_values: int = BODY_VALUES,
     hidden: bool = False,
     events: Mapping[str, type[BaseModel]] | None = None,
-    binary: tuple[Literal["body", "answer"], ...] = (),
 ) -> Callable[[T], T]:
     """Mark a handler.
 
     ``also``: further statuses of success, and what they mean. ``produces``: the media type of an answer that is no model; an
     event stream has no deadline unless ``seconds`` gives one. ``consumes``: that of a body which the handler reads itself,
     with :func:`read_body`. ``sends``: headers of a successful answer, and what they say. A ``hidden`` one is no part of the
-    document (a page for people). ``events``: the payloads of a stream's messages by their ``event``. ``binary``: a body, or
-    an answer, that has a second form as ``application/octet-stream``; then ``body`` is None and the handler reads it, or the
-    handler returns a response of its own.
+    document (a page for people). ``events``: the payloads of a stream's messages by their ``event``.
     """
 
     def mark(handler: T) -> T:
@@ -239,7 +233,6 @@ def operation(
             body_values,
             hidden,
             events or {},
-            binary,
         )
         setattr(handler, _MARK, made)
         return handler
