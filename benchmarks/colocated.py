@@ -39,7 +39,7 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
 from orchestration.run.run import Run
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 ARMS: dict[str, dict[str, Any]] = {
     "separate": {"launch": {"placement": "separate"}},
@@ -114,8 +114,8 @@ def arm_of(arm: str, events: Sequence[Event]) -> Arm:
     for event in events:
         if event.kind == "sync" and event.data["version"] > 0:
             worker, version = event.data["worker"], int(event.data["version"])
-            for told, name in ((exposed, "exposed_seconds"), (hidden, "hidden_seconds")):
-                told[worker][version] = told[worker].get(version, 0.0) + event.data[name]
+            for totals, name in ((exposed, "exposed_seconds"), (hidden, "hidden_seconds")):
+                totals[worker][version] = totals[worker].get(version, 0.0) + event.data[name]
     held: dict[str, int] = defaultdict(int)
     for event in events:
         if event.kind == "turn":

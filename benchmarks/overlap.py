@@ -60,7 +60,7 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
 from orchestration.run.synchronous import synchronous_run
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import structlog
 
+from pipeline.events import EventData, SpanEvent, StageEvent
 from pipeline.index.client import Claim, LeaseLost
 from pipeline.spans import Spans
 from pipeline.warehouse.arena import StaleHandle
@@ -53,7 +54,7 @@ class Output:
     rows: Rows | None = None
     generated: Sequence[tuple[int, int]] | None = None
     step: int | None = None
-    event: Mapping[str, Any] | None = None
+    event: EventData | None = None
     tokens: int = 0
     parked: bool = False
 
@@ -141,7 +142,7 @@ class Controller:
         self._nudged = asyncio.Event()
         self.on_nothing: Callable[[], None] = lambda: None  # a claim has found nothing
         self.on_end: Callable[[], None] = lambda: None  # all that was claimed is done, and nothing more will be
-        dock.on_room = lambda: self.clock.during("blocked")
+        dock.writer.on_room = lambda: self.clock.during("blocked")
 
     def nudge(self) -> None:
         """Look for work again: the stage's room or version has changed."""
@@ -263,19 +264,19 @@ class Controller:
 
     async def report(self) -> None:
         depth = await self.dock.index.queue_depth(self.stage.name)
-        who = {"stage": self.stage.name, "worker": f"{self.stage.name}-{self.number}"}
+        stage, worker = self.stage.name, f"{self.stage.name}-{self.number}"
         await self.dock.index.emit(
-            "stage",
-            {
-                **who,
+            StageEvent(
+                stage=stage,
+                worker=worker,
                 **self.clock.read(),
-                "rows": self.rows,
-                "tokens": self.tokens,
-                "parked": self.parked,
-                "queue_depth": depth,
-                "in_flight": sum(self._held.values()),
-            },
+                rows=self.rows,
+                tokens=self.tokens,
+                parked=self.parked,
+                queue_depth=depth,
+                in_flight=sum(self._held.values()),
+            )
         )
         spans, left_out = self.spans.take()
         if spans:
-            await self.dock.index.emit("span", {**who, "spans": spans, "left_out": left_out})
+            await self.dock.index.emit(SpanEvent(stage=stage, worker=worker, spans=spans, left_out=left_out))

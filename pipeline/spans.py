@@ -10,7 +10,8 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+
+from pipeline.events import Span
 
 MOST = 32  # of one report: a stage that works row by row has thousands in half a second, and nobody sees them apart
 
@@ -22,7 +23,8 @@ class Spans:
     >>> for start, seconds in ((10.0, 0.5), (11.0, 0.1), (12.0, 0.25)):
     ...     spans.add("train", start, seconds)
     >>> spans.take()
-    ([{'name': 'train', 'start': 10.0, 'seconds': 0.5}, {'name': 'train', 'start': 12.0, 'seconds': 0.25}], 1)
+    ([Span(name='train', start=10.0, seconds=0.5, rows=0, version=None), \
+Span(name='train', start=12.0, seconds=0.25, rows=0, version=None)], 1)
     >>> spans.take()
     ([], 0)
     """
@@ -50,13 +52,11 @@ class Spans:
         finally:
             self.add(name, start, time.monotonic() - began, rows=rows, version=version)
 
-    def take(self) -> tuple[list[dict[str, Any]], int]:
+    def take(self) -> tuple[list[Span], int]:
         """Hand over what there is, in order of the starts, and how many were left out; begin anew."""
         spans, left_out = sorted(self._longest, key=lambda span: span[3]), self.left_out
         self._longest, self.left_out = [], 0
         return [
-            {"name": name, "start": round(start, 6), "seconds": round(seconds, 6)}
-            | ({"rows": rows} if rows else {})
-            | ({} if version is None else {"version": version})
+            Span(name=name, start=round(start, 6), seconds=round(seconds, 6), rows=rows, version=version)
             for seconds, _, name, start, rows, version in spans
         ], left_out

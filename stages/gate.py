@@ -13,10 +13,12 @@ from collections.abc import Sequence
 
 import structlog
 
+from pipeline.events import PromptEvent
 from pipeline.index.client import Index
 from pipeline.warehouse.dock import Dock
 from stages.prompts.external import ExternalPrompts
-from stages.prompts.sources import Prompt, PromptSource
+from stages.prompts.formatter import Prompt
+from stages.prompts.sources import PromptSource
 
 log = structlog.get_logger()
 
@@ -66,8 +68,8 @@ class Gate:
             f"; listed in {found.path}" if found.path else ""
         )
         log.warning(reason)
-        event = {"change": "too long", "skipped": found.skipped, "cut": found.cut, "reason": reason}
-        await self.dock.index.emit("prompt", event)
+        event = PromptEvent(change="too long", skipped=found.skipped, cut=found.cut, reason=reason)
+        await self.dock.index.emit(event)
 
     async def stop(self) -> None:
         self.stopping = True

@@ -1,4 +1,4 @@
-"""Unexpected errors of a command: a sentence for the person, the traceback in a file."""
+"""Unexpected errors of a command: one sentence on standard error, the traceback in a file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from orchestration.logs import TRACE_VARIABLE, errors_file, write_traceback
 
 @contextlib.contextmanager
 def errors_in_words() -> Iterator[None]:
-    """Turn any error into a sentence on standard error and exit code 1; its traceback goes to
-    :func:`orchestration.logs.errors_file`. With ``ASYNCDOCK_TRACE`` set (``--trace``) the error passes as it is."""
+    """Turn any error into a sentence on standard error and exit code 1. Its traceback is written to
+    :func:`orchestration.logs.errors_file`; with ``ASYNCDOCK_TRACE`` set (``--trace``) the error is raised unchanged."""
     if os.environ.get(TRACE_VARIABLE):
         yield
         return
-    # Errors that Python could only print, of threads and of destructors.
+    # Errors in threads and destructors, which cannot be raised.
     threading.excepthook = lambda failed: _keep(failed.exc_value)
     sys.unraisablehook = lambda failed: _keep(failed.exc_value)
     try:
@@ -29,8 +29,8 @@ def errors_in_words() -> Iterator[None]:
         path = _keep(error)
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        shown = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        complain(f"error: {shown}\nThe traceback is in {path}; with --trace it is printed.")
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        complain(f"error: {text}\nThe traceback is in {path}; with --trace it is printed.")
         sys.exit(FAILED)
 
 

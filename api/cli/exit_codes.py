@@ -1,7 +1,7 @@
-"""The exit codes of the command ``asyncdock``; docs/cli.md has the table."""
+"""Exit codes of the command ``asyncdock``; docs/cli.md has the table."""
 
 FINISHED = 0  # done; of a run: it finished
-FAILED = 1  # the run failed, or what was asked cannot be done as things stand
+FAILED = 1  # the run failed, or the request is impossible in the present state
 BAD_INPUT = 2  # wrong usage, a wrong recipe, a name that does not exist
 NO_SERVICE = 3  # the service cannot be reached, does not allow it, or could not do it
 INTERRUPTED = 130  # the run was stopped before its end, or Ctrl-C ended the command

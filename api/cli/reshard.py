@@ -1,7 +1,7 @@
-"""``asyncdock plan reshard``: what an allgather-swap between two layouts would move and take, from arithmetic alone.
+"""``asyncdock plan reshard``: computes what an allgather-swap between two layouts moves and how much memory it takes.
 
 recipe ──▶ the model's config ──▶ parameters ────────────┐
-recipe's layouts, or --train and --rollout ──▶ layouts ──┴▶ plan ──▶ bytes of each phase and rank; the naive way beside them
+recipe's layouts, or --train and --rollout ──▶ layouts ──┴▶ plan ──▶ bytes per phase and rank, compared with a naive swap
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from api.cli.output import table
 from orchestration.recipe.checks.relations import heads_divide
 from orchestration.recipe.field_problems import FUTURE_KEYS, missing_parallelism
 from orchestration.recipe.planner import beyond_engine, reshard_plan, rollout_layout, train_layout, trained_state
@@ -22,39 +23,39 @@ from orchestration.recipe.values import format_size, parse_size
 if TYPE_CHECKING:
     from stages.resharding.layout import Layout
 
-SHOWN_RANKS = 16
+MOST_RANKS = 16  # that are printed
 SMALLEST_BUCKET = 1024
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 TRAINING_STATE = "train: weights and AdamW's moments, as between two steps (within: gradients too)"
 
 
 class PlanRefused(ValueError):
-    """Input that no plan can be made from: the message names the field, the value and the fix."""
+    """The input does not allow a plan; the message names the field, the value and the fix."""
 
 
 def reshard_report(
     recipe: Recipe,
-    train: str | None = None,
-    rollout: str | None = None,
+    train: str = "",
+    rollout: str = "",
     *,
-    bucket: str | None = None,
+    bucket: str = "",
     ranks_per_node: int | None = None,
 ) -> dict[str, Any]:
-    """What the plan for ``recipe``'s model says, in bytes. Layouts and bucket are the recipe's where they are None. Raises
+    """Return the plan for ``recipe``'s model, in bytes. Layouts and bucket are the recipe's where they are "". Raises
     :class:`PlanRefused`."""
     if recipe.model.source == "mock":
         raise PlanRefused("model.source: 'mock' has no parameters to lay out; use 'tiny', 'smollm2' or a checkpoint")
     if ranks_per_node is not None and ranks_per_node < 1:
         raise PlanRefused(f"--ranks-per-node: {ranks_per_node} is no number of ranks; use a whole number >= 1")
-    bucket_bytes = recipe.sync.bucket if bucket is None else _bucket_bytes(bucket)
+    bucket_bytes = _bucket_bytes(bucket) if bucket else recipe.sync.bucket
 
     from stages.models import ModelNotFound
     from stages.resharding.layout import LayoutError, parse_layout
     from stages.resharding.plan import adamw_bytes, memory, redundant_eq3, redundant_general, redundant_if_naive
 
     try:
-        source = train_layout(recipe) if train is None else parse_layout(train, "train")
-        target = rollout_layout(recipe, source.world) if rollout is None else parse_layout(rollout, "rollout")
+        source = parse_layout(train, "train") if train else train_layout(recipe)
+        target = parse_layout(rollout, "rollout") if rollout else rollout_layout(recipe, source.world)
     except LayoutError as error:
         raise PlanRefused(f"--{str(error).replace('.', ' ', 1)}") from None
     if source.world != target.world:
@@ -78,7 +79,7 @@ def reshard_report(
         raise PlanRefused(f"layout of {recipe.model.source}: {error}") from None
     except (ModelNotFound, ValueError, OSError, AttributeError) as error:
         raise PlanRefused(f"model.source: {recipe.model.source!r} cannot be planned: {error}") from None
-    if rollout is None and not recipe.colocated:
+    if not rollout and not recipe.colocated:
         notes.append(
             "launch.placement = 'separate': the engines of this recipe have other devices; planned as if they took turns"
         )
@@ -117,7 +118,7 @@ def reshard_report(
 
 
 def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Why the train engine cannot run ``layout``, in the words of the check of recipes where that has any."""
+    """Yield why the train engine cannot run ``layout``, in the words of the recipe's check where it covers the case."""
     if beyond := beyond_engine(layout):
         for part in beyond:
             key = f"train.{part.partition('=')[0]}"
@@ -125,8 +126,8 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
             yield f"the train engine does not run this layout: {part}: {why}"
         return
     train = recipe.train.model_copy(update={"dp": layout.dp_shard, "tp": layout.tp})
-    said = [str(problem) for problem in heads_divide(recipe.model_copy(update={"train": train}))]
-    if not said and layout.tp > 1:
+    problems = [str(problem) for problem in heads_divide(recipe.model_copy(update={"train": train}))]
+    if not problems and layout.tp > 1:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -138,8 +139,8 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
         try:
             cuts(model, layout.tp)
         except ValueError as error:
-            said = [str(error)]
-    for text in said:
+            problems = [str(error)]
+    for text in problems:
         yield f"the train engine does not run this layout: {text}"
 
 
@@ -154,7 +155,7 @@ def _bucket_bytes(text: str) -> int:
 
 
 def reshard_view(report: Mapping[str, Any]) -> RenderableType:
-    """What the command prints."""
+    """Return what the command prints."""
     experts = f", {format_size(report['expert_bytes'])} of it experts" if report["expert_bytes"] else ""
     bucket = format_size(report["bucket_bytes"])
     generated = f", generating in {report['rollout_dtype']}" if report["rollout_dtype"] != report["dtype"] else ""
@@ -170,29 +171,24 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
     def figure(nbytes: float) -> str:
         return f"{nbytes / unit:,.2f}" if nbytes else "-"
 
-    phases = _table(f"most of any rank, {name}", "received", "to/from host", "temporary", "live", "after")
+    def figures(name: str, *columns: str) -> Table:
+        return table(name, *columns, right=columns)
+
+    phases = figures(f"most of any rank, {name}", "received", "to/from host", "temporary", "live", "after")
     for one in report["phases"]:
-        phases.add_row(
-            one["phase"], *(figure(max(one[key])) for key in ("moved", "host", "temporary", "live", "after"))
-        )
+        keys = ("moved", "host", "temporary", "live", "after")
+        phases.add_row(one["phase"], *(figure(max(one[key])) for key in keys))
     live = {one["phase"]: one["live"] for one in report["phases"]}
     shown = [phase for phase in live if not phase.startswith("offload")]
-    ranks = _table(f"rank, {name}", "sends", "receives", "keeps", *(f"live: {shown[0]}", *shown[1:]))
-    for rank in range(min(report["ranks"], SHOWN_RANKS)):
+    ranks = figures(f"rank, {name}", "sends", "receives", "keeps", *(f"live: {shown[0]}", *shown[1:]))
+    for rank in range(min(report["ranks"], MOST_RANKS)):
         columns = (report["sent"], report["received"], report["kept"], *(live[phase] for phase in shown))
         ranks.add_row(str(rank), *(figure(column[rank]) for column in columns))
-    more = report["ranks"] - SHOWN_RANKS
+    more = report["ranks"] - MOST_RANKS
     naive, counted = report["naive"], report["naive"]["redundant"]
-    redundant = _table(f"naive: gather, slice, keep both, {name}", "redundant, all ranks", "most of any")
+    redundant = figures(f"naive: gather, slice, keep both, {name}", "redundant, all ranks", "most of any")
     redundant.add_row("counted", figure(sum(counted)), figure(max(counted)))
     redundant.add_row("N·(TW/UTP + EW·(1/UEP − 1/GEP))", figure(naive["general"]), "")
     redundant.add_row("MindSpeed RL, Eq. 3", figure(naive["eq3"]), "")
-    told = f"and {more} ranks more, see --json" if more > 0 else TRAINING_STATE
-    return Group(head, *notes, "", phases, "", ranks, told, "", redundant)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return table
+    below = f"and {more} ranks more, see --json" if more > 0 else TRAINING_STATE
+    return Group(head, *notes, "", phases, "", ranks, below, "", redundant)

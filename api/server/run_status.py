@@ -14,7 +14,8 @@ from typing import Any
 
 from orchestration.external.accounting import PREFIX
 from orchestration.service.registry import ENDED, RunRecord
-from pipeline.index.client import Event, Index
+from pipeline.events import Event
+from pipeline.index.client import Index
 
 FRESH_SECONDS = 0.25  # within which what was read is not read again
 FOLDS = 128  # runs whose workers are kept in mind

@@ -26,7 +26,8 @@ from aiohttp import HttpVersion11, web
 from api.telemetry.history import BEGINNING, History, order
 from orchestration.events_file import finite
 from orchestration.service.registry import ENDED, RunRecord
-from pipeline.index.client import EVENTS_AT_ONCE, Event, IndexUnreachable
+from pipeline.events import Event
+from pipeline.index.client import EVENTS_AT_ONCE, IndexUnreachable
 
 log = structlog.get_logger()
 

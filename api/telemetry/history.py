@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import IO
 
-from pipeline.index.client import EVENTS_AT_ONCE, Event, Index
+from pipeline.events import Event
+from pipeline.index.client import EVENTS_AT_ONCE, Index
 
 BEGINNING = "0"
 MOST_WAIT = 10.0  # seconds; a wait on the server is renewed this often

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 ORDER = ("run", "gate", "rollout", "reward", "reference", "advantage", "update")  # of processes, from the top
 RUN = "run"
@@ -80,7 +80,7 @@ class Trace:
         if known:
             yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": round(time * SECOND), "args": known}
 
-    def _instant(self, worker: str, time: float, name: str, data: dict[str, Any]) -> Iterator[Slice]:
+    def _instant(self, worker: str, time: float, name: str, data: Mapping[str, Any]) -> Iterator[Slice]:
         pid = yield from self._process(worker)
         told = {"reason": data["reason"]} if data.get("reason") else {}
         yield {

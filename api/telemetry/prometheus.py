@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from api.telemetry.fanout import Batch, Ending, Feeds
 from orchestration.service.registry import ENDED, Registry, RunRecord
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from api.schemas.events import numbers_of
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 KINDS = ("step", "evaluation", "ledger", "stage", "sync")
 OF_WORKERS = ("stage", "sync")  # one series for each worker

@@ -19,6 +19,7 @@ import structlog
 
 from orchestration.service.registry import ENDED
 from pipeline.controller import EVENT_SECONDS, Clock
+from pipeline.events import SpanEvent, StageEvent
 from pipeline.index.client import Index, IndexRefused, IndexUnreachable
 from pipeline.spans import Spans
 
@@ -158,11 +159,19 @@ class StageTimes:
                 log.warning("events of external workers are lost", run=self.index.run, reason=str(lost))
 
     async def _emit(self, times: StageTime) -> None:
-        who = {"stage": times.stage, "worker": times.worker}
-        counts = {"rows": times.rows, "tokens": times.tokens, "parked": times.parked}
         depth = await self.index.queue_depth(times.stage)
-        now = {"queue_depth": depth, "in_flight": sum(lease.left for lease in times.leases.values())}
-        await self.index.emit("stage", {**who, **times.clock.read(), **counts, **now})
+        await self.index.emit(
+            StageEvent(
+                stage=times.stage,
+                worker=times.worker,
+                **times.clock.read(),
+                rows=times.rows,
+                tokens=times.tokens,
+                parked=times.parked,
+                queue_depth=depth,
+                in_flight=sum(lease.left for lease in times.leases.values()),
+            )
+        )
         spans, left_out = times.spans.take()
         if spans:
-            await self.index.emit("span", {**who, "spans": spans, "left_out": left_out})
+            await self.index.emit(SpanEvent(stage=times.stage, worker=times.worker, spans=spans, left_out=left_out))

@@ -27,6 +27,7 @@ from orchestration.external.weights import DIRECT, WAIT_SECONDS, ExternalWeights
 from orchestration.recipe.planner import flow_of
 from orchestration.recipe.schema import Recipe
 from pipeline.columns import Packed, Schema
+from pipeline.events import LedgerEvent
 from pipeline.index.client import Claim, Index, LeaseLost, redacted
 from pipeline.warehouse.dock import Dock
 from stages.columns import RESPONSE
@@ -283,19 +284,11 @@ class External(ExternalWeights):
         ledger, now = await self.index.ledger(), time.time()
         since = float(await self.index.get("stepped") or now)
         stale = (step - claim.oldest_version.astype(int)).tolist()
-        event = {
-            "loss": float("nan"),
-            **step_event(step, claim, reward, stale, metrics),
-            "tokens_generated": ledger["generated_tokens"],
-            "tokens_trained": ledger["trained_tokens"] + int(claim.tokens.sum()),
-            "tokens_filtered": ledger["filtered_tokens"],
-            "seconds": now - since,
-            "train_seconds": now - since,
-        }
+        event = step_event(step, claim, reward, stale, metrics, ledger, (now - since, now - since))
         version = await self.index.train(claim, step, event)
         self._put(claim, 0, int(claim.tokens.sum()))
         await self.index.put("stepped", repr(now))
-        await self.index.emit("ledger", await self.index.ledger())
+        await self.index.emit(LedgerEvent.of(await self.index.ledger()))
         return version
 
     async def replay(self, step: int) -> Experience:

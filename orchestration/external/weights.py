@@ -16,6 +16,7 @@ from orchestration.external.accounting import OVER, PREFIX
 from orchestration.external.errors import NotBegun, NotExternal, WeightsGone
 from orchestration.recipe.schema import Recipe
 from orchestration.run.paths import RunPaths
+from pipeline.events import SyncEvent
 from pipeline.index.client import Index
 from pipeline.warehouse.dock import NoRoom
 from stages.external_checks import TERMS, Layout, Misfit, Terms, check_layout, checked_weights, nbytes_of
@@ -69,13 +70,16 @@ class ExternalWeights:
         await self._refuse_unpublished(version)
         await self.index.put(loaded_key(worker, owner), str(version))
         record = await self.index.weights_record(version)
-        event = {
-            "worker": f"{PREFIX}{worker}",
-            "version": version,
-            "bytes": record["nbytes"] if record else 0,
-        }
-        seconds = {"exposed_seconds": exposed, "hidden_seconds": hidden, "publish_seconds": 0.0}
-        await self.index.emit("sync", event | seconds)
+        await self.index.emit(
+            SyncEvent(
+                worker=f"{PREFIX}{worker}",
+                version=version,
+                bytes=record["nbytes"] if record else 0,
+                exposed_seconds=exposed,
+                hidden_seconds=hidden,
+                publish_seconds=0.0,
+            )
+        )
 
     async def publish(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0
@@ -87,9 +91,16 @@ class ExternalWeights:
         began, store = time.monotonic(), await self._weight_store()
         published = await asyncio.to_thread(store.publish, version, checked_weights(weights, wanted))
         await self.index.publish_weights(version, published.record())
-        event = {"worker": f"{PREFIX}update", "version": version, "bytes": published.nbytes}
-        seconds = {"publish_seconds": time.monotonic() - began, "exposed_seconds": 0.0, "hidden_seconds": 0.0}
-        await self.index.emit("sync", event | seconds)
+        await self.index.emit(
+            SyncEvent(
+                worker=f"{PREFIX}update",
+                version=version,
+                bytes=published.nbytes,
+                publish_seconds=time.monotonic() - began,
+                exposed_seconds=0.0,
+                hidden_seconds=0.0,
+            )
+        )
         await self.index.release_steps(max(covered, version - self.recipe.checkpoint.every))
         return published
 

@@ -1,1 +1,1 @@
-"""Processes: the fork server, and handles of processes that another one started."""
+"""Processes: the fork server, and handles of running processes."""

@@ -1,15 +1,17 @@
-"""The fork server: processes that begin with everything imported already.
+"""The fork server: a process that has imported everything, from which workers and runners are forked.
 
-    ForkServer ──▶ its process imports PRELOAD once (seconds of a core), and computes nothing
-    connect() ──▶ launch ──▶ fork ──▶ the child calls the target        (hundredths of a second)
-                    ◀── pid, and a handle on it ──┘
-                    ◀── the exit code, once it has ended
+    ForkServer ──▶ its process imports PRELOAD once (seconds of a core) and computes nothing
+    connect() ──▶ launch ──▶ fork ──▶ the child calls the entry function        (hundredths of a second)
+                    ◀── number and handle of the child, at its end its exit code ──┘
 
-Children end with their connection, whether it is closed or its process dies, and with the server's process. Only those that
-``outlive`` it, runners, go on. Such a child may have a server of its own at once: :meth:`ForkServer.within`.
+Children are killed when their connection closes, when the process that owns it dies, and when the server dies. Only children
+that ``outlive`` it, runners, go on. A runner makes a fork server of itself: :meth:`ForkServer.within`.
 
-Forking is safe because the server has touched no accelerator, and its only other thread is OpenBLAS's, which expects to be
-forked: importing starts none, and nothing is computed. It needs Linux, for handles on processes and their parents' death.
+Forking is safe because the server uses no accelerator and its only other thread is OpenBLAS's, which supports being forked.
+It needs Linux: process handles, and signals at a parent's death.
+
+multiprocessing's fork server is not used. A child of it that starts processes, as a runner does, starts a second server and
+imports everything again (0.94 s for torch alone; 0.01 s here); its children survive a killed owner; and it sends pickles.
 """
 
 from __future__ import annotations
@@ -45,21 +47,19 @@ PRELOAD = (
     "stages.engines.torch.rollout",
     "stages.engines.torch.train",
 )
-MESSAGE_BYTES = 1 << 20  # an environment has to fit into it
-PASSIVE = {
-    "OMP_WAIT_POLICY": "PASSIVE"
-}  # threads that wait for each other must not spin: other workers share the cores
-SAID_BYTES = 2000
+MESSAGE_BYTES = 1 << 20  # the largest message: it contains the environment of a process
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}  # waiting threads sleep: other workers share the cores
+OUTPUT_BYTES = 2000  # of the server's last output, quoted in errors
 
 
 class ForkServerDied(RuntimeError):
-    """The fork server has ended, or there cannot be one; the message says what it wrote last."""
+    """The fork server has ended or cannot be started; the message contains its last output."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A process to be: it calls ``entry`` ("module:function") with ``arguments``, in the folder ``cwd``, with the
-    environment ``env``. What it prints is added to the file ``log``; ``title`` is what `ps` shows."""
+    """A process to start: calls ``entry`` ("module:function") with ``arguments`` in the folder ``cwd`` with the environment
+    ``env``, appends its output to the file ``log``, and appears in `ps` as ``title``."""
 
     entry: str
     arguments: Sequence[str]
@@ -71,8 +71,8 @@ class Launch:
 
 
 class Child:
-    """A process that a fork server has made: a :class:`~orchestration.processes.handles.Process` with a known exit code.
-    ``orphaned``: the connection that ended before it did, if any."""
+    """A process forked by a server: like :class:`~orchestration.processes.handles.Process`, with a known exit code.
+    ``orphaned``: the connection that ended before the process did, if any."""
 
     def __init__(self, pid: int, handle: int) -> None:
         self.pid, self.orphaned = pid, cast("Connection | None", None)
@@ -86,49 +86,48 @@ class Child:
         return not self._code.done()
 
     async def wait(self) -> int | None:
-        """Its exit code once it has ended, negative for the signal that ended it; None when the server ended before it."""
+        """Wait until it has ended. Returns its exit code, negative for a signal; None when the server ended first."""
         return await asyncio.shield(self._code)
 
     def end(self, number: int = signal.SIGKILL) -> None:
-        """Send it a signal. Harmless when it has ended."""
+        """Send the signal ``number``. Does nothing when it has ended."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
 
-    def ended(self, code: int | None) -> None:
+    def set_exit_code(self, code: int | None) -> None:
         if self.alive():
             os.close(self._handle)
             self._code.set_result(code)
 
-    def watch(self, connection: Connection) -> None:
-        """Nobody will tell of its end: look for it."""
+    def watch_handle(self, connection: Connection) -> None:
+        """Wait for the end through the kernel: ``connection`` is closed and cannot report it."""
         loop, self.orphaned = self._code.get_loop(), connection
 
         def gone() -> None:
             loop.remove_reader(self._handle)
-            self.ended(None)
+            self.set_exit_code(None)
 
         loop.add_reader(self._handle, gone)
 
 
 class Connection:
-    """Launches children through a fork server, and hears of their end. Belongs to the event loop that it was made in."""
+    """Launches children through a fork server and receives their exit codes. Belongs to the event loop that created it."""
 
     def __init__(self, server: socket.socket) -> None:
-        self.open = True
-        self._server = server
+        self.open, self._server = True, server
         self._server.setblocking(False)
         self._children: dict[int, Child] = {}
-        self._asked: list[asyncio.Future[Child]] = []
+        self._requests: list[asyncio.Future[Child]] = []
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(server, self._read)
 
     async def launch(self, launch: Launch) -> Child:
-        """Raises ForkServerDied, and OSError when the machine has no process or no file to give."""
+        """Raises ForkServerDied, and OSError when the machine has no process or file descriptor left."""
         if not self.open:
-            raise ForkServerDied("it was there, and has ended")
+            raise ForkServerDied("it has ended")
         answer: asyncio.Future[Child] = self._loop.create_future()
-        self._asked.append(answer)
+        self._requests.append(answer)
         try:
             await self._loop.sock_sendall(self._server, json.dumps(asdict(launch)).encode())
         except (BrokenPipeError, ConnectionResetError):
@@ -136,16 +135,16 @@ class Connection:
         return await answer
 
     def close(self) -> None:
-        """Those children that do not outlive it are killed. Harmless when repeated."""
+        """Disconnect; the server kills the children that do not outlive it. Does nothing when repeated."""
         if self.open:
             self.open = False
             self._loop.remove_reader(self._server)
             self._server.close()
-            for answer in self._asked:
+            for answer in self._requests:
                 if not answer.done():
                     answer.set_exception(ForkServerDied("it ended before it answered"))
             for child in self._children.values():
-                child.watch(self)
+                child.watch_handle(self)
 
     def _read(self) -> None:
         try:
@@ -155,56 +154,54 @@ class Connection:
         except OSError:
             text, handles = b"", []
         if not text:
-            self.close()
-            return
-        told = json.loads(text)
-        if "code" in told:
-            self._children.pop(told["pid"]).ended(told["code"])
-            return
-        answer = self._asked.pop(0)
-        if "errno" in told:
+            return self.close()
+        message = json.loads(text)
+        if "code" in message:
+            return self._children.pop(message["pid"]).set_exit_code(message["code"])
+        answer = self._requests.pop(0)
+        if "errno" in message:
             if not answer.done():
-                answer.set_exception(OSError(told["errno"], told["error"]))
+                answer.set_exception(OSError(message["errno"], message["error"]))
             return
-        self._children[told["pid"]] = child = Child(told["pid"], *handles)
-        if answer.done():  # whoever asked was cancelled
+        self._children[message["pid"]] = child = Child(message["pid"], *handles)
+        if answer.done():  # the caller was cancelled
             child.end()
         else:
             answer.set_result(child)
 
 
 class ForkServer:
-    """A fork server that ends with this process. Make it with :meth:`start` or :meth:`within`."""
+    """A fork server that ends with this process. Created by :meth:`start` or :meth:`within`."""
 
     def __init__(
-        self, line: socket.socket, pid: int, reap: Callable[[], object], said: IO[bytes] | None = None
+        self, line: socket.socket, pid: int, wait: Callable[[], object], output: IO[bytes] | None = None
     ) -> None:
-        self.pid, self._line, self._reap, self._said, self._open = pid, line, reap, said, True
+        self.pid, self._line, self._wait, self._output, self._open = pid, line, wait, output, True
 
     @classmethod
     def start(cls) -> ForkServer:
-        """A new process. Its imports go on while others work; who launches before they are done waits. Raises ForkServerDied
-        where there cannot be one."""
+        """Start a server process. It imports in the background; a launch waits for it. Raises ForkServerDied where fork
+        servers are not supported."""
         if sys.platform != "linux":
             raise ForkServerDied(f"it needs Linux, and this is {sys.platform}")
-        ours, theirs = _pair()
-        said = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
+        ours, theirs = _socketpair()
+        output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "orchestration.processes.forkserver", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for us alone
+                start_new_session=True,  # it does not get Ctrl-C
                 env={**PASSIVE, **os.environ},
             )
-        return cls(ours, process.pid, process.wait, said)
+        return cls(ours, process.pid, process.wait, output)
 
     @classmethod
     def within(cls) -> ForkServer:
-        """In a child of a fork server, before it has an event loop: a fork of it, with all that is imported here."""
-        ours, theirs = _pair()
+        """In a child of a fork server, before it has an event loop: fork a server from it, without importing anything."""
+        ours, theirs = _socketpair()
         parent = os.getpid()
         if pid := _fork():
             theirs.close()
@@ -213,47 +210,49 @@ class ForkServer:
         os.setsid()
         die_with_parent(parent)
         setproctitle("asyncdock fork server of a run")
-        os._exit(_Serving(theirs).until_end())
+        os._exit(_Server(theirs).serve())
 
     def connect(self) -> Connection:
         """Raises ForkServerDied."""
-        ours, theirs = _pair()
+        ours, theirs = _socketpair()
         with theirs:
             try:
                 socket.send_fds(self._line, [b"connect"], [theirs.fileno()])
             except OSError:
                 ours.close()
-                raise ForkServerDied(self.last_said()) from None
+                raise ForkServerDied(self.last_output()) from None
         return Connection(ours)
 
     def close(self) -> None:
-        """End it, and those of its children that do not outlive it. Harmless when repeated."""
+        """End it, and its children that do not outlive it. Does nothing when repeated."""
         if self._open:
             self._open = False
             self._line.close()
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)  # it may be importing still
-            self._reap()
-            if self._said is not None:
-                self._said.close()
+                os.kill(self.pid, signal.SIGTERM)  # it may still be importing
+            self._wait()
+            if self._output is not None:
+                self._output.close()
 
-    def last_said(self) -> str:
-        if self._said is None:
-            return "it left no word"
-        self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - SAID_BYTES))
-        return self._said.read().decode(errors="replace").strip() or "it left no word"
+    def last_output(self) -> str:
+        """Return the end of what the server process printed."""
+        text = b""
+        if self._output is not None:
+            self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
+            text = self._output.read()
+        return text.decode(errors="replace").strip() or "it printed nothing"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In the server's process
 
 
-class _Serving:
-    """Forks whoever is asked for on ``line``'s connections, until it ends."""
+class _Server:
+    """Forks children on request of the connections that arrive on ``line``, until ``line`` closes."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line, self._selector = line, selectors.DefaultSelector()
-        self._of: dict[int, tuple[socket.socket, bool]] = {}  # child → its connection, and whether it outlives that
+        self._children: dict[int, tuple[socket.socket, bool]] = {}  # pid → connection, whether it outlives it
         self._woken, self._wakes = socket.socketpair()
         for end in (self._woken, self._wakes):
             end.setblocking(False)
@@ -262,24 +261,24 @@ class _Serving:
         for ready in (line, self._woken):
             self._selector.register(ready, selectors.EVENT_READ)
 
-    def until_end(self) -> int:
+    def serve(self) -> int:
         while True:
             for key, _ in self._selector.select():
                 ready = cast("socket.socket", key.fileobj)
                 if ready is self._woken:
                     with contextlib.suppress(BlockingIOError):
                         ready.recv(4096)
-                    self._reap()
+                    self._report_ended()
                 elif ready is not self._line:
-                    self._hear(ready)
+                    self._receive(ready)
                 elif handles := socket.recv_fds(ready, 64, 1)[1]:
                     self._selector.register(socket.socket(fileno=handles[0]), selectors.EVENT_READ)
                 else:
-                    for connection in {connection for connection, _ in self._of.values()}:
-                        self._kill(connection)
+                    for connection in {connection for connection, _ in self._children.values()}:
+                        self._kill_children(connection)
                     return 0
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         try:
             text = connection.recv(MESSAGE_BYTES)
         except ConnectionResetError:
@@ -288,13 +287,13 @@ class _Serving:
             self._launch(connection, Launch(**json.loads(text)))
         else:
             self._selector.unregister(connection)
-            self._kill(connection)
+            self._kill_children(connection)
             connection.close()
 
-    def _kill(self, connection: socket.socket) -> None:
-        for pid, (of, outlives) in self._of.items():
-            if of is connection and not outlives:
-                os.kill(pid, signal.SIGKILL)  # it is our child until we have reaped it: the number is still its own
+    def _kill_children(self, connection: socket.socket) -> None:
+        for pid, (owner, outlives) in self._children.items():
+            if owner is connection and not outlives:
+                os.kill(pid, signal.SIGKILL)  # the number is not reused: it was not waited for yet
 
     def _launch(self, connection: socket.socket, launch: Launch) -> None:
         server = os.getpid()
@@ -302,34 +301,33 @@ class _Serving:
             with open(launch.log, "ab") as log:
                 pid = _fork()
                 if pid == 0:
-                    self._leave()
-                    _settle(launch, log.fileno(), server)
+                    self._close_inherited()
+                    _set_up_child(launch, log.fileno(), server)
             handle = -1 if pid == 0 else os.pidfd_open(pid)
         except OSError as error:
             if os.getpid() != server:
                 raise
-            self._tell(connection, {"errno": error.errno, "error": error.strerror})
-            return
+            return self._send(connection, {"errno": error.errno, "error": error.strerror})
         if pid == 0:
             run_child(launch)
-        self._of[pid] = (connection, launch.outlives)
-        self._tell(connection, {"pid": pid}, handle)
+        self._children[pid] = (connection, launch.outlives)
+        self._send(connection, {"pid": pid}, handle)
         os.close(handle)
 
-    def _tell(self, connection: socket.socket, message: dict[str, object], *handles: int) -> None:
-        with contextlib.suppress(OSError):  # nobody is there any more: then its end is about to be heard
+    def _send(self, connection: socket.socket, message: dict[str, object], *handles: int) -> None:
+        with contextlib.suppress(OSError):  # the other end is closed, which is read next
             socket.send_fds(connection, [json.dumps(message).encode()], handles)
 
-    def _reap(self) -> None:
-        while self._of:
+    def _report_ended(self) -> None:
+        while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            connection, _ = self._of.pop(pid)
-            self._tell(connection, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+            connection, _ = self._children.pop(pid)
+            self._send(connection, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
-    def _leave(self) -> None:
-        """In a child: whoever is at the other ends must not take it for the server."""
+    def _close_inherited(self) -> None:
+        """In a child: close the server's sockets."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for key in list(self._selector.get_map().values()):
@@ -344,8 +342,8 @@ def _fork() -> int:
         return os.fork()
 
 
-def _settle(launch: Launch, log: int, server: int) -> None:
-    """In a child: all that a new process would have found."""
+def _set_up_child(launch: Launch, log: int, server: int) -> None:
+    """In a child: set what a new process would have: session, output, environment, folder, random state."""
     os.setsid()
     if not launch.outlives:
         die_with_parent(server)
@@ -356,14 +354,13 @@ def _settle(launch: Launch, log: int, server: int) -> None:
     with contextlib.suppress(OSError):
         os.chdir(launch.cwd)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # random does so by itself
+        numpy.random.seed()  # `random` reseeds itself
     setproctitle(launch.title)
 
 
 def run_child(launch: Launch) -> NoReturn:
-    """In a child: the program, to the end of its process. The interpreter is not taken apart, which would copy all that it
-    shares with the server; threads, exit functions and files have their due, as in
-    multiprocessing."""
+    """In a child: call the entry function, then end the process. As in multiprocessing, threads are joined, exit functions
+    called and files flushed, but the interpreter is not finalized: that would copy the memory shared with the server."""
     module, _, function = launch.entry.partition(":")
     code = 0
     try:
@@ -382,8 +379,8 @@ def run_child(launch: Launch) -> NoReturn:
     os._exit(code)
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a line that keeps messages apart."""
+def _socketpair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets that keep message borders."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
@@ -401,8 +398,8 @@ def main() -> int:
         print("an accelerator's plugin is loaded that may not be forked")
         return 1
     gc.collect()
-    gc.freeze()  # a collection in a child would otherwise copy every page
-    return _Serving(line).until_end()
+    gc.freeze()  # otherwise a collection in a child copies every page
+    return _Server(line).serve()
 
 
 if __name__ == "__main__":

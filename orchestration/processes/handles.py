@@ -1,4 +1,8 @@
-"""Processes that outlive whoever started them: known by number and birth, watched without being their parent."""
+"""Handles of processes, also of those that this process did not start.
+
+A process is identified by its number and its start time in ticks since boot. psutil is not used: its ``create_time()`` moves
+with the system clock, so that a living index server would look dead after the clock is set; its ``wait()`` blocks a thread.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CHECK_SECONDS = 0.2  # where the kernel cannot tell of a process's end
+CHECK_SECONDS = 0.2  # between checks where the kernel offers no handle to wait on
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of this machine. ``born`` tells it from a later one with the same number."""
+    """A process of this machine. ``born`` distinguishes it from a later process with the same number."""
 
     pid: int
     born: str
@@ -24,12 +28,12 @@ class Process:
 
     @classmethod
     def of(cls, pid: int, child: subprocess.Popen[bytes] | None = None) -> Process:
-        """The process ``pid``, which need not be there any more."""
+        """Return the handle of process ``pid``, which may have ended."""
         return cls(pid, _born(pid), child)
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
-        """What ``str`` made; None for anything else."""
+        """Return the handle that ``str`` was called on; None for any other text."""
         pid, _, born = text.partition(":")
         return cls(int(pid), born) if pid.isdigit() and born else None
 
@@ -38,11 +42,11 @@ class Process:
 
     def alive(self) -> bool:
         if self.child is not None:
-            return self.child.poll() is None  # which also takes its exit code: it does not stay a zombie
+            return self.child.poll() is None  # which also collects the exit code, so that no zombie stays
         return bool(self.born) and _born(self.pid) == self.born
 
     async def wait(self) -> int | None:
-        """Return when it has ended: its exit code, or None when it is not a child of ours."""
+        """Wait until it has ended. Returns its exit code, or None when it is not a child of this process."""
         try:
             handle = os.pidfd_open(self.pid) if sys.platform == "linux" else -1
         except ProcessLookupError:
@@ -54,7 +58,7 @@ class Process:
             ended, loop = asyncio.Event(), asyncio.get_running_loop()
             loop.add_reader(handle, ended.set)
             try:
-                if self.alive():  # and so the handle is that of this process, and not of a later one
+                if self.alive():  # checked after the handle is open: it is not the handle of a later process
                     await ended.wait()
             finally:
                 loop.remove_reader(handle)
@@ -62,17 +66,17 @@ class Process:
         return self.child.wait() if self.child is not None else None
 
     def end(self, number: int = signal.SIGKILL) -> None:
-        """Send it a signal. Harmless when it has ended."""
+        """Send the signal ``number``. Does nothing when it has ended."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 def _born(pid: int) -> str:
-    """When ``pid`` began, in the system's own terms; "" when it is not there, or only waits for its parent to look."""
+    """Return when ``pid`` started, as the system counts it; "" when it has ended or is a zombie."""
     if sys.platform == "linux":
         try:
-            # The name, in brackets, may hold anything; the third field is the state, the 22nd the time since boot.
+            # Fields after the name in brackets, which may hold any character: the 3rd is the state, the 22nd the start.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return ""

@@ -1,8 +1,8 @@
-"""How processes start: by a fork server where there can be one, else each from nothing.
+"""Starts processes: through a fork server where one works, otherwise each as a new interpreter.
 
 start ──▶ fork server ──▶ Child
-           │ has died: another one            (its children have died with it)
-           └ has died before it made any: from now on ``spawn`` ──▶ Process
+           ├ it died after it had started processes: start another one (its children died with it)
+           └ it died before its first one: from now on ``spawn`` ──▶ Process
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ FORKSERVER, SPAWN = "forkserver", "spawn"
 
 
 class Starter:
-    """Starts processes. ``server``: a fork server that is there already, and is closed by whoever made it. Without one, its
-    own begins to load at once."""
+    """Starts processes. ``server``: an existing fork server, which its owner closes; by default a new one is started."""
 
     def __init__(self, method: str = FORKSERVER, server: ForkServer | None = None) -> None:
-        self._forking, self._server, self._own = method == FORKSERVER, server, False
+        self._server, self._owns_server = server, False
         self._connection: Connection | None = None
         self._worked = server is not None
-        if self._forking and server is None:
-            self._begin()
+        self._forks = method == FORKSERVER
+        if self._forks and server is None:
+            self._start_server()
 
     async def start(self, launch: Launch) -> Child | Process:
-        """Raises OSError when the machine has no process or no file to give."""
-        while self._forking and self._server is not None:
+        """Raises OSError when the machine has no process or file descriptor left."""
+        while self._forks and self._server is not None:
             server = self._server
             try:
                 if self._connection is None:
@@ -45,43 +45,43 @@ class Starter:
                 self._worked = True
                 return child
             except ForkServerDied as died:
-                if server is self._server:  # others that waited for it have not made another one yet
-                    log.warning("the fork server has ended", reason=str(died), said=server.last_said())
+                if server is self._server:  # otherwise a concurrent call has replaced it
+                    log.warning("the fork server has ended", reason=str(died), output=server.last_output())
                     self.close()
                     if self._worked:
-                        self._begin()
+                        self._start_server()
                     else:
-                        self._forking = False
+                        self._forks = False
         return spawn(launch)
 
     def close(self) -> None:
-        """End those of its children that do not outlive it. Harmless when repeated."""
+        """End the children, except those that outlive their starter. Does nothing when repeated."""
         if self._connection is not None:
             self._connection.close()
-        if self._own and self._server is not None:
+        if self._owns_server and self._server is not None:
             self._server.close()
         self._connection, self._server = None, None
 
-    def _begin(self) -> None:
+    def _start_server(self) -> None:
         self._worked = False
         try:
-            self._server, self._own = ForkServer.start(), True
+            self._server, self._owns_server = ForkServer.start(), True
         except ForkServerDied as died:
-            log.info("processes are started one by one", reason=str(died))
-            self._forking = False
+            log.info("each process is started as a new interpreter", reason=str(died))
+            self._forks = False
 
 
 def spawn(launch: Launch) -> Process:
-    """A process that imports everything itself. Raises OSError."""
+    """Start a process that imports everything itself. Raises OSError."""
     module, _, _ = launch.entry.partition(":")
     with open(launch.log, "ab") as file:
         child = subprocess.Popen(
-            # -P: a folder called `api` or `stages` where the user stands must not be taken for ours.
+            # -P: a folder called `api` or `stages` in the current directory must not be imported as this package.
             [sys.executable, "-P", "-m", module, *launch.arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            start_new_session=True,  # Ctrl-C is not for it
+            start_new_session=True,  # it does not get Ctrl-C
             preexec_fn=None if launch.outlives else partial(die_with_parent, os.getpid()),
             env={**PASSIVE, **launch.env},
             cwd=launch.cwd,

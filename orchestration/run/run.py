@@ -45,7 +45,8 @@ from orchestration.run.paths import RunPaths
 from orchestration.run.supervisor import Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import ENDED
-from pipeline.index.client import Event, Index, IndexUnreachable
+from pipeline.events import Event, WorkerEvent
+from pipeline.index.client import Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.threads import run_in_thread
@@ -236,10 +237,10 @@ class Run:
             await asyncio.gather(*events, return_exceptions=True)
 
     async def _tell_restart(self, reason: str) -> None:
-        told = {"stage": "index", "worker": "index-0", "change": "restarted", "pid": 0, "reason": reason}
+        event = WorkerEvent(stage="index", worker="index-0", change="restarted", reason=reason)
         with contextlib.suppress(IndexUnreachable):
             if self._index is not None:
-                await self._index.emit("worker", told)
+                await self._index.emit(event)
 
     async def _take_lock(self) -> None:
         """Wait for a former runner, which ends once it has lost its lease."""
@@ -320,9 +321,15 @@ class Run:
             await index.rewind(config, *self._beginning())
             since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
             log.warning("the samples in shared memory are gone; going on", since=since)
-            told = {"stage": "runner", "worker": "runner-0", "change": "rewound", "pid": os.getpid()}
             await index.emit(
-                "worker", {**told, "version": self.begins, "reason": f"its shared memory was gone; it goes on {since}"}
+                WorkerEvent(
+                    stage="runner",
+                    worker="runner-0",
+                    change="rewound",
+                    pid=os.getpid(),
+                    version=self.begins,
+                    reason=f"its shared memory was gone; it goes on {since}",
+                )
             )
             begun = False
         if not begun:

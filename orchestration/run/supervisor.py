@@ -25,6 +25,7 @@ import structlog
 
 from orchestration.run.kinds import KINDS
 from orchestration.run.launchers import EXIT_FATAL, EXIT_NOT_STARTED, Launcher, Life
+from pipeline.events import WorkerEvent
 from pipeline.index.client import Index, worker_name
 
 log = structlog.get_logger()
@@ -247,8 +248,8 @@ class Supervisor:
             await self.index.wait("version", status.wait, 10.0)
 
     async def _tell(self, kind: str, number: int, change: str, *, pid: int = 0, reason: str = "") -> None:
-        data = {"stage": kind, "worker": f"{kind}-{number}", "change": change, "pid": pid, "reason": reason}
-        await self.index.emit("worker", data)
+        worker = f"{kind}-{number}"
+        await self.index.emit(WorkerEvent(stage=kind, worker=worker, change=change, pid=pid, reason=reason))
 
     async def _forget_former_lives(self) -> None:
         """What the workers of a killed supervisor held can be claimed again at once, and their open bytes are free."""

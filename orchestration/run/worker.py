@@ -25,6 +25,7 @@ from orchestration.run.kinds import KINDS
 from orchestration.run.launchers import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.paths import RunPaths
 from pipeline.columns import ColumnError
+from pipeline.events import WorkerEvent
 from pipeline.index.client import INDEX_VARIABLE, BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
@@ -33,7 +34,7 @@ from stages.device import DeviceMissing
 from stages.engines.protocols import EngineMissing
 from stages.engines.registry import EngineUnknown
 from stages.models import ModelNotFound
-from stages.prompts.sources import PromptError
+from stages.prompts.files import PromptError
 from stages.rewards.registry import RewardError
 
 log = structlog.get_logger()
@@ -161,7 +162,7 @@ class Worker:
 
     async def _emit(self, change: str) -> None:
         worker = f"{self.kind}-{self.number}"
-        await self.index.emit("worker", {"stage": self.kind, "worker": worker, "name": self.name, "change": change})
+        await self.index.emit(WorkerEvent(stage=self.kind, worker=worker, name=self.name, change=change))
 
     async def _work(self, job: Job) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -34,6 +34,7 @@ from orchestration.recipe.sections import LaunchSection
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.lifecycle import LEASE_VARIABLE, conclude, shared_of, shared_prefix
 from orchestration.service.registry import ENDED, LEASE_SECONDS, Held, Registry
+from pipeline.events import WorkerEvent
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.locks import Locked, locked
 from pipeline.warehouse.arena import shared_memory_directory
@@ -209,8 +210,7 @@ class Agent:
         index = Index(self.url, run)
         try:
             await index.transition(["running"], "starting", f"taken over: {reason}")
-            told = {"stage": "runner", "worker": "runner-0", "change": "taken over", "pid": 0, "reason": reason}
-            await index.emit("worker", told)
+            await index.emit(WorkerEvent(stage="runner", worker="runner-0", change="taken over", reason=reason))
         finally:
             await index.close()
 

@@ -16,8 +16,9 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from pipeline.events import RunState, StateEvent
 from pipeline.index.calls import key_prefix
 from pipeline.index.claims import REF, STATES, Claim, Claims, Handle, Nothing, Stored, pack_made, ranges
 from pipeline.index.errors import (
@@ -32,7 +33,7 @@ from pipeline.index.errors import (
     WarehouseGone,
     WrittenTwice,
 )
-from pipeline.index.events import EVENTS_AT_ONCE, EVENTS_KEPT, Event, Events, Logs, stamped
+from pipeline.index.events import EVENTS_AT_ONCE, EVENTS_KEPT, Events, Logs, stamped
 from pipeline.index.keys import Keys
 from pipeline.index.link import Link, redacted
 from pipeline.index.prompts import ExternalPromptCalls
@@ -51,7 +52,6 @@ __all__ = [
     "BlockLost",
     "BoundBroken",
     "Claim",
-    "Event",
     "FieldsChanged",
     "Full",
     "GateClosed",
@@ -209,7 +209,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
     async def transition(self, allowed: Iterable[str], to: str, reason: str = "") -> tuple[str, bool]:
         """Move the run's state to ``to`` when it is one of ``allowed``; returns the state then, and whether it changed.
         The `state` event is written in the same atomic step, so that readers get each change exactly once."""
-        event = stamped({"state": to, "reason": reason})
+        event = stamped(StateEvent(state=cast("RunState", to), reason=reason))
         reply = await self.call("transition", **{"from": list(allowed), "to": to, "reason": reason, "event": event})
         return reply["state"], reply["changed"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 from redis.exceptions import ResponseError
 
+from pipeline.events import Event, EventData
 from pipeline.index.calls import Calls
 from pipeline.index.errors import IndexRefused
 
@@ -17,22 +17,12 @@ EVENTS_KEPT = 100_000  # about; older ones are only in the run's folder
 EVENTS_AT_ONCE = 500
 
 
-@dataclass(frozen=True)
-class Event:
-    """One entry of the run's event stream: ``time`` in Unix seconds."""
-
-    id: str
-    time: float
-    kind: str
-    data: dict[str, Any]
-
-
 class Events(Calls):
     """Write and read the run's event stream."""
 
-    async def emit(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Append an event of this moment."""
-        fields = {"kind": kind, **stamped(data)}
+    async def emit(self, event: EventData) -> None:
+        """Append ``event``, with the time of this moment."""
+        fields = {"kind": event.kind, **stamped(event)}
         await self._retry(
             lambda again: self._redis.xadd(f"{self.prefix}events", fields, maxlen=EVENTS_KEPT, approximate=True)  # type: ignore[arg-type]
         )
@@ -115,9 +105,9 @@ class Logs(Calls):
         await self._retry(lambda again: self._redis.delete(self.prefix + key))
 
 
-def stamped(data: Mapping[str, Any]) -> dict[str, Any]:
+def stamped(event: EventData) -> dict[str, Any]:
     """The fields of an event of this moment, without its kind."""
-    return {"time": repr(time.time()), "data": msgpack.packb(dict(data))}
+    return {"time": repr(time.time()), "data": msgpack.packb(event.wire())}
 
 
 def _event(entry: bytes, fields: Mapping[bytes, bytes]) -> Event:

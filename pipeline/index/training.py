@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.events import EventData
 from pipeline.index.calls import Calls
 from pipeline.index.claims import Claim, ranges
 from pipeline.index.events import stamped
@@ -34,7 +35,7 @@ class SwapTurn:
 class Training(Calls):
     """Calls of the trainer and of the rollout engines about versions."""
 
-    async def train(self, claim: Claim, step: int, event: Mapping[str, Any] | None = None) -> int:
+    async def train(self, claim: Claim, step: int, event: EventData | None = None) -> int:
         """Record that the claim's rows made optimizer step ``step``; returns the trainer's new version. ``event`` becomes
         a `step` event in the same atomic step, so that readers get each step exactly once."""
         rows, _ = ranges(claim.row)

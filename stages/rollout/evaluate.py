@@ -9,15 +9,16 @@ import json
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from pipeline.events import Answer, EvaluationEvent
 from pipeline.index.client import Index
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
 from stages.models import Tokenizer
-from stages.prompts.sources import Prompt, PromptSource
+from stages.prompts.formatter import Prompt
+from stages.prompts.sources import PromptSource
 from stages.rewards.stage import RewardSet, score_rows
 
 DRAWS_PER_PROMPT = 20  # a small set of procedural prompts repeats itself; a search for more different ones ends here
@@ -34,7 +35,7 @@ class Evaluator:
     prompts: Sequence[Prompt]
     samples: int
 
-    async def run(self, version: int) -> dict[str, Any]:
+    async def run(self, version: int) -> EvaluationEvent:
         """The `evaluation` event of ``version``, the version that the engine has loaded."""
         greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0)
         requests = [GroupRequest(-1 - i, (0,), prompt.ids, greedy, 0) for i, prompt in enumerate(self.prompts)]
@@ -52,26 +53,26 @@ class Evaluator:
         rows["given"] = NonTensorStack(*(json.dumps(prompt.given) for prompt in self.prompts))
         rows["fields"] = NonTensorStack(*(json.dumps(prompt.fields, default=str) for prompt in self.prompts))
         scores = await score_rows(self.rewards, self.tokenizer, rows)
-        return {
-            "version": version,
-            "step": version,
-            "count": len(requests),
-            "reward_mean": float(scores.total.mean()),
-            "samples": [
-                {
-                    "prompt": question(self.prompts[i]),
-                    "response": self.tokenizer.decode(answers[i].token_ids.tolist(), skip_special_tokens=True),
-                    "reward": float(scores.total[i]),
-                }
+        return EvaluationEvent(
+            version=version,
+            step=version,
+            count=len(requests),
+            reward_mean=float(scores.total.mean()),
+            samples=[
+                Answer(
+                    prompt=question(self.prompts[i]),
+                    response=str(self.tokenizer.decode(answers[i].token_ids.tolist(), skip_special_tokens=True)),
+                    reward=float(scores.total[i]),
+                )
                 for i in range(min(self.samples, len(requests)))
             ],
-        }
+        )
 
 
 async def evaluate_once(index: Index, evaluator: Evaluator, version: int) -> None:
     """Tell the evaluation of ``version``, unless it was told before."""
     if await index.get(f"evaluated:{version}") is None:
-        await index.emit("evaluation", await evaluator.run(version))
+        await index.emit(await evaluator.run(version))
         await index.put(f"evaluated:{version}", "1")
 
 

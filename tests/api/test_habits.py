@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from api.cli import local_run
 from api.cli import main as cli
 from api.telemetry.progress import Progress
 from api.terminal import live as terminal
@@ -123,7 +124,7 @@ def person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (home / f"{name}.py").write_text(text)
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "path", [*sys.path, str(home)])
-    monkeypatch.setattr(cli, "_forks", lambda: contextlib.nullcontext(None))  # all is inline here
+    monkeypatch.setattr(cli, "fork_server", lambda: contextlib.nullcontext(None))  # all is inline here
     yield home
     for name in MODULES:
         sys.modules.pop(name, None)
@@ -202,7 +203,7 @@ def test_a_worker_that_fails_is_named_with_its_log(tmp_path: Path, capsys: pytes
     script = [*scripted.events()[:-1], death, scripted.event(30, "state", state="failed", reason=f"update-0: {reason}")]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "update-0.log").touch()
-    assert cli._show(scripted.ScriptedRun(tmp_path, script), json=False, plain=True) == 1
+    assert local_run.show_run(scripted.ScriptedRun(tmp_path, script), json=False, plain=True) == 1
     out = capsys.readouterr().out
     assert out.count(reason) == 1
     assert f"  log: {tmp_path / 'logs' / 'update-0.log'}" in out.splitlines()
@@ -294,7 +295,7 @@ def test_the_folder_of_a_run_is_no_recipe(person: Path) -> None:
     Run.create(load_recipe("mine.toml"), Path("out"))
     code, _, err = asyncdock("run", "out")
     assert code == 2
-    assert "go on with `asyncdock resume out`, or begin one like it with `asyncdock run out/recipe.json`" in err
+    assert "continue it with `asyncdock resume out`, or start a run like it with `asyncdock run out/recipe.json`" in err
     for text, said in (("[1]", "it holds a list"), ("{", "is not a recipe in JSON"), ("{}", "model: is missing")):
         Path("other.json").write_text(text)
         code, _, err = asyncdock("check", "other.json")
@@ -350,7 +351,7 @@ def test_a_recipe_made_shorter_than_its_warm_up(person: Path) -> None:
 
 def test_json_keeps_the_reason_on_both_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made: Any = scripted.ScriptedRun(tmp_path, scripted.events("failed", "update-0: no memory"))
-    cli._show(made, json=True, plain=False)
+    local_run.show_run(made, json=True, plain=False)
     told = capsys.readouterr()
     assert "update-0: no memory" in told.out
     assert told.err.count("update-0: no memory") == 1

@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from api.schemas.events import EVENTS
+from api.schemas.events import MODELS
 from orchestration.events_file import finite
 from orchestration.processes.forkserver import ForkServer, ForkServerDied
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run, RunResult
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 TINY: dict[str, Any] = {
     "name": "tiny-test",
@@ -78,7 +78,7 @@ class Watched:
 
 def assert_documented(event: Event) -> None:
     """The event is as the REST contract says, with nothing in it that is not named there but a step's metrics."""
-    model, data = EVENTS[event.kind], {"time": event.time, **finite(event.data)}
+    model, data = MODELS[event.kind], {"time": event.time, **finite(event.data)}
     model.model_validate(data)
     assert event.kind == "step" or set(data) <= set(model.model_fields), (event.kind, data)
 

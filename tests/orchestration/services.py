@@ -21,7 +21,8 @@ from orchestration.service.agent import Agent
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.lifecycle import shared_prefix
 from orchestration.service.registry import ENDED, Held, Registry, RunRecord
-from pipeline.index.client import INDEX_VARIABLE, Event, Index
+from pipeline.events import Event
+from pipeline.index.client import INDEX_VARIABLE, Index
 from pipeline.warehouse.arena import shared_memory_directory
 from tests.orchestration.runs import forks
 

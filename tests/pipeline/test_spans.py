@@ -16,22 +16,22 @@ def test_the_longest_are_kept_in_order_of_their_starts(lengths: list[float], mos
     spans = Spans(most)
     for start, seconds in enumerate(lengths):
         spans.add("reward", float(start), seconds, rows=start)
-    told, left_out = spans.take()
-    assert len(told) == min(most, len(lengths))
-    assert len(told) + left_out == len(lengths)
+    taken, left_out = spans.take()
+    assert len(taken) == min(most, len(lengths))
+    assert len(taken) + left_out == len(lengths)
     assert sorted((round(s, 6) for s in lengths), reverse=True)[:most] == sorted(
-        (span["seconds"] for span in told), reverse=True
+        (span.seconds for span in taken), reverse=True
     )
-    assert [span["start"] for span in told] == sorted(span["start"] for span in told)
+    assert [span.start for span in taken] == sorted(span.start for span in taken)
     assert spans.take() == ([], 0)
 
 
-def test_what_fails_is_told_as_long_as_it_took() -> None:
+def test_what_fails_is_taken_as_long_as_it_took() -> None:
     spans = Spans()
     began = time.time()
     with pytest.raises(ZeroDivisionError), spans.during("train", rows=8, version=3):
         raise ZeroDivisionError
     (span,), _ = spans.take()
-    assert (span["name"], span["rows"], span["version"]) == ("train", 8, 3)
-    assert began <= span["start"] <= time.time()
-    assert 0 <= span["seconds"] < 5
+    assert (span.name, span.rows, span.version) == ("train", 8, 3)
+    assert began <= span.start <= time.time()
+    assert 0 <= span.seconds < 5

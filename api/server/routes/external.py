@@ -55,7 +55,7 @@ from api.server.service import Service
 from pipeline.index.client import BoundBroken, IndexRefused, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
 from stages.prompts.external import ExternalPromptsFull
-from stages.prompts.sources import PromptError
+from stages.prompts.files import PromptError
 
 # Code that handles tensors is imported where it is used: a server without external stages does not load torch, which takes
 # seconds.

@@ -12,7 +12,7 @@ from aiohttp import web
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError, to_json
 
-from api.schemas.events import MESSAGES, EventKind
+from api.schemas.events import MESSAGES
 from api.schemas.runs import MetricsView, RunPath
 from api.server.operations import JSON, Strict, operation
 from api.server.problems import Problem
@@ -24,6 +24,7 @@ from api.telemetry.prometheus import Exposition, ServerMetrics
 from api.telemetry.series import SERIES, Series, TooMany, Wanted, names_like, width
 from orchestration.events_file import METRICS
 from orchestration.service.registry import ENDED, RunRecord
+from pipeline.events import Kind
 
 EVENT_ID = r"^([0-9]{1,18}(-[0-9]{1,18})?|\$)$"
 FINEST_SECONDS = 1e-3  # of a point; events have their times in milliseconds
@@ -90,7 +91,7 @@ Name = Annotated[
 
 
 class StreamQuery(Strict):
-    kinds: Annotated[list[EventKind], BeforeValidator(_listed)] = Field(
+    kinds: Annotated[list[Kind], BeforeValidator(_listed)] = Field(
         [], description="Only events of these kinds; none: all. The key is repeated, or has them with commas."
     )
     last_event_id: str = Field(

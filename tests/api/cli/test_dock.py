@@ -40,7 +40,7 @@ async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
         shown = text_of(status_view(told, stats["leases"][0]["since"] + 1.5))
         assert "score  rows   2 rows  1 rows" in shown
         assert "1.5 s  58.5 s" in shown
-        assert "32.0 KiB  1.0 MiB  3%" in shown
+        assert "32 KiB  1 MiB  3%" in shown
         await dock.commit(claim, [0], {"score": torch.tensor([0.5])})
         onlooker = await Dock.attach(index.url, index.run)
         rows = await onlooker.inspect(0)

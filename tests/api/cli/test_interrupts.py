@@ -18,6 +18,7 @@ import torch
 from transformers import Gemma2Config, LlamaConfig, T5Config
 from typer.testing import CliRunner
 
+from api.cli import local_run
 from api.cli import main as cli
 from api.cli.error_log import errors_in_words
 from api.terminal.report import resume_text
@@ -150,17 +151,22 @@ def test_two_runs_with_default_names_in_one_second_both_have_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
-    folders = [cli._new_folder(tmp_path / "runs", "mock") for _ in range(3)]
+    folders = [local_run.new_folder(tmp_path / "runs", "mock") for _ in range(3)]
     assert [folder.name for folder in folders] == [f"mock-20260101-000000{end}" for end in ("", "-2", "-3")]
     (tmp_path / "file").write_text("a file")
     with pytest.raises(OSError, match="file"):
-        cli._new_folder(tmp_path / "file", "mock")
+        local_run.new_folder(tmp_path / "file", "mock")
 
 
 # ── unexpected errors ──
 
 
-BROKEN = "from api.cli import main\ndef broken(): raise KeyError('inside out')\nmain._recipes = broken\nmain.main()"
+BROKEN = """
+import api.cli.main as command
+def broken(): raise KeyError('inside out')
+command.stored = broken
+command.main()
+"""
 
 
 @pytest.mark.parametrize("trace", [False, True])

@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from api.cli import local_run
 from api.cli import main as cli
 from api.schemas.runs import CheckedRecipe
 from orchestration.recipe.load import parse_recipe
@@ -70,7 +71,7 @@ def test_the_keys_of_a_recipe_are_listed_with_their_meanings() -> None:
     )
     assert asyncdock("recipes", "--keys", "rolout")[::2] == (
         2,
-        "recipes: 'rolout' is no section of a recipe; did you mean 'rollout'?\n",
+        "error: recipes: 'rolout' is no section of a recipe; did you mean 'rollout'?\n",
     )
     assert asyncdock("recipes", "train")[0] == 2
 
@@ -212,7 +213,7 @@ def test_the_exit_code_says_how_the_run_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str, reason: str, code: int
 ) -> None:
     made = scripted.ScriptedRun(tmp_path / "out", scripted.events(ending, reason))
-    assert cli._show(made, json=False, plain=True) == code
+    assert local_run.show_run(made, json=False, plain=True) == code
     out = capsys.readouterr().out
     assert f"scripted: {ending}" in out
     assert reason in out
@@ -222,7 +223,7 @@ def test_the_exit_code_says_how_the_run_ended(
 
 def test_json_puts_events_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = scripted.ScriptedRun(tmp_path, scripted.events())
-    assert cli._show(made, json=True, plain=False) == 0
+    assert local_run.show_run(made, json=True, plain=False) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["id"], line["kind"]) for line in lines] == [(event.id, event.kind) for event in scripted.events()]
 
@@ -231,7 +232,7 @@ async def test_the_live_view_draws_the_whole_run(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, height=40)
     made = scripted.ScriptedRun(tmp_path, scripted.events())
-    outcome = await cli.show(made, console, json=False, plain=False)
+    outcome = await local_run.watch_run(made, console, json=False, plain=False)
     assert outcome is not None
     assert "step 8/8" in out.getvalue()
 
@@ -239,7 +240,7 @@ async def test_the_live_view_draws_the_whole_run(tmp_path: Path) -> None:
 async def test_a_view_that_breaks_does_not_end_the_run(tmp_path: Path) -> None:
     broken = [scripted.event(0, "step", step="not a number"), *scripted.events()]
     console = Console(file=io.StringIO(), width=100)
-    outcome = await cli.show(scripted.ScriptedRun(tmp_path, broken), console, json=False, plain=True)
+    outcome = await local_run.watch_run(scripted.ScriptedRun(tmp_path, broken), console, json=False, plain=True)
     assert outcome is not None
     assert outcome.state == "finished"
     assert "The view of the run failed: ValueError" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -249,7 +250,7 @@ async def test_the_first_interrupt_stops_cleanly(tmp_path: Path) -> None:
     made = scripted.ScriptedRun(tmp_path, scripted.events(), endless=True)
     console = Console(file=io.StringIO(), width=100)
     async with asyncio.timeout(10):
-        showing = asyncio.create_task(cli.show(made, console, json=False, plain=True))
+        showing = asyncio.create_task(local_run.watch_run(made, console, json=False, plain=True))
         await made.waiting.wait()
         os.kill(os.getpid(), signal.SIGINT)
         outcome = await showing
@@ -268,7 +269,7 @@ async def test_the_second_interrupt_ends_at_once(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     async with asyncio.timeout(10):
-        task = asyncio.create_task(cli._until_over(made, _nothing, say))
+        task = asyncio.create_task(local_run.execute(made, _nothing, say))
         await made.waiting.wait()
         os.kill(os.getpid(), signal.SIGINT)
         assert await task is None

@@ -15,7 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.cli.serve import LISTEN
+from api.cli.service.serve import LISTEN
 from api.client import Client, RunEvent, WrongState, transport
 from api.client.credentials import DEFAULT_SERVER
 from orchestration.events_file import METRICS, read_metrics

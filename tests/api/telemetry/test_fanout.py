@@ -24,8 +24,10 @@ from api.telemetry.fanout import NOW, Batch, Ending, Feed, Feeds, Reader
 from api.telemetry.history import EventsFile, History, id_at, order
 from orchestration.events_file import MetricsFile, event_json
 from orchestration.service.registry import RunRecord
-from pipeline.index.client import Event, Index
+from pipeline.events import Event, Kind, StateEvent
+from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
+from tests.any_event import AnyEvent
 
 RUN = RunRecord("run", "run", "running", "", None, "", 0.0, 0.0, None, "", 1, "", {})
 
@@ -56,11 +58,11 @@ class Site:
     async def ended(self) -> Ending | None:
         return self.over
 
-    async def tell(self, number: int, kind: str = "step", size: int = 0) -> None:
-        await self.index.emit(kind, {"number": number, "padding": "x" * size})
+    async def tell(self, number: int, kind: Kind = "step", size: int = 0) -> None:
+        await self.index.emit(AnyEvent(kind=kind, data={"number": number, "padding": "x" * size}))
 
     async def finish(self) -> None:
-        await self.index.emit("state", {"state": "finished", "reason": ""})
+        await self.index.emit(StateEvent(state="finished", reason=""))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         kinds = request.query.get("kinds")

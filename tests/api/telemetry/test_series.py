@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.telemetry.series import Series, TooMany, Wanted
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 events = st.lists(
     st.tuples(st.floats(0, 500, allow_nan=False), st.integers(0, 9), st.one_of(st.none(), st.floats(-9, 9))),

@@ -26,7 +26,7 @@ from api.telemetry.trackers import (
     track,
 )
 from orchestration.events_file import METRICS, MetricsFile, Told
-from pipeline.index.client import Event
+from pipeline.events import Event
 
 START = 1_700_000_000
 

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
-from api.cli import runs as runs_cli
 from api.cli.main import app
+from api.cli.service import runs as runs_cli
 from api.schemas.runs import RunView, SampleView
 from api.telemetry.progress import Progress
 from api.terminal.live import LiveView
@@ -250,7 +250,9 @@ def test_logs_on_a_terminal_are_safe(capsys: pytest.CaptureFixture[str]) -> None
 def test_runs_are_completed_safely(service: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(recipe, text) for recipe, text in [("mock", ATTACK)] if recipe in MOCK["name"]]
     monkeypatch.setattr(
-        runs_cli, "_completed", lambda *_: [type("Recipe", (), {"name": n, "description": t}) for n, t in found]
+        runs_cli,
+        "ask_for_completion",
+        lambda *_: [type("Recipe", (), {"name": n, "description": t}) for n, t in found],
     )
     context = type("Context", (), {"params": {}})
     assert all(safe(help_) for _, help_ in runs_cli._complete_recipe(context, "mo"))  # type: ignore[arg-type]

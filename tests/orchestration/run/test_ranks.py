@@ -21,6 +21,7 @@ from orchestration.run.launchers import EXIT_FATAL
 from orchestration.run.run import Run, RunError
 from orchestration.run.supervisor import Outcome, Supervisor
 from orchestration.run.synchronous import synchronous_run
+from pipeline.events import WorkerEvent
 from pipeline.index.client import Index
 from tests.orchestration.run.test_run import (
     Weights,
@@ -209,7 +210,7 @@ class ToldLauncher:
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> ToldLife:
         life = ToldLife(name)
-        await self.index.emit("worker", {"worker": f"{kind}-{number}", "change": "ready"})
+        await self.index.emit(WorkerEvent(stage=kind, worker=f"{kind}-{number}", change="ready"))
         self.lives.put_nowait((kind, number, life))
         return life
 

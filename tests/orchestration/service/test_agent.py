@@ -21,7 +21,8 @@ from orchestration.service import agent as agents
 from orchestration.service.agent import Agent, AgentError
 from orchestration.service.lifecycle import WHERE
 from orchestration.service.registry import RunRecord
-from pipeline.index.client import Event, Index
+from pipeline.events import Event
+from pipeline.index.client import Index
 from tests.orchestration.run.test_run import assert_equal, synchronous, weights_of
 from tests.orchestration.runs import MOCK, TINY, forks, recipe
 from tests.orchestration.services import Service, serving, shared_memory

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pipeline.index.client import Index
+from tests.any_event import AnyEvent
 
 
 async def test_the_past_comes_in_pages_and_has_two_ends(index: Index) -> None:
     assert await index.event_ends() == ("0", "0")
     assert await index.past_events() == []
     for number in range(7):
-        await index.emit("step", {"number": number, "nested": {"of": [1.5, None]}})
+        await index.emit(AnyEvent(kind="step", data={"number": number, "nested": {"of": [1.5, None]}}))
     first = await index.past_events(count=3)
     rest = await index.past_events(first[-1].id)
     assert [event.data["number"] for event in [*first, *rest]] == list(range(7))

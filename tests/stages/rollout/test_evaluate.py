@@ -11,7 +11,9 @@ from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.mock.options import MockRolloutOptions
 from stages.engines.protocols import SamplingParams
 from stages.models import tiny_tokenizer
-from stages.prompts.sources import Prompt, PromptOptions, load_prompts
+from stages.prompts.formatter import Prompt
+from stages.prompts.options import PromptOptions
+from stages.prompts.sources import load_prompts
 from stages.rewards.stage import RewardSet
 from stages.rollout.evaluate import Evaluator, distinct_prompts
 
@@ -47,11 +49,11 @@ def mock() -> MockRolloutEngine:
 
 async def test_the_event_tells_version_reward_and_samples() -> None:
     engine = mock()
-    told = await evaluator(engine).run(7)
+    event = await evaluator(engine).run(7)
     await engine.close()
-    assert (told["version"], told["count"], len(told["samples"])) == (7, 6, 2)
-    assert 0.0 <= told["reward_mean"] <= 1.0
-    assert told["samples"][0]["prompt"].endswith("=")
+    assert (event.version, event.count, len(event.samples)) == (7, 6, 2)
+    assert 0.0 <= (event.reward_mean or 0.0) <= 1.0
+    assert event.samples[0].prompt.endswith("=")
 
 
 async def test_answers_of_another_version_are_refused() -> None:

@@ -19,9 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from orchestration.events_file import METRICS, MetricsFile
 from orchestration.recipe.load import parse_recipe
 from orchestration.service.registry import Registry, RunRecord
-from pipeline.index.client import Event, Index
+from pipeline.events import Event, Kind
+from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 from stages.sample_log import FOLDER, SampleLog
+from tests.any_event import AnyEvent
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.runs import MOCK
 
@@ -57,8 +59,8 @@ class Told:
         self.record, self.index, self.registry = record, index, registry
         self.path = f"/v1/runs/{record.id}"
 
-    async def tell(self, kind: str, data: dict[str, Any]) -> None:
-        await self.index.emit(kind, data)
+    async def tell(self, kind: Kind, data: dict[str, Any]) -> None:
+        await self.index.emit(AnyEvent(kind=kind, data=data))
 
     async def begin(self) -> None:
         held = await self.registry.take("agent", "/nowhere", "token", 60.0)

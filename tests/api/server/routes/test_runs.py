@@ -15,6 +15,7 @@ from api.server.access.tokens import Scope, Tokens
 from api.server.service import Settings
 from orchestration.service.registry import Registry
 from pipeline.index.client import Index
+from tests.any_event import AnyEvent
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.runs import MOCK
 
@@ -253,9 +254,9 @@ async def test_the_newest_step_is_told_of_a_run(
         await registry.end(held.record.id, held.token, "stopped", "in the way")
     index = Index(index_url, run)
     for step in range(3):
-        await index.emit("step", {"step": step, "reward_mean": step / 4})
+        await index.emit(AnyEvent(kind="step", data={"step": step, "reward_mean": step / 4}))
     for _ in range(5):
-        await index.emit("stage", {"stage": "update", "worker": "update-0"})
+        await index.emit(AnyEvent(kind="stage", data={"stage": "update", "worker": "update-0"}))
     told = await (await client.get(f"/v1/runs/{run}")).json()
     assert (told["state"], told["steps_done"], told["reward"]) == ("starting", 3, 0.5)
     await index.close()

@@ -20,15 +20,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from api.cli import local_run
 from api.cli import main as cli
-from api.cli import runs as runs_cli
 from api.cli.exit_codes import BAD_INPUT, FAILED, FINISHED, INTERRUPTED, NO_SERVICE
+from api.cli.service import asking
+from api.cli.service import runs as runs_cli
 from api.client import Client
 from api.client.credentials import KeyringError, find_token, forget, keyring_file, remember
 from tests.api import scripted
 from tests.api.faulty import RUN, Event, Service, Stream, busy, lost, problem, run_view, served
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens
 SCRIPT = [
     Event(f"{1000 + at}-0", event.kind, {"time": event.time, **event.data})
@@ -43,7 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("ASYNCDOCK_TOKEN", raising=False)
     monkeypatch.delenv("ASYNCDOCK_SERVER", raising=False)
-    monkeypatch.setattr(runs_cli, "PATIENCE", 0.3)
+    monkeypatch.setattr(asking, "PATIENCE", 0.3)
     return tmp_path
 
 
@@ -166,7 +168,7 @@ def test_the_exit_code_says_how_the_watched_run_ended(service: Service, state: s
 
 
 def test_a_run_looks_as_it_does_where_it_runs(service: Service, tmp_path: Path, capsys: Any) -> None:
-    cli._show(scripted.ScriptedRun(tmp_path / "out", scripted.events()), json=False, plain=True)
+    local_run.show_run(scripted.ScriptedRun(tmp_path / "out", scripted.events()), json=False, plain=True)
     here = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step", "run", "eval", "worker"))]
     assert len(here) > 10
     there = asyncdock("runs", "watch", RUN)[1].splitlines()
@@ -186,7 +188,7 @@ async def test_the_live_view_shows_it_all_and_what_is_lost(monkeypatch: pytest.M
     console = Console(file=out, force_terminal=True, width=110, height=40)
     async with asyncio.timeout(20), Service(SCRIPT) as service, Client(service.url) as client:
         service.runs[0]["position"] = 3
-        view = await runs_cli.watch_run(client, RUN, console, json=False, plain=False, shown=[])
+        view = await runs_cli.watch_run(client, RUN, console, json=False, plain=False, say=[])
     assert view.state == "finished"
     assert "step 8/8" in out.getvalue()
 

@@ -1,9 +1,9 @@
-"""``asyncdock agent``: executes a service's runs on this machine, apart from its REST server.
+"""``asyncdock agent``: executes a service's runs on this machine, without a REST server.
 
-options ──▶ index (or one of its own below DATA) ──▶ Agent.run until SIGTERM or Ctrl-C; the runs go on without it
+options ──▶ index (or its own below DATA) ──▶ Agent.run until SIGTERM or Ctrl-C; the runs go on without it
 
---shared: several agents have DATA. Each takes the first of its folders agent-1, agent-2, … that no living agent holds, and
-with it the runs of whoever had that one before: a container that replaces another need not know which it replaces.
+--shared: several agents share DATA. Each takes the first free folder of agent-1, agent-2, …, with the runs in it, so that a
+container takes over the runs of the one that it replaces.
 """
 
 from __future__ import annotations
@@ -17,26 +17,19 @@ from typing import Annotated
 
 import typer
 
-from api.terminal.screen import complain
+from api.cli.exit_codes import BAD_INPUT, FAILED
+from api.cli.options import DataOption, IndexOption
+from api.cli.output import refuse
 
 
 def agent_command(
-    data: Annotated[Path, typer.Option("--data", metavar="DIR", help="The runs' folders are made below it.")],
-    index: Annotated[
-        str,
-        typer.Option(
-            "--index",
-            metavar="URL",
-            envvar="ASYNCDOCK_INDEX",
-            help="The service's Redis or Valkey; better by the environment, as anybody can read a command line. Default: "
-            "the service's own below DIR.",
-        ),
-    ] = "",
-    runs: Annotated[int, typer.Option("--runs", metavar="N", min=1, help="Runs at the same time.")] = 1,
+    data: DataOption,
+    index: IndexOption = "",
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Runs at the same time.")] = 1,
     shared: Annotated[
         bool,
         typer.Option(
-            "--shared", help="Other agents have DIR too: work in the first free one of its folders agent-1, agent-2, …"
+            "--shared", help="Other agents have DIR too: work in its first free folder of agent-1, agent-2, …"
         ),
     ] = False,
 ) -> None:
@@ -48,8 +41,7 @@ def agent_command(
             raise ValueError("--shared: agents that share DIR have one index; give it by --index or ASYNCDOCK_INDEX")
         asyncio.run(_work(index, data, runs, shared))
     except (AgentError, OSError, RuntimeError, ValueError) as error:
-        complain(f"error: {error}")
-        raise typer.Exit(2 if isinstance(error, AgentError | ValueError) else 1) from None
+        refuse(error, BAD_INPUT if isinstance(error, AgentError | ValueError) else FAILED)
 
 
 async def _work(url: str, data: Path, runs: int, shared: bool) -> None:
@@ -65,12 +57,12 @@ async def _work(url: str, data: Path, runs: int, shared: bool) -> None:
         loop.add_signal_handler(number, stop.set)
     if shared:
         for part in itertools.count(1):
-            with contextlib.suppress(AgentError):  # another one works there
+            with contextlib.suppress(AgentError):  # another agent works there
                 return await Agent(url, data / f"agent-{part}", runs).run(stop)
     await Agent(url, data, runs, index=own).run(stop)
     if own is not None:
         registry = Registry(url)
         active = await registry.active()
         await registry.close()
-        if not active:  # nobody needs it until the next start, which finds all of it
+        if not active:
             await asyncio.to_thread(own.stop)

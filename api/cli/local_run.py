@@ -1,0 +1,220 @@
+"""Executes a run in this process and shows it in the terminal.
+
+Run.execute ─▶ events ─▶ metrics.jsonl and the view ── at the end ─▶ summary, plot, samples
+    ▲
+    └ first Ctrl-C: stop with a checkpoint; second one: cancel
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from api.cli.exit_codes import FAILED, INTERRUPTED, OF_STATE
+from api.cli.output import refuse
+from api.terminal.screen import safe_console
+from api.terminal.view import viewing
+from orchestration.logs import ERRORS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from api.telemetry.progress import Event
+    from orchestration.processes.forkserver import ForkServer
+    from orchestration.recipe.schema import Recipe
+    from orchestration.run.run import Run, RunResult
+
+LAST_EVENTS_SECONDS = 5.0  # how long the view waits for the last events after the run has ended
+
+
+class RunLike(Protocol):
+    """What a view needs of a run; :class:`orchestration.run.run.Run` has it."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def out_dir(self) -> Path: ...
+    @property
+    def begins(self) -> int: ...
+
+    async def execute(self, stop: asyncio.Event | None = None) -> RunResult: ...
+    def events(self, after: str = "0") -> AsyncIterator[Event]: ...
+
+
+def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json: bool, plain: bool) -> int:
+    """Execute the run that ``create`` returns. Returns the exit code; ends the command when the run cannot be created."""
+    from orchestration.run.run import RunError, RunLocked
+
+    try:
+        run = create()
+    except RunLocked as locked:
+        refuse(locked, FAILED)
+    except (RunError, OSError, ValueError) as error:
+        refuse(error)
+    run.forks = forks
+    return show_run(run, json=json, plain=plain)
+
+
+def new_folder(runs: Path, name: str) -> Path:
+    """Create a folder below ``runs`` with a unique name: ``name``, the time, and a number where two start in one second."""
+    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        folder = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if not folder.is_dir():  # `runs` itself is a file
+                raise
+    raise AssertionError("there is always another number")
+
+
+@contextlib.contextmanager
+def original_folder(run_dir: Path) -> Iterator[None]:
+    """Change to the folder in which the run in ``run_dir`` was started, so that its modules and files are found. Stays in
+    the current folder when there is no such run, or its folder does not exist."""
+    from orchestration.run.run import BEGUN_IN
+
+    recorded = run_dir / BEGUN_IN
+    folder = Path(recorded.read_text()) if recorded.is_file() else None
+    if folder is None or not folder.is_dir():
+        yield
+        return
+    with contextlib.chdir(folder):
+        sys.path.append(str(folder))
+        yield
+
+
+@contextlib.contextmanager
+def fork_server() -> Iterator[ForkServer | None]:
+    """Start the fork server of a run's workers; it imports while this process loads the recipe. None where unsupported."""
+    from orchestration.processes.forkserver import ForkServer, ForkServerDied
+
+    try:
+        server = ForkServer.start()
+    except ForkServerDied:
+        yield None
+        return
+    with contextlib.closing(server):
+        yield server
+
+
+def show_run(run: RunLike, *, json: bool, plain: bool) -> int:
+    """Execute ``run``, show it, print its report. Returns the exit code."""
+    screen = safe_console(stderr=json)
+    outcome = asyncio.run(watch_run(run, screen, json=json, plain=plain))
+    if outcome is None:
+        from api.terminal.report import resume_text
+        from orchestration.run.checkpoint import latest
+
+        newest = latest(run.out_dir / "checkpoints")
+        begins = resume_text(newest.version if newest else 0, run.recipe.train.steps)
+        screen.print(f"[bold yellow]Ended at once.[/] Go on {begins} with:", markup=True, highlight=False)
+        screen.print(f"  asyncdock resume {run.out_dir}", highlight=False, markup=False, soft_wrap=True)
+        return INTERRUPTED
+    _report(run, outcome, screen)
+    return OF_STATE[outcome.state]
+
+
+async def watch_run(run: RunLike, console: Console, *, json: bool, plain: bool) -> RunResult | None:
+    """Execute ``run`` while a view follows its events, which are also written to ``metrics.jsonl``. Returns None when it
+    was cancelled by a second interrupt."""
+    from api.telemetry.progress import Progress
+    from orchestration import logs
+    from orchestration.events_file import METRICS, MetricsFile, Recorded
+
+    progress = Progress(run.recipe.name, run.recipe.train.steps, run.recipe.pipeline.staleness)
+    with contextlib.ExitStack() as stack:
+        view, say = stack.enter_context(viewing(progress, console, json=json, plain=plain))
+        # After the view has begun: a live view prints standard error above itself.
+        logs.configure(errors=run.out_dir / "logs" / ERRORS)
+        metrics = stack.enter_context(MetricsFile(run.out_dir / METRICS))
+        metrics.rewind(run.begins)
+
+        def show_event(event: Event) -> None:
+            metrics.event(event)
+            progress.apply(event)
+            view.event(event)
+
+        async def follow() -> None:
+            async for event in run.events():
+                show_event(event)
+
+        outcome = await execute(run, follow, say)
+        if outcome is not None and not progress.ended:  # the index did not record the end
+            now = time.time()
+            ended = {"state": outcome.state, "reason": outcome.reason}
+            show_event(Recorded(f"{int(now * 1000)}-0", now, "state", ended))
+        return outcome
+
+
+async def execute(run: RunLike, follow: Callable[[], Any], say: Callable[[str], None]) -> RunResult | None:
+    """Execute ``run`` while ``follow`` shows it. The first interrupt stops it, the second cancels it (returns None)."""
+    stop = asyncio.Event()
+    following = asyncio.create_task(follow())
+    executing = asyncio.create_task(run.execute(stop))
+
+    def interrupt() -> None:
+        if not stop.is_set():
+            stop.set()
+            seconds = run.recipe.launch.stop_timeout
+            say(f"Stopping cleanly, with a checkpoint, within {seconds:.0f} s; Ctrl-C once more ends it at once.")
+        elif not executing.cancelling():  # a second cancellation would interrupt its cleanup
+            executing.cancel()
+            say("Ending at once.")
+
+    loop, signals = asyncio.get_running_loop(), [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored when the command was started with nohup
+        signals.append(signal.SIGHUP)
+    for number in signals:
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await executing
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+        return None
+    finally:
+        # An error in the view does not end the run; it is reported when the run has ended.
+        _, late = await asyncio.wait([following], timeout=LAST_EVENTS_SECONDS)
+        for task in late:
+            task.cancel()
+        for number in signals:
+            loop.remove_signal_handler(number)
+        failed = (await asyncio.gather(following, return_exceptions=True))[0]
+        if isinstance(failed, Exception) and not executing.cancelled():
+            say(f"The view of the run failed: {type(failed).__name__}: {failed}")
+
+
+def _report(run: RunLike, outcome: RunResult, console: Console) -> None:
+    from api.terminal.report import log_of, summary_table, write_report
+
+    def line(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    model = outcome.checkpoint.model if outcome.checkpoint else None
+    saved = outcome.checkpoint.version if outcome.checkpoint else 0
+    report = write_report(run.out_dir, run.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved)
+    shown_before = {} if console.stderr else {"reason": ""}  # the view on standard output has shown the reason
+    console.print()
+    console.print(summary_table(report.summary | shown_before), markup=False)
+    for note in report.notes:
+        line(f"  {note}", "yellow")
+    log = log_of(run.out_dir, outcome.reason)
+    if outcome.state == "failed" and log is not None:
+        line(f"  log: {log}")
+    if model is not None:
+        line(f"  model: {model}")
+    for path in report.files:
+        line(f"  {path}")
+    for missing in report.missing:
+        line(f"  {missing}", "yellow")
+    if outcome.state != "finished":
+        line(f"Go on with: asyncdock resume {run.out_dir}")

@@ -1,0 +1,33 @@
+"""Options and arguments that several commands have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.client.credentials import SERVER_VARIABLE
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+EventsOption = Annotated[bool, typer.Option("--json", help="Print every event as one line of JSON.")]
+PlainOption = Annotated[bool, typer.Option("--plain", help="Print one line a step, on a terminal too.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as train.steps=10. Repeatable.")
+]
+ServerOption = Annotated[
+    str, typer.Option("--server", envvar=SERVER_VARIABLE, metavar="URL", help="The service, as http://HOST:PORT.")
+]
+DataOption = Annotated[
+    Path, typer.Option("--data", metavar="DIR", help="The service's folder: its index and its runs.")
+]
+IndexOption = Annotated[
+    str,
+    typer.Option(
+        "--index",
+        metavar="URL",
+        envvar="ASYNCDOCK_INDEX",
+        help="The service's Redis or Valkey (redis://, rediss://, unix://). Default: its own below DIR. Prefer the "
+        "environment variable: other users of the machine can read command lines.",
+    ),
+]

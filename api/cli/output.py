@@ -1,0 +1,49 @@
+"""How every command prints: errors, JSON, tables, sizes and times."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, NoReturn
+
+import typer
+from rich.table import Table
+
+from api.cli.exit_codes import BAD_INPUT
+from api.terminal.screen import complain, write
+
+
+def refuse(message: object, code: int = BAD_INPUT) -> NoReturn:
+    """Print ``message`` on standard error and end the command with ``code``."""
+    complain(f"error: {message}")
+    raise typer.Exit(code)
+
+
+def print_json(value: Any) -> None:
+    """Print ``value``, or a text that is JSON already, on standard output."""
+    write(value if isinstance(value, str) else json.dumps(value))
+
+
+def table(*columns: str, right: tuple[str, ...] = (), **options: Any) -> Table:
+    """Return a table without borders. No column but the last is broken into lines; those in ``right`` are aligned right."""
+    made = Table(box=None, pad_edge=False, show_edge=False, **options)
+    for column in columns:
+        justify = "right" if column in right else "left"
+        made.add_column(column, justify=justify, no_wrap=column != columns[-1])  # type: ignore[arg-type]
+    return made
+
+
+def pairs_table(*rows: tuple[str, str]) -> Table:
+    """Return a table of names and values, without rows whose value is empty."""
+    made = Table(box=None, pad_edge=False, show_header=False)
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        if value:
+            made.add_row(name, value)
+    return made
+
+
+def local_time(unix: float | None, absent: str = "") -> str:
+    """Return Unix seconds as a date and time of this time zone, and ``absent`` for None."""
+    return absent if unix is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))

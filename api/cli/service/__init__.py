@@ -1,0 +1,1 @@
+"""Commands about a service: serve it, execute its runs, make its tokens, use it from afar."""

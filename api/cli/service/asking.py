@@ -1,0 +1,133 @@
+"""Asks a service on behalf of a command, and turns every failure into a message and an exit code.
+
+--server or ASYNCDOCK_SERVER, ASYNCDOCK_TOKEN or the kept token ──▶ api.client ──▶ result, or message and exit code
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import functools
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import typer
+
+from api.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
+from api.cli.output import refuse
+from api.client.credentials import DEFAULT_SERVER, SERVER_VARIABLE, TOKEN_VARIABLE, KeyringError, find_token
+from api.terminal.screen import complain
+
+if TYPE_CHECKING:
+    from api.client import ApiProblem, Client, ServiceError
+    from api.schemas.runs import RunView
+
+T = TypeVar("T")
+
+PATIENCE = 5.0  # seconds for which a command retries
+COMPLETION_SECONDS = 2.0  # for an answer to the TAB key
+UNKNOWN_RUN = "urn:asyncdock:unknown-run"  # the problem's type, from api.server.problems
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def ask(
+    server: str, work: Callable[[Client], Awaitable[T]], run: str = "", *, token: str = "", on_retry: Any = None
+) -> T:
+    """Return what ``work`` returns with a client of ``server``. Any failure ends the command with a message and an exit
+    code. ``run``: the run that it is about; ``token``: instead of the kept one."""
+    from api.client import ApiProblem, Client, ServiceError
+
+    async def asking() -> T:
+        notice = on_retry or functools.partial(_print_retry, since=time.monotonic())
+        async with Client(server, token or find_token(server), patience=PATIENCE, on_retry=notice) as client:
+            try:
+                return await work(client)
+            except ApiProblem as problem:
+                if problem.type == UNKNOWN_RUN:
+                    problem.value, problem.fix = run, _closest_run(run, await newest_runs(client))
+                raise
+
+    try:
+        return asyncio.run(asking())
+    except ApiProblem as problem:
+        refuse(_describe(server, problem, token_given=bool(token)), _exit_code(problem))
+    except ServiceError as error:
+        refuse(f"{error}{_unreachable_hint(server, error)}", NO_SERVICE)
+    except (KeyringError, ValueError) as error:
+        refuse(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def ask_for_completion(server: Any, work: Callable[[Client], Awaitable[T]]) -> T | None:
+    """Return what ``work`` returns, or None when the service does not answer soon: completion cannot show errors."""
+    from api.client import Client, ServiceError
+
+    address = str(server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER)
+
+    async def asking() -> T:
+        async with Client(address, find_token(address), timeout=COMPLETION_SECONDS, patience=0) as client:
+            return await work(client)
+
+    try:
+        return asyncio.run(asking())
+    except (ServiceError, KeyringError, ValueError):
+        return None
+
+
+async def newest_runs(client: Client) -> list[RunView]:
+    return [run async for run in client.runs(limit=100)]
+
+
+def is_loopback(server: str) -> bool:
+    return urlsplit(server).hostname in LOOPBACK
+
+
+def _closest_run(run: str, known: Sequence[RunView]) -> str:
+    close = difflib.get_close_matches(run, [one.id for one in known], n=1)
+    return f"did you mean {close[0]}?" if close else "`asyncdock runs list` shows those that there are"
+
+
+def _exit_code(problem: ApiProblem) -> int:
+    if problem.status == 409:
+        return FAILED
+    return NO_SERVICE if problem.status in (401, 403, 429) or problem.status >= 500 else BAD_INPUT
+
+
+def _describe(server: str, problem: ApiProblem, *, token_given: bool) -> str:
+    """Return the problem as text, with the source of the token when the problem is about the token."""
+    if token_given:
+        source = "the token that was just given"
+    elif os.environ.get(TOKEN_VARIABLE):
+        source = f"the token in {TOKEN_VARIABLE}"
+    elif problem.status in (401, 403) and find_token(server):
+        source = "the token that `asyncdock login` kept"
+    else:
+        source = ""
+    fix = f"set {TOKEN_VARIABLE}, or run `asyncdock login --server {server}`"
+    match problem.status:
+        case 401 if source:
+            return f"{server} does not accept {source}: {problem.detail} Get another one and {fix}"
+        case 401:
+            return f"{server} needs a token: {fix}"
+        case 403 if source:
+            return f"{problem} (asked with {source})"
+    return str(problem)
+
+
+def _unreachable_hint(server: str, error: ServiceError) -> str:
+    from api.client import Unreachable
+
+    if not isinstance(error, Unreachable):
+        return ""
+    if is_loopback(server):
+        return "; start a service with `asyncdock serve`, or name another one with --server or ASYNCDOCK_SERVER"
+    return "; see whether it runs there, and whether --server or ASYNCDOCK_SERVER is right"
+
+
+def _print_retry(failure: ServiceError, seconds: float, *, since: float) -> None:
+    if time.monotonic() - since > 1.0:  # a short interruption is not reported
+        complain(f"{failure}; trying again")

@@ -1,0 +1,386 @@
+"""``asyncdock runs``, ``login`` and ``logout``: the runs of a service.
+
+    command ──▶ api.cli.service.asking.ask ──▶ a table, or JSON
+    watch   ──▶ events ──▶ Progress ──▶ the view of a local run          Ctrl-C closes the view; the run goes on
+
+Results are printed on standard output; messages and errors on standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from api.cli.exit_codes import FAILED, OF_STATE
+from api.cli.options import EventsOption, JsonOption, PlainOption, ServerOption, SetOption
+from api.cli.output import local_time, pairs_table, print_json, refuse, table
+from api.cli.recipe_files import complete_path
+from api.cli.service.asking import ask, ask_for_completion, is_loopback, newest_runs
+from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError, forget, remember
+from api.terminal.screen import complain, safe_console, write
+from orchestration.escapes import escaped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from api.client import Client, ServiceError
+    from api.schemas.runs import RunView, SampleView
+
+WATCH_PATIENCE = 300.0  # seconds for which a view survives a service that does not answer
+
+runs_app = typer.Typer(help="Start, stop and watch the runs of a service.", no_args_is_help=True)
+
+
+def _complete_run(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str, str]]:
+    for run in ask_for_completion(ctx.params.get("server"), newest_runs) or ():
+        if run.id.startswith(incomplete):
+            yield run.id, f"{run.state}, step {run.steps_done} of {run.steps}"
+
+
+def _complete_recipe(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str, str]]:
+    for recipe in ask_for_completion(ctx.params.get("server"), lambda client: client.recipes()) or ():
+        if recipe.name.startswith(incomplete):
+            yield recipe.name, escaped(recipe.description)
+    yield from complete_path(incomplete)
+
+
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's id, from `asyncdock runs list`.", autocompletion=_complete_run)
+]
+
+
+@runs_app.command("list")
+def list_(
+    state: Annotated[str, typer.Option(help="Only those in this state.")] = "",
+    name: Annotated[str, typer.Option(help="Only those of recipes with this name.")] = "",
+    owner: Annotated[str, typer.Option(help="Only those that this token's name submitted.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest.")] = 20,
+    as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
+) -> None:
+    """List runs, newest first."""
+
+    async def listed(client: Client) -> list[RunView]:
+        return [run async for run in client.runs(state=state, name=name, owner=owner, limit=limit)]
+
+    runs = ask(server, listed)
+    if as_json:
+        print_json([run.model_dump(mode="json") for run in runs])
+    elif runs:
+        safe_console().print(runs_table(runs, time.time()))
+    else:
+        which = " with these filters" if state or name or owner else ""
+        complain(f"No runs{which} at {server}. Start one: asyncdock runs start mock --watch")
+
+
+@runs_app.command()
+def show(run: RunArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
+    """Show one run."""
+    view = ask(server, lambda client: client.run(run), run)
+    if as_json:
+        print_json(view.model_dump_json())
+    else:
+        safe_console().print(run_table(view, time.time()), markup=False, highlight=False)
+
+
+@runs_app.command()
+def start(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A TOML file here, or a recipe's name there.", autocompletion=_complete_recipe
+        ),
+    ],
+    set_: SetOption = None,
+    key: Annotated[
+        str, typer.Option(help="An idempotency key: the same one again gives the run that it made, and no second.")
+    ] = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Then watch it.")] = False,
+    as_json: JsonOption = False,
+    plain: PlainOption = False,
+    server: ServerOption = DEFAULT_SERVER,
+) -> None:
+    """Start a run of RECIPE, or queue it. With --watch, Ctrl-C leaves the view and not the run."""
+    given, overrides = _submission(recipe, set_ or [])
+    view = ask(server, lambda client: client.submit(given, overrides, key=key or None))
+    if watch:
+        complain(f"Started {view.id}")
+        _watch(server, view.id, as_json=as_json, plain=plain)
+    elif as_json:
+        print_json(view.model_dump_json())
+    else:
+        queued = f"; it is number {view.position} in the queue" if view.position else ""
+        write(view.id)
+        complain(f"Started{queued}. Watch it: asyncdock runs watch {view.id}")
+
+
+@runs_app.command()
+def stop(
+    run: RunArgument,
+    wait: Annotated[bool, typer.Option("--wait", help="Come back once it has ended.")] = False,
+    as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
+) -> None:
+    """Ask for a clean end, with a checkpoint. A run that still waits is stopped at once."""
+
+    async def stopped(client: Client) -> RunView:
+        view = await client.stop(run)
+        if wait:
+            client.patience = WATCH_PATIENCE
+            view = await client.wait_until_ended(run)
+        return view
+
+    _print_state(ask(server, stopped, run), as_json)
+
+
+@runs_app.command()
+def pause(run: RunArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
+    """Let no more samples begin; what is in flight ends."""
+    _print_state(ask(server, lambda client: client.pause(run), run), as_json)
+
+
+@runs_app.command()
+def resume(run: RunArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
+    """Go on after a pause."""
+    _print_state(ask(server, lambda client: client.resume(run), run), as_json)
+
+
+@runs_app.command()
+def checkpoint(run: RunArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
+    """Ask for a checkpoint after the next step."""
+    _print_state(ask(server, lambda client: client.checkpoint(run), run), as_json)
+
+
+@runs_app.command()
+def watch(
+    run: RunArgument, as_json: EventsOption = False, plain: PlainOption = False, server: ServerOption = DEFAULT_SERVER
+) -> None:
+    """Watch a run until it ends, from its beginning. Ctrl-C leaves the view and not the run."""
+    _watch(server, run, as_json=as_json, plain=plain)
+
+
+@runs_app.command()
+def logs(
+    run: RunArgument,
+    worker: Annotated[str, typer.Option(help="Of this worker alone, as rollout-0.")] = "",
+    lines: Annotated[int, typer.Option(min=1, help="So many, the last ones.")] = 200,
+    as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
+) -> None:
+    """Print the last lines of a run's logs."""
+    text = ask(server, lambda client: client.logs(run, worker=worker, lines=lines), run)
+    if as_json:
+        print_json({"run": run, "worker": worker, "lines": text.splitlines()})
+    else:
+        write(text.rstrip("\n"))
+
+
+@runs_app.command()
+def samples(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Option(min=0, help="Only those trained in this step.")] = None,
+    reward_min: Annotated[float | None, typer.Option(help="Only those with at least this reward.")] = None,
+    reward_max: Annotated[float | None, typer.Option(help="Only those with at most this reward.")] = None,
+    staleness_min: Annotated[int | None, typer.Option(min=0, help="Only those at least so stale.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 10,
+    as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
+) -> None:
+    """Look at prompts, responses and their rewards."""
+    filters = {"step": step, "reward_min": reward_min, "reward_max": reward_max, "staleness_min": staleness_min}
+
+    async def listed(client: Client) -> list[SampleView]:
+        return [sample async for sample in client.samples(run, limit=limit, **filters)]  # type: ignore[arg-type]
+
+    found = ask(server, listed, run)
+    if as_json:
+        return print_json([sample.model_dump(mode="json") for sample in found])
+    console = safe_console()
+    for sample in found:
+        _print_sample(sample, console)
+    if not found:
+        complain("No trained samples fit.")
+
+
+@runs_app.command()
+def delete(
+    run: RunArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
+) -> None:
+    """Remove an ended run, its data and its files, for good."""
+    if not yes:
+        if not sys.stdin.isatty():
+            refuse("delete: there is no terminal to ask for confirmation; add --yes")
+        if not typer.confirm(f"Remove {run} with its checkpoints and logs, for good?", err=True):
+            refuse("Nothing was removed.", FAILED)
+    ask(server, lambda client: client.delete(run), run)
+    print_json({"deleted": run}) if as_json else complain(f"Removed {run}.")
+
+
+def login(server: ServerOption = DEFAULT_SERVER) -> None:
+    """Keep a token for a service, in a file that only you can read. It is asked for, or read from standard input."""
+    if sys.stdin.isatty():
+        token = typer.prompt(f"Token for {server}", hide_input=True, err=True).strip()
+    else:
+        token = sys.stdin.readline().strip()
+    if not token:
+        refuse("token: is empty; `asyncdock token create`, beside the service, makes one")
+
+    async def check(client: Client) -> None:
+        async for _ in client.runs(limit=1):
+            break
+
+    ask(server, check, token=token)
+    try:
+        file = remember(server, token)
+    except KeyringError as error:
+        refuse(error)
+    complain(f"Kept in {file}. Commands for {server} use it unless {TOKEN_VARIABLE} is set.")
+    if server.startswith("http://") and not is_loopback(server):
+        complain("This address has no TLS: the token can be read on its way there. Use https:// where there is one.")
+
+
+def logout(server: ServerOption = DEFAULT_SERVER) -> None:
+    """Forget the token that `asyncdock login` kept for a service. It stays valid until it is revoked."""
+    try:
+        known = forget(server)
+    except KeyringError as error:
+        refuse(error)
+    complain(f"Forgotten, for {server}." if known else f"No token was kept for {server}.")
+
+
+def _submission(recipe: str, sets: Sequence[str]) -> tuple[str | dict[str, Any], dict[str, Any] | None]:
+    """Return what to submit: the tables of a file with the overrides applied, or a name and the overrides."""
+    from orchestration.recipe.load import read_recipe, toml_value
+    from orchestration.recipe.problems import RecipeError
+
+    path = Path(recipe)
+    if path.is_file() or path.suffix == ".toml" or os.sep in recipe:
+        try:
+            data, problems = read_recipe(path, sets)
+        except RecipeError as error:
+            refuse(error)
+        if problems:
+            refuse("\n".join(map(str, problems)))
+        return data, None
+    overrides = {}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            refuse(f"--set = {text!r}: is not key=value; write for example --set train.steps=10")
+        overrides[key.strip()] = toml_value(value)
+    return recipe, overrides
+
+
+def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
+    """Show ``run`` until it ends, then end the command with the exit code of its state."""
+    screen = safe_console(stderr=as_json)
+    say: list[Callable[[str], None]] = [complain]
+
+    def on_retry(failure: ServiceError, seconds: float) -> None:
+        say[-1](f"{failure}; trying again in {seconds:.0f} s")
+
+    async def watching(client: Client) -> RunView:
+        try:
+            return await watch_run(client, run, screen, json=as_json, plain=plain, say=say)
+        except asyncio.CancelledError:
+            again, stop = f"asyncdock runs watch {run}", f"asyncdock runs stop {run}"
+            complain(f"\nThe run goes on. Watch it again: {again}   Stop it: {stop}")
+            raise
+
+    view = ask(server, watching, run, on_retry=on_retry)
+    if not as_json:
+        reason = f" ({view.reason})" if view.reason else ""
+        screen.print(f"{view.id}: {view.state}{reason}", markup=False, highlight=False, soft_wrap=True)
+    if view.state == "failed":
+        complain(f"See the logs of its workers: asyncdock runs logs {view.id}")
+    raise typer.Exit(OF_STATE[view.state])
+
+
+async def watch_run(
+    client: Client, run: str, console: Console, *, json: bool, plain: bool, say: list[Callable[[str], None]]
+) -> RunView:
+    """Show ``run`` until it has ended. While there is a view, the last element of ``say`` prints a line beside it."""
+    from api.telemetry.progress import Progress
+    from api.terminal.view import viewing
+
+    about = await client.run(run)
+    client.patience = WATCH_PATIENCE
+    progress = Progress(about.name, about.steps, about.recipe["pipeline"]["staleness"])
+    with viewing(progress, console, json=json, plain=plain) as (view, say_beside):
+        say.append(say_beside)
+        if about.position:
+            say_beside(f"{run} waits: number {about.position} in the queue")
+        async for event in client.events(run):
+            progress.apply(event)
+            view.event(event)
+        say.pop()
+    return await client.wait_until_ended(run)
+
+
+def runs_table(runs: Sequence[RunView], now: float) -> Table:
+    """Return the table that ``list`` prints at Unix time ``now``."""
+    from api.terminal.live import STATE_STYLES, number
+
+    columns = ("run", "state", "steps", "reward", "took", "created", "owner")
+    made = table(*columns, right=("steps", "reward", "took"), header_style="dim")
+    made.columns[0].min_width = max((len(run.id) for run in runs), default=0)  # ids are copied: they are not cut
+    for run in runs:
+        state = Text(f"queued {run.position}" if run.position else run.state, style=STATE_STYLES.get(run.state, ""))
+        steps, reward = f"{run.steps_done}/{run.steps}", number(run.reward, ".3f")
+        made.add_row(run.id, state, steps, reward, _took(run, now), local_time(run.created), run.owner)
+    return made
+
+
+def run_table(run: RunView, now: float) -> Table:
+    """Return the table that ``show`` prints at Unix time ``now``."""
+    from api.terminal.live import number
+
+    return pairs_table(
+        ("run", run.id),
+        ("state", run.state + (f": {run.reason}" if run.reason else "")),
+        ("queue", f"number {run.position}" if run.position else ""),
+        ("steps", f"{run.steps_done} of {run.steps}"),
+        ("reward", number(run.reward, ".3f")),
+        ("created", local_time(run.created) + (f" by {run.owner}" if run.owner else "")),
+        ("started", local_time(run.started)),
+        ("ended", local_time(run.ended)),
+        ("took", _took(run, now)),
+        ("runner", f"{run.agent}, attempt {run.attempts}" if run.agent else ""),
+        ("folder", run.folder),
+    )
+
+
+def _print_sample(sample: SampleView, console: Console) -> None:
+    from api.terminal.live import number
+
+    versions = " ".join(f"v{version}×{tokens}" for version, tokens in sample.versions)
+    console.rule(
+        f"group {sample.group} #{sample.place}  step {sample.step}  reward {number(sample.reward, '.3f')}  "
+        f"advantage {number(sample.advantage, '.3f')}  staleness {sample.staleness}  {versions}",
+        style="dim",
+        align="left",
+    )
+    console.print(sample.prompt, style="dim", markup=False, highlight=False, soft_wrap=True)
+    console.print(sample.response + (" …" if sample.truncated else ""), markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_state(view: RunView, as_json: bool) -> None:
+    print_json(view.model_dump_json()) if as_json else complain(f"{view.id}: {view.state}")
+
+
+def _took(run: RunView, now: float) -> str:
+    from api.terminal.live import duration
+
+    return duration((run.ended or now) - run.started) if run.started else ""

@@ -1,0 +1,117 @@
+"""``asyncdock serve``: the REST service, and an agent that executes what is submitted to it.
+
+options ──▶ Settings ──▶ serve ──▶ URL on standard output     Ctrl-C: streams end, runs go on; a second one ends at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from api.cli.exit_codes import FAILED
+from api.cli.options import DataOption, IndexOption
+from api.cli.output import refuse
+from api.terminal.screen import complain
+
+if TYPE_CHECKING:  # imported when serving: `asyncdock runs list` imports this module too
+    from api.server.service import Settings
+
+LISTEN = "127.0.0.1:8765"
+Names = list[str] | None
+Folders = list[Path] | None
+
+
+def serve_command(
+    data: DataOption,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any that is free.")] = LISTEN,
+    index: IndexOption = "",
+    runs: Annotated[int, typer.Option(metavar="N", help="Runs at the same time; 0: agents elsewhere.")] = 1,
+    root: Annotated[Folders, typer.Option(metavar="DIR", help="Paths in recipes lie below. Repeatable.")] = None,
+    recipes: Annotated[Folders, typer.Option(metavar="DIR", help="Stored recipes (TOML). Repeatable.")] = None,
+    allow_reward: Annotated[Names, typer.Option(metavar="MODULE:FUNCTION", help="Repeatable.")] = None,
+    allow_algorithm: Annotated[Names, typer.Option(metavar="MODULE:CLASS", help="Repeatable.")] = None,
+    allow_engine: Annotated[Names, typer.Option(metavar="MODULE:FACTORY", help="Repeatable.")] = None,
+    allow_dataset: Annotated[Names, typer.Option(metavar="MODULE:FUNCTION", help="Repeatable.")] = None,
+    allow_listen: Annotated[
+        Names, typer.Option(metavar="HOST", help="Address on which runs may open ports. Repeatable.")
+    ] = None,
+    require_token: Annotated[bool, typer.Option("--require-token", help="On loopback too.")] = False,
+    host_name: Annotated[
+        Names, typer.Option(metavar="NAME", help="A name it is reached by through a proxy. Repeatable.")
+    ] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
+    rate: Annotated[float, typer.Option(help="Requests a second of one address.")] = 1000.0,
+    max_connections: Annotated[int, typer.Option(help="0: as the limit of open files has room for.")] = 0,
+    max_connections_per_address: Annotated[int, typer.Option(help="0: seven eighths of all.")] = 0,
+    max_waiting: Annotated[int, typer.Option(help="Runs in the queue.")] = 1000,
+    max_workers: Annotated[int, typer.Option(help="Worker processes of one run.")] = 64,
+    max_arena: Annotated[str, typer.Option(metavar="SIZE", help="pipeline.arena of one run.")] = "16GiB",
+) -> None:
+    """Serve the REST API, the dashboard and the runs in DIR until Ctrl-C. Runs go on without it, and are there again."""
+    from api.server.app import ServeError
+    from api.server.service import Settings
+    from orchestration.recipe.values import parse_size
+
+    host, _, port = listen.rpartition(":")
+    try:
+        settings = Settings(
+            data=data,
+            host=host.strip("[]") or "127.0.0.1",
+            port=int(port),
+            index=index,
+            runs=runs,
+            roots=_folders("--root", root),
+            recipes=_folders("--recipes", recipes),
+            allow_rewards=frozenset(allow_reward or ()),
+            allow_algorithms=frozenset(allow_algorithm or ()),
+            allow_engines=frozenset(allow_engine or ()),
+            allow_datasets=frozenset(allow_dataset or ()),
+            allow_listen=frozenset(allow_listen or ()),
+            require_token=require_token,
+            hosts=tuple(host_name or ()),
+            tls_certificate=tls_certificate,
+            tls_key=tls_key,
+            rate=rate,
+            burst=max(1, int(2 * rate)),
+            max_connections=max_connections,
+            max_connections_per_address=max_connections_per_address,
+            max_waiting=max_waiting,
+            max_workers=max_workers,
+            max_arena=int(str(parse_size(max_arena))),
+        )
+    except ValueError as error:
+        refuse(f"serve: {error}")
+    try:
+        asyncio.run(_serve(settings))
+    except ServeError as error:
+        refuse(error)
+
+
+def _folders(option: str, given: Folders) -> tuple[Path, ...]:
+    for path in given or ():
+        if not path.is_dir():
+            refuse(f"{option}: {path} is no directory")
+    return tuple(path.resolve() for path in given or ())
+
+
+async def _serve(settings: Settings) -> None:
+    from api.server.app import serve
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if stop.is_set():
+            complain("Ended at once.")
+            os._exit(FAILED)
+        complain("Closing; runs go on. Ctrl-C once more ends at once.")
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    await serve(settings, stop, lambda url: print(f"AsyncDock serves {url}", flush=True))

@@ -1,0 +1,312 @@
+"""Events of a run: one frozen dataclass for each kind, and their form on the wire.
+
+    StageEvent(…) ── Index.emit ──▶ the run's stream ──▶ Event(id, time, kind, data) ── decode ──▶ StageEvent(…)
+                     (wire, time)                          └──▶ metrics.jsonl, server-sent events: ``data`` as it is
+
+A field that has its default value is not sent, and a kind or a field that this version does not know is ignored on decoding.
+A number that is not finite is null in JSON, so a decoded measurement may be None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+Kind = Literal[
+    "state", "step", "evaluation", "ledger", "stage", "span", "sync", "turn", "checkpoint", "worker", "prompt"
+]
+RunState = Literal["created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
+
+
+class Doc:
+    """Description of a field, inside ``Annotated``; the OpenAPI document shows it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(schema), "description": self.text}
+
+
+Number = float | None
+Worker = Annotated[str, Doc("As rollout-0; external ones as external-rollout-NAME.")]
+Version = Annotated[int, Doc("Policy version.")]
+Time = Annotated[float, Doc("Unix seconds.")]
+Seconds = Annotated[Number, Doc("Seconds.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """Base of what events carry."""
+
+    _defaults: ClassVar[tuple[tuple[str, Any], ...]]
+
+    @classmethod
+    def defaults(cls) -> tuple[tuple[str, Any], ...]:
+        """Names and defaults of the fields; ``dataclasses.MISSING`` where there is no default."""
+        if "_defaults" not in cls.__dict__:
+            cls._defaults = tuple(
+                (one.name, one.default if one.default_factory is dataclasses.MISSING else one.default_factory())
+                for one in dataclasses.fields(cls)
+            )
+        return cls._defaults
+
+    def wire(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as plain values."""
+        sent: dict[str, Any] = {}
+        for name, default in self.defaults():
+            value = getattr(self, name)
+            if value != default:
+                sent[name] = [item.wire() for item in value] if name in _NESTED else value
+        return sent
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Self:
+        """The payload that was sent as ``data``. A field without default that an older version did not send is None."""
+        known = {
+            name: data.get(name) for name, default in cls.defaults() if name in data or default is dataclasses.MISSING
+        }
+        for name in _NESTED.keys() & known.keys():
+            known[name] = [_NESTED[name].of(item) for item in known[name] or ()]
+        return cls(**known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventData(Payload):
+    """Base of the payloads of events. ``kind``: the event's name in streams and files."""
+
+    kind: ClassVar[Kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateEvent(EventData):
+    """The run's state has changed."""
+
+    kind = "state"
+    state: RunState
+    reason: Annotated[str, Doc("Why it failed or stopped; empty where there is nothing to say.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent(EventData):
+    """An optimizer step was made. Further numbers are the algorithm's and the engine's own metrics."""
+
+    kind = "step"
+    step: Annotated[int, Doc("From 0.")]
+    version: Annotated[int, Doc("Policy version that the step made.")]
+    rows: Annotated[int, Doc("Samples trained.")]
+    groups: Annotated[list[int], Doc("Numbers of their groups.")]
+    loss: Number = None
+    reward_mean: Number
+    reward_std: Number = None
+    staleness_mean: Annotated[Number, Doc("Versions.")] = None
+    staleness_p95: Annotated[Number, Doc("Versions.")] = None
+    staleness_max: Annotated[Number, Doc("Versions.")] = None
+    response_length_mean: Annotated[Number, Doc("Tokens.")] = None
+    tokens_generated: Annotated[int, Doc("Since the run's beginning.")]
+    tokens_trained: Annotated[int, Doc("Since the run's beginning.")]
+    tokens_filtered: Annotated[int, Doc("Since the run's beginning.")]
+    seconds: Seconds = None
+    train_seconds: Seconds = None
+    metrics: Mapping[str, Number] = field(default_factory=dict)  # sent beside the fields above
+
+    def wire(self) -> dict[str, Any]:
+        sent = super().wire()
+        return {**sent.pop("metrics", {}), **sent}
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Self:
+        names = {name for name, _ in cls.defaults()}
+        return super().of({**data, "metrics": {name: value for name, value in data.items() if name not in names}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Payload):
+    """A held-out prompt and its greedy response."""
+
+    prompt: str
+    response: str
+    reward: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationEvent(EventData):
+    """Held-out prompts were answered by one version."""
+
+    kind = "evaluation"
+    version: Version
+    step: Annotated[int, Doc("Steps that had been made.")]
+    count: Annotated[int, Doc("Prompts.")]
+    reward_mean: Number
+    samples: Sequence[Answer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerEvent(EventData):
+    """Samples and tokens since the run's beginning: generated = trained + filtered + remade + in flight."""
+
+    kind = "ledger"
+    generated: int
+    trained: int
+    filtered: int
+    remade: int
+    in_flight: int
+    redelivered: Annotated[int, Doc("Rows that came back from a lease that had ended.")]
+    generated_tokens: int
+    trained_tokens: int
+    filtered_tokens: int
+    remade_tokens: int
+    in_flight_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEvent(EventData):
+    """A worker's share in a stage since its process began. Seconds; the four shares add up to `wall`."""
+
+    kind = "stage"
+    stage: str
+    worker: Worker
+    busy: Seconds
+    waiting_input: Seconds
+    waiting_room: Seconds
+    other: Seconds
+    wall: Seconds
+    rows: int
+    tokens: int
+    parked: Annotated[int, Doc("Responses put aside to be continued.")]
+    queue_depth: Annotated[int, Doc("Rows, or groups, that wait for the stage.")]
+    in_flight: Annotated[int, Doc("Rows that the worker holds.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span(Payload):
+    """One thing that a worker did, such as a claim, a swap or a publication."""
+
+    name: str
+    start: Time
+    seconds: float
+    rows: int = 0
+    version: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanEvent(EventData):
+    """What a worker did since its last event of this kind: the longest spans of it."""
+
+    kind = "span"
+    stage: str
+    worker: Worker
+    spans: Sequence[Span]
+    left_out: Annotated[int, Doc("Shorter ones that are left out.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncEvent(EventData):
+    """Weights were published, loaded by an engine, or moved between ranks."""
+
+    kind = "sync"
+    worker: Worker
+    version: Version
+    bytes: int
+    publish_seconds: Seconds = None
+    exposed_seconds: Annotated[Number, Doc("In which the engine made no token.")] = None
+    hidden_seconds: Annotated[Number, Doc("Beside generation.")] = None
+    to: Annotated[str, Doc("In a colocated run: whose turn the weights were moved for.")] = ""
+    gap_max: Annotated[Number, Doc("Largest difference of a probed logprob.")] = None
+    gap_q95: Annotated[Number, Doc("Their 95th percentile.")] = None
+    gap_mean: Number = None
+    gap_k3: Number = None
+    gap_tokens: Annotated[Number, Doc("Tokens probed.")] = None
+    gap_max_limit: Number = None
+    gap_q95_limit: Number = None
+    gap_mean_limit: Number = None
+    released_bytes: Annotated[int, Doc("In a colocated run: of training's memory, moved to the host.")] = 0
+    device_bytes: Annotated[dict[str, int], Doc("In a colocated run: most on the device, by phase.")] = field(
+        default_factory=dict
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnEvent(EventData):
+    """In a colocated run: training and generation have taken turns on a rank's device. Sizes in bytes."""
+
+    kind = "turn"
+    worker: Worker
+    phase: str
+    version: Version
+    device_bytes: Annotated[int | None, Doc("In use on the device.")]
+    generating_bytes: Annotated[int, Doc("In use on the device when generation ended.")] = 0
+    cache_bytes: Annotated[int, Doc("Of them, the KV cache.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent(EventData):
+    """A checkpoint is whole."""
+
+    kind = "checkpoint"
+    version: Version
+    path: Annotated[str, Doc("On the machine that runs it.")]
+    requested: Annotated[bool, Doc("Whether it was requested.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEvent(EventData):
+    """A worker process has started, stopped, died, or met something else that `change` names."""
+
+    kind = "worker"
+    stage: str
+    worker: Worker
+    change: Annotated[str, Doc("started, ready, stopped, died, restarted, kept its weights, taken over, rewound, …")]
+    pid: int = 0
+    reason: str = ""
+    name: Annotated[str, Doc("Of its present life.")] = ""
+    version: Annotated[int | None, Doc("Policy version that a run was rewound to.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptEvent(EventData):
+    """Prompts that the run does not ask as they were given: one that another program put into it was left out, with its
+    `position`; or some are too long, with how many were `skipped` and `cut` so far."""
+
+    kind = "prompt"
+    change: Literal["left out", "too long"]
+    reason: str
+    position: int | None = None
+    skipped: int = 0
+    cut: int = 0
+
+
+EVENTS: dict[str, type[EventData]] = {
+    event.kind: event
+    for event in (
+        StateEvent,
+        StepEvent,
+        EvaluationEvent,
+        LedgerEvent,
+        StageEvent,
+        SpanEvent,
+        SyncEvent,
+        TurnEvent,
+        CheckpointEvent,
+        WorkerEvent,
+        PromptEvent,
+    )
+}
+_NESTED: dict[str, type[Payload]] = {"samples": Answer, "spans": Span}  # fields that are lists of payloads
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of a run's event stream: ``time`` in Unix seconds, ``data`` the payload as it was sent."""
+
+    id: str
+    time: float
+    kind: str
+    data: Mapping[str, Any]
+
+    def decoded(self) -> EventData | None:
+        """The payload as a dataclass; None for a kind that this version does not know."""
+        kind = EVENTS.get(self.kind)
+        return None if kind is None else kind.of(self.data)

@@ -1,0 +1,18 @@
+"""An event of any kind with any data, for tests of what the product's own classes do not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.events import EventData, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyEvent(EventData):
+    kind: Kind  # type: ignore[misc]
+    data: Mapping[str, Any]
+
+    def wire(self) -> dict[str, Any]:
+        return dict(self.data)
