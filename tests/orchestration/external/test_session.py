@@ -216,7 +216,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too long": (responses(4, 0, tokens=33), "response_ids.*33 tokens.*max_tokens = 32"),
     "a logprob too few": ({"rollout_logprobs": ragged([[-0.5] * 3] * 3 + [[-0.5]], LOGPROBS)}, "logprobs.*row 3 has 1"),
     "a logprob that is none": ({"rollout_logprobs": ragged([[-0.5, float("nan"), 0]] * 4, LOGPROBS)}, "row 0.*nan"),
-    "versions that do not add up": ({"versions": ragged([[0, 2]] * 4, VERSIONS)}, "versions.*tells of 2 tokens"),
+    "versions that do not add up": ({"versions": ragged([[0, 2]] * 4, VERSIONS)}, "versions.*counts 2 tokens"),
     "half a version": ({"versions": ragged([[0, 3, 0]] * 4, VERSIONS)}, "versions.*3 numbers"),
     "a version of nothing": ({"versions": ragged([[0, 3, 0, 0]] * 4, VERSIONS)}, "versions.*without tokens"),
     "a version to come": ({"versions": ragged([[7, 3]] * 4, VERSIONS)}, "versions.*row 0.*published"),
