@@ -114,8 +114,8 @@ def arm_of(arm: str, events: Sequence[Event]) -> Arm:
     for event in events:
         if event.kind == "sync" and event.data["version"] > 0:
             worker, version = event.data["worker"], int(event.data["version"])
-            for told, name in ((exposed, "exposed_seconds"), (hidden, "hidden_seconds")):
-                told[worker][version] = told[worker].get(version, 0.0) + event.data[name]
+            for totals, name in ((exposed, "exposed_seconds"), (hidden, "hidden_seconds")):
+                totals[worker][version] = totals[worker].get(version, 0.0) + event.data[name]
     held: dict[str, int] = defaultdict(int)
     for event in events:
         if event.kind == "turn":

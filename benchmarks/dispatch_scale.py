@@ -19,7 +19,7 @@ the time from the start to the last release, pipeline filling and draining inclu
 With ``--apart`` every other host generates and its neighbour does the stages behind, so that all samples cross the network
 in every arm; linearity is then against one such pair.
 
-Three arms, one code, told apart by :class:`Arm` alone:
+Three arms run the same code and differ in :class:`Arm` alone:
 
     dock      a warehouse on each host, blocking waits, a batch a message; near rows first
     central   the same with one warehouse, on host 0: the others write and read it over its link
@@ -27,7 +27,7 @@ Three arms, one code, told apart by :class:`Arm` alone:
               sample flow that VeRL took over) sleeps 1 s after an empty batch in its streaming data set, and 5 s in its
               controller; MindSpeed RL's published transfer dock sleeps 0.1 s
 
-The central arm's figure depends on how much of a link a host's samples need: it is told in the output, and is what
+The central arm's figure depends on how much of a link a host's samples need: the output has it, and it is what
 ``--mbit`` sets.
 
 Bytes against Eq. 4 of MindSpeed RL (arXiv 2507.19017): what each of S warehouses moves in and out,
@@ -75,7 +75,7 @@ import torch
 
 from pipeline.blocks import PackedRows
 from pipeline.columns import Column, Packed, Schema
-from pipeline.index.client import Claim, Index, RunConfig, StageSpec
+from pipeline.index.client import Claim, Index, RunConfig, StageSpec, WarehouseRecord
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
@@ -167,7 +167,7 @@ class Network:
         self._made.clear()
 
     def _sweep(self) -> None:
-        """Delete what runs left that could not end: those whose process is gone."""
+        """Delete the shared memory of runs that were killed: their process does not exist any more."""
         there = Path("/run/netns")
         for path in there.glob(f"{PREFIX}-*") if there.is_dir() else ():
             if not Path("/proc", path.name.split("-")[1]).exists():
@@ -240,7 +240,7 @@ class Work:
     headstart: float = RunConfig.headstart
 
     def generators(self, nodes: int) -> range:
-        """The hosts that generate: all, or every other one, whose neighbours then do the other stages."""
+        """The hosts that generate: all, or every other one; the others then run the other stages."""
         return range(0, nodes, 2 if self.apart else 1)
 
     @property
@@ -304,21 +304,26 @@ class CountingDock(Dock):
     """Counts the payload that this host's own warehouse moves without its server: what is written into and read from the
     mapped arena. ``far`` are rows read from elsewhere."""
 
-    mapped = far = near = 0
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.mapped = self.far = self.near = 0
+        write, read = self.warehouses.write, self.warehouses.read
 
-    async def _fill(self, home: Any, written: Any, packed: PackedRows) -> None:
-        await super()._fill(home, written, packed)
-        if home.node == self.node:
-            self.mapped += packed.nbytes - 32 - 32 * bin(packed.mask).count("1")  # without the block's header
+        async def counted_write(record: WarehouseRecord, offset: int, block: int, packed: PackedRows) -> None:
+            await write(record, offset, block, packed)
+            if record.node == self.node:
+                self.mapped += packed.nbytes - 32 - 32 * bin(packed.mask).count("1")  # without the block's header
 
-    async def _read(self, number: int, names: list[str], refs: np.ndarray) -> dict[str, Packed]:
-        found = await super()._read(number, names, refs)
-        if self._warehouses[number].node == self.node:
-            self.mapped += sum(packed.values.nbytes for packed in found.values())
-            self.near += len(refs)
-        else:
-            self.far += len(refs)
-        return found
+        async def counted_read(number: int, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
+            found = await read(number, refs, names)
+            if self.warehouses.records[number].node == self.node:
+                self.mapped += sum(packed.values.nbytes for packed in found.values())
+                self.near += len(refs)
+            else:
+                self.far += len(refs)
+            return found
+
+        self.warehouses.write, self.warehouses.read = counted_write, counted_read  # type: ignore[method-assign]
 
 
 @dataclass
@@ -333,8 +338,8 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a host tells when all is done."""
+class Counts:
+    """The counts that a host reports at the end."""
 
     mapped: int
     sent: int
@@ -425,7 +430,7 @@ class Host:
 async def host_main(
     ends: Connection, work: Work, arm: Arm, number: int, hosts: int, url: str, run: str, home: Path
 ) -> None:
-    """One host's process: join, say so, work from the time that it is told, tell its counts when it is told to end."""
+    """One host's process: join, report it, work from the given time on, and report its counts at the end."""
     schema, own = schema_of(work), not arm.central or number == 0
     index = Index(url, run)
     dock = CountingDock(
@@ -463,7 +468,7 @@ async def host_main(
     await asyncio.gather(living, return_exceptions=True)
     server = dock.served
     sent, received = (server.payload_sent, server.payload_received) if server else (0, 0)
-    ends.send(("told", Told(dock.mapped - began, sent, received, dock.near, dock.far, cpu)))
+    ends.send(("counts", Counts(dock.mapped - began, sent, received, dock.near, dock.far, cpu)))
     await dock.close()
     await index.close()
 
@@ -526,7 +531,7 @@ class Crew:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
     def hear(self, deadline: float) -> Iterator[tuple[int, Any]]:
-        """What the hosts tell, until the deadline; one that has told its counts says no more."""
+        """Yield the messages of the hosts until the deadline or until each has reported its counts."""
         speaking = dict(zip(self.ends, itertools.count()))
         while speaking:
             found = wait(list(speaking), timeout=max(0.0, deadline - time.monotonic()))
@@ -535,15 +540,15 @@ class Crew:
             for end in found:
                 assert isinstance(end, Connection)
                 try:
-                    told = end.recv()
+                    message = end.recv()
                 except EOFError:
                     raise RuntimeError("a host's process ended before its work did") from None
-                if told[0] == "failed":
-                    raise RuntimeError(f"a host failed:\n{told[1]}")
+                if message[0] == "failed":
+                    raise RuntimeError(f"a host failed:\n{message[1]}")
                 host = speaking[end]
-                if told[0] == "told":
+                if message[0] == "counts":
                     del speaking[end]
-                yield host, told
+                yield host, message
 
     def __enter__(self) -> Crew:
         return self
@@ -581,22 +586,22 @@ def measure(work: Work, arm: Arm, nodes: int, network: Network, index: EmbeddedI
                 break
         for end in crew.ends:
             end.send(None)
-        told = {host: message[1] for host, message in crew.hear(deadline)}
+        counts = {host: message[1] for host, message in crew.hear(deadline)}
     asyncio.run(erase(index.url, run))
     stores = (
         [0] if arm.central else list(generators)
-    )  # where samples are placed; what others hold, a reward, is not told
-    wire = [told[i].sent + told[i].received for i in stores]
-    reads = sum(t.near + t.far for t in told.values())
+    )  # where samples are placed; rewards, which others hold, are not counted
+    wire = [counts[i].sent + counts[i].received for i in stores]
+    reads = sum(t.near + t.far for t in counts.values())
     return Cell(
         arm.name,
         nodes,
         rows / (last - start),
-        [told[i].mapped + moved for i, moved in zip(stores, wire, strict=True)],
+        [counts[i].mapped + moved for i, moved in zip(stores, wire, strict=True)],
         wire,
         warehouse_volume(rows, work.prompt, 2, work.response, INTEGER_MOVES, len(stores)),
-        sum(t.far for t in told.values()) / reads,
-        sum(t.cpu for t in told.values()) / (last - start),
+        sum(t.far for t in counts.values()) / reads,
+        sum(t.cpu for t in counts.values()) / (last - start),
     )
 
 
@@ -637,7 +642,7 @@ def measure_all(
 
 def summary(work: Work, rounds: list[list[Cell]]) -> list[dict[str, Any]]:
     """One record for each arm and node count, medians over the rounds; linearity is taken round by round, against the fewest
-    nodes. Of the bytes the worst warehouse of any round is told."""
+    nodes. Bytes are those of the worst warehouse of any round."""
     out, fewest = [], min(cell.nodes for cell in rounds[0])
     for cells in zip(*rounds, strict=True):
         first = cells[0]
@@ -662,10 +667,10 @@ def summary(work: Work, rounds: list[list[Cell]]) -> list[dict[str, Any]]:
                 "within": abs(worst.deviation) <= WITHIN,
             }
         )
-    return sorted(out, key=lambda told: [arm.name for arm in work.arms].index(told["arm"]))
+    return sorted(out, key=lambda row: [arm.name for arm in work.arms].index(row["arm"]))
 
 
-def print_summary(work: Work, told: list[dict[str, Any]], repeats: int) -> None:
+def print_summary(work: Work, rows: list[dict[str, Any]], repeats: int) -> None:
     who = "Every other host generates, its neighbour infers and trains" if work.apart else "Each host does all stages"
     print(
         f"{who}: {work.rows} samples of {work.prompt} + {work.response} tokens a generating host,\n"
@@ -678,7 +683,7 @@ def print_summary(work: Work, told: list[dict[str, Any]], repeats: int) -> None:
         f"{'arm':<9}{'nodes':>5}{'samples/s':>11}{'linearity':>11}{'in rounds':>16}{'of devices':>12}{'far reads':>11}"
         f"{'cores':>7}{'MB moved a warehouse':>22}{'Eq. 4':>8}{'worst':>9}{'MB on wire':>12}"
     )
-    for row in told:
+    for row in rows:
         moved = [value / 1e6 for value in row["moved_bytes"]]
         span = f"{min(moved):.2f}" if len(moved) == 1 else f"{min(moved):.2f} to {max(moved):.2f}"
         linearity, ratios = f"{row['linearity']:.1%}", [100 * ratio for ratio in row["linearities"]]
@@ -690,7 +695,7 @@ def print_summary(work: Work, told: list[dict[str, Any]], repeats: int) -> None:
             + ("" if row["within"] else f"  ! not within {WITHIN:.0%}")
         )
     print(f"\n{PAPER}")
-    ours = [row for row in told if row["arm"] == "dock"]
+    ours = [row for row in rows if row["arm"] == "dock"]
     if ours:
         last = ours[-1]
         met = "met" if last["linearity"] >= GOAL else "NOT met"
@@ -736,10 +741,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the hosts are taken down", file=sys.stderr)
         return 130
-    told = summary(work, rounds)
-    print_summary(work, told, repeats)
+    rows = summary(work, rounds)
+    print_summary(work, rows, repeats)
     if options.json:
-        record = {"work": asdict(work), "link_share": work.link_share, "summary": told}
+        record = {"work": asdict(work), "link_share": work.link_share, "summary": rows}
         options.json.write_text(
             json.dumps(record | {"rounds": [[asdict(c) for c in r] for r in rounds]}, indent=1) + "\n"
         )

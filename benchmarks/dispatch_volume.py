@@ -307,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = asyncio.run(measure(batch))
     print_iteration(batch, found)
     if options.json:
-        told = {
+        record = {
             "table_1": [
                 {**asdict(row), "computed": dict(zip(("gb", "slow", "fast"), row.computed, strict=True))}
                 for row in TABLE_1
@@ -319,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "arms": {arm: [asdict(m) for m in moved] for arm, moved in found.items()},
             },
         }
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

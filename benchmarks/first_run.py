@@ -5,7 +5,7 @@
 
     python benchmarks/first_run.py [REPOSITORY] [--browser] [--recipe mock]
 
-Needs git, curl and Python >= 3.11, and a package index for pip, whose cache is not used. Nothing is taken from this checkout
+Needs git, curl and Python >= 3.11, and a package index for pip; pip's cache is not used. Nothing is taken from this checkout
 but, when no REPOSITORY is given, its commits. Everything is made in a new folder and removed at the end.
 """
 

@@ -44,12 +44,12 @@ FUZZED = ("--require-token", "--rate", "1000000", "--max-waiting", "1000000")
 
 @dataclass
 class Found:
-    """What one or more rounds came to. ``said``: the report of each round that found something."""
+    """The sum of one or more rounds. ``reports``: the output of each round that found a failure."""
 
     requests: int = 0
     operations: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    said: list[str] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
 
 
 class Served:
@@ -115,14 +115,14 @@ def fuzz(
         )
         if not report.exists():
             raise RuntimeError(f"schemathesis made no report: {done.stdout}{done.stderr}")
-        told = json.loads(report.read_text())
-    found.requests += told["test_cases"]["generated"]
-    found.operations = told["operations"]["tested"]
-    for failure in told["failures"]:
+        outcome = json.loads(report.read_text())
+    found.requests += outcome["test_cases"]["generated"]
+    found.operations = outcome["operations"]["tested"]
+    for failure in outcome["failures"]:
         found.failures[failure["title"]] += failure["count"]
     if done.returncode:
         found.failures[f"schemathesis ended with {done.returncode}"] += 1
-        found.said.append(done.stdout)
+        found.reports.append(done.stdout)
 
 
 def main() -> int:
@@ -143,7 +143,7 @@ def main() -> int:
     print(f"{found.requests} requests to {found.operations} operations in {time.monotonic() - began:.0f} s")
     for name, count in found.failures.items():
         print(f"  {count} × {name}")
-    for report in found.said[:3]:
+    for report in found.reports[:3]:
         print(report)
     return 1 if found.failures else 0
 

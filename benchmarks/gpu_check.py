@@ -36,8 +36,8 @@ from typing import Any
 
 from benchmarks.gpu_wheels import missing
 
-if said := missing():  # before anything of it is imported
-    print(said, file=sys.stderr)
+if problem := missing():  # before anything of it is imported
+    print(problem, file=sys.stderr)
     sys.exit(2)
 
 import torch
@@ -182,15 +182,15 @@ def update_numerics(name: str, build: Callable[[], PreTrainedModel], device: tor
         for request in asked
         for place in request.places
     ]  # fmt: skip
-    told = []
+    results = []
     for where in (torch.device("cpu"), device):
         engine = TorchTrainEngine(made(build, 0), learning_rate=1e-3, total_steps=10, device=where)
         metrics = engine.train_batch(batch_of(asked, done), GRPO())
-        told.append((metrics["loss"], metrics["grad_norm"]))
+        results.append((metrics["loss"], metrics["grad_norm"]))
         engine.close()
     return [
         Figure(f"{name} update, {what}", abs(there - here) / abs(here), "relative gap", limit=UPDATE_LIMIT, timed=False)
-        for what, here, there in zip(("loss", "gradient norm"), *told, strict=True)
+        for what, here, there in zip(("loss", "gradient norm"), *results, strict=True)
     ]
 
 
@@ -329,7 +329,7 @@ async def turns(
 
 
 async def whole_run(model: PreTrainedModel, device: torch.device, smoke: bool) -> list[Figure]:
-    """Colocated GRPO runs of ``model``, whose weights are read from a folder as any model's are."""
+    """Colocated GRPO runs of ``model``, with weights read from a folder."""
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="asyncdock-gpu-check-") as folder:
         model.save_pretrained(folder)
@@ -342,14 +342,14 @@ async def whole_run(model: PreTrainedModel, device: torch.device, smoke: bool) -
         }
         for arm in ("colocated", "colocated, prefetch"):
             launcher, steps = ("inline", 3) if smoke else ("process", 8)
-            told = await colocated.measure(arm, colocated.recipe_of(arm, folder, steps, launcher, changes))
+            measured = await colocated.measure(arm, colocated.recipe_of(arm, folder, steps, launcher, changes))
             figures += [
-                Figure(f"{arm}: step", told.step_seconds, "s"),
-                Figure(f"{arm}: exposed", told.exposed, "s"),
-                Figure(f"{arm}: hidden", told.hidden, "s"),
-                Figure(f"{arm}: training", told.training / 1e6, "MB", timed=False),
-                Figure(f"{arm}: generating", told.generating / 1e6, "MB", timed=False),
-                Figure(f"{arm}: released", told.released / 1e6, "MB", timed=False),
+                Figure(f"{arm}: step", measured.step_seconds, "s"),
+                Figure(f"{arm}: exposed", measured.exposed, "s"),
+                Figure(f"{arm}: hidden", measured.hidden, "s"),
+                Figure(f"{arm}: training", measured.training / 1e6, "MB", timed=False),
+                Figure(f"{arm}: generating", measured.generating / 1e6, "MB", timed=False),
+                Figure(f"{arm}: released", measured.released / 1e6, "MB", timed=False),
             ]
     return figures
 
@@ -441,8 +441,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = asyncio.run(check(device, args.smoke, args.repeat))
     print("\n".join(line(figure, device) for figure in figures))
     if args.json:
-        told = {"torch": torch.__version__, "device": str(device), "figures": [asdict(figure) for figure in figures]}
-        args.json.write_text(json.dumps(told, indent=2) + "\n")
+        record = {"torch": torch.__version__, "device": str(device), "figures": [asdict(figure) for figure in figures]}
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
     return int(any(figure.failed for figure in figures))
 
 

@@ -6,8 +6,8 @@
 Both sides take the same 4 prompts x 8 completions of at most 16 tokens per step, float32, temperature 1, no filter of
 the distribution, the same reward function and learning rate, and end a response at the same token. TRL comes twice: as
 it is by default (it computes activations again in the backward), and "plain", without that, as our engine runs. Steps
-alternate, TRL's and ours, so that other work on the machine slows both; ratios are taken step by step, and medians
-told. The same ratio in CPU seconds stands beside it: on a busy machine it is the steadier one.
+alternate, TRL's and ours, so that other work on the machine slows both; ratios are taken step by step, and their
+median is printed. The ratio in CPU seconds is printed too: on a busy machine it varies less.
 Our step is the synchronous one: generate, reward, advantage, train, new weights into the rollout engine.
 
 Tokens are counted TRL's way for both (its ``num_tokens``): each completion's real tokens plus its prompt's, the prompt
@@ -133,8 +133,8 @@ class OurSide:
     def _batch(
         self, made: Sequence[Completion], prompts: Sequence[torch.Tensor], rows: Sequence[dict[str, Any]]
     ) -> TensorDict:
-        said = [self.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in made]
-        rewards = torch.tensor(arithmetic(said, answer=[rows[completion.group]["answer"] for completion in made]))
+        texts = [self.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in made]
+        rewards = torch.tensor(arithmetic(texts, answer=[rows[completion.group]["answer"] for completion in made]))
         return TensorDict(
             {
                 "group": torch.tensor([completion.group for completion in made]),

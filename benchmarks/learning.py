@@ -25,8 +25,14 @@ from orchestration.logs import configure
 from orchestration.recipe.load import load_recipe
 from orchestration.run.run import Run
 
-ENDS = 5  # steps at each end whose mean reward is compared
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito: told apart by all eyes
+ENDS = 5  # steps at each end: their mean rewards are compared
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+)  # Okabe and Ito: distinct for all kinds of colour vision
 
 
 @dataclass(frozen=True)

@@ -268,8 +268,8 @@ def table(found: Found, recipe: Recipe, seeds: Sequence[int]) -> str:
         at = sorted(
             {0, len(found.layers) // 4, len(found.layers) // 2, 3 * len(found.layers) // 4, len(found.layers) - 2}
         )
-        told = ", ".join(f"{found.layers[i]:.2%} after {i + 1}" for i in at if i >= 0)
-        lines += ["", f"error of the hidden states against float32, median over tokens, by layers: {told}"]
+        errors = ", ".join(f"{found.layers[i]:.2%} after {i + 1}" for i in at if i >= 0)
+        lines += ["", f"error of the hidden states against float32, median over tokens, by layers: {errors}"]
     if found.faults:
         lines += ["", f"{'fault, least of the seeds':<52}{'mean':>9}{'95 %':>9}  refused"]
     for fault, seen in found.faults.items():

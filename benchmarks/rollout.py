@@ -152,7 +152,7 @@ def matmul_seconds(inputs: int, outputs: int, tokens: int) -> float:
 def floor_seconds(
     sizes: Sizes, case: Case, machine: Machine, matmul: Callable[[int, int, int], float] = matmul_seconds
 ) -> float:
-    """The floor of ``case`` (see the module's docstring); ``matmul`` tells the seconds of (inputs, outputs, tokens)."""
+    """The floor of ``case`` (see the module's docstring); ``matmul`` returns the seconds of (inputs, outputs, tokens)."""
     prompts, head = case.rows // case.group, sizes.head_shape
     read = sizes.item * (sizes.body + sizes.head) / machine.bandwidth
 
@@ -282,7 +282,7 @@ class Vllm:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"vLLM's process ended with code {self.process.wait()}; what it said stands above")
+            raise SystemExit(f"vLLM's process ended with code {self.process.wait()}; its output stands above")
         return json.loads(line)
 
     def close(self) -> None:

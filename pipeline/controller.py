@@ -142,7 +142,7 @@ class Controller:
         self._nudged = asyncio.Event()
         self.on_nothing: Callable[[], None] = lambda: None  # a claim has found nothing
         self.on_end: Callable[[], None] = lambda: None  # all that was claimed is done, and nothing more will be
-        dock.on_room = lambda: self.clock.during("blocked")
+        dock.writer.on_room = lambda: self.clock.during("blocked")
 
     def nudge(self) -> None:
         """Look for work again: the stage's room or version has changed."""

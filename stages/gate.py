@@ -17,7 +17,8 @@ from pipeline.events import PromptEvent
 from pipeline.index.client import Index
 from pipeline.warehouse.dock import Dock
 from stages.prompts.external import ExternalPrompts
-from stages.prompts.sources import Prompt, PromptSource
+from stages.prompts.formatter import Prompt
+from stages.prompts.sources import PromptSource
 
 log = structlog.get_logger()
 

@@ -24,7 +24,7 @@ from orchestration.events_file import METRICS, finite, read_metrics
 from orchestration.recipe.planner import Plan, prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
-from stages.prompts.sources import LISTED
+from stages.prompts.too_long import TOO_LONG_FILE
 
 SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
 TOO_LONG = {"skip": "longer ones are skipped", "cut": "longer ones are cut", "fail": "a longer one fails the run"}
@@ -156,7 +156,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     ]
     if summary["prompts_skipped"] or summary["prompts_cut"]:
         done = [f"{summary[key]} {key[8:]}" for key in ("prompts_skipped", "prompts_cut") if summary[key]]
-        rows.append(("prompts", f"{' and '.join(done)} as too long, listed in {LISTED}"))
+        rows.append(("prompts", f"{' and '.join(done)} as too long, listed in {TOO_LONG_FILE}"))
     if summary["restarts"]:
         rows.append(("restarts", str(summary["restarts"])))
     if summary["reason"]:

@@ -75,7 +75,7 @@ def field_problem(error: ErrorDetails, prefix: str = "", allowed: Collection[str
         case "literal_error":
             choices = re.findall(r"'([^']*)'", context["expected"])
             return Problem(key, value, "is not allowed", suggest(str(value), choices))
-        case "fault":  # of stages.prompts.options
+        case "fault":  # see stages.prompts.options
             return Problem(key, value, *split_fix(error["msg"]))
         case "value_error":
             return Problem(key, value, *split_fix(f"is {context['error']}"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestration.recipe.model_files import parameters_in, text_config
-from stages.prompts.sources import PromptLimits
+from stages.prompts.options import PromptLimits
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe

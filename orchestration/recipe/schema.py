@@ -28,7 +28,7 @@ from orchestration.recipe.sections import (
 )
 from orchestration.recipe.values import CountOrZero
 from pipeline.staleness import StalenessPlan
-from stages.prompts.sources import PromptOptions
+from stages.prompts.options import PromptOptions
 
 
 class Recipe(Section):

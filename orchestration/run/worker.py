@@ -34,7 +34,7 @@ from stages.device import DeviceMissing
 from stages.engines.protocols import EngineMissing
 from stages.engines.registry import EngineUnknown
 from stages.models import ModelNotFound
-from stages.prompts.sources import PromptError
+from stages.prompts.files import PromptError
 from stages.rewards.registry import RewardError
 
 log = structlog.get_logger()

@@ -415,7 +415,7 @@ class _Queue:
         near = sorted(w.name for w in found if w.node == self.dock.node and not w.leaving)
         if near:
             self.dock = dock(near[0])
-            await self.dock._enter()
+            await self.dock.enter()
         else:
             self.dock = dock("local" if not found else f"local-{uuid.uuid4().hex[:6]}")
             await self.dock.join(conf["arena"])
@@ -485,7 +485,7 @@ class _Queue:
             )
             rows = {f"field{bit}": value for bit, value in values.items()} or None
             try:
-                reply = await self.dock._place(put, rows, np.arange(len(keys)))
+                reply = await self.dock.writer.store(put, rows, np.arange(len(keys)))
                 break
             except FieldsChanged:  # other processes have put into this partition, or cleared it, since it was heard of
                 self._fields.pop(partition, None)

@@ -361,7 +361,7 @@ class _Link:
                 secret=stream.secret,
                 tls=(tls, tls) if tls else None,  # a reader serves nobody
             )
-            await dock._enter()
+            await dock.enter()
             self._dock = dock
         return self._dock
 

@@ -1,10 +1,10 @@
-"""Prompts that other programs put into the run while it goes on, asked in the order in which they came.
+"""External prompts: other programs put them into a run while it goes on, and groups get them in that order.
 
-    put ─▶ index (a few MiB wait there) ─▶ ExternalPrompts.run: a valid prompt? ─▶ prompts.jsonl ─▶ gate: group n asks line n
-             └ no room: who puts waits         └ no, or too long: an event, left out
+    put_prompts ─▶ index (16 MiB at most) ─▶ ExternalPrompts.run: a valid prompt? ─▶ prompts.jsonl ─▶ gate: group n, line n
+                     └ full: put waits           └ no, or too long: left out, with an event
 
-The file is the source of the run: a lost group, or a resumed run, asks it for the same line and gets the same prompt. When
-the feed is ended its lines are gone through again and again, as a table's.
+The file is the source of the run: a lost group, or a resumed run, gets the same line again. When the last prompt was put,
+the lines are repeated in their order, without end.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ import structlog
 
 from pipeline.events import PromptEvent
 from pipeline.index.client import Index
-from stages.prompts.sources import LISTED, Prompt, PromptError, PromptForm, Row, TooLong, given_of
+from stages.prompts.files import PromptError, Row
+from stages.prompts.formatter import Prompt, PromptFormatter
+from stages.prompts.templates import prompt_in
+from stages.prompts.too_long import TOO_LONG_FILE, LongPrompts
 from stages.rewards.registry import RESERVED
 
 log = structlog.get_logger()
 
-WAITING_BYTES = 16 * 2**20  # of prompts that the run has not taken over yet
-AT_ONCE = 256
+WAITING_BYTES = 16 * 2**20  # of prompts that wait in the index
+AT_ONCE = 256  # prompts taken from the index in one call
 WAIT_SECONDS = 10.0
 
 
 class ExternalPromptsFull(TimeoutError):
-    """More prompts wait than the run takes over."""
+    """The index holds as many prompts as it may, and the run takes none over."""
 
 
 class ExternalPrompts:
     """A :class:`~stages.prompts.sources.PromptSource` of the ``available`` prompts put so far, all in the file ``path``."""
 
-    def __init__(self, index: Index, path: Path, form: PromptForm) -> None:
-        self.index, self.path, self.form = index, path, form
-        self.too_long = TooLong(form.options, path.with_name(LISTED))
+    def __init__(self, index: Index, path: Path, formatter: PromptFormatter) -> None:
+        self.index, self.path, self.formatter = index, path, formatter
+        self.too_long = LongPrompts(path.with_name(TOO_LONG_FILE))
         self.ended = False
         self._rows: list[Row] = []
-        self._position = 0  # of the next prompt to take over; those that made no prompt have one too, and no line
+        self._position = 0  # of the next prompt to take over; those left out have a position too, but no line
 
     @property
     def size(self) -> int | None:
@@ -51,30 +54,30 @@ class ExternalPrompts:
 
     @property
     def available(self) -> int | None:
-        """Groups that have a prompt so far, 0 .. this - 1; None: all, as the feed has ended and begins anew."""
+        """Number of groups that have a prompt so far; None: all groups have, as the last prompt was put."""
         return None if self.ended and self._rows else len(self._rows)
 
     def prompt(self, seq: int) -> Prompt:
         row = self._rows[seq % len(self._rows) if self.ended else seq]
-        return self.form.prompt(row, f"prompt {seq}")
+        return self.formatter.prompt(row, f"prompt {seq}")
 
     async def begin(self) -> None:
-        """Read what the run has already."""
+        """Read the prompts of an earlier process from the file."""
         self.too_long.resume()
         self.path.touch(mode=0o600)
         text = self.path.read_bytes()
         whole = text[: text.rfind(b"\n") + 1]
-        if len(whole) < len(text):  # a line that its writer's death cut in two; its prompt still waits in the index
+        if len(whole) < len(text):  # a kill cut the last line; its prompt still waits in the index
             os.truncate(self.path, len(whole))
         for line in whole.splitlines():
-            said = json.loads(line)
-            self._rows.append(said["row"])
-            self._position = said["position"] + 1
+            entry = json.loads(line)
+            self._rows.append(entry["row"])
+            self._position = entry["position"] + 1
         await self.index.remove_prompts(self._position)
 
     async def run(self) -> None:
-        """Take prompts over as they come. Runs until it is cancelled. Raises PromptError when they have ended without one
-        that can be asked."""
+        """Take prompts over from the index, until cancelled. Raises PromptError when the last one was put and all were left
+        out."""
         while True:
             found = await self.index.read_prompts(self._position, AT_ONCE)
             if found.prompts:
@@ -95,12 +98,12 @@ class ExternalPrompts:
         for position, text in enumerate(prompts, self._position):
             row = json.loads(text)
             try:
-                if self.form.bounded(row, f"prompt {position}", self.too_long) is not None:
+                if self.formatter.bounded(row, f"prompt {position}", self.too_long) is not None:
                     lines.append(json.dumps({"position": position, "row": row}) + "\n")
                     rows.append(row)
                     continue
-                reason = f"it is longer than {self.form.limits.tokens} tokens, {self.form.limits.why}"
-            except Exception as error:  # whatever a chat template raises: another program's prompt ends no run
+                reason = f"it is longer than {self.formatter.limits.tokens} tokens, {self.formatter.limits.why}"
+            except Exception as error:  # a chat template may raise anything, and no prompt may end the run
                 reason = str(error) if isinstance(error, PromptError) else f"{type(error).__name__}: {error}"
             log.warning("prompt left out", position=position, reason=reason)
             await self.index.emit(PromptEvent(position=position, change="left out", reason=reason))
@@ -123,15 +126,16 @@ async def put_prompts(
     last: bool = False,
     timeout: float = 30.0,
 ) -> int:
-    """Put ``rows``, whose prompt is in ``column``, at position ``first`` and on (None: after those that are there) and
-    return the next free position. A repeat with the same ``first`` changes nothing. ``last``: no more will come. Waits up
-    to ``timeout`` seconds while too many wait to be taken over. Raises PromptError for a row that is no prompt, as far as
-    that is seen without a tokenizer, IndexRefused for a wrong position, and ExternalPromptsFull."""
+    """Put ``rows``, whose prompts are in ``column``, and return the next free position.
+
+    They get the positions from ``first`` on (None: after the last one); a repeat with the same ``first`` changes nothing.
+    ``last``: no more will come. Waits up to ``timeout`` seconds while the index is full. Raises PromptError for a row
+    without a prompt, IndexRefused for a wrong position, and ExternalPromptsFull."""
     for i, row in enumerate(rows):
-        given_of(row, column, f"prompt {i}")
-        if taken := [name for name in RESERVED if name in row and name != column]:
+        prompt_in(row, column, f"prompt {i}")
+        if reserved := [name for name in RESERVED if name in row and name != column]:
             raise PromptError(
-                f"prompts: prompt {i} has fields {taken}, which reward functions get from the run; rename"
+                f"prompts: prompt {i} has fields {reserved}, which reward functions get from the run; rename"
             )
     try:
         texts = await asyncio.to_thread(lambda: [json.dumps(dict(row), allow_nan=False) for row in rows])
@@ -142,7 +146,7 @@ async def put_prompts(
         left = deadline - time.monotonic()
         if left <= 0:
             raise ExternalPromptsFull(
-                f"prompts: {WAITING_BYTES >> 20} MiB of them wait to be taken over, and nobody took any for {timeout:g} s; "
+                f"prompts: {WAITING_BYTES >> 20} MiB of them wait, and the run took none over for {timeout:g} s; "
                 "put these again later, at the same position"
             )
         await index.wait("feed", put.wait, min(left, WAIT_SECONDS))

@@ -1,7 +1,7 @@
-"""Small tasks that come with the package, and the reward functions that judge them.
+"""Built-in tasks, which make prompts, and built-in reward functions, which score the responses.
 
-A task is ``f(number, seed, **config) -> row``: a prompt and the columns that its reward needs, a pure function of its
-arguments. A reward function has TRL's signature (see :mod:`stages.rewards.stage`).
+A task is a pure function ``f(number, seed, **config) -> row``: a prompt and the columns that its reward needs. A reward
+function has TRL's signature (see :mod:`stages.rewards.stage`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def repeat(
     length: Annotated[int, Field(ge=1, description="`repeat`: letters of the answer.")] = 4,
     letters: Annotated[str, Field(min_length=1, description="`repeat`: letters to choose from.")] = "abcdefgh",
 ) -> dict[str, str]:
-    """``be=`` wants ``bbbb``: the first of two letters, again and again. A model made from scratch learns it in seconds
-    when ``max_tokens`` is ``length``, so that it need not find out first how to stop."""
+    """Make a row such as ``be=`` with the answer ``bbbb``: the first of two letters, ``length`` times. A model with random
+    weights learns it in seconds when ``max_tokens`` is ``length``, as it need not learn to stop."""
     if not 1 <= length <= LONGEST or not letters:
         raise ValueError(f"repeat: length = {length}, letters = {letters!r}; one at least, and a length <= {LONGEST}")
     first, other = random.Random(f"repeat:{seed}:{number}").choices(letters, k=2)
@@ -42,40 +42,40 @@ CONFIGS: dict[str, type[BaseModel]] = {name: options_model(task) for name, task 
 
 
 def spelling(completions: Completions, answer: list[str], **_: Any) -> list[float]:
-    """The share of characters that are right and in their place; characters too many count as wrong."""
-    return [_spelling(text(completion), wanted) for completion, wanted in zip(completions, answer, strict=True)]
-
-
-def _spelling(completion: str, wanted: str) -> float:
-    return sum(a == b for a, b in zip(completion, wanted, strict=False)) / max(len(completion), len(wanted), 1)
+    """The share of characters that are right and in their place; superfluous characters count as wrong."""
+    pairs = [(text(completion), wanted) for completion, wanted in zip(completions, answer, strict=True)]
+    return [
+        sum(a == b for a, b in zip(given, wanted, strict=False)) / max(len(given), len(wanted), 1)
+        for given, wanted in pairs
+    ]
 
 
 def arithmetic(completions: Completions, answer: list[str], **_: Any) -> list[float]:
-    """How well a response answers with a number, graded so that a model that rambles sees which way to go.
+    """How well a response answers with a number, in grades, so that there is always a better response to learn.
 
     ==========  ============================================================================================
     1.0         the response is the right number and nothing else (a full stop may follow)
-    0.5 to 0.9  the last number said is right: 0.9 less 0.01 for each character beside it
-    0.1         the last number said is wrong
-    0.0         no number is said
+    0.5 to 0.9  the last number is right: 0.9 less 0.01 for each character beside it
+    0.1         the last number is wrong
+    0.0         there is no number
     ==========  ============================================================================================
     """
     return [_arithmetic(text(completion), wanted) for completion, wanted in zip(completions, answer, strict=True)]
 
 
 def _arithmetic(completion: str, wanted: str) -> float:
-    said = completion.strip().removesuffix(".").replace(",", "")
-    number = last_number(said)
+    response = completion.strip().removesuffix(".").replace(",", "")
+    number = last_number(response)
     if number is None:
         return 0.0
     if not _equal(number, wanted):
         return 0.1
-    beside = len(said) - len(number)
+    beside = len(response) - len(number)
     return max(0.5, 0.9 - 0.01 * beside) if beside else 1.0
 
 
 def exact_number(completions: Completions, answer: list[str], **_: Any) -> list[float]:
-    """1.0 when the last number said is the answer, whatever stands around it, else 0.0: a plain measure of truth."""
+    """1.0 when the last number of a response is the answer, whatever other text there is, else 0.0."""
     numbers = (last_number(text(completion)) for completion in completions)
     return [
         float(number is not None and _equal(number, wanted)) for number, wanted in zip(numbers, answer, strict=True)
@@ -85,7 +85,7 @@ def exact_number(completions: Completions, answer: list[str], **_: Any) -> list[
 def reasoning_gym(
     completions: Completions, question: list[str], answer: list[str], metadata: list[dict[str, Any]], **_: Any
 ) -> list[float]:
-    """The score of the reasoning_gym task that asked, given to the answer inside ``<answer>`` tags, or to the whole
+    """The score that the reasoning_gym task of the question gives to the text inside ``<answer>`` tags, or to the whole
     response when it has none."""
     columns = zip(completions, question, answer, metadata, strict=True)
     return [
@@ -103,20 +103,20 @@ REWARDS: dict[str, Callable[..., Any]] = {
 
 
 def text(completion: str | list[dict[str, str]]) -> str:
-    """What was said, of a plain or a conversational completion."""
+    """The text of a completion: a string, or messages."""
     return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
 
-def last_number(said: str) -> str | None:
-    """The last number in ``said`` without its thousands commas; a minus sign between operands is not part of one."""
-    found = NUMBER.findall(said)
+def last_number(response: str) -> str | None:
+    """The last number in ``response`` without its thousands commas; a minus sign between operands is not part of it."""
+    found = NUMBER.findall(response)
     return found[-1].replace(",", "") if found else None
 
 
-def tagged(said: str) -> str:
-    """The last ``<answer>…</answer>`` in ``said``, or all of it."""
-    found = re.findall(r"<answer>(.*?)</answer>", said, flags=re.DOTALL)
-    return str(found[-1] if found else said).strip()
+def tagged(response: str) -> str:
+    """The last ``<answer>…</answer>`` in ``response``, or all of it."""
+    found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
+    return str(found[-1] if found else response).strip()
 
 
 def _equal(number: str, wanted: str) -> bool:

@@ -73,7 +73,7 @@ class RewardSet:
         fields: Sequence[Mapping[str, Any]],
     ) -> RewardScores:
         """Scores of B responses by all functions, which run at the same time. ``prompts`` are the rows' own
-        (:attr:`stages.prompts.sources.Prompt.given`), ``fields`` their other columns. Raises :class:`RewardError`."""
+        (:attr:`stages.prompts.formatter.Prompt.given`), ``fields`` their other columns. Raises :class:`RewardError`."""
         given = _arguments(prompts, completions, completion_ids, fields)
         columns = await asyncio.gather(
             *(self._column(name, f, given) for name, f in zip(self.names, self._functions, strict=True))

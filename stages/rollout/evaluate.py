@@ -17,7 +17,8 @@ from pipeline.events import Answer, EvaluationEvent
 from pipeline.index.client import Index
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
 from stages.models import Tokenizer
-from stages.prompts.sources import Prompt, PromptSource
+from stages.prompts.formatter import Prompt
+from stages.prompts.sources import PromptSource
 from stages.rewards.stage import RewardSet, score_rows
 
 DRAWS_PER_PROMPT = 20  # a small set of procedural prompts repeats itself; a search for more different ones ends here

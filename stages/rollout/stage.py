@@ -24,6 +24,7 @@ from pipeline.controller import Output
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
 from stages.engines.protocols import Begun, Completion, GroupRequest, RolloutEngine, SamplingParams
+from stages.training.device_lease import DeviceLease
 
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")  # what a response that was cut is parked with
 
@@ -41,9 +42,12 @@ class Rollout:
         self.engine, self.params, self.seed = engine, params, seed
         self._group_size, self._most_rows = group_size, most_rows
         self.held_back = False  # claims nothing while it is set (an evaluation that must not share its batch)
+        self.device = DeviceLease()
 
     def room(self, held: int) -> int:
-        return 0 if self.held_back else (self._most_rows - held) // self._group_size
+        if self.held_back or not self.device.may_generate:
+            return 0
+        return (self._most_rows - held) // self._group_size
 
     def version(self) -> int | None:
         return self.engine.version

@@ -2,8 +2,8 @@
 
     v is published ─▶ read a verified copy (beside generation) ─▶ its turn? ─▶ load ─▶ probe ─▶ `sync` told ─▶ claims go on
                         │ damaged, or too slow                                   │ logprobs are not the trainer's
-                        └─▶ the old version stays, and is said; tried again      └─▶ the old weights come back; as left
-                            (damaged: and the trainer is asked to publish it again)
+                        └─▶ the old version stays, and an event says so; tried   └─▶ the old weights come back; as left
+                            again (damaged twice: reported to the trainer, which starts again and publishes it again)
 
 With several replicas only one swaps at a time, so that generation never stops as a whole. A probe holds the engine between
 the swap and its verdict: no token is made by weights that are not what they should be (but by vLLM, see its adapter).
@@ -29,7 +29,7 @@ from stages.rollout.evaluate import Evaluator, evaluate_once
 from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
 from stages.weights.store import (
-    ASKED,
+    TAKEN,
     Probe,
     ProbeFailed,
     ProbeJudge,
@@ -100,8 +100,8 @@ class WeightFollower:
         self._judge = None if policy.probe is None else ProbeJudge(policy.probe)
         self._held: Published | None = None  # what the engine has; None: what it was built with
         self._failed: dict[int, int] = {}  # attempts at the version that is published now
-        self._damaged: Published | None = None  # what was found damaged last, and asked for again
-        self._till = 0.0  # until when that is not read once more (monotonic)
+        self._reported = 0  # the version that was last reported as damaged
+        self._till = 0.0  # until when that is not read again, unless it was published again (monotonic)
         self._pause = WAIT_SECONDS  # until a take is tried again, if nothing is published meanwhile
         self._reading: asyncio.Future[Mapping[str, torch.Tensor]] | None = None  # the last one, if it was given up
         self._alone = 0.0  # since when the trainer has not answered (monotonic); 0: it does
@@ -120,7 +120,7 @@ class WeightFollower:
             self.controller.nudge()
             if self.stage.engine.version >= self.steps:
                 await self.index.put(done_with(self.worker), str(self.steps))
-                await self.index.wake(ASKED)
+                await self.index.wake(TAKEN)
                 self.controller.stop()
                 return
             while not await self._take():
@@ -134,7 +134,8 @@ class WeightFollower:
             return False
         published = Published.from_record(newest.record)
         began = time.monotonic()
-        if published == self._damaged and began < self._till:
+        reported = published.version == self._reported and began < self._till
+        if reported and await self.index.get(damaged(published.version)):
             self._pause = self._till - began
             return False
         try:
@@ -150,7 +151,7 @@ class WeightFollower:
         except (WeightsDamaged, WeightMismatch, SwapRefused) as refused:
             await self._keep_old(published, refused)
             if isinstance(refused, WeightsDamaged):
-                await self._ask_again(published)
+                await self._report_damaged(published.version)
             return False
         self._held, self._failed = published, {}
         await self.index.emit(
@@ -189,16 +190,15 @@ class WeightFollower:
         if self._failed[published.version] >= ATTEMPTS:
             raise refused  # not overwritten by a newer version, or that would be here by now
 
-    async def _ask_again(self, published: Published) -> None:
-        """Have damaged weights published again. It is read once more at once, as the damage may be the way's; then it lies
-        where it lies, and only another edition, or version, can help."""
-        if published == self._damaged:
-            self._pause = self.policy.timeout
-            self._till = time.monotonic() + self._pause
+    async def _report_damaged(self, version: int) -> None:
+        """Have the trainer publish ``version`` again when it was damaged twice: the first time, the damage may have happened
+        on the way here."""
+        if self._failed[version] < 2:
             return
-        self._damaged = published
-        await self.index.put(damaged(published.version, published.edition), self.worker)
-        await self.index.wake(ASKED)
+        self._reported, self._pause = version, self.policy.timeout
+        self._till = time.monotonic() + self._pause
+        await self.index.put(damaged(version), self.worker)
+        await self.index.wake(TAKEN)
 
     async def _read(self, published: Published) -> Mapping[str, torch.Tensor]:
         engine, stuck = self.stage.engine, self._reading is not None and not self._reading.done()

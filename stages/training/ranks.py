@@ -27,6 +27,7 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms import Algorithm
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.protocols import TrainEngine
+from stages.training.device_lease import DeviceLease
 from stages.weights.store import probed
 
 log = structlog.get_logger()
@@ -102,33 +103,39 @@ class RankWorker:
         *,
         version: int,
         save: Callable[[Path, TrainEngine], None],
+        device: DeviceLease | None = None,
     ) -> None:
         self.dock, self.engine, self.algorithm, self.rank_group = dock, engine, algorithm, rank_group
-        self.trained, self._save = version, save
+        self.trained, self._save, self.device = version, save, device or DeviceLease()
 
     async def run(self) -> None:
-        while (said := await self.rank_group.receive())["do"] != "end":
-            await self.do(said)
+        while (order := await self.rank_group.receive())["do"] != "end":
+            await self.do(order)
 
-    async def do(self, said: Mapping[str, Any]) -> None:
-        """One thing that rank 0 has said."""
-        match said["do"]:
+    async def do(self, order: Mapping[str, Any]) -> None:
+        """Carry out one order of rank 0."""
+        match order["do"]:
             case "train":
-                claim = Claim("", said["claim"]["token"], said["claim"])
-                batch = await self.rank_group.fetch(self.dock, claim, said["shares"], trained_columns(self.algorithm))
-                await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
-                self.trained += 1
+                async with self.device.training():
+                    await self._train(Claim("", order["claim"]["token"], order["claim"]), order["shares"])
             case "publish":
-                await asyncio.to_thread(self._give_weights, said["probe"])
+                await asyncio.to_thread(self._publish, order["probe"], order["weights"])
             case "save":
-                await asyncio.to_thread(self._save, Path(said["folder"]), self.engine)
-            case other:
-                raise RuntimeError(f"ranks: rank 0 says {other!r}, which this rank does not know; start both anew")
+                async with self.device.training():
+                    await asyncio.to_thread(self._save, Path(order["folder"]), self.engine)
+            case _:
+                await self.device.follow(order)
 
-    def _give_weights(self, probe: Sequence[list[int]]) -> None:
+    async def _train(self, claim: Claim, shares: Sequence[Sequence[int]]) -> None:
+        batch = await self.rank_group.fetch(self.dock, claim, shares, trained_columns(self.algorithm))
+        await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+        self.trained += 1
+
+    def _publish(self, probe: Sequence[list[int]], weights: bool) -> None:
+        """Take part in the calls that rank 0 makes of all ranks; it alone keeps the results."""
         if probe:
             probed(self.engine, probe)
-        for _ in self.engine.weights():  # gathering one is a call of all ranks; rank 0 keeps it
+        for _ in self.engine.weights() if weights else ():
             pass
 
 

@@ -2,7 +2,7 @@
 
     claim P groups (the window) ─▶ check the bound ─▶ train ─▶ commit the step and its event, atomically
        ▲                                                          └─▶ publish v + 1: the gate opens ─▶ checkpoint?
-    between two steps: an engine has found v damaged ─▶ publish v again
+    between two steps: an engine has reported v as damaged ─▶ the worker ends, and its successor publishes v again
 
 A killed worker's successor loads the last checkpoint and replays the steps that the index has recorded since: their rows
 are still there, the arithmetic is deterministic, so it arrives at the very weights that were lost. Where the engine has
@@ -15,7 +15,6 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 
 import structlog
 import torch
@@ -23,6 +22,7 @@ from tensordict import TensorDict
 
 from pipeline.controller import Output
 from pipeline.events import LedgerEvent, StepEvent, SyncEvent
+from pipeline.first_of import first_of
 from pipeline.index.client import BoundBroken, Claim
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
@@ -30,8 +30,9 @@ from stages.algorithms import Algorithm
 from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
 from stages.sample_log import Recorder, Sample
+from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup, trained_columns
-from stages.weights.store import ASKED, Published, Publisher, damaged, done_with, probed
+from stages.weights.store import TAKEN, Probe, Published, Publisher, WeightsDamaged, damaged, done_with, probed
 
 log = structlog.get_logger()
 
@@ -43,7 +44,8 @@ PROBE_ROWS, PROBE_NEW_ROWS = 16, 8  # at most, in all and of one batch: the othe
 class Update:
     """``version`` counts the optimizer steps in the engine's weights. ``after_step`` is told each new version once it is
     published (checkpoints); ``after_last`` is called when ``steps`` are done. With ``publish_first`` the weights that the
-    run begins with are published too, for engines that are not built from its model."""
+    run begins with are published too, for engines that are not built from its model. ``store`` is None where ranks pass the
+    weights on themselves: only the version is published then. ``device`` is what the engine computes on."""
 
     name = "update"
 
@@ -52,7 +54,7 @@ class Update:
         dock: Dock,
         engine: TrainEngine,
         algorithm: Algorithm,
-        store: Publisher,
+        store: Publisher | None,
         *,
         steps: int,
         staleness: int,
@@ -64,6 +66,7 @@ class Update:
         spans: Spans | None = None,
         recorder: Recorder | None = None,
         publish_first: bool = False,
+        device: DeviceLease | None = None,
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
         self.fetches: tuple[str, ...] = ("reward",)  # what is trained on, each rank fetches itself
@@ -73,7 +76,9 @@ class Update:
         self.spans, self.recorder = spans or Spans(), recorder
         self._since = time.monotonic()
         self._publish_first = publish_first
-        self._turn = asyncio.Lock()  # of whoever calls the engine, and tells the rank group what all ranks call
+        self.device = device or DeviceLease()
+        self.probe: Probe | None = None  # of the version published last
+        self._stepping = asyncio.Lock()  # held from the check of the bound to the publishing of the step's weights
         self._over = asyncio.Event()
         self._probe_tokens, self._probe = probe_tokens, list[list[int]]()  # rows of the last batches
 
@@ -90,15 +95,19 @@ class Update:
             await self._train(await self.dock.index.replay(self.trained))
             log.info("step replayed", step=self.trained)
             self.trained += 1
-        if status.published < self.trained or not await self._reachable():
+        was_damaged = bool(await self.dock.index.get(damaged(self.trained)))
+        if status.published < self.trained or was_damaged or not await self._reachable():
             await self.publish()
+        if was_damaged:
+            await self.dock.index.put(damaged(self.trained), "")
+            await self.dock.index.wake("version")
         if self.trained > began:
             await self._end_step()  # who made the last of these steps may not have come to it
         if self.trained >= self.steps:
             self._after_last()
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        async with self._turn:
+        async with self._stepping, self.device.training():
             stale = (self.trained - claim.oldest_version.astype(int)).tolist()
             if max(stale) > self.staleness or min(stale) < 0:
                 raise BoundBroken(
@@ -154,63 +163,21 @@ class Update:
         """Whether engines can have the published version's weights: a trainer that is gone sends them no more. Those that
         the run begins with were not published, unless somebody needs them."""
         record = (await self.dock.index.published_weights()).record
-        return record.get("source", "") == self.store.source if record else not self._publish_first
+        if not record or self.store is None:
+            return not self._publish_first
+        return record.get("source", "") == self.store.source  # type: ignore[no-any-return]
 
     async def publish(self) -> None:
-        """Put the engine's weights into host memory as the current version, and tell the index."""
-        await self._offer(edition=0)
-
-    def over(self) -> None:
-        """Nothing more will be trained."""
-        self._over.set()
-
-    async def answer(self, engines: Sequence[str]) -> None:
-        """Publish again what an engine has found damaged: until nothing more will be trained and, where that was the last
-        step, all of ``engines`` have its version."""
-        seen = ""
-        while not self._over.is_set() or (self.trained >= self.steps and not await self._all_have_last(engines)):
-            await self._publish_again()
-            seen = await self._asked(seen)
-
-    async def _all_have_last(self, engines: Sequence[str]) -> bool:
-        return all([await self.dock.index.get(done_with(engine)) == str(self.steps) for engine in engines])
-
-    async def _asked(self, seen: str) -> str:
-        """Wait until somebody asks after ``seen``, or all is over, which ends the wait only once; where it was asked."""
-        asked = asyncio.create_task(self.dock.index.woken(ASKED, seen, WAIT_SECONDS))
-        over = [] if self._over.is_set() else [asyncio.create_task(self._over.wait())]
-        try:
-            await asyncio.wait([asked, *over], return_when=asyncio.FIRST_COMPLETED)
-            return asked.result() if asked.done() else seen
-        finally:
-            for task in (asked, *over):
-                task.cancel()
-            await asyncio.gather(asked, *over, return_exceptions=True)
-
-    async def _publish_again(self) -> None:
-        """Publish the current version in another edition, if the present one is known to be damaged."""
-        async with self._turn:
-            newest = await self.dock.index.published_weights()
-            if newest.version != self.trained or not newest.record:
-                return
-            edition = Published.from_record(newest.record).edition
-            finder = await self.dock.index.get(damaged(self.trained, edition))
-            if finder is None:
-                return
-            log.warning("weights published again", version=self.trained, found_damaged_by=finder)
-            publishing = asyncio.create_task(self._offer(edition + 1))
-            try:
-                await asyncio.shield(publishing)
-            except asyncio.CancelledError:
-                await asyncio.wait([publishing])  # the other ranks have been told, and the engine is being called
-                raise
-
-    async def _offer(self, edition: int) -> None:
+        """Put the engine's weights into host memory as the current version, and record it in the index."""
         began = time.monotonic()
         with self.spans.during("publish", version=self.trained):
-            await self.rank_group.broadcast("publish", probe=self._probe)
-            published = replace(await asyncio.to_thread(self._write), edition=edition)
-            await self.dock.index.publish_weights(self.trained, published.record())
+            if self._probe or self.store is not None:
+                await self.rank_group.broadcast("publish", probe=self._probe, weights=self.store is not None)
+            published = await asyncio.to_thread(self._write)
+            record = published.record() if published else {}
+            await self.dock.index.publish_weights(self.trained, record)
+        if published is None:
+            return
         await self.dock.index.emit(
             SyncEvent(
                 worker="update-0",
@@ -222,9 +189,31 @@ class Update:
             )
         )
 
-    def _write(self) -> Published:
-        probe = probed(self.engine, self._probe) if self._probe else None
-        return self.store.publish(self.trained, self.engine.weights(), probe)
+    def _write(self) -> Published | None:
+        self.probe = probed(self.engine, self._probe) if self._probe else None
+        return None if self.store is None else self.store.publish(self.trained, self.engine.weights(), self.probe)
+
+    def over(self) -> None:
+        """Nothing more will be trained."""
+        self._over.set()
+
+    async def until_taken(self, engines: Sequence[str]) -> None:
+        """Return when nothing more will be trained and, after the last step, all of ``engines`` have its version. Raises
+        WeightsDamaged, between two steps, when an engine has reported the newest version as damaged."""
+        position = ""
+        while not self._over.is_set() or (self.trained >= self.steps and not await self._all_have_last(engines)):
+            async with self._stepping:
+                if reported_by := await self.dock.index.get(damaged(self.trained)):
+                    raise WeightsDamaged(
+                        f"weights of version {self.trained}: {reported_by} has found them damaged; the trainer starts again "
+                        "and publishes them again"
+                    )
+            waits = [self.dock.index.woken(TAKEN, position, WAIT_SECONDS)]
+            woken, *_ = await first_of(*waits, *([] if self._over.is_set() else [self._over.wait()]))
+            position = woken or position
+
+    async def _all_have_last(self, engines: Sequence[str]) -> bool:
+        return all([await self.dock.index.get(done_with(engine)) == str(self.steps) for engine in engines])
 
 
 def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:

@@ -5,8 +5,8 @@
               token boundary ─▶ claims groups that need v
 
 A slot that is overwritten while it is read fails its checksums: the follower keeps its version, says so, and takes the
-newest. Versions come as the optimizer makes them; a slow follower skips some. One that finds the newest damaged where it
-lies asks for it: the trainer publishes the same version again, in another edition (``damaged`` names what is asked for).
+newest. Versions come as the optimizer makes them; a slow follower skips some. A follower that finds the newest version
+damaged where it lies reports it (:func:`damaged`): the trainer starts again, and publishes the same version again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tensordict import TensorDict
 from stages.engines.protocols import RolloutEngine, TrainEngine
 
 BUCKET_BYTES = 32 * 2**20
-ASKED = "weights"  # the index's topic of whoever wants something of the trainer's weights, or nothing more of them
+TAKEN = "weights"  # topic of the index: an engine has taken the last version, or reported one as damaged
 _ALIGN = 64
 
 
@@ -202,8 +202,7 @@ class ProbeJudge:
 @dataclass(frozen=True)
 class Published:
     """What the index keeps of a version: where it lies and what it must be. ``buckets`` are (offset, bytes, xxh3);
-    ``source`` is the trainer that sends it (``weights.collective``; "": it is read on the trainer's node), ``edition`` the
-    number of times that it had been published before."""
+    ``source`` is the trainer that sends it (``weights.collective``; "": it is read on the trainer's node)."""
 
     version: int
     slot: int
@@ -212,7 +211,6 @@ class Published:
     buckets: tuple[tuple[int, int, str], ...]
     probe: Probe | None = None
     source: str = ""
-    edition: int = 0
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -227,7 +225,6 @@ class Published:
             tuple((offset, nbytes, digest) for offset, nbytes, digest in record["buckets"]),
             Probe.from_record(probe) if (probe := record.get("probe")) else None,
             record.get("source", ""),
-            record.get("edition", 0),
         )
 
     def check(self) -> None:
@@ -246,13 +243,14 @@ class Published:
             )
 
 
-def damaged(version: int, edition: int) -> str:
-    """The document of the index that says that somebody has found this edition damaged."""
-    return f"damaged:{version}:{edition}"
+def damaged(version: int) -> str:
+    """Returns the key of the document that names the worker which has found ``version`` damaged; empty once the trainer has
+    published it again."""
+    return f"damaged:{version}"
 
 
 def done_with(worker: str) -> str:
-    """The document of the index that says of which version ``worker`` needs no more: the last one that it has taken."""
+    """Returns the key of the document that holds the last version that ``worker`` has taken and will need."""
     return f"has-last-weights:{worker}"
 
 

@@ -163,7 +163,7 @@ async def test_a_stage_that_raises_is_heard_at_once_and_its_rows_go_to_another(d
     assert stage.closed == 1
     await dock.index.forget_worker("w")  # as the supervisor does
     other = Double(most=6)
-    controller = Controller(Dock(dock.index, SCHEMA, worker="w2", directory=dock._directory), other)
+    controller = Controller(Dock(dock.index, SCHEMA, worker="w2", directory=dock.folder), other)
     running = asyncio.create_task(controller.run())
     await until(lambda: len(other.done) == 4, "the rows that were not committed")
     await finish(controller, running)
@@ -179,7 +179,7 @@ async def test_a_lost_lease_drops_its_rows_and_the_controller_goes_on(dock: Dock
     running = asyncio.create_task(controller.run())
     await until(lambda: bool(stage.claimed), "a claim")
     await dock.index.forget_worker("w")  # declared dead, and it is not
-    thief = Dock(dock.index, SCHEMA, worker="thief", directory=dock._directory)
+    thief = Dock(dock.index, SCHEMA, worker="thief", directory=dock.folder)
     stolen = await thief.claim("double", 10)
     assert stolen is not None
     await thief.commit(stolen, [0, 1], {"doubled": torch.tensor([0, 2])})
@@ -195,7 +195,7 @@ async def test_leases_are_renewed_while_a_stage_takes_its_time(dock: Dock) -> No
     await admit(dock, range(1))
     stage = Double()
     stage.gate.clear()
-    brief = Dock(dock.index, SCHEMA, worker="brief", directory=dock._directory, lease=0.3)
+    brief = Dock(dock.index, SCHEMA, worker="brief", directory=dock.folder, lease=0.3)
     controller = Controller(brief, stage)
     running = asyncio.create_task(controller.run())
     await until(lambda: bool(stage.claimed), "a claim")
@@ -210,7 +210,7 @@ async def test_a_lease_that_is_gone_ends_the_work_on_it(dock: Dock) -> None:
     await admit(dock, range(1))
     stage = Double()
     stage.gate.clear()
-    brief = Dock(dock.index, SCHEMA, worker="brief", directory=dock._directory, lease=0.3)
+    brief = Dock(dock.index, SCHEMA, worker="brief", directory=dock.folder, lease=0.3)
     controller = Controller(brief, stage)
     running = asyncio.create_task(controller.run())
     await until(lambda: bool(stage.claimed), "a claim")

@@ -34,7 +34,7 @@ VICTIM = """
 import asyncio, sys, time
 from pathlib import Path
 import torch
-from pipeline import columns
+from pipeline import blocks
 from pipeline.warehouse.dock import Dock
 from tests.pipeline.test_kills import SCHEMA, STAGES
 
@@ -43,13 +43,13 @@ def here():
     time.sleep(600)
 
 async def main(url, run, home, moment):
-    write = columns.PackedRows.write_into
+    write = blocks.PackedRows.write_into
     async with Dock.open(url, run, SCHEMA, STAGES, worker="victim", arena=1 << 20, directory=Path(home)) as dock:
         if moment == "in a put":
             def torn(self, memory, block_id):
                 memory[: len(memory) // 2] = bytes([7]) * (len(memory) // 2)
                 here()
-            columns.PackedRows.write_into = torn
+            blocks.PackedRows.write_into = torn
             await dock.put({"tokens": [torch.arange(9000)]})
         claim = await dock.claim("score", 2)
         assert len(claim) == 2
@@ -60,7 +60,7 @@ async def main(url, run, home, moment):
             def whole(self, memory, block_id):
                 write(self, memory, block_id)
                 here()
-            columns.PackedRows.write_into = whole
+            blocks.PackedRows.write_into = whole
         await dock.commit(claim, [0], {"score": torch.ones(1)})
         here()
 
@@ -238,7 +238,7 @@ async def test_a_cut_between_two_nodes_is_told_within_the_deadline_and_nothing_i
         _, port = await a.serve("127.0.0.1")
         async with Cable(("127.0.0.1", port)) as cable:
             await index.announce_warehouse(1, "127.0.0.1", cable.port)
-            await b._enter()
+            await b.enter()
             await a.put({"tokens": [torch.arange(n) for n in (3, 0, 5)]})
             claim = await b.claim("score", 3)
             assert claim is not None

@@ -58,7 +58,7 @@ from api.server.service import Service
 from pipeline.index.client import BoundBroken, IndexRefused, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
 from stages.prompts.external import ExternalPromptsFull
-from stages.prompts.sources import PromptError
+from stages.prompts.files import PromptError
 
 # What handles tensors is imported where it is used: a server without runs that programs outside take part in does without
 # torch, which takes seconds to import.

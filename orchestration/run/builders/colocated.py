@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -11,10 +10,11 @@ from orchestration.recipe.planner import reshard_plan
 from orchestration.run.builders.job import Work
 from orchestration.run.builders.rollout import make_rollout
 from orchestration.run.builders.update import UpdateJob
-from orchestration.run.engines import colocated_engine, probe_rule, weight_publisher
+from orchestration.run.engines import colocated_engine, probe_rule
 from stages.engines.plans import Ranks
 from stages.resharding.swap import empty
-from stages.training.colocated import ColocatedRankWorker, ColocatedUpdate, SharedDevice, Turn
+from stages.training.colocated import Turn
+from stages.training.shared_device import SharedDevice
 
 if TYPE_CHECKING:
     from stages.engines.torch.train import TorchTrainEngine
@@ -34,19 +34,22 @@ class ColocatedJob(UpdateJob):
         await self.make_engine()
         stage, evaluator = make_rollout(self, rollout)
         self._rollout = self.control(stage)
-        self._device = SharedDevice(
+        stage.device = device = SharedDevice(
             await asyncio.to_thread(reshard_plan, recipe, "vllm" if rollout.fused else "hf"),
             self.number,
             cast("TorchTrainEngine", self.engine),
             rollout,
-            stage,
             self._rollout,
             self.index,
+            temperature=recipe.rollout.temperature,
             probe=probe_rule(recipe),
             deadline=recipe.launch.collective_timeout,
         )
+        if self.ranks.rank:
+            self.make_rank_worker(device)
+            return
         self._turn = Turn(
-            self._device,
+            device,
             self.rank_group,
             self.index,
             evaluator,
@@ -56,12 +59,8 @@ class ColocatedJob(UpdateJob):
             ahead=recipe.sync.prefetch,
             overlap=recipe.staleness_plan.slack > 0,
         )
+        await self.make_stage(None, self._turn)
         self._rollout.on_nothing = self._turn.no_rows
-        if self.ranks.rank:
-            self.make_rank_worker(functools.partial(ColocatedRankWorker, self._device))
-            return
-        publisher = weight_publisher(recipe, self.paths.shared, self.context.secret)
-        await self.make_stage(functools.partial(ColocatedUpdate, self._turn), publisher)
         self.controller.on_nothing, self.controller.on_end = self._turn.no_batch, self._turn.over
 
     def until_stop(self) -> Sequence[Work]:
@@ -71,13 +70,6 @@ class ColocatedJob(UpdateJob):
         return (self._take_turns(),)
 
     async def _take_turns(self) -> None:
-        """Claim rollout work until training has ended."""
-        if self.rank_worker is not None:
-            await self.rank_worker.run()
-        else:
-            assert isinstance(self.stage, ColocatedUpdate)
-            await self._turn.run(self.stage)
+        """Generate until training has ended."""
+        await (self._turn.run(self.stage) if self.rank_worker is None else self.rank_worker.run())
         self._rollout.stop()
-
-    async def before_last_save(self) -> None:
-        await self._turn.give_to_training()

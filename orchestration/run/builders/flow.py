@@ -13,7 +13,9 @@ from orchestration.run.engines import terms_of
 from stages.external_checks import TERMS
 from stages.gate import Gate
 from stages.prompts.external import ExternalPrompts
-from stages.prompts.sources import LISTED, PromptForm, PromptSource, load_prompts
+from stages.prompts.formatter import PromptFormatter
+from stages.prompts.sources import PromptSource, load_prompts
+from stages.prompts.too_long import TOO_LONG_FILE
 from stages.rewards.stage import Reward
 from stages.training.advantage import Advantage
 
@@ -48,12 +50,12 @@ class FlowJob(Job):
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)
         if recipe.prompts.source != "external":
-            listed = self.paths.out / LISTED
+            listed = self.paths.out / TOO_LONG_FILE
             split = await asyncio.to_thread(
                 load_prompts, recipe.prompts, self.tokenizer, recipe.seed, limits=limits, listed=listed
             )
             return split.train
-        form = PromptForm(recipe.prompts, self.tokenizer, limits)
+        form = PromptFormatter(recipe.prompts, self.tokenizer, limits)
         prompts = self._external_prompts = ExternalPrompts(self.index, self.paths.out / EXTERNAL_PROMPTS, form)
         await prompts.begin()
         return prompts

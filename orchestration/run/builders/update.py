@@ -8,7 +8,7 @@ finish:  the run was stopped ─▶ checkpoint of the last step ─▶ the other
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from orchestration.run import checkpoint
@@ -21,6 +21,7 @@ from pipeline.events import CheckpointEvent
 from pipeline.spans import Spans
 from stages.engines.plans import Ranks
 from stages.sample_log import FOLDER, Recorder, SampleLog
+from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 from stages.weights.store import Publisher
@@ -40,15 +41,17 @@ class UpdateJob(Job):
     async def build(self) -> None:
         await self.make_engine()
         if self.ranks.rank:
-            self.make_rank_worker(RankWorker)
-        else:
-            await self.make_stage(Update, weight_publisher(self.recipe, self.paths.shared, self.context.secret))
+            self.make_rank_worker(DeviceLease())
+            return
+        publisher = weight_publisher(self.recipe, self.paths.shared, self.context.secret)
+        self.resources.callback(publisher.close)
+        await self.make_stage(publisher, DeviceLease())
 
     def until_stop(self) -> Sequence[Work]:
         if self.rank_worker is not None:
             return ()
         replicas = self.recipe.replicas if self.recipe.runs_stage("rollout") else 0
-        return (self.stage.answer([f"rollout-{number}" for number in range(replicas)]),)
+        return (self.stage.until_taken([f"rollout-{number}" for number in range(replicas)]),)
 
     def until_done(self) -> Sequence[Work]:
         return () if self.rank_worker is None else (self.rank_worker.run(),)
@@ -58,12 +61,9 @@ class UpdateJob(Job):
         if self.rank_worker is not None:
             return
         if self.stage.trained > self._saved and (await self.index.state())[0] == "stopping":
-            await self.before_last_save()
+            await self.stage.device.give_to_training()
             await self._save(self.stage.trained)
         await self.rank_group.broadcast("end")
-
-    async def before_last_save(self) -> None:
-        """Called before :meth:`finish` writes a checkpoint."""
 
     async def make_engine(self) -> None:
         """Make this rank's engine, with the newest checkpoint in it."""
@@ -81,22 +81,27 @@ class UpdateJob(Job):
             await asyncio.to_thread(self.checkpoint.load_into, self.engine)
             self._saved = self.checkpoint.version
 
-    def make_rank_worker(self, make: Callable[..., RankWorker]) -> None:
+    def make_rank_worker(self, device: DeviceLease) -> None:
         """Make what a rank other than 0 does."""
-        self.rank_worker = worker = make(
-            self.dock, self.engine, self.algorithm(), self.rank_group, version=self._saved, save=checkpoint.write
+        self.rank_worker = worker = RankWorker(
+            self.dock,
+            self.engine,
+            self.algorithm(),
+            self.rank_group,
+            version=self._saved,
+            save=checkpoint.write,
+            device=device,
         )
         self.version = lambda: worker.trained
 
-    async def make_stage(self, make: Callable[..., Update], publisher: Publisher) -> None:
+    async def make_stage(self, publisher: Publisher | None, device: DeviceLease) -> None:
         """Make the update stage, and replay the steps that were recorded since the newest checkpoint."""
         recipe, found, self._spans = self.recipe, self.checkpoint, Spans()
         if found is not None and found.path != self.paths.start:
             if found.version > int(await self.index.get(CHECKPOINT_REPORTED) or 0):
                 await self._report(found, requested=False)  # its writer was killed before it could emit the event
             await self.index.release_steps(found.version)
-        self.resources.callback(publisher.close)
-        self.stage = make(
+        self.stage = Update(
             self.dock,
             self.engine,
             self.algorithm(),
@@ -111,6 +116,7 @@ class UpdateJob(Job):
             spans=self._spans,
             recorder=await self._recorder(),
             publish_first=not recipe.runs_stage("rollout"),
+            device=device,
         )
         self.version = lambda: self.stage.trained
         self.controller = self.control(self.stage, self._spans)

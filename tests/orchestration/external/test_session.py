@@ -26,7 +26,7 @@ from pipeline.columns import ColumnError, Packed
 from pipeline.index.client import LeaseLost
 from stages.algorithms import build_algorithm
 from stages.external_checks import Misfit, Terms, check_responses
-from stages.prompts.sources import LISTED
+from stages.prompts.too_long import TOO_LONG_FILE
 from stages.training.ranks import trained_columns
 from tests.orchestration.run.test_run import assert_each_sample_once
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
@@ -287,7 +287,7 @@ async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> 
         left_out = [event for event in watched.of("prompt") if event["change"] == "left out"]
         assert [event["position"] for event in left_out] == [5]
         assert "longer than 16 tokens" in left_out[0]["reason"]
-        [listed] = [json.loads(line) for line in (tmp_path / "run" / LISTED).read_text().splitlines()]
+        [listed] = [json.loads(line) for line in (tmp_path / "run" / TOO_LONG_FILE).read_text().splitlines()]
         assert listed == {"where": "prompt 5", "length": "40 tokens", "done": "skipped"}
         await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[5:], last=True)
         with pytest.raises(Exception, match="after the last"):

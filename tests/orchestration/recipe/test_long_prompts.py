@@ -16,7 +16,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
 from orchestration.run.synchronous import synchronous_run
-from stages.prompts.sources import LISTED
+from stages.prompts.too_long import TOO_LONG_FILE
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, Watched, complete, executing, recipe
 
@@ -60,8 +60,8 @@ async def test_one_prompt_too_long_is_skipped_and_the_rest_is_the_run_without_it
     assert_equal(trained(of, result), weights)
     [told] = watched.of("prompt")
     assert (told["change"], told["skipped"], told["cut"]) == ("too long", 1, 0)
-    assert str(tmp_path / "run" / LISTED) in told["reason"]
-    [listed] = [json.loads(line) for line in (tmp_path / "run" / LISTED).read_text().splitlines()]
+    assert str(tmp_path / "run" / TOO_LONG_FILE) in told["reason"]
+    [listed] = [json.loads(line) for line in (tmp_path / "run" / TOO_LONG_FILE).read_text().splitlines()]
     assert listed == {"where": f"{of.prompts.path}, line 44", "length": "600 tokens", "done": "skipped"}
     assert summary_of(watched)["prompts_skipped"] == 1
     assert not [worker for worker in watched.of("worker") if worker["change"] == "died"]

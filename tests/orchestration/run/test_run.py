@@ -258,7 +258,7 @@ async def test_weights_corrupted_in_shared_memory_are_never_loaded_but_published
         return published
 
     monkeypatch.setattr(WeightStore, "publish", corrupting)
-    of = recipe(MOCK, train__steps=6, pipeline__staleness=0, launch__max_restarts=0)
+    of = recipe(MOCK, train__steps=6, pipeline__staleness=0, launch__max_restarts=1)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     changes = [(event.kind, event.data.get("change"), event.data.get("version")) for event in watched.events]
     syncs = [event for event in changes if event[0] == "sync"]

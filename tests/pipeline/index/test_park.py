@@ -12,7 +12,7 @@ import torch
 
 from pipeline.columns import Column, Schema
 from pipeline.index.client import Claim, Index, IndexRefused, LeaseLost, RunConfig, StageSpec, WrittenTwice
-from pipeline.warehouse import dock as dock_module
+from pipeline.warehouse import directory
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 
@@ -166,7 +166,7 @@ async def test_a_dead_workers_rows_come_back_with_what_was_parked_last(nodes: tu
 async def test_progress_moves_with_a_draining_warehouse_and_is_made_again_when_its_node_is_lost(
     nodes: tuple[Dock, Dock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dock_module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(directory, "SILENT_SECONDS", 0.0)
     a, b = nodes
     await admit(a, 0)
     await park(a, await claim(a), [0, 1, 2, 3], 5)

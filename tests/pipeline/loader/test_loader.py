@@ -169,8 +169,8 @@ async def test_without_workers_a_batch_is_a_view_of_shared_memory(flow: Flow) ->
     await flow.dock.put(rows(range(4)))
     stream = flow.stream("ids", ragged="packed", commit="explicit")
     batch = await thread(lambda: next(iter(stream)))
-    home = flow.dock._warehouses[flow.dock.home]
-    arena = flow.dock._arena(home)
+    home = flow.dock.warehouses.records[flow.dock.home]
+    arena = flow.dock.warehouses.arena(home)
     at = bytes(arena.slice(0, arena.nbytes)).find(batch["ids"].values.numpy().tobytes())
     assert at > 0
     arena.slice(at, 8)[:] = torch.tensor([99]).numpy().tobytes()

@@ -111,11 +111,16 @@ async def test_rows_that_lie_side_by_side_are_views_of_shared_memory(dock: Dock)
     await dock.commit(
         rollout, [0, 1], {"response_ids": [torch.tensor([1, 2]), torch.tensor([3])]}, generated=[(0, 2), (0, 1)]
     )
-    other = Dock(dock.index, SCHEMA, worker="other", directory=dock._directory, slab=0)
+    other = Dock(dock.index, SCHEMA, worker="other", directory=dock.folder, slab=0)
     reward = await claim(other, "reward")
     values = (await other.fetch(reward, ["response_ids"]))["response_ids"].values()
-    arena = Arena(dock._directory / "arena-local")
-    at = int(values.data_ptr()) - torch.frombuffer(other._arenas[1].slice(0, 1), dtype=torch.uint8).data_ptr()
+    arena = Arena(dock.folder / "arena-local")
+    at = (
+        int(values.data_ptr())
+        - torch.frombuffer(
+            other.warehouses.arena(other.warehouses.records[1]).slice(0, 1), dtype=torch.uint8
+        ).data_ptr()
+    )
     assert 0 <= at < arena.nbytes
     assert bytes(arena.slice(at, 24)) == torch.tensor([1, 2, 3]).numpy().tobytes()
 
@@ -181,7 +186,7 @@ async def test_a_straggler_is_passed_only_inside_the_window(index: Index, tmp_pa
 
 async def test_an_expired_lease_is_delivered_again_and_its_late_commit_refused(dock: Dock) -> None:
     await admit(dock, range(1))
-    slow = Dock(dock.index, SCHEMA, worker="slow", directory=dock._directory, slab=0, lease=0.05)
+    slow = Dock(dock.index, SCHEMA, worker="slow", directory=dock.folder, slab=0, lease=0.05)
     lost = await claim(slow, "rollout", version=0)
     again = await dock.claim("rollout", 1, version=0, timeout=5)
     assert again is not None
@@ -195,7 +200,7 @@ async def test_an_expired_lease_is_delivered_again_and_its_late_commit_refused(d
 
 async def test_a_renewed_lease_holds(dock: Dock) -> None:
     await admit(dock, range(1))
-    short = Dock(dock.index, SCHEMA, worker="short", directory=dock._directory, slab=0, lease=0.2)
+    short = Dock(dock.index, SCHEMA, worker="short", directory=dock.folder, slab=0, lease=0.2)
     held = await claim(short, "rollout", version=0)
     assert await dock.index.renew("rollout", [held.token, "0" * 32], 60) == {held.token}
     assert await dock.claim("rollout", 1, version=0, timeout=0.3) is None
@@ -205,7 +210,7 @@ async def test_a_renewed_lease_holds(dock: Dock) -> None:
 async def test_a_dead_workers_rows_and_bytes_come_back_at_once(dock: Dock) -> None:
     await admit(dock, range(2))
     before = (await dock.index.stats())["warehouses"]["local"]["used"]
-    dead = Dock(dock.index, SCHEMA, worker="dead", directory=dock._directory, slab=0)
+    dead = Dock(dock.index, SCHEMA, worker="dead", directory=dock.folder, slab=0)
     lost = await claim(dead, "rollout", version=0)
     await respond(dead, lost, positions=[0])
     used = (await dock.index.stats())["warehouses"]["local"]["used"]
@@ -292,12 +297,12 @@ async def test_a_full_warehouse_makes_producers_wait_until_rows_are_released(ind
         await dock.commit(rollout, [1], big, generated=[(0, 700)])
     with pytest.raises(NeverFits, match="can never fit"):
         await dock.commit(rollout, [1], {"response_ids": [torch.zeros(2000, dtype=torch.int64)]}, generated=[(0, 1)])
-    dock.room_timeout = 10
+    dock.writer.room_timeout = 10
     await respond(dock, rollout, positions=[1, 2, 3])
     await through_advantage(dock)
     await index.train(await claim(dock, "update"), 0)
     await index.publish_weights(1, {})
-    waiting = asyncio.create_task(dock._write(big))
+    waiting = asyncio.create_task(dock.writer.write(big))
     assert not (await asyncio.wait([waiting], timeout=0.1))[0]
     await index.release_steps(1)
     assert (await asyncio.wait_for(waiting, 5)).mask == SCHEMA.mask(["response_ids"])

@@ -18,7 +18,7 @@ import torch
 
 from pipeline.columns import Column, Schema
 from pipeline.index.client import Index, IndexRefused, RunConfig, StageSpec, WarehouseGone
-from pipeline.warehouse import dock as dock_module
+from pipeline.warehouse import directory
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from pipeline.warehouse.wire.protocol import TransferError, WarehouseUnreachable
@@ -111,7 +111,9 @@ async def test_nodes_that_start_together_find_each_other_whoever_serves_first(cl
     options = {"worker": "writer", "warehouse": "a", "node": "c", "secret": SECRET}
     writer = Dock(cluster.index, SCHEMA, directory=cluster.home, **options)  # type: ignore[arg-type]
     cluster.docks.append(writer)
-    with pytest.raises(ConnectionError, match="warehouse 'a' lies on node 'a' and serves nobody; start its server"):
+    with pytest.raises(
+        ConnectionError, match="warehouse 'a' lies on node 'a', which does not serve it; start its server"
+    ):
         await admit(writer, 0, 1)
     await a.serve("127.0.0.1")
     await admit(writer, 0, 1)
@@ -237,7 +239,7 @@ async def test_a_warehouse_leaves_and_its_samples_move(cluster: Cluster) -> None
 async def test_a_lost_node_has_its_groups_made_again_and_the_ledger_shows_them(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dock_module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(directory, "SILENT_SECONDS", 0.0)
     a, b = await cluster.node("a"), await cluster.node("b")
     await admit(b, 0, 4)
     assert await respond(a, 1) == [0]

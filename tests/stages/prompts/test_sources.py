@@ -16,17 +16,11 @@ from pydantic import ValidationError
 
 from stages.models import Tokenizer, load_tokenizer
 from stages.prompts.file_checks import MOST_FAULTS, PromptCheck
-from stages.prompts.files import LINE_BYTES, Reading
-from stages.prompts.sources import (
-    PromptError,
-    PromptLimits,
-    PromptOptions,
-    PromptSource,
-    fill,
-    load_prompts,
-    parse_template,
-)
+from stages.prompts.files import LINE_BYTES, PromptError, Reading
+from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.sources import PromptSource, load_prompts
 from stages.prompts.tasks import TASKS
+from stages.prompts.templates import fill_template, parse_template
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ' ' }}{% endfor %}"
@@ -346,8 +340,8 @@ def test_a_template_is_filled_as_str_format_fills_it(fields: dict[str, str], pie
     template = "".join(["{prompt}", *pieces])
     row = fields | {"prompt": "ask"}
     whole = template.format(**row)
-    assert fill(parse_template(template), row, 10_000, "row 1") == whole
-    assert fill(parse_template(template), row, most, "row 1") == whole[-most:]
+    assert fill_template(parse_template(template), row, 10_000, "row 1") == whole
+    assert fill_template(parse_template(template), row, most, "row 1") == whole[-most:]
 
 
 def test_procedural_prompts_that_never_fit_end_in_an_error(plain: Tokenizer) -> None:

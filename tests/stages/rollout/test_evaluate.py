@@ -11,7 +11,9 @@ from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.mock.options import MockRolloutOptions
 from stages.engines.protocols import SamplingParams
 from stages.models import tiny_tokenizer
-from stages.prompts.sources import Prompt, PromptOptions, load_prompts
+from stages.prompts.formatter import Prompt
+from stages.prompts.options import PromptOptions
+from stages.prompts.sources import load_prompts
 from stages.rewards.stage import RewardSet
 from stages.rollout.evaluate import Evaluator, distinct_prompts
 

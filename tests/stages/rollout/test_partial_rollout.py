@@ -108,12 +108,12 @@ async def test_rows_that_go_on_and_rows_that_begin_share_their_prompt(max_rows: 
         brake = Brake(other, 2)
         stream = other.generate(halves)
         await brake.pause()
-        decoding = {row.group.request.group for row in other._rows}
-        assert len(other._decoder.prompts) == len(decoding), "a prompt is kept once for all rows of its group"
+        decoding = {row.group.request.group for row in other._batch.rows}
+        assert len(other._batch.decoder.prompts) == len(decoding), "a prompt is kept once for all rows of its group"
         await other.resume()
         ended = await collect(stream)
         await other.pause()  # the last row has left
-        assert not other._decoder.prompts, "a prompt is held by nobody"
+        assert not other._batch.decoder.prompts, "no prompt is kept any more"
     assert ended.keys() == whole.keys()
     for key, one in ended.items():
         assert torch.equal(one.token_ids, whole[key].token_ids)

@@ -29,7 +29,7 @@ from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, WeightFollower
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
-from stages.weights.store import ASKED, Probe, ProbeRule, Published, WeightsDamaged, WeightStore, gap, probed
+from stages.weights.store import TAKEN, Probe, ProbeRule, Published, WeightsDamaged, WeightStore, damaged, gap, probed
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
 
 PARAMS = SamplingParams(max_tokens=8)
@@ -277,6 +277,15 @@ def update(index: Index, store: WeightStore, engine: Any, steps: int, rank_group
     return Update(dock, engine, GRPO(), store, steps=steps, staleness=0, version=1, **options)
 
 
+async def training(stage: Update, engines: list[str]) -> None:
+    """The update stage's worker, and its successors."""
+    while True:
+        try:
+            return await stage.until_taken(engines)
+        except WeightsDamaged:
+            await stage.catch_up()
+
+
 @pytest.fixture
 async def trained(index: Index) -> Index:
     """A run whose trainer is at version 1."""
@@ -286,7 +295,7 @@ async def trained(index: Index) -> Index:
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-async def test_what_lies_there_damaged_is_published_again_for_all_who_ask(
+async def test_damaged_weights_are_published_again_by_the_restarted_trainer(
     trained: Index, tmp_path: Path, replicas: int
 ) -> None:
     store = Damaging(tmp_path, 1)
@@ -299,7 +308,7 @@ async def test_what_lies_there_damaged_is_published_again_for_all_who_ask(
     ]
     stage.over()  # the last step is done: it stays until its version has been taken
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        tasks.create_task(stage.answer([f"rollout-{i}" for i in range(replicas)]))
+        tasks.create_task(training(stage, [f"rollout-{i}" for i in range(replicas)]))
         for one in followers:
             tasks.create_task(one.run())
     assert [engine.version for engine in engines] == [1] * replicas
@@ -313,30 +322,35 @@ async def test_what_lies_there_damaged_is_published_again_for_all_who_ask(
         await engine.close()
 
 
-async def test_weights_are_not_published_again_in_the_middle_of_a_step_nor_when_it_has_made_newer_ones(
+async def test_the_trainer_restarts_for_damaged_weights_between_two_steps_and_only_for_the_newest(
     trained: Index, tmp_path: Path, engine: MockRolloutEngine
 ) -> None:
     store = Damaging(tmp_path, 1)
     stage = update(trained, store, MockTrainEngine(MockTrainOptions(step_seconds=0)), steps=9)
     await stage.publish()
     following = follower(trained, WeightStore(tmp_path), engine, SwapPolicy())
-    answering = asyncio.create_task(stage.answer(["rollout-0"]))
+    waiting = asyncio.create_task(stage.until_taken(["rollout-0"]))
     try:
-        async with stage._turn:
-            assert not await following._take()
-            await trained.wake(ASKED)
-            await asyncio.wait([answering], timeout=0.1)
-            assert store.published == 1
+        async with stage._stepping:
+            for reported in (False, True):
+                assert not await following._take()
+                assert bool(await trained.get(damaged(1))) == reported, "the damage may have happened on the way"
+            await asyncio.wait([waiting], timeout=0.1)
             await trained._redis.hset(f"{trained.prefix}n", "trained", 2)
             stage.trained = 2
             await stage.publish()
         assert await following._take()
         assert engine.version == 2
-        stage.over()
-        await asyncio.wait_for(answering, 20)
-        assert store.published == 2
+        await asyncio.wait([waiting], timeout=0.1)
+        await trained.put(damaged(2), "rollout-0")
+        await trained.wake(TAKEN)
+        with pytest.raises(WeightsDamaged, match="version 2: rollout-0 has found them damaged"):
+            await asyncio.wait_for(waiting, 20)
+        await stage.catch_up()
+        assert store.published == 3
+        assert not await trained.get(damaged(2))
     finally:
-        answering.cancel()
+        waiting.cancel()
 
 
 async def test_all_ranks_give_their_weights_again(trained: Index, tmp_path: Path) -> None:
@@ -363,7 +377,7 @@ async def test_all_ranks_give_their_weights_again(trained: Index, tmp_path: Path
         await stage.publish()
         stage.over()
         tasks.create_task(following.run())
-        await stage.answer(["rollout-0"])
+        await training(stage, ["rollout-0"])
         await rank_groups[0].broadcast("end")
     assert engine.version == 1
     assert store.published == 2

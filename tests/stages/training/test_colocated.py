@@ -19,19 +19,22 @@ from pipeline.warehouse.dock import Dock
 from stages.columns import Flow
 from stages.engines.plans import Ranks
 from stages.resharding.swap import State
-from stages.training.colocated import ColocatedRankWorker, Turn
-from stages.training.ranks import RankGroup
+from stages.training.colocated import Turn
+from stages.training.ranks import RankGroup, RankWorker
+from stages.training.shared_device import SharedDevice
 from stages.weights.store import Probe
 
 P, STEPS = 2, 3
 
 
-class Noted:
+class Noted(SharedDevice):
     """A shared device whose changes take no time."""
 
+    state = State.TRAINING  # type: ignore[assignment]
+
     def __init__(self) -> None:
-        self.state, self.did, self.probes = State.TRAINING, list[str](), list[Probe | None]()
-        self.claims: Any = SimpleNamespace(held_back=True)
+        self.did, self.probes = list[str](), list[Probe | None]()
+        self.may_generate = False
         self.controller = SimpleNamespace(spans=Spans())
         self.changed = asyncio.Condition()
 
@@ -43,7 +46,7 @@ class Noted:
 
     async def leave(self) -> None:
         assert self.state is State.GENERATING
-        self.claims.held_back = True
+        self.may_generate = False
         await self.note("leave", State.RETURNING)
 
     async def ready(self) -> None:
@@ -54,11 +57,11 @@ class Noted:
     async def generate(self, version: int, probe: Probe | None, *, claims: bool = True) -> None:
         await self.ready()
         self.probes.append(probe)
-        self.claims.held_back = not claims
+        self.may_generate = claims
         await self.note(f"generate {version}", State.GENERATING)
 
     def open(self) -> None:
-        self.claims.held_back = False
+        self.may_generate = True
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20), self.changed:
@@ -228,7 +231,7 @@ async def test_an_evaluation_holds_the_turn_and_where_nothing_may_overlap_the_cl
     table = Table(dock, answers, overlap=False)
     table.turn.no_batch()
     await answers.asked.wait()
-    assert table.device.claims.held_back
+    assert not table.device.may_generate
     stepping = asyncio.create_task(table.step())
     await asyncio.wait([stepping], timeout=0.1)
     assert not stepping.done()
@@ -265,10 +268,10 @@ async def test_a_run_that_stops_gives_up_its_evaluation_and_lets_what_is_held_en
     assert stopped.device.did == ["generate 0"]
 
 
-async def test_a_mate_takes_its_turns_when_it_is_told_to(index: Index) -> None:
+async def test_a_rank_worker_takes_its_turns_when_it_is_told_to(index: Index) -> None:
     first, other = (RankGroup(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
     device, nothing = Noted(), object()
-    rank_worker = ColocatedRankWorker(device, nothing, nothing, nothing, other, version=0, save=nothing)  # type: ignore[arg-type]
+    rank_worker = RankWorker(nothing, nothing, nothing, other, version=0, save=nothing, device=device)  # type: ignore[arg-type]
     listening = asyncio.create_task(rank_worker.run())
     probe = {"sequences": [[1, 2]], "logprobs": [[-0.5]]}
     await first.broadcast("generate", version=4, probe=probe)

@@ -116,7 +116,7 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: 
     await rank_groups[0].broadcast("train", claim=claim.record(), shares=shares)
     mine = await rank_groups[0].fetch(dock, claim, shares, columns)
     await asyncio.to_thread(engines[0].train_batch, mine, algorithm)
-    await rank_groups[0].broadcast("publish", probe=[[5, 6, 7]])
+    await rank_groups[0].broadcast("publish", probe=[[5, 6, 7]], weights=True)
     await asyncio.to_thread(probed, engines[0], [[5, 6, 7]])
     await asyncio.to_thread(list, engines[0].weights())
     await rank_groups[0].broadcast("save", folder="/somewhere")

@@ -1,0 +1,303 @@
+"""Writes rows into a warehouse, and tells the index where they lie.
+
+    rows ─ pack ─▶ room: in the open slab, or a block of their own ─ fill ─▶ index call with places ─▶ visible
+                     └ full: wait for the topic `room`                          └ refused, cancelled: give the room up
+
+A worker writes small outputs one behind the other into a *slab*, a block that it holds open, so that most writes need no
+call for room: the bytes are carved here, and the commit says where they lie. A slab's bytes are free when it is closed
+and all rows that point to it are released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from tensordict import TensorDictBase
+
+from pipeline.blocks import pack
+from pipeline.columns import Schema
+from pipeline.index.client import (
+    REF,
+    Block,
+    BlockLost,
+    Full,
+    Index,
+    IndexRefused,
+    NeverFits,
+    Stored,
+    WarehouseGone,
+    WarehouseRecord,
+)
+from pipeline.warehouse.directory import OFFSET_BITS, WarehouseDirectory
+
+Rows = Mapping[str, Any] | TensorDictBase
+T = TypeVar("T")
+
+SLAB = 8 << 20  # bytes, at most a 32nd of the arena
+SOURCE_RESERVE = 0.25  # of the arena, kept free from new samples, so that those inside find room to be finished
+_SLAB_SHARE = 1 / 3  # of a slab; a larger write takes a block of its own
+_CLOSE_SECONDS = 2.0
+_PUTS_TOGETHER = 256
+
+
+class NoRoom(TimeoutError):
+    """The warehouse stayed full until the deadline."""
+
+
+@dataclass
+class Slab:
+    """A block that this worker holds open, written up to ``used``; ``writers`` are writes not yet committed."""
+
+    home: WarehouseRecord
+    block: int
+    offset: int
+    nbytes: int
+    used: int = 0
+    writers: int = 0
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Rows in a warehouse to which no row of the index points yet."""
+
+    block: int
+    place: int  # as in REF
+    mask: int
+    slab: Slab | None  # None: a block of their own, which their commit closes
+
+
+@dataclass(frozen=True, eq=False)
+class _Put:
+    """Written groups that wait to be admitted."""
+
+    written: _Written
+    rows: int
+    samples: int
+    admitted: asyncio.Future[int]
+
+
+class Writer:
+    """Writes rows of one worker. ``room_timeout`` is in seconds; ``slab`` in bytes (0: each write takes its own block)."""
+
+    def __init__(
+        self,
+        index: Index,
+        schema: Schema,
+        directory: WarehouseDirectory,
+        *,
+        worker: str,
+        room_timeout: float,
+        slab: int,
+    ) -> None:
+        self._index, self._schema, self._directory, self._worker = index, schema, directory, worker
+        self.room_timeout, self._slab_bytes = room_timeout, slab
+        self._slab: Slab | None = None
+        self._retired: list[Slab] = []
+        self._carving, self._admission = asyncio.Lock(), asyncio.Lock()
+        self._puts: list[_Put] = []
+        self.on_room: Callable[[], AbstractContextManager[None]] = nullcontext  # entered around each wait for room
+
+    async def store(
+        self,
+        send: Callable[[Stored], Awaitable[T]],
+        rows: Rows | None,
+        slots: np.ndarray,
+        *,
+        reserve: float = 0.0,
+        apart: bool = False,
+    ) -> T:
+        """Write ``rows`` and call ``send`` with places that point to them: the i-th to slot ``slots[i]``.
+
+        ``reserve`` is the share of the arena to keep free; ``apart`` writes a block of their own. Waits while the
+        warehouse is full, and raises NoRoom after ``room_timeout``."""
+        if rows is None:
+            return await send(Stored(self._worker, (await self._directory.home()).number))
+        try:
+            return await self._point(send, await self.write(rows, reserve, apart=apart), slots)
+        except BlockLost:  # the index took this worker for dead, or the warehouse is gone: write the rows again
+            self._retire()
+            return await self._point(send, await self.write(rows, reserve, apart=apart), slots)
+
+    async def write(self, rows: Rows, reserve: float = 0.0, *, apart: bool = False) -> _Written:
+        """Write ``rows`` packed; waits while the warehouse is full."""
+        packed = pack(self._schema, rows)
+        size = min(self._slab_bytes, (await self._directory.home()).nbytes // 32) // 64 * 64
+        slab, at = None, 0
+        if packed.nbytes <= _SLAB_SHARE * size and not apart:
+            async with self._carving:
+                slab = self._slab
+                if (
+                    slab is None
+                    or slab.used + packed.nbytes > slab.nbytes
+                    or slab.home is not self._directory.known_home
+                ):
+                    self._retire()
+                    with suppress(NoRoom, NeverFits):  # then a smaller block may still find room
+                        self._slab = await self.allocate(size, reserve, wait=False)
+                    slab = self._slab
+                if slab is not None:
+                    at = slab.used
+                    slab.used += packed.nbytes
+                    slab.writers += 1
+        room = slab or await self.allocate(packed.nbytes, reserve)
+        offset = room.offset + at
+        written = _Written(room.block, room.home.number << OFFSET_BITS | offset, packed.mask, slab)
+        try:
+            await self._directory.write(room.home, offset, room.block, packed)
+        except BaseException:
+            await asyncio.shield(self._give_up(written))
+            raise
+        return written
+
+    async def _point(self, send: Callable[[Stored], Awaitable[T]], written: _Written, slots: np.ndarray) -> T:
+        refs = np.empty(len(slots), REF)
+        refs["slot"], refs["place"] = slots, written.place
+        try:
+            reply = await send(self._stored(written, refs))
+        except BaseException:  # cancelled too: if the call took effect, giving up its block changes nothing
+            await asyncio.shield(self._give_up(written))
+            raise
+        if written.slab is not None:
+            written.slab.writers -= 1
+        return reply
+
+    def _stored(self, written: _Written, refs: np.ndarray) -> Stored:
+        refs["block"] = written.block
+        home, close = written.place >> OFFSET_BITS, written.slab is None
+        return Stored(self._worker, home, written.block, written.mask, close, refs.tobytes())
+
+    async def _give_up(self, written: _Written) -> None:
+        if written.slab is None:
+            await self._index.close_blocks(self._worker, [written.block])
+        else:
+            written.slab.writers -= 1  # its bytes stay unused until the slab is free
+
+    # ── room ──
+
+    async def allocate(self, nbytes: int, reserve: float = 0.0, *, wait: bool = True) -> Slab:
+        """A new block in the warehouse; waits while it is full."""
+        started = time.monotonic()
+        while True:
+            home = await self._directory.home()
+            try:
+                given = await self._ask_for_room(home.number, nbytes, int(reserve * home.nbytes))
+            except WarehouseGone:
+                await self._directory.enter()
+                continue
+            if isinstance(given, Block):
+                return Slab(home, given.number, given.offset, nbytes)
+            left = started + self.room_timeout - time.monotonic() if wait else 0.0
+            if left <= 0:
+                raise NoRoom(
+                    f"warehouse {home.name!r} stayed full for {self.room_timeout:.0f} s: {nbytes} bytes found no room; "
+                    "give pipeline.arena more, or let checkpoints release rows sooner"
+                )
+            with self.on_room():
+                await self._index.wait("room", given.wait, min(left, 5.0))
+
+    async def _ask_for_room(self, warehouse: int, nbytes: int, reserve: int) -> Block | Full:
+        """Allocate a block. One that is allocated after the caller was cancelled is closed again."""
+        allocation = self._index.allocate(warehouse, self._worker, nbytes, reserve=reserve, close=self._idle())
+        call = asyncio.ensure_future(allocation)
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            with suppress(TimeoutError, ConnectionError, IndexRefused):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    if isinstance(given := await call, Block):
+                        await self._index.close_blocks(self._worker, [given.number])
+            raise
+
+    def _retire(self) -> None:
+        if self._slab is not None:
+            self._retired.append(self._slab)
+        self._slab = None
+
+    def _idle(self) -> list[int]:
+        """Takes the retired slabs without writers off the list, and returns their blocks."""
+        idle = [slab.block for slab in self._retired if not slab.writers]
+        self._retired = [slab for slab in self._retired if slab.writers]
+        return idle
+
+    async def flush(self) -> None:
+        """Close slabs that no write is using: their bytes can be free as soon as their rows are."""
+        self._retire()
+        if idle := self._idle():
+            await self._index.close_blocks(self._worker, idle)
+
+    async def close(self) -> None:
+        """Flush, within a few seconds; the index takes back the same when it forgets this worker."""
+        with suppress(TimeoutError, ConnectionError, IndexRefused):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                async with self._admission:
+                    await self.flush()
+
+    # ── puts that share a call ──
+
+    async def put(self, rows: Rows, count: int, samples: int) -> int:
+        """Admit ``count`` rows as groups of ``samples`` under the next free numbers; returns the number after the last.
+
+        Puts that come while another one's call is under way wait for it, and the first of them admits all that lie in its
+        block by one call."""
+        slots = np.arange(count)
+
+        async def admit(stored: Stored) -> int:
+            return await self._index.admit(stored, [(None, count // samples, samples)])
+
+        try:
+            written = await self.write(rows, SOURCE_RESERVE)
+            if written.slab is None:
+                return await self._point(admit, written, slots)
+            put = _Put(written, count, samples, asyncio.get_running_loop().create_future())
+            self._puts.append(put)
+            try:
+                async with self._admission:
+                    while put in self._puts:
+                        together = self._take_puts()
+                        call = self._admit(together)
+                        await (call if len(together) == 1 else asyncio.shield(call))
+                return await put.admitted
+            finally:
+                put.admitted.cancel()
+                if put in self._puts:
+                    self._puts.remove(put)
+                    await self._give_up(written)
+        except BlockLost:
+            self._retire()
+            return await self.store(admit, rows, slots, reserve=SOURCE_RESERVE)
+
+    def _take_puts(self) -> list[_Put]:
+        """The waiting puts that lie in the block of the first, taken off the list."""
+        first = self._puts[0].written
+        together = [put for put in self._puts if (put.written.block, put.written.mask) == (first.block, first.mask)]
+        together = together[:_PUTS_TOGETHER]
+        self._puts = [put for put in self._puts if put not in together]
+        return together
+
+    async def _admit(self, together: Sequence[_Put]) -> None:
+        """Admit puts of one block, and set their results."""
+        refs = np.empty(sum(put.rows for put in together), REF)
+        refs["slot"] = np.concatenate([np.arange(put.rows) for put in together])
+        refs["place"] = np.repeat([put.written.place for put in together], [put.rows for put in together])
+        entries = [(None, put.rows // put.samples, put.samples) for put in together]
+        try:
+            after = await self._index.admit(self._stored(together[0].written, refs), entries)
+        except BaseException as error:
+            for put in together:
+                await self._give_up(put.written)
+                if not put.admitted.done() and isinstance(error, Exception):
+                    put.admitted.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for put in reversed(together):
+            await self._give_up(put.written)  # of its slab, which has one writer less
+            if not put.admitted.done():
+                put.admitted.set_result(after)
+            after -= put.rows // put.samples

@@ -1,0 +1,158 @@
+"""Makes prompts of rows: template, chat template, token ids, and the check of how long a prompt is.
+
+row ── prompt_in ──▶ string ── template ──▶ (chat template) ──▶ text ── tokenizer ──▶ Prompt
+          └────────▶ messages ───────────── chat template ──────┘
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from stages.prompts.files import PromptError, Row
+from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.tables import Table
+from stages.prompts.templates import Message, fill_template, parse_template, prompt_in
+from stages.prompts.too_long import LongPrompts
+
+if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch, which takes seconds to import
+    import torch
+
+    from stages.models import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``ids`` int64 [P] as the model reads them; ``text`` that they spell (chat template included); ``given``, the prompt as
+    its row had it; ``fields``, the row's other columns, which reward functions get."""
+
+    ids: torch.Tensor
+    text: str
+    given: str | list[Message]
+    fields: dict[str, Any]
+
+
+class PromptFormatter:
+    """Makes a :class:`Prompt` of a row, within ``limits`` (default: ``prompts.max_prompt_tokens``)."""
+
+    def __init__(self, options: PromptOptions, tokenizer: Tokenizer, limits: PromptLimits | None = None) -> None:
+        self.options, self._tokenizer = options, tokenizer
+        self.limits = limits or PromptLimits(options.max_prompt_tokens)
+        self._pieces = parse_template(options.template)
+        has_template = tokenizer.chat_template is not None
+        self._chat = has_template if options.chat is None else options.chat
+        if self._chat and not has_template:
+            raise PromptError("prompts.chat = true, but the tokenizer has no chat template; set chat = false")
+        if options.system is not None and not has_template:
+            raise PromptError("prompts.system needs a chat template, and the tokenizer has none; use prompts.template")
+        # Without normalization a token spells at least one byte; with it, one character may become up to 18 of them.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._most_tokens_per_byte = 2**31 if backend is None else 1 if backend.normalizer is None else 18
+
+    def given(self, row: Row, where: str) -> str | list[Message]:
+        """Return the row's prompt: a string or messages. Raises PromptError."""
+        return prompt_in(row, self.options.column, where)
+
+    def prompt(self, row: Row, where: str) -> Prompt:
+        """Return the prompt of ``row``, however long; its beginning is cut off if the options say so."""
+        given, fields, text = self._read(row, where)
+        if text is None:
+            raise PromptError(f"prompts: {where} has more than {self.limits.characters} characters; shorten it")
+        ids, limit = self._ids(given, text, where), self.limits.tokens
+        if self.options.too_long == "cut" and limit is not None and len(ids) > limit:
+            ids = ids[-limit:]
+            text = str(self._tokenizer.decode(ids))
+        import torch
+
+        return Prompt(torch.tensor(ids, dtype=torch.int64), text, given, fields)
+
+    def bounded(self, row: Row, where: str, too_long: LongPrompts) -> Prompt | None:
+        """Return the prompt of ``row``. One that is too long is added to ``too_long``; None when it is skipped. Raises
+        PromptError when prompts.too_long = "fail"."""
+        return self.prompt(row, where) if self._fits(row, where, too_long) else None
+
+    def fitting(self, rows: Table, too_long: LongPrompts) -> Iterator[int]:
+        """Yield the numbers of the ``rows`` that :meth:`bounded` does not skip. Every row is checked."""
+        for number in range(len(rows)):
+            if rows.is_unread(number):
+                self._refuse(rows.where(number), "more bytes than are read of one line", too_long, can_cut=False)
+            elif self._fits(rows[number], rows.where(number), too_long):
+                yield number
+
+    def _fits(self, row: Row, where: str, too_long: LongPrompts) -> bool:
+        """Whether ``row`` makes a prompt. A text that is surely too long is not built, and one whose bytes already show that
+        it is short enough is not tokenized."""
+        given, fields, text = self._read(row, where)
+        limit, most = self.limits.tokens, self.limits.nbytes
+        if most is not None and (size := _json_bytes(given, fields, where)) > most:
+            length = f"{size} bytes, more than the {most} for which pipeline.arena has room"
+            return self._refuse(where, length, too_long, can_cut=False)
+        if text is None or len(text) > self.limits.characters:
+            length = f"more than {self.limits.characters} characters"
+            return self._refuse(where, length, too_long, can_cut=text is not None)
+        if limit is None or (text.strip() and (len(text.encode()) + 16) * self._most_tokens_per_byte <= limit):
+            return True
+        tokens = len(self._ids(given, text, where))
+        return tokens <= limit or self._refuse(where, f"{tokens} tokens", too_long)
+
+    def _refuse(self, where: str, length: str, too_long: LongPrompts, *, can_cut: bool = True) -> bool:
+        """Count a prompt that is too long; return whether it stays, with its beginning cut off. Raises PromptError."""
+        if self.options.too_long == "fail":
+            bound = f"{self.limits.tokens} tokens ({self.limits.why})"
+            raise PromptError(
+                f"prompts: {where} has {length}, where a prompt may have {bound}; shorten it, raise the limit, or set "
+                "prompts.too_long = 'skip' or 'cut'"
+            )
+        stays = can_cut and self.options.too_long == "cut"
+        too_long.add(where, length, "cut" if stays else "skipped")
+        return stays
+
+    def _read(self, row: Row, where: str) -> tuple[str | list[Message], dict[str, Any], str | None]:
+        """Return the row's prompt, its other columns, and the text they make (see :meth:`_text`)."""
+        given = self.given(row, where)
+        fields = {name: value for name, value in row.items() if name != self.options.column}
+        return given, fields, self._text(given, fields, where)
+
+    def _ids(self, given: str | list[Message], text: str, where: str) -> list[int]:
+        has_special_tokens = self._chat or not isinstance(given, str)  # a chat template writes them itself
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"]
+        if not ids:
+            raise PromptError(f"prompts: {where} has no tokens: {text!r:.100}; give a prompt that the model can read")
+        return ids
+
+    def _text(self, given: str | list[Message], fields: Row, where: str) -> str | None:
+        """Return the text of a prompt. Of a string that is longer than the limits allow, its end, one character longer than
+        they allow; of such a conversation, None."""
+        most = self.limits.characters + 1
+        if isinstance(given, str):
+            filled = fill_template(self._pieces, fields | {"prompt": given}, most, where)
+            if not self._chat:
+                return filled
+            messages = [{"role": "user", "content": filled}]
+        else:
+            messages = given
+        if self._tokenizer.chat_template is None:
+            raise PromptError(
+                f"prompts: {where} is a conversation, but the tokenizer has no chat template; use one that has, or texts"
+            )
+        if not isinstance(given, str) and sum(len(message["content"]) + 1 for message in given) >= most:
+            return None
+        if self.options.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.options.system}, *messages]
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # a template is a program and may raise anything
+            raise PromptError(
+                f"prompts: {where} is refused by the tokenizer's chat template ({error}); change the messages"
+            ) from error
+
+
+def _json_bytes(given: str | list[Message], fields: Row, where: str) -> int:
+    try:
+        return len(json.dumps(given)) + len(json.dumps(fields, default=str))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(
+            f"prompts: {where} has columns that are no JSON ({error}); use texts, numbers and lists"
+        ) from None

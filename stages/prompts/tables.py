@@ -1,0 +1,230 @@
+"""The rows of a source of prompts: a table, or a function from a number to a row.
+
+jsonl, parquet, datasets, reasoning_gym with a size ──▶ Table          reasoning_gym, builtin ──▶ row(number)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from array import array
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from stages.prompts.files import PromptError, Row, existing, kind_of, lines, open_file, parse_line
+from stages.prompts.options import PromptOptions
+from stages.prompts.tasks import TASKS
+from stages.user_code import imported, place_of
+
+MOST_GENERATED = 1_000_000  # rows of a reasoning_gym task with a size
+
+
+class Table(Protocol):
+    """Rows by their numbers. ``where`` names a row for people: its file and line, counted from 1. ``is_unread``: whether the
+    row was too large to be read."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Row: ...
+    def where(self, number: int) -> str: ...
+    def is_unread(self, number: int) -> bool: ...
+
+
+def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]:
+    """Open the rows of a source. Raises PromptError."""
+    path, task = str(options.path), str(options.task)
+    try:
+        match options.source:
+            case "external":
+                raise PromptError("prompts.source = 'external' is no table: its prompts are put while the run goes on")
+            case "jsonl":
+                return JsonRows(Path(path))
+            case "parquet":
+                return ParquetRows(Path(path))
+            case "datasets":
+                return NumberedRows(_dataset(path, options.split), path)
+            case "reasoning_gym":
+                return _reasoning_gym(task, options.config, options.column, seed)
+            case "builtin":
+                return _builtin(task, options.config, options.column, seed)
+    except PromptError:
+        raise
+    except Exception as error:  # of a library that reads a file, or of a function that returns a dataset
+        source = path if options.path else task
+        raise PromptError(f"prompts: {source} cannot be read ({type(error).__name__}: {error}); correct it") from error
+
+
+class JsonRows:
+    """The rows of a file of JSON Lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._name, self._rows, self._lines = str(path), list[Row | None](), array("q")
+        for number, line in lines(path):
+            row = None if line is None else parse_line(line, f"{path}, line {number}")
+            if row is not None or line is None:
+                self._rows.append(row)
+                self._lines.append(number)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        return self._rows[number] or {}
+
+    def where(self, number: int) -> str:
+        return f"{self._name}, line {self._lines[number]}"
+
+    def is_unread(self, number: int) -> bool:
+        return self._rows[number] is None
+
+
+class NumberedRows:
+    """``rows`` (anything with ``len`` that returns mappings by number), named by their numbers from 1."""
+
+    def __init__(self, rows: Any, name: str) -> None:
+        self._rows, self._name = rows, name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        try:
+            row: Row = self._rows[number]
+        except PromptError:
+            raise
+        except Exception as error:
+            raise PromptError(f"prompts: {self.where(number)} cannot be read ({error!r}); correct it") from error
+        return row
+
+    def where(self, number: int) -> str:
+        return f"{self._name}, row {number + 1}"
+
+    def is_unread(self, number: int) -> bool:
+        return False
+
+
+class ParquetRows(NumberedRows):
+    """Rows of a Parquet file, or of a folder of them: Arrow columns, of which one row at a time becomes Python values."""
+
+    def __init__(self, path: Path) -> None:
+        _require("pyarrow", "Parquet files", "data")
+        import pyarrow.parquet
+
+        if kind_of(existing(path)) != "a folder":
+            open_file(path).close()
+        super().__init__(pyarrow.parquet.read_table(existing(path)).combine_chunks(), str(path))
+
+    def __len__(self) -> int:
+        return int(self._rows.num_rows)
+
+    def __getitem__(self, number: int) -> Row:
+        row: Row = self._rows.slice(number, 1).to_pylist()[0]
+        return row
+
+
+def _dataset(path: str, split: str | None) -> Any:
+    if ":" in path:
+        make = dataset_function(path)
+        try:
+            dataset = make()
+        except Exception as error:
+            raise PromptError(f"prompts.path = {path!r} raised {error!r} ({place_of(error, make)})") from error
+    else:
+        _require("datasets", "folders written by save_to_disk", "data")
+        folder = saved_folder(path)
+        from datasets import load_from_disk
+
+        dataset = load_from_disk(str(folder))
+    if isinstance(dataset, Mapping):  # a DatasetDict
+        check_split(path, split, sorted(dataset))
+        dataset = dataset[split]
+    else:
+        check_split(path, split, None)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise PromptError(f"prompts: {path} gave a {type(dataset).__name__}; rows must be reachable by number")
+    return dataset
+
+
+def saved_folder(path: str) -> Path:
+    """Return the folder ``path``. Raises PromptError when there is none."""
+    folder = existing(Path(path))
+    if kind_of(folder) != "a folder":
+        raise PromptError(f"prompts: prompts.path = {path!r} is no folder; give one that save_to_disk has written")
+    return folder
+
+
+def check_split(path: str, split: str | None, splits: list[str] | None) -> None:
+    """Raises PromptError when ``split`` is not one of the ``splits`` of a dataset, or given where it has none (None)."""
+    if splits is None and split is not None:
+        raise PromptError(f"prompts.split = {split!r}, but {path} has no splits; drop it")
+    if splits is not None and split not in splits:
+        raise PromptError(f"prompts.split = {split!r} is not in {path}; use one of {splits}")
+
+
+def dataset_function(path: str) -> Callable[[], Any]:
+    """Return the function that ``module:function`` names. Raises PromptError."""
+    try:
+        function = imported(path)
+    except ImportError as error:
+        raise PromptError(f"prompts.path = {path!r} {error}") from error
+    if not callable(function):
+        kind = type(function).__name__
+        raise PromptError(f"prompts.path = {path!r} is a {kind}; name a function that returns a dataset")
+    return function  # type: ignore[no-any-return]
+
+
+def _builtin(task: str, config: Mapping[str, Any], column: str, seed: int) -> Callable[[int], Row]:
+    make = TASKS[task]
+    try:
+        make(0, seed, **config)
+    except (TypeError, ValueError, MemoryError, OverflowError) as error:
+        raise PromptError(f"prompts.config = {dict(config)} does not fit {task}: {error}; correct it") from error
+    return lambda number: _rename_prompt(make(number, seed, **config), column)
+
+
+def _reasoning_gym(task: str, config: Mapping[str, Any], column: str, seed: int) -> Table | Callable[[int], Row]:
+    _require("reasoning_gym", "reasoning_gym tasks", "quickstart")
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        raise PromptError(f"prompts.task = {task!r} is not a task of reasoning_gym; it has {sorted(DATASETS)}")
+    check_size(config)
+    # Its tasks draw row i from seed + i: neighbouring seeds must not give the same rows, shifted by one.
+    spread = int.from_bytes(hashlib.blake2b(f"{seed}".encode(), digest_size=4).digest(), "big") >> 1
+    try:
+        dataset = reasoning_gym.create_dataset(task, **{"seed": spread, **config})
+    except (AssertionError, TypeError, ValueError) as error:
+        raise PromptError(f"prompts.config = {dict(config)} does not fit reasoning_gym's {task}: {error}") from error
+
+    def row(number: int) -> Row:
+        try:
+            entry = dataset[number]
+        except IndexError as error:
+            raise PromptError(
+                f"prompts: reasoning_gym's {task} has no row {number} ({error}); it is a table: give its size in config"
+            ) from error
+        return _rename_prompt(entry | {"prompt": entry["question"]}, column)
+
+    if "size" in config:
+        return NumberedRows([row(number) for number in range(len(dataset))], task)
+    return row
+
+
+def check_size(config: Mapping[str, Any]) -> None:
+    """Raises PromptError when a reasoning_gym task is to be a table of more than :data:`MOST_GENERATED` rows."""
+    size = config.get("size")
+    if isinstance(size, int) and size > MOST_GENERATED:
+        raise PromptError(
+            f"prompts.config.size = {size} is more than {MOST_GENERATED} rows; leave it out: then the task never ends"
+        )
+
+
+def _rename_prompt(row: Row, column: str) -> Row:
+    """Return ``row`` with its column "prompt" renamed to ``column``."""
+    return {column if key == "prompt" else key: value for key, value in row.items()}
+
+
+def _require(module: str, purpose: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise PromptError(f"prompts: {purpose} need the package {module}: pip install 'asyncdock[{extra}]'")
