@@ -95,12 +95,12 @@ def serve(url: str, data: str, told: Connection) -> None:
     """The REST server, until it is ended."""
 
     async def run() -> None:
-        from api.server.app import build_app, listen, settle
+        from api.server.app import build_app, listen, reduce_collections
         from api.server.service import Settings
 
         settings, registry = Settings(data=Path(data), port=0, runs=0, rate=1e6, burst=10**6), Registry(url)
         _, where = await listen(build_app(settings, url, registry), settings)
-        settle()
+        reduce_collections()
         told.send(where)
         await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document of operations. It is made when somebody asks for it: a server starts without the library it takes."""
+"""Builds the OpenAPI 3.1 document of operations from their signatures and pydantic models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import openapi_pydantic as openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -17,122 +16,116 @@ from api.server.problems import MEDIA_TYPE, ProblemDetails
 
 _REFERENCE = "#/components/schemas/{model}"
 _PATTERN = re.compile(r":[^{}]*(?=})")  # of {name:pattern} in a path
+_PLACES = {"path": "path", "query": "query", "headers": "header"}
 
 
 def openapi_document(modules: Iterable[types.ModuleType], *, version: str, tokens: bool = True) -> dict[str, Any]:
-    """OpenAPI 3.1 of the operations in ``modules``, from their signatures and types. ``tokens``: whether the server asks for
-    them."""
+    """Return the document of the operations in ``modules``. ``tokens``: whether the server requires tokens."""
     operations = [o for o in operations_of(modules) if not o.hidden]
-    taken = {model: "validation" for o in operations for name, model in o.parts.items() if name == "body"}
-    given = {o.answer: "serialization" for o in operations if o.answer} | {ProblemDetails: "serialization"}
-    given |= {model: "serialization" for o in operations for model in o.events.values()}
-    wanted: list[Any] = [*taken.items(), *given.items()]
-    references, components = models_json_schema(wanted, ref_template=_REFERENCE)
-    paths: dict[str, openapi.PathItem] = {}
+    wanted: dict[Any, None] = dict.fromkeys((o.parts["body"], "validation") for o in operations if "body" in o.parts)
+    answers = [o.answer for o in operations if o.answer] + [ProblemDetails]
+    messages = [model for o in operations for model in o.events.values()]
+    wanted |= dict.fromkeys((model, "serialization") for model in [*answers, *messages])
+    references, components = models_json_schema(list(wanted), ref_template=_REFERENCE)
+    paths: dict[str, dict[str, Any]] = {}
     for o in operations:
-        item = paths.setdefault(_PATTERN.sub("", o.path), openapi.PathItem())
-        setattr(item, o.method.lower(), _described(o, references, tokens))
-    document = openapi.OpenAPI(
-        openapi="3.1.1",
-        info=openapi.Info(
-            title="AsyncDock",
-            version=version,
-            summary="Start, stop and watch runs of asynchronous RL post-training.",
-            license=openapi.License(name="Apache-2.0", identifier="Apache-2.0"),
-        ),
-        paths=paths,
-        components=openapi.Components(
-            schemas={name: openapi.Schema.model_validate(schema) for name, schema in components["$defs"].items()},
-            securitySchemes={"token": openapi.SecurityScheme(type="http", scheme="bearer")},
-        ),
-        tags=[openapi.Tag(name=tag) for tag in dict.fromkeys(o.tag for o in operations)],
-    )
-    # The library's defaults are left out: some are not allowed where they would stand (allowEmptyValue of a header).
-    return document.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)
+        paths.setdefault(_PATTERN.sub("", o.path), {})[o.method.lower()] = _describe(o, references, tokens)
+    return {
+        "openapi": "3.1.1",
+        "info": {
+            "title": "AsyncDock",
+            "version": version,
+            "summary": "Start, stop and watch runs of asynchronous RL post-training.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {
+            "schemas": _without_null_defaults(components["$defs"]),
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "tags": [{"name": tag} for tag in dict.fromkeys(o.tag for o in operations)],
+    }
 
 
-def _described(o: Operation, references: Mapping[Any, Any], tokens: bool) -> openapi.Operation:
-    def content(model: type[BaseModel], mode: str, media_type: str = JSON) -> dict[str, openapi.MediaType]:
-        return {media_type: openapi.MediaType(schema=openapi.Reference.model_validate(references[model, mode]))}  # type: ignore[call-arg]
+def _describe(o: Operation, references: Mapping[Any, Any], tokens: bool) -> dict[str, Any]:
+    def content(model: type[BaseModel], mode: str, media_type: str = JSON) -> dict[str, Any]:
+        return {media_type: {"schema": references[model, mode]}}
 
-    answered: dict[str, openapi.MediaType] | None = None
+    answer: dict[str, Any] = {}
     if o.answer is not None:
-        answered = content(o.answer, "serialization", o.produces or JSON)
+        answer = content(o.answer, "serialization", o.produces or JSON)
     elif o.events:
         messages = [_message(name, references[model, "serialization"]) for name, model in o.events.items()]
-        stream = {
-            "type": "string",
-            "contentMediaType": o.produces,
-            "contentSchema": {"type": "array", "items": {"oneOf": messages}},
-        }
-        answered = {o.produces: openapi.MediaType(schema=openapi.Schema.model_validate(stream))}  # type: ignore[call-arg]
+        items = {"type": "array", "items": {"oneOf": messages}}
+        answer = {o.produces: {"schema": {"type": "string", "contentMediaType": o.produces, "contentSchema": items}}}
     elif o.produces:
-        answered = {o.produces: _text_or_bytes(o.produces)}
-    raw = _text_or_bytes(BINARY)
-    if answered is not None and "answer" in o.binary:
-        answered[BINARY] = raw
-    headers = {name: _header(text, "string") for name, text in o.sends.items()} or None
-    status = 204 if answered is None and o.status == 200 else o.status
-    good = {status: o.summary, **o.also}
-    responses = {
-        str(code): openapi.Response(description=text, content=answered, headers=headers)  # type: ignore[arg-type]
-        for code, text in good.items()
-    }
+        answer = _text_or_bytes(o.produces)
+    if answer and "answer" in o.binary:
+        answer |= _text_or_bytes(BINARY)
+    success: dict[str, Any] = {"content": answer} if answer else {}
+    if o.sends:
+        success["headers"] = {name: _header(text, "string") for name, text in o.sends.items()}
+    status = 204 if not answer and o.status == 200 else o.status
+    responses = {str(code): {"description": text, **success} for code, text in {status: o.summary, **o.also}.items()}
     for code in o.statuses:
-        more = {"Retry-After": _header("Seconds to wait.", "integer")} if code in (429, 503) else None
-        more = {"WWW-Authenticate": _header("Bearer.", "string")} if code == 401 else more
-        responses[str(code)] = openapi.Response(
-            description=REASONS[code],
-            content=content(ProblemDetails, "serialization", MEDIA_TYPE),
-            headers=more,  # type: ignore[arg-type]
-        )
-    body = None
+        problem = {"description": REASONS[code], "content": content(ProblemDetails, "serialization", MEDIA_TYPE)}
+        if code in (429, 503):
+            problem["headers"] = {"Retry-After": _header("Seconds to wait.", "integer")}
+        elif code == 401:
+            problem["headers"] = {"WWW-Authenticate": _header("Bearer.", "string")}
+        responses[str(code)] = problem
+    described: dict[str, Any] = {
+        "tags": [o.tag],
+        "summary": o.summary,
+        "operationId": o.handler.__name__,
+        "responses": responses,
+        "security": [{"token": [o.scope]}] if o.scope and tokens else [],
+    }
+    if text := inspect.getdoc(o.handler):
+        described["description"] = text
+    if parameters := [parameter for name in PARTS[:3] if name in o.parts for parameter in _parameters(name, o)]:
+        described["parameters"] = parameters
     if "body" in o.parts:
-        both = {BINARY: raw} if "body" in o.binary else {}
-        body = openapi.RequestBody(content=content(o.parts["body"], "validation") | both, required=True)
+        also = _text_or_bytes(BINARY) if "body" in o.binary else {}
+        described["requestBody"] = {"content": content(o.parts["body"], "validation") | also, "required": True}
     elif o.consumes:
-        body = openapi.RequestBody(content={o.consumes: _text_or_bytes(o.consumes)}, required=True)
-    return openapi.Operation(
-        tags=[o.tag],
-        summary=o.summary,
-        description=inspect.getdoc(o.handler),
-        operationId=getattr(o.handler, "__name__", ""),
-        parameters=[parameter for name in PARTS[:3] if name in o.parts for parameter in _parameters(name, o)] or None,
-        requestBody=body,
-        responses=responses,  # type: ignore[arg-type]
-        security=[{"token": [o.scope]}] if o.scope and tokens else [],
-    )
+        described["requestBody"] = {"content": _text_or_bytes(o.consumes), "required": True}
+    return described
 
 
-def _text_or_bytes(media_type: str) -> openapi.MediaType:
-    """Bytes are a string of ``format`` binary, which generated clients do not take for a text."""
+def _text_or_bytes(media_type: str) -> dict[str, Any]:
+    """Bytes have the ``format`` binary, so that generated clients do not decode them as text."""
     binary = {} if media_type.startswith("text/") else {"format": "binary", "contentMediaType": media_type}
-    return openapi.MediaType(schema=openapi.Schema.model_validate({"type": "string", **binary}))  # type: ignore[call-arg]
+    return {media_type: {"schema": {"type": "string", **binary}}}
 
 
 def _message(name: str, payload: Any) -> dict[str, Any]:
-    """A server-sent event called ``name``: a stream is a list of them."""
+    """Return the schema of one server-sent event called ``name``."""
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": payload}
     properties = {"event": {"type": "string", "const": name}, "id": {"type": "string"}, "data": data}
     return {"type": "object", "title": name, "properties": properties, "required": ["event", "data"]}
 
 
-def _header(text: str, kind: str) -> openapi.Header:
-    return openapi.Header(description=text, schema=openapi.Schema(type=openapi.DataType(kind)))  # type: ignore[call-arg]
+def _header(text: str, kind: str) -> dict[str, Any]:
+    return {"description": text, "schema": {"type": kind}}
 
 
-def _parameters(part: str, o: Operation) -> list[openapi.Parameter]:
-    schema = o.parts[part].model_json_schema(ref_template=_REFERENCE)
+def _parameters(part: str, o: Operation) -> list[dict[str, Any]]:
+    schema = _without_null_defaults(o.parts[part].model_json_schema(ref_template=_REFERENCE))
     required = schema.get("required", ())
-    return [
-        openapi.Parameter.model_validate(
-            {
-                "name": name,
-                "in": {"path": "path", "query": "query", "headers": "header"}[part],
-                "required": name in required,
-                "description": described.get("description"),
-                "schema": {key: value for key, value in described.items() if key not in ("title", "description")},
-            }
-        )
-        for name, described in schema["properties"].items()
-    ]
+    parameters = []
+    for name, field in schema["properties"].items():
+        parameter = {"name": name, "in": _PLACES[part], "required": name in required}
+        if "description" in field:
+            parameter["description"] = field["description"]
+        kept = {key: value for key, value in field.items() if key not in ("title", "description")}
+        parameters.append({**parameter, "schema": kept})
+    return parameters
+
+
+def _without_null_defaults(schema: Any) -> Any:
+    """Return ``schema`` without ``default: null``, which generators of clients take for a value to send."""
+    if isinstance(schema, dict):
+        kept = {key: value for key, value in schema.items() if not (key == "default" and value is None)}
+        return {key: _without_null_defaults(value) for key, value in kept.items()}
+    return [_without_null_defaults(value) for value in schema] if isinstance(schema, list) else schema

@@ -1,21 +1,21 @@
-"""One decorator makes a handler, its validation, its authorisation, and its entry in the OpenAPI document.
+"""The decorator ``@operation``: routing, authorization, validation and documentation of a request handler.
 
     @operation("GET", "/v1/runs/{run}", scope="read", summary="One run", tag="runs", errors=(404,))
     async def get_run(service: Service, path: RunPath) -> RunView: ...
 
-    request ──▶ who asks, and may they? ──▶ path, query, headers, body into pydantic models ──▶ handler ──▶ answer
-                    └ 401, 403                     └ 400, 408, 413, 415, 422: all that is wrong at once
+    request ──▶ token and scope ──▶ path, query, headers, body into pydantic models ──▶ handler ──▶ answer
+                    └ 401, 403             └ 400, 408, 413, 415, 422: all errors at once
 
 A handler takes the service, and by name what it needs of ``path``, ``query``, ``headers``, ``body`` (a pydantic model each),
-``raw`` (the bytes that ``body`` was made of) and ``request``. It returns a pydantic model, None (204), a :class:`Reply` when
-status or headers depend on what was done, a text, or, with ``produces``, a response of its own.
+``raw`` (the bytes of ``body``) and ``request``. It returns a pydantic model, None (204), a :class:`Reply` when status or
+headers depend on the result, a text, or, with ``produces``, a response.
 """
 
 from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -24,7 +24,7 @@ import pydantic
 from aiohttp import web
 from pydantic import BaseModel, RootModel
 
-from api.schemas.runs import Strict as Strict  # what handlers' models of requests derive from
+from api.schemas.runs import Strict as Strict  # the base class of request models
 from api.server.access.tokens import Scope
 from api.server.problems import Problem, Wrong, of_validation, several
 from api.server.service import SERVICE, Service
@@ -33,9 +33,11 @@ T = TypeVar("T")
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 JSON = "application/json"
 BINARY = "application/octet-stream"
+EVENT_STREAM = "text/event-stream"
 PARTS = ("path", "query", "headers", "body")
-BODY_VALUES = 100_000  # of a JSON body: reading it holds the event loop
-GONE_SECONDS = 0.25  # after which it is looked whether the client of long work is there still
+_FIELDS = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}  # prefixes of field names in errors
+BODY_VALUES = 100_000  # of a JSON body: parsing it blocks the event loop
+GONE_SECONDS = 0.25  # between checks whether the client of a long request is still connected
 _MARK = "__operation__"
 
 REASONS = {
@@ -48,7 +50,7 @@ REASONS = {
     410: "It is there no more.",
     413: "The body is too large.",
     415: "The body is of another media type.",
-    422: "The body is well-formed, and what it says is refused: `errors` tells all of it.",
+    422: "The body is well-formed, but its content is refused: `errors` lists every reason.",
     429: "Too many requests; `Retry-After` says when to go on.",
     503: "The index does not answer, or it took too long; `Retry-After` says when to try again.",
 }
@@ -56,7 +58,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Reply(Generic[T]):
-    """An answer whose status or headers depend on what was done."""
+    """An answer whose status or headers depend on the result."""
 
     body: T
     status: int
@@ -65,9 +67,16 @@ class Reply(Generic[T]):
 
 @dataclass(frozen=True)
 class Operation:
-    """What the decorator was told, and the handler. ``seconds``: how long it may take; None: as the server's settings say;
-    0: a stream, which ends by itself. ``body_limit`` in bytes; None: as the settings say. ``body_values``: how many a
-    JSON body may hold, in at most a tenth as many tables and lists, under at most a tenth as many keys."""
+    """A handler and the arguments of its decorator.
+
+    ``also``: further statuses of success and their meaning. ``errors``: statuses of problems beside the general ones.
+    ``produces``: media type of an answer that is not a model. ``consumes``: media type of a body that the handler reads
+    itself with :func:`read_body`. ``sends``: headers of a successful answer and their meaning. ``seconds``: deadline (None:
+    the server's; 0: none). ``body_limit``: bytes (None: the server's). ``body_values``: limit of values in a JSON body, ten
+    times that of its tables and lists, and of its keys. ``hidden``: not in the document. ``events``: payload models of an
+    event stream. ``binary``: the body, or the answer, may also be ``application/octet-stream``; then ``body`` is None and
+    the handler reads it, or the handler returns a response.
+    """
 
     method: Method
     path: str
@@ -75,18 +84,18 @@ class Operation:
     scope: Scope | None
     summary: str
     tag: str
-    status: int
-    also: Mapping[int, str]
-    errors: tuple[int, ...]
-    produces: str
-    consumes: str
-    sends: Mapping[str, str]
-    seconds: float | None
-    body_limit: int | None
-    body_values: int
-    hidden: bool
-    events: Mapping[str, type[BaseModel]]
-    binary: tuple[Literal["body", "answer"], ...]
+    status: int = 200
+    also: Mapping[int, str] = field(default_factory=dict)
+    errors: tuple[int, ...] = ()
+    produces: str = ""
+    consumes: str = ""
+    sends: Mapping[str, str] = field(default_factory=dict)
+    seconds: float | None = None
+    body_limit: int | None = None
+    body_values: int = BODY_VALUES
+    hidden: bool = False
+    events: Mapping[str, type[BaseModel]] = field(default_factory=dict)
+    binary: tuple[Literal["body", "answer"], ...] = ()
 
     @cached_property
     def hints(self) -> dict[str, Any]:
@@ -98,14 +107,10 @@ class Operation:
 
     @cached_property
     def answer(self) -> type[BaseModel] | None:
-        """The model of a successful answer; None when there is nothing, or no JSON, in it."""
-        told = self.hints["return"]
-        told = get_args(told)[0] if get_origin(told) is Reply or "answer" in self.binary else told
-        return told if isinstance(told, type) and issubclass(told, BaseModel) else None
-
-    @property
-    def takes_body(self) -> bool:
-        return "body" in self.parts or bool(self.consumes)
+        """The model of a successful answer; None when the answer is not JSON."""
+        hint = self.hints["return"]
+        hint = get_args(hint)[0] if get_origin(hint) is Reply or "answer" in self.binary else hint
+        return hint if isinstance(hint, type) and issubclass(hint, BaseModel) else None
 
     @property
     def statuses(self) -> tuple[int, ...]:
@@ -113,14 +118,12 @@ class Operation:
         found = {403, 429, *self.errors}
         found |= {400} if self.parts else set()
         found |= {401} if self.scope else set()
-        found |= (
-            {503} if self.scope or self.seconds != 0 else set()
-        )  # tokens are looked up in the index; it took too long
-        found |= {400, 408, 413, 415, 422} if self.takes_body else set()
+        found |= {503} if self.scope or self.seconds != 0 else set()  # tokens are looked up in the index
+        found |= {400, 408, 413, 415, 422} if "body" in self.parts or self.consumes else set()
         return tuple(sorted(found))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """The whole of one request."""
+        """Authorize and answer one request."""
         service = request.app[SERVICE]
         if self.scope is None:
             return await self._handle(service, request)
@@ -143,32 +146,28 @@ class Operation:
         return self._response(answer)
 
     async def _arguments(self, request: web.Request) -> dict[str, Any]:
-        arguments: dict[str, Any] = {}
-        if "request" in self.hints:
-            arguments["request"] = request
+        """Return the handler's arguments. Raises one Problem with all errors of the request."""
+        arguments: dict[str, Any] = {"request": request} if "request" in self.hints else {}
         errors: list[Wrong] = []
         status = 400
         for name, model in self.parts.items():
             try:
-                if name == "body":
-                    # Strict as JSON has it: a text is not a number. What is wrong elsewhere is told first.
-                    if "body" in self.binary and request.content_type == BINARY:
-                        arguments["body"] = None
-                    elif not errors:
-                        body = await read_body(request, limit=self.body_limit)
-                        _refuse_many_values(body, self.body_values)
-                        status = 422
-                        arguments["body"] = model.model_validate_json(body, strict=True)
-                        if "raw" in self.hints:
-                            arguments["raw"] = body
-                else:
-                    arguments[name] = model.model_validate(_given(name, model, request))
+                if name != "body":
+                    arguments[name] = model.model_validate(_part(name, model, request))
+                elif "body" in self.binary and request.content_type == BINARY:
+                    arguments["body"] = None
+                elif not errors:  # errors in other parts are reported first
+                    body = await read_body(request, limit=self.body_limit)
+                    _refuse_many_values(body, self.body_values)
+                    status = 422
+                    arguments["body"] = model.model_validate_json(body, strict=True)  # "1" is not accepted as a number
+                    if "raw" in self.hints:
+                        arguments["raw"] = body
             except pydantic.ValidationError as error:
-                prefix = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}[name]
                 if error.error_count() == 1 and error.errors(include_input=False)[0]["type"] == "json_invalid":
                     status = 400
-                found = of_validation(status, error, prefix).details.errors
-                if issubclass(model, RootModel):  # a union: which of its models was meant is no part of the field
+                found = of_validation(status, error, _FIELDS[name]).details.errors
+                if issubclass(model, RootModel):  # a union: the name of the tried model is not part of the field
                     found = [w.model_copy(update={"field": w.field.partition(".")[2] or "body"}) for w in found]
                 errors += found
         if errors:
@@ -190,65 +189,22 @@ class Operation:
 
 
 def operation(
-    method: Method,
-    path: str,
-    *,
-    scope: Scope | None,
-    summary: str,
-    tag: str,
-    status: int = 200,
-    also: Mapping[int, str] | None = None,
-    errors: Sequence[int] = (),
-    produces: str = "",
-    consumes: str = "",
-    sends: Mapping[str, str] | None = None,
-    seconds: float | None = None,
-    body_limit: int | None = None,
-    body_values: int = BODY_VALUES,
-    hidden: bool = False,
-    events: Mapping[str, type[BaseModel]] | None = None,
-    binary: tuple[Literal["body", "answer"], ...] = (),
+    method: Method, path: str, *, scope: Scope | None, summary: str, tag: str, **options: Any
 ) -> Callable[[T], T]:
-    """Mark a handler.
-
-    ``also``: further statuses of success, and what they mean. ``produces``: the media type of an answer that is no model; an
-    event stream has no deadline unless ``seconds`` gives one. ``consumes``: that of a body which the handler reads itself,
-    with :func:`read_body`. ``sends``: headers of a successful answer, and what they say. A ``hidden`` one is no part of the
-    document (a page for people). ``events``: the payloads of a stream's messages by their ``event``. ``binary``: a body, or
-    an answer, that has a second form as ``application/octet-stream``; then ``body`` is None and the handler reads it, or the
-    handler returns a response of its own.
-    """
+    """Mark a handler as an operation; ``options`` are the further fields of :class:`Operation`. An event stream has no
+    deadline by default."""
+    if options.get("produces") == EVENT_STREAM:
+        options.setdefault("seconds", 0)
 
     def mark(handler: T) -> T:
-        stream = produces == "text/event-stream"
-        made = Operation(
-            method,
-            path,
-            handler,  # type: ignore[arg-type]
-            scope,
-            summary,
-            tag,
-            status,
-            also or {},
-            tuple(errors),
-            produces,
-            consumes,
-            sends or {},
-            0 if stream and seconds is None else seconds,
-            body_limit,
-            body_values,
-            hidden,
-            events or {},
-            binary,
-        )
-        setattr(handler, _MARK, made)
+        setattr(handler, _MARK, Operation(method, path, handler, scope, summary, tag, **options))  # type: ignore[arg-type]
         return handler
 
     return mark
 
 
 def operations_of(modules: Iterable[types.ModuleType]) -> list[Operation]:
-    """The operations that ``modules`` define, in their order."""
+    """Return the operations that ``modules`` define, in their order."""
     found = (getattr(value, _MARK, None) for module in modules for value in vars(module).values())
     return list({(o.method, o.path): o for o in found if o is not None}.values())
 
@@ -259,8 +215,7 @@ def build_routes(app: web.Application, modules: Iterable[types.ModuleType]) -> N
 
 
 async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns or raises. It is cancelled with the request's handler, when the client has gone, and when the
-    server goes down."""
+    """Return the result of ``work``. Cancels it when the handler is cancelled, the client leaves, or the server closes."""
     task, closing = asyncio.create_task(work), request.app[SERVICE].closing
     try:
         while not (await asyncio.wait([task], timeout=GONE_SECONDS))[0]:
@@ -274,8 +229,8 @@ async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def read_body(request: web.Request, *, limit: int | None = None, media_type: str = JSON) -> bytes:
-    """The request's body. Raises a Problem: 413 past ``limit`` bytes (default: the server's ``body_limit``), 408 when it
-    does not arrive in time, 415 when it is no ``media_type``, 400 when it was cut off."""
+    """Return the request's body. Raises a Problem: 413 past ``limit`` bytes (default: the server's ``body_limit``), 408 when
+    it does not arrive in time, 415 when it is not ``media_type``, 400 when it is incomplete."""
     settings = request.app[SERVICE].settings
     limit = settings.body_limit if limit is None else limit
     if request.content_type != media_type or request.headers.get("Content-Encoding", "identity") != "identity":
@@ -306,35 +261,34 @@ def _too_large(limit: int) -> Problem:
 
 
 def _refuse_many_values(body: bytes, most: int) -> None:
-    """Raises a Problem (413) for JSON that would take long to read. What texts hold of these characters counts too."""
+    """Raise a Problem (413) for JSON that takes long to parse. Counts these characters inside of texts too."""
     count = body.count
-    for found, limit, what in (
+    for found, limit, kind in (
         (count(b","), most, "values"),
         (count(b"{") + count(b"["), most // 10, "tables and lists"),
         (count(b":"), most // 10, "keys"),
     ):
         if found > limit:
-            detail = f"The body holds {found} {what}; at most {limit} are read."
-            raise Problem(
-                413, detail, kind="too-large", field="body", fix="send it in parts, or as bytes where that can be"
-            )
+            detail = f"The body holds {found} {kind}; at most {limit} are read."
+            fix = "send it in parts, or as bytes where that can be"
+            raise Problem(413, detail, kind="too-large", field="body", fix=fix)
 
 
-def _without_none(told: Any) -> Any:
-    """``X`` of ``X | None``."""
-    return next((part for part in get_args(told) if part is not types.NoneType), told)
+def _without_none(hint: Any) -> Any:
+    """Return ``X`` of ``X | None``."""
+    return next((part for part in get_args(hint) if part is not types.NoneType), hint)
 
 
-def _given(name: str, model: type[BaseModel], request: web.Request) -> dict[str, Any]:
-    """One part of a request as its model takes it. A query key that is given twice stays a list, which only a list takes."""
-    match name:
-        case "path":
-            return dict(request.match_info)
-        case "headers":
-            names = [info.alias or key for key, info in model.model_fields.items()]
-            return {name: request.headers[name] for name in names if name in request.headers}
-    lists = {info.alias or key for key, info in model.model_fields.items() if get_origin(info.annotation) is list}
+def _part(name: str, model: type[BaseModel], request: web.Request) -> dict[str, Any]:
+    """Return the path, query or headers of a request as its model takes them. A query key that is given twice becomes a
+    list, which the model refuses where it expects one value."""
+    if name == "path":
+        return dict(request.match_info)
+    fields = {info.alias or key: info for key, info in model.model_fields.items()}
+    if name == "headers":
+        return {name: request.headers[name] for name in fields if name in request.headers}
     found: dict[str, list[str]] = {}
     for key, value in request.query.items():
         found.setdefault(key, []).append(value)
+    lists = {key for key, info in fields.items() if get_origin(info.annotation) is list}
     return {key: values if key in lists or len(values) > 1 else values[0] for key, values in found.items()}

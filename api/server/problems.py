@@ -1,7 +1,7 @@
-"""What went wrong, as RFC 9457 tells it: ``application/problem+json`` with the field, the value and the fix.
+"""Errors of the REST server as RFC 9457 problems: ``application/problem+json`` with field, value and fix.
 
-raised anywhere below a handler ──▶ problem_of ──▶ Problem ──▶ response
-  a Problem: as it stands    pydantic, RecipeError: all that is wrong at once    unexpected: 500, no details
+exception below a handler ──▶ problem_of ──▶ Problem ──▶ response
+  Problem: unchanged     pydantic, RecipeError: all errors at once     unexpected: 500, logged, without details
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pipeline.index.client import IndexUnreachable
 log = structlog.get_logger()
 
 MEDIA_TYPE = "application/problem+json"
-RETRY_SECONDS = 2  # what a client is asked to wait for an index that does not answer
-BEGAN = web.RequestKey("began", bool)  # whether the answer's headers are out
-LONGEST_VALUE = 200  # characters of a value that are told back
-LONGEST_READ = 4096  # characters of a value that are looked at for that
-MOST_ERRORS = 100
-TOO_MANY_ERRORS = 2000  # pydantic lists all errors or none; more than this many are not listed
-# Of a URL's user and password up to the last "@". Linear in the text: a match is tried after "://" alone, and ends at "/".
+RETRY_SECONDS = 2  # for clients, when the index does not answer
+BEGAN = web.RequestKey("began", bool)  # whether the headers of the answer were sent
+LONGEST_VALUE = 200  # characters of a value that are sent back
+LONGEST_READ = 4096  # characters of a value that are read for that
+MOST_ERRORS = 100  # that are listed
+TOO_MANY_ERRORS = 2000  # of which none are listed: pydantic builds the list of all of them
+# User and password of a URL, up to the last "@". Linear time: a match starts after "://" only and ends at "/".
 _PASSWORD = re.compile(r"(?<=\w://)[^\s/]+@")
 
 
 class Wrong(BaseModel):
-    """One thing that is wrong: the field, its value as it was given, what is wrong with it, and what to do."""
+    """One error: the field, its value as given, what is wrong with it, and how to fix it."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -62,7 +62,7 @@ class ProblemDetails(BaseModel):
 
 
 class Problem(Exception):
-    """An answer that is a problem. ``kind`` is a short name that a program can tell it by (``urn:asyncdock:KIND``)."""
+    """An answer that is a problem. ``kind`` is a stable short name for programs (``urn:asyncdock:KIND``)."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class Problem(Exception):
         )
 
     def body(self) -> bytes:
-        """The problem as JSON."""
+        """Return the problem as JSON."""
         details = self.details.model_dump(mode="json", exclude_none=True)
         return json.dumps(details, ensure_ascii=False, allow_nan=False).encode()
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> Problem:
-        """The problem that another process made."""
+        """Return the problem that another process created."""
         problem = cls(details["status"], details["detail"])
         problem.details = ProblemDetails.model_validate(details)
         return problem
@@ -108,63 +108,48 @@ class Problem(Exception):
 
 
 def shown(value: object) -> Any:
-    """``value`` as it may be told back: as JSON, short, and without a URL's password."""
-    text = without_password(_beginning(value))
-    if len(text) > LONGEST_VALUE:
-        return text[:LONGEST_VALUE] + "…"
-    try:
-        return json.loads(text, parse_constant=str)
-    except ValueError:  # a cut number or a text that only looked like a URL
-        return text
-
-
-def _beginning(value: object) -> str:
-    """The first characters of ``value`` as JSON, whatever its size."""
+    """Return ``value`` as it may be sent back: as JSON, shortened, without passwords of URLs."""
     if isinstance(value, str):
         value = value[: LONGEST_READ + 1]
     text = ""
     for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
         text += piece[: LONGEST_READ + 1]
         if len(text) > LONGEST_READ:
-            text = text[:LONGEST_READ] + "@"  # ends what may be a password that goes on
+            text = text[:LONGEST_READ] + "@"  # ends a password that may have been cut
             break
-    return str(sendable(text))
+    text = without_password(str(sendable(text)))
+    if len(text) > LONGEST_VALUE:
+        return text[:LONGEST_VALUE] + "…"
+    try:
+        return json.loads(text, parse_constant=str)
+    except ValueError:  # a number that was cut, or a text in which a URL was replaced
+        return text
 
 
 def without_password(text: str) -> str:
-    """``text`` with the user and password of every URL in it replaced."""
+    """Return ``text`` with the user and password of every URL replaced."""
     return _PASSWORD.sub("***@", text)
 
 
-def of_recipe(error: RecipeError) -> Problem:
-    """All problems of a recipe, by their dotted keys."""
-    errors = [
-        Wrong(field=p.key, value=shown(p.value), wrong=without_password(p.wrong), fix=p.fix)
-        for p in error.problems[:MOST_ERRORS]
-    ]
-    return several(422, "recipe", "The recipe is not sound", errors)
-
-
 def of_validation(status: int, error: pydantic.ValidationError, prefix: str = "") -> Problem:
-    """All that pydantic says of one part of a request. Values of headers are not told back."""
-    errors = []
+    """Return all of pydantic's errors in one part of a request. Values of headers are not sent back."""
+    title = "The request is not valid"
     if (count := error.error_count()) > TOO_MANY_ERRORS:
-        where = prefix.rstrip(".") or "body"
         wrong = f"has {count} errors, too many to be listed"
-        return several(
-            status, "request", "The request is not valid", [Wrong(field=where, wrong=wrong, fix="see /docs")]
-        )
+        field = prefix.rstrip(".") or "body"
+        return several(status, "request", title, [Wrong(field=field, wrong=wrong, fix="see /docs")])
+    errors = []
     for item in error.errors(include_url=False, include_context=False)[:MOST_ERRORS]:
         field = prefix + ".".join(str(part) for part in item["loc"])
-        wrong, fix = _said(item["type"], item["msg"])
-        # What is missing has no value; pydantic gives the whole that it is missing in.
+        wrong, fix = _wrong_and_fix(item["type"], item["msg"])
+        # A missing field has no value; pydantic reports the object that lacks it.
         value = None if item["type"] in ("missing", "json_invalid") or prefix == "header." else shown(item["input"])
         errors.append(Wrong(field=field or "body", value=value, wrong=wrong, fix=fix))
-    return several(status, "request", "The request is not valid", errors)
+    return several(status, "request", title, errors)
 
 
 def several(status: int, kind: str, title: str, errors: Sequence[Wrong]) -> Problem:
-    """One problem that tells ``errors``, with the first one's field, value and fix as its own."""
+    """Return one problem with ``errors``; its field, value and fix are those of the first one."""
     first, more = errors[0], len(errors) - 1
     detail = f"{first.field} {first.wrong}" + (f", and {more} more" if more else "")
     return Problem(
@@ -172,8 +157,7 @@ def several(status: int, kind: str, title: str, errors: Sequence[Wrong]) -> Prob
     )
 
 
-def _said(kind: str, message: str) -> tuple[str, str]:
-    """What is wrong and what to do, from pydantic's kind of error and its message."""
+def _wrong_and_fix(kind: str, message: str) -> tuple[str, str]:
     match kind:
         case "missing":
             return "is missing", "give it"
@@ -187,49 +171,44 @@ def _said(kind: str, message: str) -> tuple[str, str]:
 
 
 def problem_of(error: Exception) -> Problem:
-    """``error`` as a problem. One that nobody expected is logged, and tells nothing of itself."""
+    """Return ``error`` as a problem. An unexpected one is logged, and the problem has no details of it."""
     match error:
         case Problem():
             return error
         case RecipeError():
-            return of_recipe(error)
+            errors = [
+                Wrong(field=p.key, value=shown(p.value), wrong=without_password(p.wrong), fix=p.fix)
+                for p in error.problems[:MOST_ERRORS]
+            ]
+            return several(422, "recipe", "The recipe is not sound", errors)
         case IndexUnreachable():
-            return Problem(
-                503,
-                "The index does not answer; runs go on by themselves as soon as it does.",
-                kind="index-unreachable",
-                fix="try again shortly",
-                headers={"Retry-After": str(RETRY_SECONDS)},
-            )
+            detail = "The index does not answer; runs go on by themselves as soon as it does."
+            headers = {"Retry-After": str(RETRY_SECONDS)}
+            return Problem(503, detail, kind="index-unreachable", fix="try again shortly", headers=headers)
         case UnknownRun():
             return Problem(404, "There is no such run.", kind="unknown-run", field="path.run", fix="see GET /v1/runs")
         case WrongState():
             fix = "wait until it is in a state in which it can, or leave it"
             return Problem(409, str(error), kind="wrong-state", field="state", value=error.state, fix=fix)
         case KeyReused():
-            field, fix = "header.Idempotency-Key", "give another key, or what the first request said"
+            field, fix = "header.Idempotency-Key", "give another key, or repeat the first request exactly"
             return Problem(422, "This key came with another request before.", kind="key-reused", field=field, fix=fix)
-        case web.HTTPException():
-            return _of_http(error)
+        case web.HTTPException():  # aiohttp's own: no such path, wrong method, too large
+            headers = {name: value for name, value in error.headers.items() if name.lower() in ("allow", "location")}
+            if error.status == 404:
+                detail, kind, fix = "There is nothing at this path.", "no-such-path", "see /docs"
+                return Problem(404, detail, kind=kind, fix=fix, headers=headers)
+            if error.status == 405:
+                detail, fix = "This path has no such method.", f"use {headers.get('Allow', 'another method')}"
+                return Problem(405, detail, kind="method", fix=fix, headers=headers)
+            return Problem(error.status, error.reason or "The request was refused.", headers=headers)
     log.error("a request failed", error=type(error).__name__, exc_info=error)
-    return Problem(500, "Something went wrong here, and the server's log says what.", kind="internal")
-
-
-def _of_http(error: web.HTTPException) -> Problem:
-    """aiohttp's own refusals (no such path, wrong method, too large)."""
-    headers = {name: value for name, value in error.headers.items() if name.lower() in ("allow", "location")}
-    match error.status:
-        case 404:
-            return Problem(404, "There is nothing at this path.", kind="no-such-path", fix="see /docs", headers=headers)
-        case 405:
-            fix = f"use {headers.get('Allow', 'another method')}"
-            return Problem(405, "This path has no such method.", kind="method", fix=fix, headers=headers)
-    return Problem(error.status, error.reason or "The request was refused.", headers=headers)
+    return Problem(500, "Something went wrong here; the server's log has the reason.", kind="internal")
 
 
 @web.middleware
 async def problems(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Every error that comes out of a handler becomes a problem; one in the middle of an answer ends the connection."""
+    """Turn every exception of a handler into a problem; one after the headers were sent ends the connection."""
     try:
         return await handler(request)
     except Exception as error:

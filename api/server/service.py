@@ -1,6 +1,6 @@
-"""What a handler is given: the settings, the list of runs, the index, and who is asking.
+"""What request handlers use: the settings, the registry of runs, the indexes of runs, and authorization.
 
-The service owns connections and nothing else: ending it changes no run.
+The service owns connections and nothing else: closing it does not change any run.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from pipeline.index.client import Index
 log = structlog.get_logger()
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-INDEX_SECONDS = 10.0  # for which a request waits for an index that is being started again
-MOST_HELD = 2000  # requests that wait or stream, where connections are not limited to fewer
-IDLE_SECONDS = 600.0  # after which the connections to a run that has ended are closed
+INDEX_SECONDS = 10.0  # for which a request waits for an index that restarts
+MOST_HELD = 2000  # requests that wait or stream, unless connections are limited to fewer
+IDLE_SECONDS = 600.0  # after which the connections to an ended run are closed
 PRINCIPAL = web.RequestKey("principal", Token)
-LOCAL = Token("local", "local", "admin", 0.0, None)  # whoever asks on loopback, where no token is needed
+LOCAL = Token("local", "local", "admin", 0.0, None)  # the token of every request where none is required
 
 
 class Settings(BaseModel):
-    """Everything that ``asyncdock serve`` is told. Sizes in bytes, times in seconds.
+    """Settings of ``asyncdock serve``. Sizes in bytes, times in seconds.
 
-    ``index``: a URL, or "" for a server of its own under ``data``. ``runs``: how many go at the same time; 0: others run
-    them. ``roots``: below these must lie every path in a recipe. ``recipes``: folders of stored recipes, before the
-    package's. ``allow_*``: ``module:name`` that a recipe may name beside what is installed; ``allow_listen``: addresses on
-    which its runs may open ports. ``hosts``: further names that it is reached by (behind a proxy); with any, a token is
-    needed. ``header_seconds``: in which a request's headers come. ``max_connections``, ``max_connections_per_address``: 0:
-    as the limit of open files allows. ``rate``, ``burst``: requests a second of one client, and how many at once.
-    ``max_waiting``: runs in the queue; ``max_workers``, ``max_arena``: what one recipe may ask for.
+    ``index``: a URL; "" for a server of its own under ``data``. ``runs``: how many execute at once; 0: other agents execute
+    them. ``roots``: folders below which every path in a recipe must lie. ``recipes``: folders of stored recipes, before the
+    package's. ``allow_*``: ``module:name`` that a recipe may name beside installed ones; ``allow_listen``: addresses where
+    its runs may open ports. ``hosts``: further host names (behind a proxy); they require tokens. ``header_seconds``: until a
+    request's headers are complete. ``max_connections``, ``max_connections_per_address``: 0: derived from the limit of open
+    files. ``rate``, ``burst``: requests of one client, per second and at once. ``max_waiting``: runs in the queue.
+    ``max_workers``, ``max_arena``: limits of one recipe.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,7 +82,7 @@ class Settings(BaseModel):
 
     @property
     def loopback(self) -> bool:
-        """Whether nobody on another machine can reach it."""
+        """Whether the server can be reached from this machine only."""
         return self.host in LOOPBACK or re.fullmatch(r"127(\.\d{1,3}){3}", self.host) is not None
 
     @property
@@ -91,16 +91,15 @@ class Settings(BaseModel):
 
 
 class Service:
-    """``closing`` is set when the server goes down: streams then say so to their readers, and end. ``checks`` that are
-    given are closed by the caller."""
+    """State of one server. ``closing`` is set when the server closes: streams then send a last message and end. ``checks``
+    that are passed in are closed by the caller."""
 
     def __init__(
         self, settings: Settings, url: str, registry: Registry, tokens: Tokens, checks: Checks | None = None
     ) -> None:
         self.settings, self.url, self.registry, self.tokens = settings, url, registry, tokens
         self.sessions = Sessions(tokens)
-        self.checks = checks or Checks()
-        self._own_checks = checks is None
+        self.checks, self._owns_checks = checks or Checks(), checks is None
         self.closing = asyncio.Event()
         self.run_statuses = RunStatuses()
         self._in_use: Counter[str] = Counter()
@@ -109,8 +108,7 @@ class Service:
         self._indexes: dict[str, tuple[Index, float]] = {}
 
     def index(self, run: str) -> Index:
-        """The run's part of the index. Ask for it anew at each use: one that nobody asked for in a while is
-        closed once the run has ended."""
+        """Return the index of ``run``. Call it for each use: an unused one is closed when its run has ended."""
         found = self._indexes.get(run)
         index = found[0] if found else Index(self.registry.link, run)
         self._indexes[run] = index, time.monotonic()
@@ -118,8 +116,8 @@ class Service:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[bool]:
-        """Surrounds a request that waits or streams for as long as its client likes. False when too many do: the rest of the
-        connections is for requests that are answered at once."""
+        """Count a request that waits or streams without a deadline. Yields False when there are too many: the other
+        connections are kept for requests that are answered at once."""
         self._held += 1
         try:
             yield self._held <= self.most_held
@@ -127,17 +125,17 @@ class Service:
             self._held -= 1
 
     def folder(self, record: RunRecord) -> Path:
-        """Where the run's files lie: recipe.json, checkpoints/, logs/, metrics.jsonl."""
+        """Return the folder of a run's files: recipe.json, checkpoints/, logs/, metrics.jsonl."""
         return Path(record.folder) if record.folder else self.settings.data / "runs" / record.id
 
     def principal(self, request: web.Request) -> Token:
-        """Who asks. Only for operations with a scope."""
+        """Return the token of the request. Only for operations with a scope."""
         return request[PRINCIPAL]
 
     @contextlib.asynccontextmanager
     async def authorised(self, request: web.Request, scope: Scope) -> AsyncIterator[None]:
-        """Surrounds what a request does, once it is known who asks. Raises a Problem (401, 403) unless that one may, and as
-        soon as it no longer may."""
+        """Surround the handling of a request. Raises a Problem (401, 403) when its token is not valid or lacks ``scope``, or
+        when it becomes so while the request is handled."""
         request[PRINCIPAL] = token = await self._token(request, scope)
         if token is LOCAL:
             yield
@@ -152,13 +150,8 @@ class Service:
         token = await self.tokens.find(presented.strip()) if kind.lower() == "bearer" else None
         if token is None:
             wrong = "The token is not valid." if kind else "A token is needed."
-            raise Problem(
-                401,
-                wrong,
-                kind="token",
-                fix="send the header 'Authorization: Bearer TOKEN'; `asyncdock token create` makes one",
-                headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'},
-            )
+            fix = "send the header 'Authorization: Bearer TOKEN'; `asyncdock token create` makes one"
+            raise Problem(401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'})
         if not token.may(scope):
             detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
             raise Problem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
@@ -166,7 +159,7 @@ class Service:
 
     @contextlib.contextmanager
     def using(self, run: str | None) -> Iterator[None]:
-        """For as long as a request is about ``run``: connections to it stay open."""
+        """Surround a request about ``run``: its index is not closed meanwhile."""
         if run is None:
             yield
             return
@@ -179,24 +172,24 @@ class Service:
                 del self._in_use[run]
 
     async def close_idle(self) -> None:
-        """Close the connections to ended runs that nobody asks for any more, now and then, until cancelled."""
+        """Close unused indexes of ended runs, periodically, until cancelled."""
         while True:
             await asyncio.sleep(IDLE_SECONDS / 10)
             for run, (index, used) in list(self._indexes.items()):
                 if time.monotonic() - used < IDLE_SECONDS or run in self._in_use:
                     continue
                 try:
-                    over = (await self.registry.get(run)).state in ENDED
+                    ended = (await self.registry.get(run)).state in ENDED
                 except UnknownRun:
-                    over = True
+                    ended = True
                 except ConnectionError:
                     continue
-                if over and self._indexes.get(run) == (index, used):  # it was not used meanwhile
+                if ended and self._indexes.get(run) == (index, used):  # not used while the registry was asked
                     del self._indexes[run]
                     await index.close()
 
     async def forget(self, run: str) -> None:
-        """Close the connections to a run that is deleted."""
+        """Close what is open for a deleted run."""
         self.run_statuses.forget(run)
         await self.outside.forget(run)
         found = self._indexes.pop(run, None)
@@ -210,9 +203,9 @@ class Service:
         self._indexes.clear()
         await self.outside.close()
         await self.tokens.close()
-        if self._own_checks:
+        if self._owns_checks:
             await asyncio.to_thread(self.checks.close)
 
 
 SERVICE = web.AppKey("service", Service)
-DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")  # makes the OpenAPI document, once
+DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")  # builds the OpenAPI document, once

@@ -1,10 +1,10 @@
-"""The index of a service that was given no other: a Valkey server that outlives whoever started it.
+"""The index server of a service without an external index: a Valkey server that outlives the process that starts it.
 
-    start ─▶ DATA/service.json names a living server? ─yes─▶ its URL
-                                                      └no──▶ a new one on the same data, in a session of its own
+    start ─▶ DATA/service.json names a live server? ─yes─▶ its URL
+                                                    └no──▶ start one on the same data, in its own session
     keep  ─▶ wait for its end ─▶ start, and so on
 
-Its append-only file holds all that was acknowledged, so a server that was killed is there again with everything.
+Its append-only file holds everything that was acknowledged, so a server that was killed restarts without loss.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pathlib import Path
 
 import structlog
 
-from orchestration.private_files import private_folder
+from orchestration.private_files import private_folder, write_private
 from orchestration.processes.handles import Process
 from pipeline.index.embedded import SOCKET_PATH_LIMIT, EmbeddedIndex
 from pipeline.locks import locked
 
 log = structlog.get_logger()
 
-FILE = "service.json"  # in the service's folder: URL and process of its index; only its user can read it
+FILE = "service.json"  # in the service's folder: URL and process of its index; readable by its owner only
 STOP_SECONDS = 10.0
-AGAIN_SECONDS = 1.0
+AGAIN_SECONDS = 1.0  # between attempts to start it
 LOCK_SECONDS = 30.0  # for which another process may hold the lock: longer than a start or a stop takes
 
 
 class ServiceIndex:
-    """The index of the service in ``data``. Any number of processes may have one; they all mean the same server."""
+    """The index server of the service in ``data``. Objects in several processes refer to the same server."""
 
     def __init__(self, data: Path) -> None:
         self.data = data.resolve()
@@ -41,32 +41,30 @@ class ServiceIndex:
 
     @property
     def pid(self) -> int | None:
-        """Its process, once it was started or found here."""
+        """Its process number, once this object has started or found it."""
         return self._process.pid if self._process else None
 
     def start(self) -> str:
-        """See to it that the server is up, and return its URL. Raises RuntimeError, Locked among them, or TimeoutError when
-        it does not come, and NotPrivate."""
+        """Start the server unless it runs. Returns its URL. Raises RuntimeError (Locked is one) or TimeoutError when it does
+        not start, and NotPrivate."""
         private_folder(self.data)
         with locked(self.data / "service.lock", wait=LOCK_SECONDS):
-            known = self._known()
+            known = self._read_file()
             if self._process is not None and self._process.alive():
                 return str(known["index"])
             server = EmbeddedIndex(self.data / "index", socket=self._socket(known), outlives=True)
             server.start()
             assert server.pid is not None
             self._process = Process.of(server.pid, server.process)
-            written = {"index": server.url, "process": str(self._process)}
             partial = self.data / f".{FILE}"
             partial.unlink(missing_ok=True)
-            with open(os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
-                json.dump(written, file)
+            write_private(partial, json.dumps({"index": server.url, "process": str(self._process)}))
             os.replace(partial, self.data / FILE)
             log.info("index started", data=str(self.data), pid=server.pid)
             return server.url
 
     async def keep(self) -> None:
-        """Start the server again whenever it ends; for ever."""
+        """Start the server whenever it is not running, until cancelled."""
         while True:
             try:
                 await asyncio.to_thread(self.start)
@@ -79,9 +77,9 @@ class ServiceIndex:
             log.warning("the index ended; starting it again", data=str(self.data))
 
     def stop(self) -> None:
-        """End the server, if it is up. No run may be active: their runners would wait for it in vain."""
+        """End the server if it runs. No run may be active: its runner would wait for the index."""
         with locked(self.data / "service.lock", wait=LOCK_SECONDS):
-            known = self._known()
+            known = self._read_file()
             process = self._process
             if process is not None and process.alive():
                 process.end(signal.SIGTERM)
@@ -98,30 +96,30 @@ class ServiceIndex:
                         Path(socket).parent.rmdir()
             (self.data / FILE).unlink(missing_ok=True)
 
-    def _known(self) -> dict[str, str]:
-        """What the file says, and its process as ours."""
+    def _read_file(self) -> dict[str, str]:
+        """Return the content of FILE, and remember the process that it names."""
         try:
             known = json.loads((self.data / FILE).read_text())
         except (OSError, ValueError):
             known = {}
         found = Process.parse(known.get("process", ""))
-        if found != self._process:  # else ours knows more: it may be our child
+        if found != self._process:  # an equal one may have an exit code, as a child of this process
             self._process = found
         return known
 
     def _socket(self, known: dict[str, str]) -> Path:
-        """Where it listens: as before, so that whoever was connected finds it again."""
+        """Return the path of the socket: the previous one if possible, so that connected clients find the server again."""
         before = Path(known.get("index", "").removeprefix("unix://"))
         near = self.data / "index" / "index.sock"
         if before == near or len(os.fsencode(near)) <= SOCKET_PATH_LIMIT:
             return near
-        if before.is_absolute() and _is_ours(before.parent):
+        if before.is_absolute() and _is_private(before.parent):
             return before
         return Path(tempfile.mkdtemp(prefix="asyncdock-index-")) / "index.sock"
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can have put something there."""
+def _is_private(folder: Path) -> bool:
+    """Whether no other user can have created files in ``folder``."""
     try:
         found = folder.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a service's runs have on a machine, and how one of them ends: known to its agent as to its runner."""
+"""Where a service's runs keep their shared memory on a machine, and how a run is ended; used by agents and runners."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from orchestration.service.registry import LIVE, Registry
 from pipeline.index.client import Index
 from pipeline.warehouse.arena import shared_memory_directory
 
-WHERE = "index.json"  # in a run's folder while it is alive: the index's URL and the run's id
+WHERE = "index.json"  # in the folder of a live run: the index's URL and the run's id
 LEASE_VARIABLE = "ASYNCDOCK_LEASE"  # in a runner's environment: the token of its lease
 
 
 def shared_of(folder: Path) -> Path:
-    """Where a hosted run in ``folder`` has its shared memory: a name that no number of a process is part of."""
+    """Return the shared-memory folder of the run in ``folder``, the same for every runner of it."""
     return shared_memory_directory() / f"{shared_prefix(folder.parent)}{folder.name}"
 
 
 def shared_prefix(folders: Path) -> str:
-    """What the names in shared memory of all runs below ``folders`` begin with, and no others."""
+    """Return the prefix of the shared-memory folders of all runs below ``folders``."""
     return f"asyncdock-run-{hashlib.sha256(os.fsencode(folders.resolve())).hexdigest()[:8]}-"
 
 
 async def conclude(registry: Registry, run: str, token: str, state: str, reason: str) -> bool:
-    """The run has ended: as its own keys say, or else in ``state`` for ``reason``. Its samples go, from the index and from
-    shared memory. False, and nothing is done, when ``token`` does not hold it. Harmless when repeated."""
-    held = await registry.held(run)
-    if held is None or held.token != token:
+    """Record that a run has ended, in the state of its own keys or else in ``state`` for ``reason``, and remove its samples
+    from the index and from shared memory. Does nothing and returns False when ``token`` does not hold it. Idempotent."""
+    active = await registry.find_active(run)
+    if active is None or active.token != token:
         return False
     index = Index(registry.link, run)
     try:
@@ -39,8 +39,9 @@ async def conclude(registry: Registry, run: str, token: str, state: str, reason:
         await index.retire()
     finally:
         await index.close()
-    if held.record.folder:
-        with contextlib.suppress(OSError):  # a killed runner has left it
-            (Path(held.record.folder) / WHERE).unlink(missing_ok=True)
-        shutil.rmtree(shared_of(Path(held.record.folder)), ignore_errors=True)
+    if active.record.folder:
+        folder = Path(active.record.folder)
+        with contextlib.suppress(OSError):
+            (folder / WHERE).unlink(missing_ok=True)  # a runner that was killed has not removed it
+        shutil.rmtree(shared_of(folder), ignore_errors=True)
     return await registry.end(run, token, state, reason)

@@ -1,11 +1,11 @@
-"""The runner: the process that one run of a service lives in. Its workers are its children.
+"""The runner: the process that executes one run of a service. The run's workers are its children.
 
     lease: renewed ─┬─▶ Run.host ─▶ outcome ─▶ conclude: the run has ended
-                    │     └─ events ─▶ metrics.jsonl; each change of state wakes whoever watches the list of runs
-                    └─ lost: somebody else runs it; everything here ends at once, and nothing is said
+                    │     └─ events ─▶ metrics.jsonl; each change of state wakes the readers of the list of runs
+                    └─ lost: another runner has the run; this process ends at once and records nothing
 
-It knows the run's id, the index and its lease, and reads the rest from the list of runs. An agent starts it, and needs not
-live on.
+It gets the run's id, the index and its lease, and reads the rest from the registry. It does not depend on the agent that
+starts it.
 """
 
 from __future__ import annotations
@@ -28,43 +28,39 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run.run import READERS_SECONDS, Run
 from orchestration.service.lifecycle import LEASE_VARIABLE, conclude
 from orchestration.service.registry import LEASE_SECONDS, Registry
+from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, IndexUnreachable
 
 log = structlog.get_logger()
 
 EXIT_LOST = 4
-EXIT_ENDED = 143  # as of a process that SIGTERM has ended
+EXIT_ENDED = 143  # the exit code of a process that SIGTERM has ended
 
 
-class LeaseLost(Exception):
-    """Somebody else holds the run."""
+class RunLost(Exception):
+    """Another runner holds the run."""
 
 
 class Runner:
-    """Holds the run ``run`` under ``token``, and executes it."""
+    """Holds the run ``run`` under the lease ``token`` and executes it."""
 
     def __init__(self, url: str, run: str, token: str, forks: ForkServer | None = None) -> None:
         self.registry, self.run, self.token, self._forks = Registry(url), run, token, forks
         self._process = str(Process.of(os.getpid()))
 
     async def execute(self) -> None:
-        """To the run's end. Raises :class:`LeaseLost` when somebody else has the run."""
+        """Execute the run to its end. Raises :class:`RunLost` when another runner has it."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                await self._renew()
-                holding = tasks.create_task(self._hold())
-                await self._work()
-                holding.cancel()
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            await self._renew()
+            await first_of(self._work(), self._keep_lease())
         finally:
             await self.registry.close()
 
     async def _renew(self) -> None:
         if not await self.registry.renew(self.run, self.token, self._process):
-            raise LeaseLost(f"run {self.run!r} is not held by this runner's lease any more")
+            raise RunLost(f"run {self.run!r} is not held by this runner's lease any more")
 
-    async def _hold(self) -> None:
+    async def _keep_lease(self) -> None:
         while True:
             await asyncio.sleep(LEASE_SECONDS / 3)
             await self._renew()
@@ -83,17 +79,17 @@ class Runner:
                 following.cancel()
                 failed = (await asyncio.gather(following, return_exceptions=True))[0]
                 if isinstance(failed, Exception):
-                    log.error("its events could not be written down", file=METRICS, error=repr(failed))
+                    log.error("the run's events could not be written", file=METRICS, error=repr(failed))
             state, reason = outcome.state, outcome.reason
         except IndexUnreachable:
-            raise  # nothing is wrong with the run; it can be taken over when the index is back
-        except Exception as error:  # what a restart would not mend: its folder, its memory, its recipe
+            raise  # the run is not at fault: it is taken over when the index is back
+        except Exception as error:  # a restart would not fix its folder, its memory, its recipe
             log.exception("the run cannot be executed")
             reason = f"{type(error).__name__}: {error}"
         await conclude(self.registry, self.run, self.token, state, reason)
 
     async def _follow(self, run: Run) -> None:
-        """Write down what happens, behind what former runners have, and wake whoever watches the list."""
+        """Append the run's events to its file, after those of earlier runners, and report changes of its state."""
         with MetricsFile(run.out_dir / METRICS) as file:
             async for event in run.events(file.last):
                 if event.kind == "worker" and event.data["change"] == "rewound" and "version" in event.data:
@@ -104,12 +100,12 @@ class Runner:
 
 
 async def _until_ended(url: str, run: str, token: str, forks: ForkServer | None) -> int:
-    """Execute the run; SIGTERM ends this process and its workers, and changes nothing else. Returns the exit code."""
+    """Execute the run. Returns the exit code. SIGTERM ends this process and its workers, and nothing else."""
     work = asyncio.create_task(Runner(url, run, token, forks).execute())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
     try:
         await work
-    except LeaseLost as lost:
+    except RunLost as lost:
         log.warning("ending", reason=str(lost))
         return EXIT_LOST
     except asyncio.CancelledError:
@@ -118,7 +114,7 @@ async def _until_ended(url: str, run: str, token: str, forks: ForkServer | None)
 
 
 def forked(arguments: Sequence[str]) -> None:
-    """:func:`main` in a child of a fork server: this run's workers come from a fork of it."""
+    """Run :func:`main` in a child of a fork server; the run's workers are forked from a copy of it."""
     forks = ForkServer.within()
     try:
         main(arguments, forks)
@@ -135,10 +131,8 @@ def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None
     options = parser.parse_args(arguments)
     configure(terminal=False)
     structlog.contextvars.bind_contextvars(run=options.run, process="runner")
-    sys.path.append(
-        os.getcwd()
-    )  # rewards, algorithms and engines given as module:name; last, so that nothing is shadowed
-    token = os.environ.pop(LEASE_VARIABLE)  # not for its workers
+    sys.path.append(os.getcwd())  # for names like `my_reward:exact` in recipes; last, so that it shadows nothing
+    token = os.environ.pop(LEASE_VARIABLE)  # its workers do not get it
     sys.exit(asyncio.run(_until_ended(os.environ[INDEX_VARIABLE], options.run, token, forks)))
 
 

@@ -20,7 +20,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.service.agent import Agent
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.lifecycle import shared_prefix
-from orchestration.service.registry import ENDED, Held, Registry, RunRecord
+from orchestration.service.registry import ENDED, ActiveRun, Registry, RunRecord
 from pipeline.events import Event
 from pipeline.index.client import INDEX_VARIABLE, Index
 from pipeline.warehouse.arena import shared_memory_directory
@@ -104,12 +104,12 @@ class Service:
             await index.close()
         raise AssertionError("a stream of events does not end")
 
-    async def held(self, run: str) -> tuple[Held, Process]:
+    async def held(self, run: str) -> tuple[ActiveRun, Process]:
         """The run's lease, and its runner once there is one."""
         marker = ""
         async with asyncio.timeout(SECONDS):
             while True:
-                held = await self.registry.held(run)
+                held = await self.registry.find_active(run)
                 assert held is not None
                 if process := Process.parse(held.process):
                     return held, process
@@ -145,7 +145,7 @@ async def serving(data: Path, url: str = "") -> AsyncGenerator[Service, None]:
             await asyncio.to_thread(own.start)
         runs: Sequence[RunRecord] = (await service.registry.list(limit=1000))[0]
         for record in runs:
-            held = await service.registry.held(record.id)
+            held = await service.registry.find_active(record.id)
             if held is not None:
                 if process := Process.parse(held.process):
                     process.end()

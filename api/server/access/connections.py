@@ -1,11 +1,11 @@
-"""The server's connections: how many there may be, and how long each may make the server wait.
+"""Limits the number of the server's connections, and how long each may wait for its client.
 
     accept ──▶ is there room? ──no──▶ close the connection that has waited longest for its client ──none waits──▶ 503
-                 └yes─▶ Connection: headers within `header_seconds`, written bytes taken within WRITE_SECONDS
+                 └yes─▶ Connection: headers within `header_seconds`, written bytes read within WRITE_SECONDS
 
 A connection waits for its client while the headers or the body of a request are incomplete, between two requests, and while
-the client does not take what was written. Clients hold thousands of these at no cost, so they are closed first. A request
-that is being worked on, or a stream that is read, is never closed to make room.
+the client does not read what was written. Such connections cost a client nothing, so they are closed first. A request that
+is being handled, or a stream that is read, is never closed to make room.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from api.server.service import SERVICE, Settings
 
 log = structlog.get_logger()
 
-BACKLOG = 1024  # readers that come back all at once, after a restart; who finds no place asks again after a second
-MOST_CONNECTIONS = 4096  # by default, however many files the process may open
-MOST_DESCRIPTORS = 65_536  # that the process raises its own limit to
-ACCEPTED_AT_ONCE = 32  # connections, before others have their turn
+BACKLOG = 1024  # for readers that reconnect all at once after a restart
+MOST_CONNECTIONS = 4096  # by default, whatever the limit of open files
+MOST_DESCRIPTORS = 65_536  # to which the process raises its own limit
+ACCEPTED_AT_ONCE = 32  # connections, before other events are handled
 SURPLUS = 16  # connections past the limit whose requests are answered 503; further ones are closed
-WRITE_SECONDS = 60.0  # in which a client that takes nothing of what was written must take some of it
-LINGER_SECONDS = 1.0  # for which what a refused client still sends is read, so that it sees the answer
+WRITE_SECONDS = 60.0  # in which a client has to read some of what was written
+LINGER_SECONDS = 1.0  # for which data of a refused client is still read, so that it gets the answer
 SWEEP_SECONDS = 1.0
-VERSIONS = (HttpVersion11, HttpVersion10)
 PAUSE_SECONDS = 0.1  # without accepting, when the process has no descriptor left
+VERSIONS = (HttpVersion11, HttpVersion10)
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process, and those that it starts, open as many files as the system lets it, MOST_DESCRIPTORS at most."""
+    """Raise the limit of open files of this process and its children as far as allowed, at most to MOST_DESCRIPTORS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -50,8 +50,8 @@ def raise_descriptor_limit() -> None:
 
 
 def most_connections(settings: Settings, descriptors: int) -> tuple[int, int]:
-    """How many connections there may be, in all and of one address, for a process that may open ``descriptors`` files. A
-    quarter of them, and at least 64, is for what a server opens beside. Raises ValueError for more than that leaves.
+    """Return the limits of connections, in all and of one address, for a process that may open ``descriptors`` files. A
+    quarter of these, at least 64, is reserved for other files. Raises ValueError when the settings ask for more.
 
     >>> [most_connections(Settings(data="."), descriptors) for descriptors in (256, 1024, 20_000)]
     [(192, 168), (768, 672), (4096, 3584)]
@@ -72,7 +72,7 @@ def _version_problem() -> Problem:
 
 
 class _NoRequest(web.Response):
-    """The answer to what is no request: it is written as it stands."""
+    """The answer to data that is not an HTTP request; :meth:`Connection.send` writes it."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(status=problem.status)
@@ -80,14 +80,13 @@ class _NoRequest(web.Response):
 
 
 class Connection(web.RequestHandler):
-    """One connection of ``connections``, from the client ``host``. A ``surplus`` one is past the limit: its requests are
-    refused."""
+    """A connection from the client ``host``. The requests of a ``surplus`` connection, past the limit, are refused."""
 
     def __init__(self, server: web.Server, connections: Connections, host: str, surplus: bool, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self.connections, self.host, self.surplus = connections, host, surplus
-        self.between_requests = True  # nothing of the next one has come
-        self.body: StreamReader | None = None  # of the present request, while it is incomplete
+        self.between_requests = True  # no byte of the next one has arrived
+        self.body: StreamReader | None = None  # of the current request, while it is incomplete
         self.ended = self._loop.create_future()
 
     def connection_lost(self, error: BaseException | None) -> None:
@@ -101,7 +100,7 @@ class Connection(web.RequestHandler):
             self.between_requests = False
             self.connections.waits(self, self.connections.header_seconds)
         elif self.body is not None:
-            self.connections.waits(self)  # behind those that were heard of earlier
+            self.connections.waits(self)  # moves to the end of the queue
         super().data_received(data)
 
     def pause_writing(self) -> None:
@@ -113,7 +112,7 @@ class Connection(web.RequestHandler):
         self.connections.flows(self)
 
     def begin(self, request: web.Request) -> None:
-        """A request's headers are complete."""
+        """Called when a request's headers are complete."""
         self.between_requests = False
         self.connections.works(self)
         if not request.content.is_eof():
@@ -129,7 +128,7 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send an answer: also those that aiohttp makes by itself are problems."""
+        """Send an answer; aiohttp's own error pages become problems."""
         if isinstance(resp, web.HTTPException):
             resp = problem_of(resp).response()
         if request.version not in VERSIONS:
@@ -146,14 +145,10 @@ class Connection(web.RequestHandler):
             self.connections.waits(self)
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """The answer to what is no HTTP, and to a handler that failed past the middlewares. Raises ConnectionError when an
-        answer has begun: it ends there."""
+        """Answer data that is not HTTP, and a failure outside of the middlewares. Raises ConnectionError, which ends the
+        connection, when an answer has begun."""
         if request.writer.output_size > 0:
             if isinstance(exc, Exception) and not isinstance(exc, Problem | ConnectionError):
                 log.error("an answer broke off", error=type(exc).__name__, exc_info=exc)
@@ -163,18 +158,18 @@ class Connection(web.RequestHandler):
         return _NoRequest(problem_of(exc) if isinstance(exc, Exception) else Problem(status, "The request failed."))
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        """What is the client's fault is not logged: its request may hold a token, and it may send millions."""
+        """Log the server's own errors only: a client's request may contain a token, and clients may send millions."""
         if not isinstance(options.get("exc_info"), HttpProcessingError | web.RequestPayloadError | ConnectionError):
             super().log_exception(*args, **options)
 
     async def _refuse(self, problem: Problem) -> None:
-        """Answer, and read on for a moment: closed with something unread, the system would take back the answer."""
-        self.close()  # what still comes is read, and not taken for requests
+        """Answer, then read for a moment: the system discards the answer of a socket that is closed with unread data."""
+        self.close()  # further data is read and not handled as requests
         self.send(problem)
         await asyncio.wait([self.ended], timeout=LINGER_SECONDS)
 
     def send(self, problem: Problem) -> None:
-        """Write ``problem`` as the last answer of the connection. Through aiohttp it would bear aiohttp's name."""
+        """Write ``problem`` as the connection's last answer, without aiohttp, which would add its name."""
         if self.transport is None or self.transport.is_closing():
             return
         body = problem.body()
@@ -187,7 +182,7 @@ class Connection(web.RequestHandler):
 
 
 def _malformed(error: HttpProcessingError) -> Problem:
-    """What is wrong with a request that is no HTTP, without a word of it: it may hold a token."""
+    """Return the problem of data that is not HTTP. It does not quote the data, which may contain a token."""
     match error:
         case LineTooLong():
             detail, fix = "A line of the request's head is too long.", "send lines of at most 8190 bytes"
@@ -201,7 +196,7 @@ def _malformed(error: HttpProcessingError) -> Problem:
 
 
 class Connections(web.BaseSite):
-    """Listens at the address of ``settings``, and keeps its connections within their limits."""
+    """Listens at the address of ``settings`` and keeps the connections within their limits."""
 
     def __init__(self, runner: web.AppRunner, settings: Settings, tls: ssl.SSLContext | None) -> None:
         super().__init__(runner, ssl_context=tls, backlog=BACKLOG)
@@ -209,15 +204,15 @@ class Connections(web.BaseSite):
         self.most, self.most_of_one = most_connections(
             settings, MOST_DESCRIPTORS if descriptors == resource.RLIM_INFINITY else descriptors
         )
-        # What came with a connection is read some turns of the loop later; it must not have given way by then.
+        # A new connection's data is read some iterations of the loop later; it must not be closed before.
         self._accepted_at_once = max(1, min(ACCEPTED_AT_ONCE, self.most_of_one // 16))
         self._app, self.settings, self.header_seconds = runner.app, settings, settings.header_seconds
         self.sockets: list[socket.socket] = []
-        self._open: dict[Connection, asyncio.Task[Any]] = {}  # and its TLS handshake, if any
+        self._open: dict[Connection, asyncio.Task[Any]] = {}  # and the task that opens it, with TLS the handshake
         self._hosts: Counter[str] = Counter()
-        # Those that wait for their client, in the order in which they were heard of, and until when.
+        # Connections that wait for their client, those with the oldest data first, and their deadlines.
         self._waiting: OrderedDict[Connection, float] = OrderedDict()
-        self._stalled: OrderedDict[Connection, float] = OrderedDict()  # answers that their client does not read
+        self._stalled: OrderedDict[Connection, float] = OrderedDict()  # whose client does not read the answer
         self._sweeping: asyncio.TimerHandle | None = None
 
     @property
@@ -252,32 +247,32 @@ class Connections(web.BaseSite):
         if self._sweeping is not None:
             self._sweeping.cancel()
         for task in self._open.values():
-            task.cancel()  # of those whose handshake is not done
+            task.cancel()  # handshakes that are not complete
         await super().stop()
 
-    # ── what a connection does ──
+    # ── called by connections when their state changes ──
 
     def waits(self, connection: Connection, seconds: float = math.inf) -> None:
-        """It waits for its client, ``seconds`` at most."""
+        """It waits for its client, at most ``seconds``."""
         if connection in self._open:
             self._waiting[connection] = asyncio.get_running_loop().time() + seconds
             self._waiting.move_to_end(connection)
 
     def works(self, connection: Connection) -> None:
-        """It works on a request."""
+        """It handles a request."""
         self._waiting.pop(connection, None)
 
     def stalls(self, connection: Connection) -> None:
-        """Its client takes nothing of what was written."""
+        """Its client does not read what was written."""
         if connection in self._open:
             self._stalled[connection] = asyncio.get_running_loop().time() + WRITE_SECONDS
 
     def flows(self, connection: Connection) -> None:
-        """Its client has taken most of what was written."""
+        """Its client has read most of what was written."""
         self._stalled.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:
-        """It has ended, or is about to. Harmless when repeated."""
+        """It has ended, or is about to. Does nothing when repeated."""
         if self._open.pop(connection, None) is not None:
             self._hosts[connection.host] -= 1
             if not self._hosts[connection.host]:
@@ -293,7 +288,7 @@ class Connections(web.BaseSite):
                 accepted, address = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptor is left, or no memory
+            except OSError as error:  # no descriptor or memory left
                 self._pause(listening, error)
                 return
             self._admit(accepted, client_of(address[0]))
@@ -301,7 +296,7 @@ class Connections(web.BaseSite):
     def _admit(self, accepted: socket.socket, host: str) -> None:
         surplus = not self._make_room(host)
         if surplus and len(self._open) >= self.most + SURPLUS:
-            log.warning("a connection was refused: every one that is open works on a request", open=len(self._open))
+            log.warning("a connection was refused: all open ones handle requests", open=len(self._open))
             accepted.close()
             return
         accepted.setblocking(False)
@@ -327,14 +322,14 @@ class Connections(web.BaseSite):
         self.waits(connection, self.header_seconds)
 
         def opened(opening: asyncio.Task[Any]) -> None:
-            if opening.cancelled() or opening.exception() is not None:  # it went, or spoke no TLS
+            if opening.cancelled() or opening.exception() is not None:  # it was closed, or is not TLS
                 self.forget(connection)
                 loop.call_soon(accepted.close)
 
         opening.add_done_callback(opened)
 
     def _make_room(self, host: str) -> bool:
-        """Whether there is room for one more of ``host``, if need be that of one that waits for its client."""
+        """Whether there is room for one more of ``host``. Closes a connection that waits for its client if necessary."""
         if self._hosts[host] >= self.most_of_one:
             oldest = next((c for c in (*self._waiting, *self._stalled) if c.host == host), None)
         elif len(self._open) >= self.most:
@@ -343,12 +338,12 @@ class Connections(web.BaseSite):
             return True
         if oldest is None:
             return False
-        log.warning("the most connections are open; one that waits for its client is closed", open=len(self._open))
+        log.warning("too many connections; one that waits for its client is closed", open=len(self._open))
         self._end(oldest, Problem(503, "Too many connections.", kind="connections", fix="try again"))
         return True
 
     def _end(self, connection: Connection, why: Problem) -> None:
-        """Close a connection at once; ``why`` is the answer to a request that has begun."""
+        """Close a connection at once; ``why`` answers a request that has begun."""
         opening = self._open[connection]
         writable = connection not in self._stalled and not connection.between_requests
         self.forget(connection)
@@ -360,7 +355,7 @@ class Connections(web.BaseSite):
             connection.transport.abort()
 
     def _pause(self, listening: socket.socket, error: OSError) -> None:
-        """Accept nothing for a moment, and make some room: the system goes on saying that there is something to accept."""
+        """Accept nothing for a moment and close waiting connections: the socket stays readable and would busy the loop."""
         loop = asyncio.get_running_loop()
         log.warning("no connection can be accepted", reason=str(error), open=len(self._open))
         for connection in list(self._waiting)[:ACCEPTED_AT_ONCE]:
@@ -374,7 +369,7 @@ class Connections(web.BaseSite):
         loop.call_later(PAUSE_SECONDS, resume)
 
     def _sweep(self) -> None:
-        """Close those that have made the server wait for too long."""
+        """Close the connections that have waited for their client past their deadline."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         late = [c for c, deadline in (*self._waiting.items(), *self._stalled.items()) if deadline <= now]
@@ -387,7 +382,7 @@ class Connections(web.BaseSite):
 
 @web.middleware
 async def admit_connection(request: web.Request, handler: Any) -> web.StreamResponse:
-    """The middleware that marks a connection as at work, and refuses the requests of one past the limit."""
+    """Middleware that marks a connection as handling a request and refuses requests past the limit."""
     connection = request.protocol
     if isinstance(connection, Connection):
         connection.begin(request)

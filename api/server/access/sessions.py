@@ -1,7 +1,7 @@
-"""Requests under way, and the tokens that they were let in with.
+"""Ends requests whose token is revoked or expires while they are handled.
 
-revoked ──▶ the stream of changes wakes `watch` ──▶ the tokens in use are looked up ──▶ requests of those that are gone end
-expires ──▶ the deadline of its requests                            (an answer that has begun breaks off, another one is 401)
+revoked ──▶ the index wakes `watch` ──▶ the tokens in use are looked up ──▶ their requests end: 401, or a stream is cut off
+expires ──▶ the deadline of its requests
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pipeline.index.client import IndexUnreachable
 
 log = structlog.get_logger()
 
-RECHECK_SECONDS = 10.0  # the tokens in use are looked up this often without a change, too
+RECHECK_SECONDS = 10.0  # between look-ups of the tokens in use when no change is reported
 
 
 class Sessions:
-    """Requests under way, each with the token that it was let in with: revoking the token, or its end, ends them."""
+    """The requests in progress, each with its token."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -31,7 +31,7 @@ class Sessions:
 
     @asynccontextmanager
     async def session(self, token: Token, scope: Scope) -> AsyncIterator[None]:
-        """Surrounds what is done with ``token``, which may do ``scope``. Raises a Problem (401) once it no longer may."""
+        """Surround what is done with ``token`` under ``scope``. Raises a Problem (401) when the token loses the scope."""
         left = None if token.expires is None else token.expires - time.time()
         try:
             async with asyncio.timeout(left) as ending:
@@ -47,20 +47,20 @@ class Sessions:
             raise Problem(401, detail, kind="token", fix="ask for another token") from None
 
     async def watch(self) -> None:
-        """End what revoked tokens do, until cancelled."""
+        """End the requests of revoked tokens, until cancelled."""
         marker = ""
         while True:
             try:
                 marker = await self._tokens.changed(marker, RECHECK_SECONDS)
                 await self._end_refused()
-            except IndexUnreachable as lost:  # while it does not answer, no token can be revoked either
+            except IndexUnreachable as lost:  # tokens cannot be revoked either as long as it does not answer
                 log.warning("whether tokens were revoked is not known now", reason=str(lost))
                 await asyncio.sleep(1.0)
 
     async def _end_refused(self) -> None:
         known: dict[str, Token | None] = {}
-        while asked := {token.id for token, _ in self._open.values()} - known.keys():  # more may begin meanwhile
-            known |= dict.fromkeys(asked) | dict(await self._tokens.of(asked))
+        while ids := {token.id for token, _ in self._open.values()} - known.keys():  # more may begin meanwhile
+            known |= dict.fromkeys(ids) | dict(await self._tokens.of(ids))
         for ending, (token, scope) in list(self._open.items()):
             now = known.get(token.id, token)
             if (now is None or not now.may(scope)) and not ending.expired():

@@ -1,11 +1,10 @@
-"""Bearer tokens: who may do what. The index keeps a hash of each; the token itself is shown once and kept nowhere.
+"""Bearer tokens and their scopes. The index keeps a hash of each token; the token itself is shown once and not stored.
 
     create ──▶ adock_ID_SECRET (shown once)        index: ID ──▶ {name, scope, sha256(SECRET), created, expires}
-    find(token) ──▶ by ID, then the hashes compared in constant time ──▶ Token, or None
-    revoke ──▶ the entry goes, its ID stays among the revoked ones: it is never let in again
-    changed ──▶ each of these wakes all waiters
+    find(token) ──▶ entry of its ID ──▶ hashes compared in constant time ──▶ Token, or None
+    revoke ──▶ the entry is removed, the ID is kept as revoked: the token stays invalid
 
-A secret has 256 random bits, so that a plain hash of it cannot be turned back and needs no slow function.
+A secret has 256 random bits, so a plain hash of it cannot be inverted and no slow hash function is needed.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from redis.exceptions import RedisError
 from pipeline.index.client import Index, IndexUnreachable, Link, redacted
 
 Scope = Literal["read", "run", "admin"]
-SCOPES: tuple[Scope, ...] = ("read", "run", "admin")  # each may do what those before it may
-SERVICE = "service"  # under this name in place of a run's lie the keys below
+SCOPES: tuple[Scope, ...] = ("read", "run", "admin")  # each includes those before it
+SERVICE = "service"  # in keys, in place of a run's id
 KEY = "asyncdock:{service}:tokens"
 REVOKED = "asyncdock:{service}:tokens:revoked"  # a set of IDs
-CHANGES = "asyncdock:{service}:wake:tokens"  # a stream of one entry, made by each change
+CHANGES = "asyncdock:{service}:wake:tokens"  # a stream of one entry, written by each change
 _FORM = re.compile(r"adock_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _SECONDS = 5.0
 
-# Each in one step, so that a token which is revoked while somebody adopts it is revoked.
+# Atomic, so that a token that is revoked while it is adopted stays revoked.
 _KEEP = """
 if redis.call('SISMEMBER', KEYS[2], ARGV[1]) == 1 then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
@@ -48,12 +47,12 @@ return 1"""
 
 
 class TokenRevoked(Exception):
-    """A token that was revoked opens nothing again; the message says what to do instead."""
+    """The token was revoked and cannot be made valid again; the message has the fix."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """What is known of a token. ``created`` and ``expires`` in Unix seconds; None: it does not expire."""
+    """A token without its secret. ``created`` and ``expires`` in Unix seconds; None: it does not expire."""
 
     id: str
     name: str
@@ -70,33 +69,33 @@ class Token:
 
 
 class Tokens:
-    """The tokens of the service whose index is at ``where``: a URL, or a link to share. Raises IndexUnreachable when it does
-    not answer."""
+    """The tokens of the service whose index is at ``where``: a URL, or a link to share. Raises IndexUnreachable when the
+    index does not answer."""
 
     def __init__(self, where: str | Link) -> None:
         self._link = where if isinstance(where, Link) else Link(where, timeout=_SECONDS)
-        self._own, self._redis = self._link is not where, self._link.redis
+        self._owns_link, self._redis = self._link is not where, self._link.redis
         self._index = Index(self._link, SERVICE)
 
     async def close(self) -> None:
         await self._index.close()
-        if self._own:
+        if self._owns_link:
             await self._link.close()
 
     async def ping(self) -> None:
-        """Whether the index answers."""
+        """Raises IndexUnreachable unless the index answers."""
         await self._ask(self._redis.ping())
 
     async def create(self, name: str, scope: Scope, *, seconds: float | None = None) -> tuple[Token, str]:
-        """A new token called ``name``, valid for ``seconds`` (None: until it is revoked), and the text to present."""
+        """Create a token called ``name``, valid for ``seconds`` (None: until revoked). Returns it and its text."""
         now, identity, secret = time.time(), secrets.token_hex(6), secrets.token_urlsafe(32)
         token = _token(identity, name, scope, now, seconds)
         await self._keep(token, secret)
         return token, f"adock_{identity}_{secret}"
 
     async def adopt(self, text: str, name: str, scope: Scope) -> Token:
-        """Let ``text``, a token that was made elsewhere, open what ``scope`` says: a deployment has it in a file before
-        the service begins. Harmless when repeated. Raises ValueError for a text that is no token, TokenRevoked."""
+        """Make ``text`` valid, a token that a deployment generated before the service started. Idempotent. Raises ValueError
+        for a text of another form, and TokenRevoked."""
         match = _FORM.fullmatch(text)
         if match is None:
             raise ValueError("token: what was given is not one; it is adock_, 12 of 0-9a-f, _ and 43 of A-Za-z0-9_-")
@@ -110,33 +109,33 @@ class Tokens:
             raise TokenRevoked(f"token: {token.id} was revoked and stays so; make another one")
 
     async def find(self, presented: str) -> Token | None:
-        """The token that ``presented`` is, if it is one, and is neither revoked nor expired."""
+        """Return the token whose text is ``presented``; None when it is unknown, revoked or expired."""
         match = _FORM.fullmatch(presented)
         kept = await self._link.retry(lambda again: self._redis.hget(KEY, match[1])) if match else None
         if match is None or kept is None:
             return None
-        token, known = _unpacked(kept)
+        token, known = _unpack(kept)
         return token if hmac.compare_digest(known, _hash(match[2])) and not token.expired else None
 
     async def of(self, ids: Iterable[str]) -> Mapping[str, Token]:
-        """The tokens with these ids that are neither revoked nor expired."""
-        asked = list(ids)
-        kept = await self._link.retry(lambda again: self._redis.hmget(KEY, asked))
-        found = [_unpacked(text)[0] for text in kept if text is not None]
+        """Return the tokens with these ids that are neither revoked nor expired."""
+        fields = list(ids)
+        kept = await self._link.retry(lambda again: self._redis.hmget(KEY, fields))
+        found = [_unpack(text)[0] for text in kept if text is not None]
         return {token.id: token for token in found if not token.expired}
 
     async def changed(self, after: str, timeout: float) -> str:
-        """Block until a token was made or revoked since the marker ``after`` ("": the beginning), for at most ``timeout``
+        """Wait until a token was created or revoked since the marker ``after`` ("": the beginning), at most ``timeout``
         seconds. Returns the new marker."""
         return await self._index.woken("tokens", after, timeout)
 
     async def list(self) -> list[Token]:
-        """All that were not revoked, expired ones too, oldest first."""
+        """Return all tokens that were not revoked, also expired ones, oldest first."""
         kept = await self._ask(self._redis.hgetall(KEY))
-        return sorted((_unpacked(text)[0] for text in kept.values()), key=lambda token: token.created)
+        return sorted((_unpack(text)[0] for text in kept.values()), key=lambda token: token.created)
 
     async def revoke(self, token: str) -> bool:
-        """Forget the token with this id, at once and for ever; False when there is none."""
+        """Make the token with this id invalid, at once and permanently. Returns False when there is none."""
         return bool(await self._ask(self._redis.eval(_REVOKE, 3, KEY, REVOKED, CHANGES, token)))
 
     async def _ask(self, answer: Any) -> Any:
@@ -162,7 +161,7 @@ def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _unpacked(kept: bytes) -> tuple[Token, str]:
+def _unpack(kept: bytes) -> tuple[Token, str]:
     data = json.loads(kept)
     known = data.pop("sha256")
     return Token(**data), known

@@ -1,4 +1,4 @@
-"""Recipes: what there is to run, what a recipe may say, and whether one is sound."""
+"""Routes about recipes: the stored ones, their JSON Schema, and the check of one."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ async def get_recipe(service: Service, path: RecipePath) -> StoredRecipe:
 
 @operation("POST", "/v1/recipes/check", scope="read", summary="Whether a recipe is sound", tag="recipes")
 async def check_recipe(service: Service, request: web.Request, body: RecipeSubmission, raw: bytes) -> CheckedRecipe:
-    """Tells all that is wrong with it (422), or what follows from it. Nothing is started."""
+    """Answers with every problem of the recipe (422), or with what follows from it. Nothing is started."""
     answer = await checked(service, request, raw, plan=True)
     return CheckedRecipe(recipe=json.loads(answer["recipe"]), plan=answer["plan"])
 
 
 async def checked(service: Service, request: web.Request, submission: bytes, *, plan: bool) -> dict[str, Any]:
-    """The ``recipe`` that is submitted (by the body of a :class:`RecipeSubmission`), with all defaults, as JSON, and its
-    ``plan`` where that is wanted. Raises a Problem with all that is wrong with it."""
-    asked = service.checks.ask({"settings": service.settings.model_dump(mode="json"), "plan": plan}, submission)
+    """Return ``recipe``, the one that the body ``submission`` names or contains, as JSON with all defaults, and its ``plan``
+    if ``plan`` is true. Raises a Problem with every error of the recipe."""
+    check = service.checks.ask({"settings": service.settings.model_dump(mode="json"), "plan": plan}, submission)
     try:
-        answer = await while_wanted(request, asked)
+        answer = await while_wanted(request, check)
     except CheckLost as lost:
         log.error("the process of a check was lost", reason=str(lost))
         detail, retry = "The recipe could not be checked: the process that does it ended.", {"Retry-After": "5"}

@@ -1,6 +1,6 @@
-"""Runs: start, look at, pause, stop, delete.
+"""Routes about runs: submit, list, pause, resume, stop, checkpoint, delete; stages, checkpoints and logs of a run.
 
-submit ──▶ the queue of the registry ──▶ an agent starts it (none of this process's business) ──▶ asked by pause, resume, …
+submit ──▶ the registry's queue ──▶ an agent, in another process, executes the run and follows pause, resume, …
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -36,11 +37,12 @@ from api.server.run_status import RunStatus
 from api.server.service import Service
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
-from orchestration.service.registry import Ask, RunRecord
+from orchestration.service.registry import RunRecord
 from pipeline.index.client import IndexRefused
 
-TAIL_BYTES = 2**20  # of each log, from its end
-AT_ONCE = 16  # questions to the index for one page
+TAIL_BYTES = 2**20  # of each log that are read, from its end
+AT_ONCE = 16  # concurrent requests to the index for one page
+RUN = "/v1/runs/{run}"
 SHARES = ("busy", "waiting_input", "waiting_room", "other", "wall", "rows", "tokens", "queue_depth", "in_flight")
 
 
@@ -64,10 +66,9 @@ async def submit_run(
     if waiting and (waiting[0].position or 0) >= service.settings.max_waiting:
         detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."
         raise Problem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
-    said = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
-    record, made = await service.registry.submit(
-        recipe, owner=service.principal(request).name, key=headers.key, fingerprint=hashlib.sha256(said).hexdigest()
-    )
+    content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
+    fingerprint, owner = hashlib.sha256(content).hexdigest(), service.principal(request).name
+    record, made = await service.registry.submit(recipe, owner=owner, key=headers.key, fingerprint=fingerprint)
     return Reply(await _view(service, record), 201 if made else 200, {"Location": f"/v1/runs/{record.id}"})
 
 
@@ -83,64 +84,55 @@ async def list_runs(service: Service, query: RunsQuery) -> RunPage:
     return RunPage(runs=await asyncio.gather(*map(view, records)), next=after)
 
 
-@operation("GET", "/v1/runs/{run}", scope="read", summary="A run", tag="runs", errors=(404,))
+@operation("GET", RUN, scope="read", summary="A run", tag="runs", errors=(404,))
 async def get_run(service: Service, path: RunPath) -> RunView:
     return await _view(service, await service.registry.get(path.run))
 
 
-@operation("POST", "/v1/runs/{run}/pause", scope="run", summary="It pauses", tag="runs", status=202, errors=(404, 409))
+# What a run is asked to do: answered 202, with the run as it is then.
+_asking: dict[str, Any] = {"scope": "run", "tag": "runs", "status": 202, "errors": (404, 409)}
+
+
+@operation("POST", f"{RUN}/pause", summary="It pauses", **_asking)
 async def pause_run(service: Service, path: RunPath) -> RunView:
     """Nothing new is begun; what is being worked on ends. Harmless when it is paused already."""
-    return await _ask(service, path.run, "pause")
+    return await _view(service, await service.registry.ask(path.run, "pause"))
 
 
-@operation(
-    "POST", "/v1/runs/{run}/resume", scope="run", summary="It goes on", tag="runs", status=202, errors=(404, 409)
-)
+@operation("POST", f"{RUN}/resume", summary="It goes on", **_asking)
 async def resume_run(service: Service, path: RunPath) -> RunView:
     """Harmless when it is running already."""
-    return await _ask(service, path.run, "resume")
+    return await _view(service, await service.registry.ask(path.run, "resume"))
 
 
-@operation("POST", "/v1/runs/{run}/stop", scope="run", summary="It stops", tag="runs", status=202, errors=(404, 409))
+@operation("POST", f"{RUN}/stop", summary="It stops", **_asking)
 async def stop_run(service: Service, path: RunPath) -> RunView:
     """One that waits never begins; one that runs ends its workers cleanly. Harmless when it is stopping or stopped."""
-    return await _ask(service, path.run, "stop")
+    return await _view(service, await service.registry.ask(path.run, "stop"))
 
 
-@operation(
-    "POST",
-    "/v1/runs/{run}/checkpoint",
-    scope="run",
-    summary="It writes a checkpoint after its next step",
-    tag="runs",
-    status=202,
-    errors=(404, 409),
-)
+@operation("POST", f"{RUN}/checkpoint", summary="It writes a checkpoint after its next step", **_asking)
 async def checkpoint_run(service: Service, path: RunPath) -> RunView:
     """GET /v1/runs/{run}/checkpoints has it once it is whole."""
-    return await _ask(service, path.run, "checkpoint")
+    return await _view(service, await service.registry.ask(path.run, "checkpoint"))
 
 
-@operation(
-    "DELETE", "/v1/runs/{run}", scope="run", summary="The run and its data are gone", tag="runs", errors=(404, 409)
-)
+@operation("DELETE", RUN, scope="run", summary="The run and its data are gone", tag="runs", errors=(404, 409))
 async def delete_run(service: Service, request: web.Request, path: RunPath) -> None:
     """Only a run that has ended, and only by who submitted it, or a token of scope admin."""
-    asking, record = service.principal(request), await service.registry.get(path.run)
-    if record.owner != asking.name and not asking.may("admin"):
-        raise Problem(403, "This run is somebody else's.", kind="owner", fix="ask its owner, or an admin")
+    token, record = service.principal(request), await service.registry.get(path.run)
+    if record.owner != token.name and not token.may("admin"):
+        raise Problem(403, "This run belongs to another owner.", kind="owner", fix="ask its owner, or an admin")
     await service.registry.delete(path.run)
     await service.forget(path.run)
 
 
-@operation("GET", "/v1/runs/{run}/stages", scope="read", summary="The pipeline now", tag="runs", errors=(404,))
+@operation("GET", f"{RUN}/stages", scope="read", summary="The pipeline now", tag="runs", errors=(404,))
 async def get_stages(service: Service, path: RunPath) -> StagesView:
-    record = await service.registry.get(path.run)
-    index = service.index(record.id)
+    index = service.index((await service.registry.get(path.run)).id)
     try:
         stats, config, ledger = await asyncio.gather(index.stats(), index.config(), index.ledger())
-    except IndexRefused:  # it has not begun
+    except IndexRefused:  # the run has not started
         gate = Gate(admitted=0, allowed=0, open=0)
         return StagesView(stages=[], ledger={}, warehouses=[], published=0, trained=0, gate=gate)
     status = await service.run_statuses.of(index)
@@ -156,58 +148,40 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
             for stage in config["stages"]
         ],
         ledger=ledger,
-        warehouses=[
-            Warehouse(
-                name=name,
-                node=str(house["node"]),
-                used=house["used"],
-                capacity=house["capacity"],
-                leaving=bool(house["leaving"]),
-            )
-            for name, house in sorted((stats["warehouses"] or {}).items())
-        ],
+        warehouses=[Warehouse(name=name, **house) for name, house in sorted((stats["warehouses"] or {}).items())],
         published=stats["published"],
         trained=stats["trained"],
         gate=Gate(admitted=stats["admitted"], allowed=stats["gate"], open=stats["open"]),
     )
 
 
-@operation("GET", "/v1/runs/{run}/checkpoints", scope="read", summary="Its checkpoints", tag="runs", errors=(404,))
+@operation("GET", f"{RUN}/checkpoints", scope="read", summary="Its checkpoints", tag="runs", errors=(404,))
 async def get_checkpoints(service: Service, path: RunPath) -> CheckpointsView:
     folder = service.folder(await service.registry.get(path.run)) / "checkpoints"
 
-    def look() -> list[CheckpointView]:
+    def read() -> list[CheckpointView]:
         return [view for step in checkpoint.whole(folder) if (view := _checkpoint(step))]
 
-    return CheckpointsView(checkpoints=await asyncio.to_thread(look))
+    return CheckpointsView(checkpoints=await asyncio.to_thread(read))
 
 
 @operation(
-    "GET",
-    "/v1/runs/{run}/logs",
-    scope="read",
-    summary="The end of its logs",
-    tag="runs",
-    errors=(404,),
-    produces="text/plain",
+    "GET", f"{RUN}/logs", scope="read", summary="The end of its logs", tag="runs", errors=(404,), produces="text/plain"
 )
 async def get_logs(service: Service, path: RunPath, query: LogsQuery) -> str:
     """Lines of JSON, one a line, oldest first: of one worker, or of all of them by their times."""
     folder = service.folder(await service.registry.get(path.run)) / "logs"
-    lines = await asyncio.to_thread(_tail, folder, query.worker, query.lines)
-    if lines is None:
-        workers = ", ".join(sorted(_log_files(folder))) or "none yet"
-        fix = f"use one of: {workers}"
+
+    def read() -> str | None:
+        lines = _tail(folder, query.worker, query.lines)
+        return None if lines is None else "".join(map(without_password, lines))
+
+    text = await asyncio.to_thread(read)
+    if text is None:
+        fix = f"use one of: {', '.join(sorted(_log_files(folder))) or 'none yet'}"
         detail = "No worker of this run has a log by that name."
         raise Problem(404, detail, kind="unknown-worker", field="query.worker", value=query.worker, fix=fix)
-    return await asyncio.to_thread(lambda: "".join(map(without_password, lines)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-async def _ask(service: Service, run: str, what: Ask) -> RunView:
-    return await _view(service, await service.registry.ask(run, what))
+    return text
 
 
 async def _view(service: Service, record: RunRecord) -> RunView:
@@ -230,7 +204,7 @@ def _workers(status: RunStatus, stage: str) -> Iterator[StageWorker]:
 
 
 def _checkpoint(step: Path) -> CheckpointView | None:
-    """None when it is removed while it is looked at: a run keeps the newest ones only."""
+    """Return None when it is removed while it is read: a run keeps only the newest ones."""
     try:
         found = checkpoint.open_checkpoint(step)
         size = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
@@ -240,21 +214,21 @@ def _checkpoint(step: Path) -> CheckpointView | None:
 
 
 def _log_files(folder: Path) -> dict[str, Path]:
-    """Logs by worker. A link is none: it could lead anywhere."""
+    """Return the logs by worker, without links, which could lead to any file."""
     return {path.stem: path for path in folder.glob("*.log") if path.is_file() and not path.is_symlink()}
 
 
 def _tail(folder: Path, worker: str, lines: int) -> list[str] | None:
-    """The last lines of one worker's log, looked up among those there are, or of all by time; None: there is none."""
+    """Return the last lines of one worker's log, or of all logs by time; None when ``worker`` has no log."""
     files = _log_files(folder)
     if worker:
         return _last_lines(files[worker], lines) if worker in files else None
     found: list[tuple[str, str]] = []
     for path in files.values():
-        written = ""
+        time = ""
         for line in _last_lines(path, lines):
-            written = _time(line) or written
-            found.append((written, line))
+            time = _time(line) or time
+            found.append((time, line))
     return [line for _, line in sorted(found, key=lambda timed: timed[0])][-lines:]
 
 
@@ -268,9 +242,9 @@ def _last_lines(path: Path, lines: int) -> list[str]:
 
 
 def _time(line: str) -> str:
-    """When a line was written, in a form that sorts; "" for one that does not say."""
+    """Return the ISO timestamp of a JSON log line; "" for another line."""
     try:
-        told = json.loads(line)
+        entry = json.loads(line)
     except ValueError:
         return ""
-    return str(told.get("timestamp", "")) if isinstance(told, dict) else ""
+    return str(entry.get("timestamp", "")) if isinstance(entry, dict) else ""

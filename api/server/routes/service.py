@@ -1,4 +1,4 @@
-"""The server itself: is it alive, can it work, and what does it offer."""
+"""Routes about the server itself: its health, the OpenAPI document, the reference page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 
 class Health(BaseModel):
-    """``ok`` in every answer there is: a server that cannot answer says nothing."""
+    """The status is ``ok`` in every answer."""
 
     status: Literal["ok"]
     version: str

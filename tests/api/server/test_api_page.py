@@ -20,7 +20,7 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
             ["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
         )
     assert done.returncode == 0, done.stderr
-    shown = re.findall(r"^```text\n(train\.stepz.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    shown = re.findall(r"^```text\n(rollout\.temperature.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert done.stdout.endswith(shown[0])
     assert '"groups_in_flight":8' in done.stdout
 

@@ -445,7 +445,7 @@ def test_no_command_that_only_asks_imports_torch(service: Service, arguments: li
     code = f"""
 import atexit, sys
 sys.argv = ["asyncdock", *{arguments!r}]
-heavy = ("torch", "transformers", "tensordict", "redis", "openapi_pydantic")
+heavy = ("torch", "transformers", "tensordict", "redis")
 atexit.register(lambda: print("IMPORTED", *[name for name in heavy if name in sys.modules]))
 from api.cli.main import main
 main()
