@@ -43,7 +43,7 @@ def accepted(
     recipe_name: str = "",
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> Recipe:
-    """The recipe that is submitted. Raises RecipeError, and a Problem when no stored one is called so."""
+    """The recipe that is submitted. Raises RecipeError, and an HTTPProblem when no stored one is called so."""
     if recipe is None:
         try:
             recipe = stored_recipe(settings, recipe_name)
