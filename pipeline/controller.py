@@ -1,33 +1,29 @@
-"""The controller: one stage worker's own loop. There is no dispatcher between it and the samples.
+"""Controller: the asyncio loop of one stage worker, which claims rows, processes them and commits the outputs.
 
-    claim ──▶ fetch ──▶ process ──▶ write + commit ──▶ (next claim)
-      │                   └─ outputs are committed, or parked to be continued, one by one as the stage yields them
-      └─ nothing there: sleep on the server until a row becomes ready, a version is published or a lease expires
-    beside it: leases renewed at a third of their length; time accounted; a `stage` event twice a second, and a `span`
-               event of what was processed since the last one
-
-Where the time of a worker goes is one of four, at every instant, so they add up to wall time:
-``busy`` (something is being processed), ``waiting_room`` (all that is being done waits for bytes), ``waiting_input``
-(nothing to claim), ``other``.
+claim ──▶ fetch ──▶ process ──▶ write + commit ──▶ (next claim)
+  │                   └─ outputs are committed, or parked to be continued, one by one as the stage yields them
+  └─ nothing ready: block on the index until a row becomes ready, a version is published or a lease expires
+concurrently: renew leases at a third of their length; emit a `stage` event twice a second, and a `span` event of
+              what was processed since the last one
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
+from pipeline.clock import Clock
 from pipeline.events import EventData, SpanEvent, StageEvent
+from pipeline.first_of import first_of
 from pipeline.index.client import Claim, LeaseLost
 from pipeline.spans import Spans
 from pipeline.warehouse.arena import StaleHandle
 
-if TYPE_CHECKING:  # its clock is also for who shows what stages do, which goes without torch
+if TYPE_CHECKING:  # these import torch
     from tensordict import TensorDict
 
     from pipeline.warehouse.dock import Dock, Rows
@@ -37,17 +33,15 @@ log = structlog.get_logger()
 EVENT_SECONDS = 0.5
 WAIT_SECONDS = 10.0  # a wait on the server is renewed this often, so that nothing depends on a single wake-up
 
-What = Literal["busy", "waiting_input", "waiting_room", "other"]
-
 
 @dataclass(frozen=True)
 class Output:
-    """What a stage has made of the rows at ``positions`` of its claim.
+    """Output of a stage for the rows at ``positions`` of its claim.
 
-    ``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version, tokens) per row where the
-    stage makes responses; with ``parked`` they have not ended, and the rows can be claimed again to go on. ``step`` says
-    that all of the claim's rows were trained in that optimizer step, and ``event`` is told to the readers of the run in the
-    same atomic step.
+    ``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version, tokens) of each row when the
+    stage makes responses; with ``parked`` the responses are unfinished, and the rows can be claimed again to continue them.
+    ``step``: all rows of the claim were trained in that optimizer step, and ``event`` becomes a `step` event atomically.
+    ``tokens`` is the number to report.
     """
 
     positions: Sequence[int] = ()
@@ -60,74 +54,24 @@ class Output:
 
 
 class Stage(Protocol):
-    """What happens to samples in one place. ``fetches`` are the columns that :meth:`process` is given."""
+    """Code that processes the rows of a claim. ``fetches`` are the columns that :meth:`process` gets."""
 
     name: str
     fetches: tuple[str, ...]
 
     def room(self, held: int) -> int:
-        """How many rows (or groups) this worker would take now, while it holds ``held`` rows uncommitted; 0: enough."""
+        """How many more rows (or groups) to claim now, while ``held`` rows are not yet committed; 0: none."""
 
     def version(self) -> int | None:
-        """The policy version that a generating stage has loaded; None for others."""
+        """The policy version that a generating stage has loaded; None for other stages."""
 
     def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        """Yield outputs as they are made. What is yielded is committed before the generator goes on."""
-
-
-@dataclass
-class Clock:
-    """Attributes every instant to one of four. ``working`` and ``blocked`` count what is being processed, and how much
-    of it waits for room."""
-
-    now: Callable[[], float] = time.monotonic
-    seconds: dict[What, float] = field(
-        default_factory=lambda: {"busy": 0.0, "waiting_input": 0.0, "waiting_room": 0.0, "other": 0.0}
-    )
-    working: int = 0
-    blocked: int = 0
-    waiting: bool = False
-
-    def __post_init__(self) -> None:
-        self.began = self._since = self.now()
-
-    def state(self) -> What:
-        if self.working > self.blocked:
-            return "busy"
-        if self.blocked:
-            return "waiting_room"
-        return "waiting_input" if self.waiting else "other"
-
-    @contextmanager
-    def during(self, kind: Literal["working", "blocked", "waiting"]) -> Iterator[None]:
-        self.account()
-        if kind == "waiting":
-            self.waiting = True
-        else:
-            setattr(self, kind, getattr(self, kind) + 1)
-        try:
-            yield
-        finally:
-            self.account()
-            if kind == "waiting":
-                self.waiting = False
-            else:
-                setattr(self, kind, getattr(self, kind) - 1)
-
-    def account(self) -> None:
-        now = self.now()
-        self.seconds[self.state()] += now - self._since
-        self._since = now
-
-    def read(self) -> dict[str, float]:
-        """Seconds of each kind, and ``wall``, their sum."""
-        self.account()
-        return {**{str(what): spent for what, spent in self.seconds.items()}, "wall": self._since - self.began}
+        """Yield outputs as they are made. Each is committed before the generator continues."""
 
 
 class Controller:
-    """Runs ``stage`` against ``dock`` until :meth:`stop`. ``number`` tells workers of one stage apart. ``spans`` are
-    reported with the controller's own, one for each claim."""
+    """Runs ``stage`` on the rows of ``dock`` until :meth:`stop`. ``number`` distinguishes the workers of a stage. ``spans``
+    are reported together with the controller's own, one for each claim."""
 
     def __init__(self, dock: Dock, stage: Stage, *, number: int = 0, spans: Spans | None = None) -> None:
         self.dock, self.stage, self.number = dock, stage, number
@@ -135,36 +79,38 @@ class Controller:
         self.rows = self.tokens = self.parked = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by token
         self._held: dict[str, int] = {}  # rows not yet committed, by token
-        self._settled: set[str] = set()  # tokens whose lease ends by their own last commit: nothing to renew or to lose
+        self._settled: set[str] = set()  # tokens whose lease ends by their last commit, and is not renewed
         self._stopping = False
         self._running = asyncio.Event()
         self._running.set()
-        self._nudged = asyncio.Event()
-        self.on_nothing: Callable[[], None] = lambda: None  # a claim has found nothing
-        self.on_end: Callable[[], None] = lambda: None  # all that was claimed is done, and nothing more will be
+        self._woken = asyncio.Event()
+        self.on_nothing: Callable[[], None] = lambda: None  # called when a claim found nothing
+        self.on_end: Callable[[], None] = lambda: None  # called when all claimed rows are finished, after a stop
         dock.writer.on_room = lambda: self.clock.during("blocked")
 
-    def nudge(self) -> None:
-        """Look for work again: the stage's room or version has changed."""
-        self._nudged.set()
+    def wake(self) -> None:
+        """Claim again: the stage's room or version has changed."""
+        self._woken.set()
 
     def stop(self) -> None:
-        """Claim nothing more. :meth:`run` returns when what is held is done."""
+        """Claim nothing more. :meth:`run` returns when the rows that are held are finished."""
         self._stopping = True
         self._running.set()
-        self.nudge()
+        self.wake()
 
     def pause(self) -> None:
+        """Claim nothing until :meth:`resume`. Rows that are held are finished."""
         self._running.clear()
 
     def resume(self) -> None:
+        """Claim again after :meth:`pause`."""
         self._running.set()
-        self.nudge()
+        self.wake()
 
     async def run(self) -> None:
-        """The loop. Raises what the stage raises; what it held is then delivered again."""
+        """Run the loop. Raises the exceptions of the stage; the rows that it held are then redelivered."""
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._renew()), tasks.create_task(self._report())]
+            concurrent = [tasks.create_task(self._renew()), tasks.create_task(self._report())]
             async with asyncio.TaskGroup() as handling:
                 while True:
                     await self._running.wait()
@@ -175,33 +121,24 @@ class Controller:
                         self._held[claim.token] = len(claim)
                         task = handling.create_task(self._handle(claim))
                         self._tasks[claim.token] = task
-            for task in beside:
+            for task in concurrent:
                 task.cancel()
         await self.report()
         self.on_end()
 
     async def _claim(self) -> Claim | None:
-        """One claim, or None after a wait that something ended."""
-        self._nudged.clear()
+        """One claim, or None after a wait."""
+        self._woken.clear()
         room = self.stage.room(sum(self._held.values()))
         if room < 1:
-            await self._nudged.wait()
+            await self._woken.wait()
             return None
         found = await self.dock.try_claim(self.stage.name, room, version=self.stage.version())
         if isinstance(found, Claim):
             return found
         self.on_nothing()
         with self.clock.during("waiting"):
-            woken = asyncio.create_task(self.dock.wait(self.stage.name, found, WAIT_SECONDS))
-            nudged = asyncio.create_task(self._nudged.wait())
-            try:
-                done, _ = await asyncio.wait([woken, nudged], return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                for task in (woken, nudged):
-                    task.cancel()
-                await asyncio.gather(woken, nudged, return_exceptions=True)
+            await first_of(self.dock.wait(self.stage.name, found, WAIT_SECONDS), self._woken.wait())
         return None
 
     async def _handle(self, claim: Claim) -> None:
@@ -215,18 +152,18 @@ class Controller:
                 try:
                     async for output in outputs:
                         await self._commit(claim, output)
-                        self.nudge()
+                        self.wake()
                 finally:
                     await outputs.aclose()
         except (LeaseLost, StaleHandle) as lost:
-            # Somebody else has these rows now; what was made of them here is dropped, and nothing else is touched.
+            # Another worker may hold these rows now: drop their outputs, and keep those that are committed.
             log.warning("lease lost", stage=self.stage.name, rows=len(claim), reason=str(lost))
-            await self.dock.index.hand_back(claim)  # what is left of it, if anything
+            await self.dock.index.hand_back(claim)  # the rows that are left under the lease, if any
         finally:
             self._tasks.pop(claim.token, None)
             self._held.pop(claim.token, None)
             self._settled.discard(claim.token)
-            self.nudge()
+            self.wake()
 
     async def _commit(self, claim: Claim, output: Output) -> None:
         if output.step is not None:
@@ -263,6 +200,7 @@ class Controller:
             await self.report()
 
     async def report(self) -> None:
+        """Emit a `stage` event, and a `span` event when there are spans."""
         depth = await self.dock.index.queue_depth(self.stage.name)
         stage, worker = self.stage.name, f"{self.stage.name}-{self.number}"
         await self.dock.index.emit(

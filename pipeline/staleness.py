@@ -1,4 +1,4 @@
-"""The staleness bound as arithmetic: how many groups may be in flight, which version may make a group, which may pass.
+"""Arithmetic of the staleness bound: how many groups may be in flight, and the largest staleness that follows.
 
     admit q while q < (v + S + 1)·P ──▶ claimed by an engine that has version >= q // P - S ──▶ complete
                         ▲                                                                         │
@@ -23,29 +23,27 @@ q itself, hence n <= q + W - 1, and q is trained in step n // P <= (q + W - 1) /
     staleness <= (q + W - 1) // P - (q // P - S) = S + (r + W - 1) // P <= S + (P + W - 2) // P = (B + W - 2) // P
 
 where B = (S + 1)·P is the number of groups in flight. It is reached whenever S >= 1: let the last group of a step
-(r = P - 1) be made with the oldest version allowed, and be the slowest of all; step k finds (k + S + 1)·P - 1 others
+(r = P - 1) be made with the oldest version allowed, and finish last; step k finds (k + S + 1)·P - 1 others
 admitted, no fewer than the (k + 1)·P it needs, until the window closes. With S = 0 exactly P groups are alive at every
-step, nobody can be passed, and the staleness is 0 whatever the window is.
+step, no group can be passed, and the staleness is 0 whatever the window is.
 
 *No deadlock.* Before step v, v·P groups are consumed and (v + S + 1)·P admitted: (S + 1)·P >= P are alive, all of them
 may be claimed by an engine with version v, and once they are complete the pick takes the oldest P of them.
 
-*Cut and continued.* A response may be made in several visits, by several engines. Its first visit belongs to a claim of
-its group, so its first token is of a version >= q // P - S; so is every later one, because each further claim is asked the
-same of the engine's version, and an engine's version never falls. All of its tokens stay with it, and the index refuses
-progress or a commit whose oldest version is newer than what the row was begun with. The oldest version is therefore the
-one that the first line of the derivation is about, and the second is about when a group is consumed, not about how it was
-made: while one of its responses is parked the group is not complete, the pick cannot pass it by more than W, and the
-trainer waits. Parked rows are handed out before anything else, so what the trainer waits for is what is made next.
-Nothing is dropped for being old.
+*Parked responses.* A response may be made in several claims, by several engines. The first claim is a claim of its group,
+so its first token has a version >= q // P - S. So has every later token, because each further claim has the same condition
+on the engine's version, and an engine's version never decreases. All tokens stay with the response, and the index refuses
+progress or a commit whose oldest version is newer than that of the row's first tokens. So the first step of the derivation
+holds for the oldest version. The second step depends only on when a group is consumed: while one of its responses is parked
+the group is not complete, the pick cannot pass it by more than W, and the trainer waits. Parked rows are claimed first, so
+the rows that the trainer waits for are made next. No sample is dropped because of its age.
 
-A group that is *filtered* leaves every count: q then means its number without the filtered ones before it. A group
-filtered later only moves those behind it forward, so the bound stands.
+A *filtered* group is not counted: q then means a group's number without the filtered ones before it. A group that is
+filtered later only moves the groups after it forward, so the bound holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -66,13 +64,11 @@ def slack_for(bound: int, groups_per_step: int, window: int) -> int:
 
 @dataclass(frozen=True)
 class StalenessPlan:
-    """What follows from the bound η, the window W and P groups per step.
+    """Limits that follow from the bound η, the window W and P groups per step.
 
     >>> plan = StalenessPlan(bound=2, groups_per_step=4, window=3)
     >>> plan.slack, plan.groups_in_flight, plan.max_age
     (1, 8, 2)
-    >>> plan.admissible(version=0), plan.required_version(group=7), plan.required_version(group=8)
-    (8, 0, 1)
     """
 
     bound: int
@@ -98,49 +94,3 @@ class StalenessPlan:
     def max_age(self) -> int:
         """Largest staleness that can occur, in versions; never above ``bound``."""
         return max_age(self.slack, self.groups_per_step, self.window)
-
-    def admissible(self, version: int) -> int:
-        """How many groups may have been admitted in all once ``version`` is published: groups 0 .. this - 1."""
-        return (version + self.slack + 1) * self.groups_per_step
-
-    def required_version(self, group: int) -> int:
-        """The oldest policy version that may make tokens of ``group``."""
-        return max(0, group // self.groups_per_step - self.slack)
-
-    def may_claim(self, group: int, version: int) -> bool:
-        """Whether a rollout engine whose loaded weights are ``version`` may begin ``group``."""
-        return group < self.admissible(version)
-
-    def pick(self, oldest: int, ready: Collection[int], passed: Collection[int] = ()) -> list[int] | None:
-        """See :func:`windowed_pick`."""
-        return windowed_pick(oldest, ready, self.groups_per_step, self.window, passed)
-
-
-def windowed_pick(
-    oldest: int, ready: Collection[int], groups: int, window: int, passed: Collection[int] = ()
-) -> list[int] | None:
-    """The groups of the next step, in admission order, or None while there are not ``groups`` of them to take.
-
-    ``oldest`` is the oldest unconsumed group, ``ready`` the complete ones, ``passed`` those after ``oldest`` that are
-    already consumed. Group q may be taken only while q < (oldest group not yet taken) + ``window``; taking the smallest
-    first moves that anchor as far as it can go, so if any choice of ``groups`` exists, this finds one.
-
-    >>> windowed_pick(0, [1, 2, 3], groups=2, window=3)
-    [1, 2]
-    >>> windowed_pick(0, [1, 3], groups=2, window=3) is None
-    True
-    >>> windowed_pick(0, [0, 3, 4], groups=3, window=2, passed=[1, 2])
-    [0, 3, 4]
-    """
-    gone = set(passed)
-    picked: list[int] = []
-    for group in sorted(ready):
-        while oldest in gone:
-            oldest += 1
-        if group >= oldest + window:
-            return None
-        picked.append(group)
-        if len(picked) == groups:
-            return picked
-        gone.add(group)
-    return None

@@ -1,4 +1,4 @@
-"""The process that checks recipes of requests (:mod:`api.server.recipe_checks`), one at a time, read from standard input.
+"""Process that checks recipes of requests for :mod:`api.server.recipe_checks`, one at a time, read from standard input.
 
 request, submission ──▶ accept ──▶ plan ──▶ answer       {"recipe": …, "plan": …}, or {"problem": …}
 """
@@ -23,11 +23,12 @@ from orchestration import logs
 from orchestration.recipe.planner import plan
 from orchestration.recipe.schema import Recipe
 
-LONGEST_SECONDS = 300  # of one check, after which its process ends: its server gives up long before, unless it is gone
+LONGEST_SECONDS = 300  # of one check, after which the process ends; a server that still runs kills it long before
 
 
 def answer(request: dict[str, Any], submission: bytes) -> dict[str, Any]:
-    """``request``: ``settings`` of the server, and whether the ``plan`` is wanted. ``submission``: the request's body."""
+    """Check the recipe in ``submission``, a request's body. ``request`` has the server's ``settings``, and whether to return
+    the ``plan`` too."""
     try:
         submitted = RecipeSubmission.model_validate_json(submission, strict=True)
         recipe = accepted(Settings.model_validate(request["settings"]), **submitted.model_dump(exclude_unset=True))
@@ -43,7 +44,7 @@ def accepted(
     recipe_name: str = "",
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> Recipe:
-    """The recipe that is submitted. Raises RecipeError, and an HTTPProblem when no stored one is called so."""
+    """Return the recipe that is submitted. Raises RecipeError, and HTTPProblem when no stored recipe has its name."""
     if recipe is None:
         try:
             recipe = stored_recipe(settings, recipe_name)
@@ -53,14 +54,14 @@ def accepted(
 
 
 def _read() -> bytes:
-    """One message; empty at the end of them."""
+    """Read one message; empty at the end of the input."""
     return sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(SIZE_BYTES), "big"))
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what code prints that a recipe names is no answer
-    os.nice(5)  # after the service, where both want the same core
+    os.dup2(2, 1)  # code that a recipe names may print, which must not mix with answers
+    os.nice(5)  # gives way to the service on the same core
     logs.configure()
     while request := _read():
         submission = _read()

@@ -1,9 +1,9 @@
-"""Recipes of requests are checked in processes of their own: a check holds up no other request, and ends with its own.
+"""Checks the recipes of requests in processes, so that a check delays no other request and can be killed with its own.
 
     ask ──▶ one of AT_ONCE threads ──▶ a process of api.server.check_worker ──▶ its answer; the process waits for the next
                 cancelled ──▶ the process is killed, which ends the thread
 
-A thread alone would not do: a long call into C (a regular expression, an import) holds the interpreter, and nothing ends it.
+Threads alone are not enough: a long call into C (a regular expression, an import) holds the interpreter and cannot be ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CheckLost(RuntimeError):
 
 
 class _Checker:
-    """One process, which answers one request after the other. Ends when its input does."""
+    """A process that answers one request after the other, until its standard input ends."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(path for path in sys.path if path)
@@ -39,22 +39,22 @@ class _Checker:
             [sys.executable, "-P", "-m", "api.server.check_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the server alone
+            start_new_session=True,  # so that Ctrl-C reaches the server alone
             env={**os.environ, "PYTHONPATH": path},
         )
         self.pid = self._process.pid
 
     def ask(self, request: list[bytes]) -> bytes:
-        """The answer to the messages of ``request``. Raises CheckLost."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        """Send the messages of ``request`` and return the answer. Raises CheckLost."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
         try:
             for message in request:
-                self._process.stdin.write(len(message).to_bytes(SIZE_BYTES, "big"))
-                self._process.stdin.write(message)
-            self._process.stdin.flush()
-            size = self._process.stdout.read(SIZE_BYTES)
-            answer = self._process.stdout.read(int.from_bytes(size, "big"))
+                stdin.write(len(message).to_bytes(SIZE_BYTES, "big") + message)
+            stdin.flush()
+            size = stdout.read(SIZE_BYTES)
+            answer = stdout.read(int.from_bytes(size, "big"))
         except (OSError, ValueError) as error:
             raise CheckLost("it ended before it was asked") from error
         if not size or len(answer) < int.from_bytes(size, "big"):
@@ -68,7 +68,7 @@ class _Checker:
         self._process.kill()
 
     def close(self) -> None:
-        """Harmless when repeated; not while it is asked."""
+        """Kill the process. May be repeated, but not called during :meth:`ask`."""
         self.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -78,7 +78,7 @@ class _Checker:
 
 
 class _Call:
-    """One request: which process has it, and whether it is still wanted."""
+    """One request: the process that answers it, and whether it was cancelled."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class _Call:
         self.cancelled = False
 
     def begin(self, checker: _Checker) -> bool:
-        """Whether it is still wanted."""
+        """Set the process; False when the request was cancelled before."""
         with self._lock:
             self._checker = None if self.cancelled else checker
             return not self.cancelled
@@ -103,7 +103,7 @@ class _Call:
 
 
 class Checks:
-    """At most ``at_once`` checks at the same time, each in a process of its own. Belongs to no event loop."""
+    """Runs at most ``at_once`` checks at the same time, each in a process. May be used from several event loops."""
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
         self._threads = ThreadPoolExecutor(at_once, "check")
@@ -112,12 +112,12 @@ class Checks:
         self._closed = False
 
     def prepare(self) -> None:
-        """Start a process in advance, so that the first check need not wait for its imports."""
+        """Start a process in advance, so that the first check does not wait for its imports."""
         if not self._free:
             self._free.append(_Checker())
 
     async def ask(self, request: dict[str, Any], submission: bytes) -> dict[str, Any]:
-        """What :func:`api.server.check_worker.answer` says to ``request`` and ``submission``. Raises CheckLost."""
+        """Return what :func:`api.server.check_worker.answer` returns in a process. Raises CheckLost."""
         call, loop = _Call(), asyncio.get_running_loop()
         self._calls.add(call)
         try:
@@ -131,8 +131,8 @@ class Checks:
 
     def _ask(self, request: list[bytes], call: _Call) -> dict[str, Any]:
         while not call.cancelled:
-            waited = self._free.pop() if self._free else None
-            checker = waited or _Checker()
+            idle = self._free.pop() if self._free else None
+            checker = idle or _Checker()
             if not call.begin(checker):
                 self._keep(checker)
                 break
@@ -140,23 +140,23 @@ class Checks:
                 answer: dict[str, Any] = json.loads(checker.ask(request))
             except CheckLost:
                 checker.close()
-                if waited is None or call.cancelled:
+                if idle is None or call.cancelled:
                     raise
-                continue  # it may have ended while it waited
+                continue  # it may have ended while it was idle
             finally:
                 call.end()
             self._keep(checker)
             return answer
-        raise CheckLost("it is not wanted any more")
+        raise CheckLost("the request was cancelled")
 
     def _keep(self, checker: _Checker) -> None:
         if self._closed or self._free or not checker.alive():
-            checker.close()  # one waits already: memory is worth more than a start
+            checker.close()  # at most one idle process, to save memory
         else:
             self._free.append(checker)
 
     def close(self) -> None:
-        """End all processes. Whoever still waits for an answer gets CheckLost."""
+        """End all processes. Calls of :meth:`ask` that still wait raise CheckLost."""
         self._closed = True
         for call in list(self._calls):
             call.cancel()

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from orchestration.service.registry import ENDED
-from pipeline.controller import EVENT_SECONDS, Clock
+from pipeline.clock import Clock
+from pipeline.controller import EVENT_SECONDS
 from pipeline.events import SpanEvent, StageEvent
 from pipeline.index.client import Index, IndexRefused, IndexUnreachable
 from pipeline.spans import Spans

@@ -35,7 +35,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Section:
-    """One table of a recipe; ``name`` is "" for the keys that stand in none."""
+    """One table of a recipe; ``name`` is "" for the keys outside of tables."""
 
     name: str
     meaning: str
@@ -43,93 +43,79 @@ class Section:
 
 
 def sections() -> list[Section]:
-    """Every section with its keys, those of nested tables included, in the recipe's order."""
-    schema = Recipe.model_json_schema()
-    tables = {name: _target(found, schema) for name, found in schema["properties"].items()}
-    plain = tuple(_key(name, schema["properties"][name], schema) for name, table in tables.items() if table is None)
-    found = [Section("", "Keys before the first section.", plain)]
+    """Return every section with its keys, including those of nested tables, in the recipe's order."""
+    root = Recipe.model_json_schema()
+    tables = {name: _table(schema, root) for name, schema in root["properties"].items()}
+    outside = tuple(_key(name, root["properties"][name], root) for name, table in tables.items() if table is None)
+    found = [Section("", "Keys before the first section.", outside)]
     for name, table in tables.items():
         if table is not None:
-            found.append(Section(name, _first_line(table), tuple(_keys(name, table, schema))))
+            meaning = table.get("description", "").partition("\n")[0]
+            found.append(Section(name, meaning, tuple(_keys(name, table, root))))
     return found
 
 
 def _keys(prefix: str, table: Schema, root: Schema) -> Iterator[Key]:
-    required = table.get("required", ())
-    for name, found in table["properties"].items():
-        path, below = f"{prefix}.{name}", _target(found, root)
-        if below is None or "description" in found:
-            yield _key(path, found, root, required=name in required)
-        if below is not None:
-            yield from _keys(path if _type(found, root) == "table" else f"{path}.N", below, root)
+    for name, schema in table["properties"].items():
+        path, nested = f"{prefix}.{name}", _table(schema, root)
+        if nested is None or "description" in schema:
+            yield _key(path, schema, root, required=name in table.get("required", ()))
+        if nested is not None:
+            yield from _keys(path if _type(schema, root) == "table" else f"{path}.N", nested, root)
 
 
-def _key(path: str, found: Schema, root: Schema, required: bool = False) -> Key:
-    kind = _type(found, root)
-    default = "required" if required else _default(found) or ("{}" if kind == "table" else "")
-    return Key(path, kind, default, _anywhere("x-unit", found), found.get("description", ""))
+def _key(path: str, schema: Schema, root: Schema, required: bool = False) -> Key:
+    kind, unit, default = _type(schema, root), _in_parts("x-unit", schema), schema.get("default")
+    if required:
+        text = "required"
+    elif default is None:
+        text = "{}" if kind == "table" else ""
+    else:
+        text = _size(default) if unit == "bytes" else _toml(default)
+    return Key(path, kind, text, unit, schema.get("description", ""))
 
 
-def _target(found: Schema, root: Schema) -> Schema | None:
-    """The table that a key is, or is a list of, or may be (the first of a union); None: its value is no known table."""
-    ref = found.get("$ref") or next((ref for part in _parts(found) if (ref := part.get("$ref"))), None)
-    target: Schema | None = root["$defs"][ref.rpartition("/")[2]] if ref else None
-    return target
+def _table(schema: Schema, root: Schema) -> Schema | None:
+    """The schema of the table that a key holds, alone, in a list, or as its first alternative; None for other values."""
+    ref = _in_parts("$ref", schema)
+    return root["$defs"][ref.rpartition("/")[2]] if ref else None
 
 
-def _parts(found: Schema) -> list[Schema]:
-    return [*found.get("anyOf", ()), *([found["items"]] if "items" in found else [])]
+def _in_parts(name: str, schema: Schema) -> Any:
+    """The value of ``name`` in a schema, or else in its first alternative or its items that has it; "" for none."""
+    items = [schema["items"]] if "items" in schema else []
+    return next((part[name] for part in (schema, *schema.get("anyOf", ()), *items) if name in part), "")
 
 
-def _anywhere(name: str, found: Schema) -> str:
-    return next((part[name] for part in (found, *_parts(found)) if name in part), "")
-
-
-def _type(found: Schema, root: Schema) -> str:
-    """A type in TOML's words."""
-    if "anyOf" in found:
-        parts = [part for part in found["anyOf"] if part.get("type") != "null"]
-        if _anywhere("x-unit", found) == "bytes":
+def _type(schema: Schema, root: Schema) -> str:
+    """The type of a key in TOML's words."""
+    if "anyOf" in schema:
+        if _in_parts("x-unit", schema) == "bytes":
             return "size"
+        parts = [part for part in schema["anyOf"] if part.get("type") != "null"]
         return " or ".join(dict.fromkeys(_type(part, root) for part in parts))
-    if "$ref" in found:
+    if "$ref" in schema:
         return "table"
-    if "enum" in found or "const" in found:
-        return ", ".join(_value(value) for value in found.get("enum", [found.get("const")]))
-    if "prefixItems" in found:
-        return f"list of {len(found['prefixItems'])}: {_type(found['prefixItems'][0], root)}"
-    if found["type"] == "array":
-        return f"list of: {_type(found['items'], root)}"
-    limits = " and ".join(f"{sign} {found[name]:g}" for name, sign in LIMITS.items() if name in found)
-    return f"{NAMES[found['type']]} {limits}".strip()
-
-
-def _default(found: Schema) -> str:
-    value = found.get("default")
-    if value is None:
-        return ""
-    if isinstance(value, int) and not isinstance(value, bool) and _anywhere("x-unit", found) == "bytes":
-        return _size(value)
-    return _value(value)
+    if "enum" in schema or "const" in schema:
+        return ", ".join(_toml(value) for value in schema.get("enum", [schema.get("const")]))
+    if "prefixItems" in schema:
+        return f"list of {len(schema['prefixItems'])}: {_type(schema['prefixItems'][0], root)}"
+    if schema["type"] == "array":
+        return f"list of: {_type(schema['items'], root)}"
+    limits = " and ".join(f"{sign} {schema[name]:g}" for name, sign in LIMITS.items() if name in schema)
+    return f"{NAMES[schema['type']]} {limits}".strip()
 
 
 def _size(value: int) -> str:
-    for suffix, factor in SIZES:
-        if value and value % factor == 0:
-            return f'"{value // factor}{suffix}"'
-    return str(value)
+    return next((f'"{value // factor}{unit}"' for unit, factor in SIZES if value and value % factor == 0), str(value))
 
 
-def _value(value: object) -> str:
+def _toml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _first_line(table: Schema) -> str:
-    return str(table.get("description", "")).partition("\n")[0]
-
-
 def markdown() -> str:
-    """The generated part of docs/recipe.md."""
+    """Return the generated part of docs/recipe.md."""
     lines = []
     for section in sections():
         lines += [f"### [{section.name}]" if section.name else "### Name and seed", "", section.meaning, ""]
@@ -143,7 +129,7 @@ def markdown() -> str:
 
 
 def rewrite(page: str) -> str:
-    """``page`` with what stands below :data:`MARK` generated again."""
+    """Return ``page`` with the part below :data:`MARK` generated again."""
     head, mark, _ = page.partition(MARK)
     if not mark:
         raise ValueError(f"the page has no line {MARK.strip()!r}")

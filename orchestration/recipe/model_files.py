@@ -1,5 +1,6 @@
-"""A model's folder in Hugging Face format, as far as it is known without torch: what its config says, and whether its files
-are there and whole. Weights are not loaded: of a safetensors file only the header is read.
+"""A model's folder in Hugging Face format, read without torch: its config, and whether its files are there and whole.
+
+Weights are not loaded: only the header of a safetensors file is read.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ LARGEST_JSON = 16 * 2**20  # bytes of a config or an index
 LARGEST_HEADER = 100 * 2**20  # of a safetensors file, as its format has it
 MOST_SHARDS = 2000
 LFS = b"version https://git-lfs"
-COPY = "copy the file again"
+COPY, SAVE = "copy the file again", "write {} with `model.save_pretrained(path)`"
 Fault = tuple[str, str]  # what is wrong, and what to do
 
 
 class ModelFileError(ValueError):
     """A file of a model cannot be used: ``wrong`` names it, ``fix`` is what to do."""
 
-    def __init__(self, wrong: str, fix: str) -> None:
+    def __init__(self, wrong: str, fix: str = COPY) -> None:
         self.wrong, self.fix = wrong, fix
         super().__init__(f"{wrong}; {fix}")
 
 
 def folder_of(source: str) -> Path:
-    """The path ``source`` with the home directory in it. Never raises, as pathlib does for one that is not known."""
+    """Return ``source`` as a path with the home directory expanded. Never raises, unlike :meth:`Path.expanduser`."""
     return Path(os.path.expanduser(source))
 
 
 def is_folder(source: str) -> bool:
-    """Whether ``source`` is the path of a folder, whatever text it is."""
+    """Whether ``source``, which may be any text, is the path of a folder."""
     return os.path.isdir(folder_of(source))
 
 
 def text_config(source: str) -> dict[str, Any]:
-    """What the config in the folder ``source`` says of the language model; empty where there is none."""
+    """Return the language model's part of the config in the folder ``source``; empty where there is none."""
     try:
         config = _json(folder_of(source) / CONFIG) if is_folder(source) else {}
     except ModelFileError:
@@ -55,14 +56,13 @@ def text_config(source: str) -> dict[str, Any]:
 
 
 def parameters_in(source: str) -> int:
-    """Weights in the safetensors files of the folder ``source``; those that cannot be read count nothing."""
+    """Return the number of weights in the safetensors files of the folder ``source``, without files that are damaged."""
     count = 0
     for path in folder_of(source).glob("*.safetensors") if is_folder(source) else ():
         try:
-            header = read_header(path)
+            count += sum(math.prod(tensor["shape"]) for tensor in read_header(path).values())
         except ModelFileError:
             continue
-        count += sum(math.prod(tensor["shape"]) for tensor in header.values())
     return count
 
 
@@ -77,56 +77,55 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def faults(folder: Path, reading: Reading, *, weights: bool = True) -> Iterator[Fault]:
-    """What keeps the model in ``folder`` from being loaded: config, tokenizer, and its ``weights`` if they are needed."""
-    try:
-        config = _json(folder / CONFIG)
-        if not isinstance(config.get("model_type"), str):
-            yield f"has a {CONFIG} without model_type", "write one with `model.save_pretrained(path)`"
-    except ModelFileError as error:
-        yield error.wrong, error.fix
+    """Yield what prevents loading the model in ``folder``: of its config, its tokenizer, and its ``weights`` if needed."""
+    checks = [
+        _config_faults(folder),
+        _tokenizer_faults(folder),
+        *([_weight_faults(folder, reading)] if weights else []),
+    ]
+    for check in checks:
+        try:
+            yield from check
+        except ModelFileError as error:
+            yield error.wrong, error.fix
+
+
+def _config_faults(folder: Path) -> Iterator[Fault]:
+    if not isinstance(_json(folder / CONFIG).get("model_type"), str):
+        yield f"has a {CONFIG} without model_type", SAVE.format("one")
+
+
+def _tokenizer_faults(folder: Path) -> Iterator[Fault]:
+    path = folder / "tokenizer.json"
     if not any((folder / name).is_file() for name in TOKENIZERS):
         yield "has no tokenizer.json", "write one with `tokenizer.save_pretrained(path)`"
-    elif (folder / "tokenizer.json").exists():
-        yield from _broken_tokenizer(folder / "tokenizer.json")
-    if weights:
-        yield from _broken_weights(folder, reading)
-
-
-def _broken_tokenizer(path: Path) -> Iterator[Fault]:
-    """A tokenizer may have tens of megabytes: only its ends are read."""
-    try:
-        with _open(path) as file:
+    elif path.exists():
+        with _open(path) as file:  # it may have tens of megabytes: only its ends are read
             head = file.read(64).lstrip()
             file.seek(-min(64, path.stat().st_size), 2)
             if not (head.startswith(b"{") and file.read().rstrip().endswith(b"}")):
                 yield f"has a {path.name} that is no JSON object, or is cut short", COPY
-    except ModelFileError as error:
-        yield error.wrong, error.fix
 
 
-def _broken_weights(folder: Path, reading: Reading) -> Iterator[Fault]:
-    placed: dict[str, list[str]] = {}  # the tensors that the index says each file has
+def _weight_faults(folder: Path, reading: Reading) -> Iterator[Fault]:
+    tensors_of: dict[str, list[str]]  # by file, as the index lists them
     if (folder / INDEX).exists():
-        try:
-            placed = _shards(_json(folder / INDEX))
-        except ModelFileError as error:
-            yield error.wrong, error.fix
-            return
+        tensors_of = _shards(_json(folder / INDEX))
     elif (folder / WEIGHTS).exists():
-        placed = {WEIGHTS: []}
-    elif not any((folder / name).is_file() for name in PICKLED):
-        some = next((path.name for path in sorted(folder.glob("*.safetensors"))), None)
-        lacks = f"has {some}, but no {INDEX}" if some else f"has no weights ({WEIGHTS})"
-        yield lacks, "write them with `model.save_pretrained(path)`"
+        tensors_of = {WEIGHTS: []}
+    elif any((folder / name).is_file() for name in PICKLED):
         return
-    missing = [name for name in placed if not (folder / name).is_file()]
+    else:
+        shard = next((path.name for path in sorted(folder.glob("*.safetensors"))), None)
+        raise ModelFileError(
+            f"has {shard}, but no {INDEX}" if shard else f"has no weights ({WEIGHTS})", SAVE.format("them")
+        )
+    missing = [name for name in tensors_of if not (folder / name).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        yield (
-            f"lacks {missing[0]}{more} of the {len(placed)} files that {INDEX} names",
-            "copy the files that are missing",
-        )
-    for name, tensors in placed.items():
+        wrong = f"lacks {missing[0]}{more} of the {len(tensors_of)} files that {INDEX} names"
+        yield wrong, "copy the files that are missing"
+    for name, tensors in tensors_of.items():
         if name in missing or not reading.spend(nbytes=8):
             continue
         try:
@@ -134,66 +133,64 @@ def _broken_weights(folder: Path, reading: Reading) -> Iterator[Fault]:
         except ModelFileError as error:
             yield error.wrong, error.fix
             continue
-        if header and (lacking := [tensor for tensor in tensors if tensor not in header]):
-            yield f"has a {name} without the tensor {lacking[0]!r:.100}, which {INDEX} places there", COPY
+        if header and (absent := [tensor for tensor in tensors if tensor not in header]):
+            yield f"has a {name} without the tensor {absent[0]!r:.100}, which {INDEX} places there", COPY
 
 
 def _shards(index: dict[str, Any]) -> dict[str, list[str]]:
-    names, placed = index.get("weight_map"), dict[str, list[str]]()
+    """Return the tensors of each file that an index names. Raises ModelFileError."""
+    names, tensors_of = index.get("weight_map"), dict[str, list[str]]()
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ModelFileError(f"has a {INDEX} without a weight_map of tensors to files", COPY)
+        raise ModelFileError(f"has a {INDEX} without a weight_map of tensors to files")
     for tensor, name in names.items():
-        placed.setdefault(name, []).append(tensor)
-    beyond = [name for name in placed if "/" in name or "\\" in name or "\0" in name]
-    if beyond or len(placed) > MOST_SHARDS:
-        wrong = f"names {beyond[0]!r:.100}, which is no file beside it" if beyond else f"names {len(placed)} files"
-        raise ModelFileError(f"has a {INDEX} that {wrong}", COPY)
-    return placed
+        tensors_of.setdefault(name, []).append(tensor)
+    if outside := [name for name in tensors_of if not {"/", "\\", "\0"}.isdisjoint(name)]:
+        raise ModelFileError(f"has a {INDEX} that names {outside[0]!r:.100}, which is no file beside it")
+    if len(tensors_of) > MOST_SHARDS:
+        raise ModelFileError(f"has a {INDEX} that names {len(tensors_of)} files")
+    return tensors_of
 
 
 def read_header(path: Path, reading: Reading | None = None) -> dict[str, Any]:
-    """The tensors of a safetensors file by their names: ``dtype``, ``shape`` and ``data_offsets`` of each. Empty when
-    ``reading`` allows no more. Raises ModelFileError for a file that is not whole."""
+    """Return ``dtype``, ``shape`` and ``data_offsets`` of each tensor in a safetensors file; empty when ``reading`` allows
+    no more. Raises ModelFileError for a file that is not whole."""
     with _open(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(LARGEST_HEADER, size - 8):
-            raise ModelFileError(f"has a {path.name} that is no safetensors file, or is cut short", COPY)
+            raise ModelFileError(f"has a {path.name} that is no safetensors file, or is cut short")
         if reading is not None and not reading.spend(nbytes=length):
             return {}
         try:
-            header = json.loads(file.read(length))
+            header: dict[str, Any] = json.loads(file.read(length))
             header.pop("__metadata__", None)
             ends = [tensor["data_offsets"][1] for tensor in header.values()]
-            shapes = [math.prod(tensor["shape"]) for tensor in header.values()]
-            sound = all(isinstance(number, int) for number in (*ends, *shapes))
+            numbers = [*ends, *(math.prod(tensor["shape"]) for tensor in header.values())]
+            is_sound = all(isinstance(number, int) for number in numbers)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            sound = False
-        if not sound:
-            raise ModelFileError(f"has a {path.name} whose header is damaged", COPY)
-    if 8 + length + max(ends, default=0) != size:
-        wrong = f"has a {path.name} of {size} bytes, where its header says {8 + length + max(ends, default=0)}"
-        raise ModelFileError(wrong, COPY)
-    return header  # type: ignore[no-any-return]
+            is_sound = False
+        if not is_sound:
+            raise ModelFileError(f"has a {path.name} whose header is damaged")
+    if (expected := 8 + length + max(ends, default=0)) != size:
+        raise ModelFileError(f"has a {path.name} of {size} bytes, where its header says {expected}")
+    return header
 
 
 def _open(path: Path) -> Any:
-    """The file at ``path``. Raises ModelFileError."""
+    """Open a regular file. Raises ModelFileError."""
     try:
-        kind = kind_of(path)
-        if kind != "a file":
+        if (kind := kind_of(path)) != "a file":
             raise ModelFileError(f"has a {path.name} that is {kind}", "put the file there")
         file = open_file(path)
     except FileNotFoundError:
-        raise ModelFileError(f"has no {path.name}", "write it with `model.save_pretrained(path)`") from None
+        raise ModelFileError(f"has no {path.name}", SAVE.format("it")) from None
     except OSError as error:
-        raise ModelFileError(
-            f"has a {path.name} that cannot be read ({error})", "give files that can be read"
-        ) from None
+        wrong = f"has a {path.name} that cannot be read ({error})"
+        raise ModelFileError(wrong, "give files that can be read") from None
     except PromptError as error:
         wrong = "is empty" if "is empty" in str(error) else f"cannot be read ({error})"
-        raise ModelFileError(f"has a {path.name} that {wrong}", COPY) from None
+        raise ModelFileError(f"has a {path.name} that {wrong}") from None
     if file.peek(32).startswith(LFS):  # type: ignore[attr-defined]
         file.close()
         raise ModelFileError(f"has a {path.name} that is only a pointer of Git LFS", "fetch it with `git lfs pull`")
@@ -201,15 +198,15 @@ def _open(path: Path) -> Any:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in the file at ``path``. Raises ModelFileError."""
+    """Return the object in a JSON file. Raises ModelFileError."""
     with _open(path) as file:
         text = file.read(LARGEST_JSON + 1)
     if len(text) > LARGEST_JSON:
-        raise ModelFileError(f"has a {path.name} of more than {LARGEST_JSON >> 20} MiB", COPY)
+        raise ModelFileError(f"has a {path.name} of more than {LARGEST_JSON >> 20} MiB")
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"has a {path.name} that is no JSON ({error!s:.100})", COPY) from None
-    if not isinstance(found, dict):
-        raise ModelFileError(f"has a {path.name} that is no JSON object", COPY)
-    return found
+        raise ModelFileError(f"has a {path.name} that is no JSON ({error!s:.100})") from None
+    if not isinstance(value, dict):
+        raise ModelFileError(f"has a {path.name} that is no JSON object")
+    return value

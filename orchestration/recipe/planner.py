@@ -1,6 +1,6 @@
-"""What follows from a recipe, computed without running it: flow, tokens, memory. ``asyncdock check`` prints it.
+"""Derives groups in flight, tokens and memory from a recipe, without running it. ``asyncdock check`` prints them.
 
-Memory figures are worst cases: every prompt and every response as long as the recipe lets it be.
+Memory figures are worst cases: every prompt and every response as long as the recipe allows.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
-LONGEST_PROMPT = 2048  # for which the arena must have room where the recipe sets no prompts.max_prompt_tokens
-# Known here, as loading the code that makes these models takes seconds. Their embeddings serve as their heads.
+LONGEST_PROMPT = 2048  # tokens that the arena must have room for where the recipe sets no prompts.max_prompt_tokens
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+# Written down here because the code that makes these models takes seconds to load. Embeddings are their output heads too.
 PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184}
 HEADS = {
     "smollm2": {"num_attention_heads": 9, "num_key_value_heads": 3},
     "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
 CONTEXTS = {"smollm2": 8192, "tiny": 512}
-WEIGHT_SLOTS = 2  # versions that the trainer's weight store keeps
-VLLM_SLOTS = 1  # that each vLLM engine's own store keeps, from which vLLM's workers load
+WEIGHT_SLOTS = 2  # versions in the trainer's weight store
+VLLM_SLOTS = 1  # versions in each vLLM engine's own store, from which vLLM's workers load
 SLAB_SHARE = 1 / 8  # of the arena, in all workers' slabs
 GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena is taken
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Bytes of one rank of a colocated run, of the rank that has most: on the device while it trains (activations on top),
-    while it generates (``caches`` on top, at most), and in between, with ``buckets`` of it; and in host memory meanwhile."""
+    """Bytes of the largest rank of a colocated run. On the device: while it trains (without activations), while it generates
+    (without KV caches, at most ``caches``), and in between, ``buckets`` included. And in ``host`` memory while it
+    generates."""
 
     training: int
     generating: int
@@ -62,9 +64,7 @@ class Plan:
     rows_retained: int
     """Rows of trained steps that no checkpoint covers yet; a restarted trainer replays them."""
     arena_bytes: int
-    """See :func:`arena_bytes`."""
     prompt_tokens: int
-    """See :func:`prompt_limits`."""
     tokens_per_step: int
     decode_rows: int
     """Responses that all rollout workers together decode at the same time."""
@@ -72,28 +72,26 @@ class Plan:
     """Weights of the model; None for the mock model."""
     train_ranks: int
     train_bytes: int
-    """Of one rank: its shards of weights, gradients and AdamW's two moments, all in the model's dtype, or in float32 with
-    mixed precision. Activations and the layers that are gathered to be computed come on top."""
+    """Shards of one rank: weights, gradients and AdamW's two moments, in the model's dtype, or in float32 with mixed
+    precision. Without activations and gathered layers."""
     rollout_bytes: int
-    """Weights of all rollout engines, and the copy that each verifies before it swaps (not in a colocated run, nor where
-    vLLM's workers receive by themselves). KV caches come on top."""
+    """Weights of all rollout engines, with the copy that each verifies before it swaps (none in a colocated run, nor where
+    vLLM's workers receive by themselves). Without KV caches."""
     reference_bytes: int
     slot_bytes: int
-    """Versions of the weights in shared memory: those that the trainer publishes, and what each vLLM engine hands to its
-    workers."""
+    """Versions of the weights in shared memory: the trainer's, and those from which vLLM's workers load."""
     turns: Turns | None
-    """Of a colocated run."""
+    """Only of a colocated run."""
 
 
 def plan(recipe: Recipe) -> Plan:
-    """Derive the numbers of ``recipe``. Nothing big is loaded."""
+    """Derive the numbers of ``recipe``. Loads no weights."""
     flow, size = recipe.staleness_plan, recipe.algorithm.group_size
     rows_per_step = flow.groups_per_step * size
     parameters = parameters_of(recipe)
-    weights = (parameters or 0) * {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
-    masters = 4 if recipe.train.precision == "mixed" else {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
-    # vLLM's workers then receive into the slot that is counted below.
-    straight = recipe.rollout.engine == "vllm" and recipe.sync.transport == "collective"
+    weights = (parameters or 0) * ITEM_BYTES[recipe.model.dtype]
+    # vLLM's workers then receive into the slot that is counted as slot_bytes.
+    direct = recipe.rollout.engine == "vllm" and recipe.sync.transport == "collective"
     return Plan(
         bound=flow.bound,
         window=flow.window,
@@ -110,8 +108,8 @@ def plan(recipe: Recipe) -> Plan:
         decode_rows=recipe.replicas * recipe.rollout.max_rows,
         parameters=parameters,
         train_ranks=recipe.train.ranks,
-        train_bytes=-(-4 * (parameters or 0) * masters // recipe.train.ranks),
-        rollout_bytes=(1 if recipe.colocated or straight else 2) * weights * recipe.replicas,
+        train_bytes=-(-4 * (parameters or 0) * _trained_item_bytes(recipe) // recipe.train.ranks),
+        rollout_bytes=(1 if recipe.colocated or direct else 2) * weights * recipe.replicas,
         reference_bytes=weights if recipe.needs_reference else 0,
         slot_bytes=0 if recipe.colocated else _slots(recipe) * weights,
         turns=turns(recipe) if recipe.colocated and parameters else None,
@@ -130,40 +128,46 @@ def flow_of(recipe: Recipe) -> Flow:
     return Flow(rewards=len(recipe.reward.functions), reference=recipe.needs_reference)
 
 
+def _trained_item_bytes(recipe: Recipe) -> int:
+    return ITEM_BYTES["float32" if recipe.train.precision == "mixed" else recipe.model.dtype]
+
+
 def arena_bytes(recipe: Recipe) -> int:
-    """What the arena must hold so that the run can never come to a stand: every sample in flight and every one that no
-    checkpoint covers yet, all as long as they may be, with the share that the gate leaves free."""
-    # int64 ids and the text they were made from. The prompts admitted together lie in one block, which goes as a whole.
+    """Bytes that the arena needs so that the run never blocks: all samples in flight and all that no checkpoint covers yet,
+    as long as they may be, and the share that the gate leaves free."""
+    # int64 ids and their text. The prompts admitted together are one block, which is released as a whole.
     prompt = (8 + TEXT_BYTES) * (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + BLOCK_BYTES
-    # What a cut response is parked with.
-    cut = bool(recipe.rollout.budget or recipe.rollout.on_update == "cut" or recipe.colocated)
-    return int((_prompts(recipe) * prompt + _response_bytes(recipe, parked=cut)) / GATE_SHARE / (1 - SLAB_SHARE))
+    parked = bool(recipe.rollout.budget or recipe.rollout.on_update == "cut" or recipe.colocated)
+    return int((_prompts(recipe) * prompt + _response_bytes(recipe, parked=parked)) / GATE_SHARE / (1 - SLAB_SHARE))
+
+
+def _steps_retained(recipe: Recipe) -> int:
+    return min(recipe.checkpoint.every, recipe.train.steps)
 
 
 def _prompts(recipe: Recipe) -> int:
-    """Prompts that the arena may have to hold."""
+    """Prompts in the arena, at most."""
     flow = recipe.staleness_plan
     return 2 * flow.groups_in_flight + _steps_retained(recipe) * flow.groups_per_step
 
 
 def _response_bytes(recipe: Recipe, *, parked: bool) -> int:
-    """Of all responses that the arena may have to hold; ``parked``: with those that are cut and go on."""
-    flow = recipe.staleness_plan
+    """Bytes of all responses in the arena, at most; ``parked``: including those that are cut and continued."""
+    flow, tokens = recipe.staleness_plan, recipe.rollout.max_tokens
     retained = _steps_retained(recipe) * flow.groups_per_step
     # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that writes.
-    response = (8 + 4 + 4) * recipe.rollout.max_tokens + 4 * BLOCK_BYTES
-    # A block of parked rows goes with the last of them.
-    progress = 2 * ((8 + 4) * recipe.rollout.max_tokens + BLOCK_BYTES) if parked else 0
-    return recipe.algorithm.group_size * (
-        (flow.groups_in_flight + retained) * response + flow.groups_in_flight * progress
-    )
+    response = (8 + 4 + 4) * tokens + 4 * BLOCK_BYTES
+    # A block of parked rows is released with the last of them.
+    progress = 2 * ((8 + 4) * tokens + BLOCK_BYTES) if parked else 0
+    groups_bytes = (flow.groups_in_flight + retained) * response + flow.groups_in_flight * progress
+    return recipe.algorithm.group_size * groups_bytes
 
 
 def prompt_limits(recipe: Recipe) -> PromptLimits:
-    """How long a prompt may be: ``prompts.max_prompt_tokens`` tokens, or as many as the arena has room for; never more than
-    the model's context leaves beside a response. What a resumed run may have otherwise changes none of it."""
-    whole = recipe.pipeline.arena * GATE_SHARE * (1 - SLAB_SHARE) - _response_bytes(recipe, parked=True)
-    room = int(whole / _prompts(recipe)) - BLOCK_BYTES  # bytes of one prompt
+    """How long a prompt may be: ``prompts.max_prompt_tokens``, or else what the arena has room for; never more than the
+    model's context leaves beside a response. Keys that a resumed run may change do not matter."""
+    available = recipe.pipeline.arena * GATE_SHARE * (1 - SLAB_SHARE) - _response_bytes(recipe, parked=True)
+    room = int(available / _prompts(recipe)) - BLOCK_BYTES  # bytes of one prompt
     tokens, why = recipe.prompts.max_prompt_tokens, "prompts.max_prompt_tokens"
     if tokens is None:
         tokens, why = max(LONGEST_PROMPT, room // (8 + TEXT_BYTES)), "for which pipeline.arena has room"
@@ -176,7 +180,7 @@ def prompt_limits(recipe: Recipe) -> PromptLimits:
 
 
 def slab_bytes(recipe: Recipe) -> int:
-    """What each writing worker may hold open: one slab, and one whose last rows are not released yet."""
+    """Bytes of a slab: each writing worker has one open, and one whose last rows are not released yet."""
     from orchestration.run.kinds import KINDS
     from pipeline.warehouse.dock import SLAB
 
@@ -185,7 +189,7 @@ def slab_bytes(recipe: Recipe) -> int:
 
 
 def trained_state(recipe: Recipe) -> ModelState:
-    """The parameters of the recipe's model in the dtype that they are trained in: float32 with mixed precision."""
+    """The parameters of the recipe's model in the dtype in which they are trained: float32 with mixed precision."""
     import torch
 
     from stages.models import load_config
@@ -196,14 +200,14 @@ def trained_state(recipe: Recipe) -> ModelState:
 
 
 def train_layout(recipe: Recipe) -> Layout:
-    """What ``train.dp`` and ``train.tp`` ask for."""
+    """The layout of ``train.dp`` and ``train.tp``."""
     from stages.resharding.layout import Layout
 
     return Layout(dp_shard=recipe.train.dp, tp=recipe.train.tp)
 
 
 def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
-    """What the recipe's rollout engines hold when they are on ``ranks`` ranks: a whole model on each, or on each
+    """The layout of the recipe's rollout engines on ``ranks`` ranks: a whole model on each one, or on each
     ``vllm.tensor_parallel`` of them."""
     from stages.resharding.layout import Layout
 
@@ -227,9 +231,9 @@ def reshard_plan(
     bucket_bytes: int | None = None,
     ranks_per_node: int | None = None,
 ) -> ReshardPlan:
-    """The swap of a colocated run, with the tensors of the rollout named as its engine does. What is None is the recipe's
-    own: :func:`trained_state`, :func:`train_layout`, :func:`rollout_layout`, ``sync.bucket``. Raises LayoutError where a
-    layout does not fit the model."""
+    """The swap of a colocated run. ``names``: of the rollout engine's tensors. Defaults are the recipe's own:
+    :func:`trained_state`, :func:`train_layout`, :func:`rollout_layout`, ``sync.bucket``. Raises LayoutError where a layout
+    does not fit the model."""
     import torch
 
     from stages.engines.plans import Ranks
@@ -238,7 +242,7 @@ def reshard_plan(
     from stages.resharding.plan import plan_reshard
 
     model, train = model or trained_state(recipe), train or train_layout(recipe)
-    # Where the engine can hold it, as the engine does: what is outside the layers it cuts over all ranks.
+    # A layout that the train engine has is placed as the engine does: what is outside the layers is cut over all ranks.
     source = place(model, train) if beyond_engine(train) else placement(model, Ranks(0, train.dp_shard, train.tp))
     target = place(
         model,
@@ -250,7 +254,7 @@ def reshard_plan(
 
 
 def turns(recipe: Recipe) -> Turns:
-    """What the ranks of a colocated run hold, turn by turn."""
+    """Memory of a colocated run's ranks while they train, generate, and swap."""
     from stages.resharding.plan import Phase, adamw_bytes, memory
 
     plan = reshard_plan(recipe)
@@ -266,25 +270,19 @@ def turns(recipe: Recipe) -> Turns:
 
 
 def _cache_bytes(recipe: Recipe) -> int:
-    """Keys and values of one engine with all of its rows and prompts as long as they may be, and half as much room again,
-    by which it grows."""
+    """KV cache of one engine with all rows as long as they may be; it grows by half of its size."""
     from stages.models import load_config
 
     config, rollout = load_config(recipe.model.source).get_text_config(), recipe.rollout
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    item = {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
     tokens = rollout.max_rows * (rollout.max_tokens + (prompt_limits(recipe).tokens or 0))
-    return math.ceil(1.5**2 * 2 * item * config.num_hidden_layers * heads * width * tokens)
-
-
-def _steps_retained(recipe: Recipe) -> int:
-    return min(recipe.checkpoint.every, recipe.train.steps)
+    return math.ceil(1.5**2 * 2 * ITEM_BYTES[recipe.model.dtype] * config.num_hidden_layers * heads * width * tokens)
 
 
 def parameters_of(recipe: Recipe) -> int | None:
-    """Weights of the recipe's model, tied ones once. For a path it reads the headers of the safetensors files, nothing
-    more; None for the mock model, and where there are no such files."""
+    """Number of weights of the recipe's model, tied ones once. For a folder, from the headers of its safetensors files; None
+    for the mock model, and where there are no such files."""
     source = recipe.model.source
     if source == "mock":
         return None
@@ -292,16 +290,14 @@ def parameters_of(recipe: Recipe) -> int | None:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments."""
+    """Bytes of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments."""
     if not recipe.runs_stage("update"):
         return 0
-    size = {"float32": 4, "bfloat16": 2}
-    trained = "float32" if recipe.train.precision == "mixed" else recipe.model.dtype
-    return (parameters_of(recipe) or 0) * (size[recipe.model.dtype] + 3 * size[trained])
+    return (parameters_of(recipe) or 0) * (ITEM_BYTES[recipe.model.dtype] + 3 * _trained_item_bytes(recipe))
 
 
 def heads_of(recipe: Recipe) -> dict[str, int]:
-    """The heads that tensor-parallel ranks share, by their names in the model's config; empty where there is none."""
+    """Numbers of heads that tensor-parallel ranks share, by their names in the model's config; empty without a config."""
     source = recipe.model.source
     if source in HEADS:
         return HEADS[source]
@@ -310,7 +306,7 @@ def heads_of(recipe: Recipe) -> dict[str, int]:
 
 
 def context_of(recipe: Recipe) -> int | None:
-    """Tokens that a prompt and its response may have with the recipe's model and engines; None where it is not known."""
+    """Tokens of a prompt with its response that the recipe's model and engines allow; None where that is not known."""
     source, rollout = recipe.model.source, recipe.rollout
     if rollout.engine == "vllm" and rollout.vllm.max_model_len:
         return rollout.vllm.max_model_len
@@ -320,6 +316,6 @@ def context_of(recipe: Recipe) -> int | None:
     found = [config.get("max_position_embeddings", config.get("n_positions"))]
     layers = config.get("layer_types") or ["sliding_attention"]
     windowed = config.get("use_sliding_window", True) and "sliding_attention" in layers
-    if windowed and "torch" in (rollout.engine, recipe.train.engine):  # which attend inside one window only
+    if windowed and "torch" in (rollout.engine, recipe.train.engine):  # which attends inside one window only
         found.append(config.get("sliding_window"))
     return min((size for size in found if isinstance(size, int) and size > 0), default=None)

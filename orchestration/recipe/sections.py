@@ -43,9 +43,14 @@ def _index_url(value: object) -> object:
     return value
 
 
+def key(default: Any, meaning: str, **limits: Any) -> Any:
+    """A key of a section: its default (``...``: required), its meaning for JSON Schema, OpenAPI and docs/recipe.md, and
+    arguments of pydantic's ``Field``."""
+    return Field(default=default, description=meaning, **limits)
+
+
 class Section(BaseModel):
-    """A table of the recipe. Each key's meaning is its field's description: JSON Schema, OpenAPI and docs/recipe.md have it
-    from there."""
+    """A table of the recipe."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -53,44 +58,37 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The model that is trained."""
 
-    source: str = Field(
+    source: str = key(
+        ...,
+        "`smollm2`, `tiny`, `mock`, or the path of a folder with a Hugging Face checkpoint.",
         min_length=1,
-        description="`smollm2`, `tiny`, `mock`, or the path of a folder with a Hugging Face checkpoint.",
         examples=["smollm2", "models/my-model"],
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Number format of the weights. See also `train.precision`."
-    )
+    dtype: Literal["float32", "bfloat16"] = key("float32", "Number format of the weights. See also `train.precision`.")
 
 
 class VllmSection(Section):
     """Settings of `rollout.engine = "vllm"` beside those of `rollout`."""
 
-    max_model_len: Tokens | None = Field(
-        default=None, description="Longest prompt with its response. Default: what the model's configuration allows."
+    max_model_len: Tokens | None = key(
+        None, "Longest prompt with its response. Default: what the model's configuration allows."
     )
-    block_size: Tokens | None = Field(
-        default=None,
-        description="Tokens of one block of the KV cache; a group shares its prompt in whole blocks. Default: vLLM's.",
+    block_size: Tokens | None = key(
+        None, "Tokens of one block of the KV cache; a group shares its prompt in whole blocks. Default: vLLM's."
     )
-    kv_cache_bytes: Size | None = Field(
-        default=None,
-        description="Memory of the KV cache. Without it vLLM takes `gpu_memory_utilization` of its device.",
+    kv_cache_bytes: Size | None = key(
+        None, "Memory of the KV cache. Without it vLLM takes `gpu_memory_utilization` of its device."
     )
-    gpu_memory_utilization: float = Field(
-        default=0.9, gt=0, le=1, description="Share of the device's memory that vLLM may use in all."
-    )
-    enforce_eager: bool = Field(
-        default=False, description="Run without compiling the model: a faster start, slower tokens."
-    )
-    tensor_parallel: Count = Field(default=1, description="Devices that one engine shares its matrices between.")
-    pause: Literal["keep", "abort"] = Field(
-        default="keep",
-        description="Responses in flight when weights arrive: `keep` holds them and continues them, `abort` ends them, and "
+    gpu_memory_utilization: float = key(0.9, "Share of the device's memory that vLLM may use in all.", gt=0, le=1)
+    enforce_eager: bool = key(False, "Run without compiling the model: a faster start, slower tokens.")
+    tensor_parallel: Count = key(1, "Devices that one engine shares its matrices between.")
+    pause: Literal["keep", "abort"] = key(
+        "keep",
+        "Responses in flight when weights arrive: `keep` holds them and continues them, `abort` ends them, and "
         "they are continued as new requests.",
     )
-    kv_cache: Literal["keep", "rebuild"] = Field(
-        default="keep", description="KV cache of those responses: kept, or computed again with the new weights."
+    kv_cache: Literal["keep", "rebuild"] = key(
+        "keep", "KV cache of those responses: kept, or computed again with the new weights."
     )
 
 
@@ -105,80 +103,73 @@ class RolloutSection(Section):
 
     model_config = _no_options("rollout")
 
-    engine: str = Field(
-        default="torch",
+    engine: str = key(
+        "torch",
+        "`torch`, `vllm`, `mock`, an engine that an installed package registers, or `module:factory`.",
         min_length=1,
         examples=["torch", "vllm", "mock", "my_engines:fast"],
-        description="`torch`, `vllm`, `mock`, an engine that an installed package registers, or `module:factory`.",
     )
-    options: dict[str, Any] = Field(
-        default={}, description="Keyword arguments of the engine's factory. The built-in engines take none."
+    options: dict[str, Any] = key({}, "Keyword arguments of the engine's factory. The built-in engines take none.")
+    device: Device = key("auto", DEVICE_MEANING)
+    workers: Count = key(1, "Rollout engines (replicas), a process each.")
+    max_rows: Annotated[int, Field(ge=1), unit("responses")] = key(
+        32, "Responses that one worker decodes at the same time."
     )
-    device: Device = Field(default="auto", description=DEVICE_MEANING)
-    workers: Count = Field(default=1, description="Rollout engines (replicas), a process each.")
-    max_rows: Annotated[int, Field(ge=1), unit("responses")] = Field(
-        default=32, description="Responses that one worker decodes at the same time."
+    max_tokens: Tokens = key(64, "Longest response. A longer one is cut there: `truncated`.")
+    temperature: float = key(1.0, "Sampling temperature of training responses, which must differ within a group.", gt=0)
+    top_p: float = key(1.0, "Nucleus sampling: probability mass kept. 1.0: all.", gt=0, le=1)
+    top_k: TokensOrZero = key(0, "Sample from the so many likeliest tokens. 0: all.")
+    stop: list[str] = key([], "A response ends once it contains one of these texts.", max_length=64)
+    budget: TokensOrZero = key(
+        0,
+        "Tokens of a response in one visit to an engine; then it is parked, and the next free worker continues it. "
+        "0: no limit.",
     )
-    max_tokens: Tokens = Field(default=64, description="Longest response. A longer one is cut there: `truncated`.")
-    temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature of training responses, which must differ within a group."
+    on_update: Literal["keep", "cut"] = key(
+        "keep",
+        "Responses in flight when weights arrive: `keep` continues them with the KV cache they have, `cut` parks "
+        "them and continues them with a new one.",
     )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling: probability mass kept. 1.0: all.")
-    top_k: TokensOrZero = Field(default=0, description="Sample from the so many likeliest tokens. 0: all.")
-    stop: list[str] = Field(
-        default=[], max_length=64, description="A response ends once it contains one of these texts."
-    )
-    budget: TokensOrZero = Field(
-        default=0,
-        description="Tokens of a response in one visit to an engine; then it is parked, and the next free worker continues "
-        "it. 0: no limit.",
-    )
-    on_update: Literal["keep", "cut"] = Field(
-        default="keep",
-        description="Responses in flight when weights arrive: `keep` continues them with the KV cache they have, `cut` "
-        "parks them and continues them with a new one.",
-    )
-    threads: CountOrZero = Field(default=0, description="CPU threads of one worker. 0: shared out by the launcher.")
+    threads: CountOrZero = key(0, "CPU threads of one worker. 0: shared out by the launcher.")
     vllm: VllmSection = VllmSection()
-    mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = Field(
-        default_factory=dict, description='Latency model of `engine = "mock"`.'
-    )
+    mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = key({}, 'Latency model of `engine = "mock"`.')
 
 
 class RewardFunction(Section):
     """One reward function and its weight."""
 
-    name: str = Field(
-        min_length=1,
-        description="A reward of the package (`arithmetic`, `exact_number`, `reasoning_gym`, `spelling`), one that an "
+    name: str = key(
+        ...,
+        "A reward of the package (`arithmetic`, `exact_number`, `reasoning_gym`, `spelling`), one that an "
         "installed package registers, or `module:function`.",
+        min_length=1,
         examples=["arithmetic", "my_rewards:brevity"],
     )
-    weight: float = Field(default=1.0, description="Factor of its score in the sample's reward, which is the sum.")
+    weight: float = key(1.0, "Factor of its score in the sample's reward, which is the sum.")
 
 
 class RewardSection(Section):
     """Scoring of responses."""
 
-    functions: list[RewardFunction] = Field(
-        min_length=1, max_length=64, description="Reward functions; their weighted scores add up."
+    functions: list[RewardFunction] = key(
+        ..., "Reward functions; their weighted scores add up.", min_length=1, max_length=64
     )
-    workers: Count = Field(default=1, description="Reward controllers, which score at the same time.")
+    workers: Count = key(1, "Reward controllers, which score at the same time.")
 
 
 class AlgorithmSection(Section):
     """What is learned from the rewards."""
 
-    name: str = Field(
-        default="grpo",
-        description="`grpo`, an algorithm that an installed package registers, or `module:Class`.",
+    name: str = key(
+        "grpo",
+        "`grpo`, an algorithm that an installed package registers, or `module:Class`.",
         examples=["grpo", "my_algorithms:Reinforce"],
     )
-    group_size: Annotated[int, Field(ge=1), unit("responses")] = Field(
-        default=8, description="Responses to each prompt (N), which are compared with one another."
+    group_size: Annotated[int, Field(ge=1), unit("responses")] = key(
+        8, "Responses to each prompt (N), which are compared with one another."
     )
-    options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = Field(
-        default_factory=dict, description="Arguments of the algorithm's class; those of `grpo` follow."
+    options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = key(
+        {}, "Arguments of the algorithm's class; those of `grpo` follow."
     )
 
     @classmethod
@@ -191,47 +182,37 @@ class TrainSection(Section):
 
     model_config = _no_options("train")
 
-    engine: str = Field(
-        default="torch",
+    engine: str = key(
+        "torch",
+        "`torch`, `mock`, an engine that an installed package registers, or `module:factory`.",
         min_length=1,
         examples=["torch", "mock", "my_engines:trainer"],
-        description="`torch`, `mock`, an engine that an installed package registers, or `module:factory`.",
     )
-    options: dict[str, Any] = Field(
-        default={}, description="Keyword arguments of the engine's factory. The built-in engines take none."
+    options: dict[str, Any] = key({}, "Keyword arguments of the engine's factory. The built-in engines take none.")
+    device: Device = key("auto", DEVICE_MEANING)
+    dp: Count = key(1, "Data-parallel ranks: they share out a step's rows, and each layer's weights (FSDP2).")
+    tp: Count = key(1, "Tensor-parallel ranks: they cut each replica's matrices between them.")
+    precision: Literal["model", "mixed"] = key(
+        "model",
+        "`model`: weights, gradients and optimizer state in `model.dtype`. `mixed`: those in float32, and compute "
+        "in `model.dtype`.",
     )
-    device: Device = Field(default="auto", description=DEVICE_MEANING)
-    dp: Count = Field(
-        default=1, description="Data-parallel ranks: they share out a step's rows, and each layer's weights (FSDP2)."
+    steps: Steps = key(..., "Optimizer steps of the whole run.")
+    groups_per_step: Groups = key(4, "Prompts of one optimizer step (P), each with its group.")
+    learning_rate: float = key(1e-5, "Peak learning rate of AdamW.", gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant", "Learning rate after the warm-up: constant, or down to 0 at the last step."
     )
-    tp: Count = Field(default=1, description="Tensor-parallel ranks: they cut each replica's matrices between them.")
-    precision: Literal["model", "mixed"] = Field(
-        default="model",
-        description="`model`: weights, gradients and optimizer state in `model.dtype`. `mixed`: those in float32, and "
-        "compute in `model.dtype`.",
+    warmup_steps: StepsOrZero = key(0, "Steps in which the learning rate rises from 0.")
+    weight_decay: float = key(0.0, "Weight decay of AdamW.", ge=0)
+    betas: Betas = key((0.9, 0.95), "Decay rates of AdamW's two moments.")
+    grad_clip: float = key(1.0, "Largest norm of the gradient; a larger one is scaled down.", gt=0)
+    token_budget: Tokens = key(8192, "Tokens of one forward and backward pass of one rank (a micro-batch).")
+    activation_checkpointing: bool = key(
+        False, "Compute activations again in the backward pass instead of keeping them."
     )
-    steps: Steps = Field(description="Optimizer steps of the whole run.")
-    groups_per_step: Groups = Field(default=4, description="Prompts of one optimizer step (P), each with its group.")
-    learning_rate: float = Field(default=1e-5, gt=0, description="Peak learning rate of AdamW.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Learning rate after the warm-up: constant, or down to 0 at the last step."
-    )
-    warmup_steps: StepsOrZero = Field(default=0, description="Steps in which the learning rate rises from 0.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of AdamW.")
-    betas: Betas = Field(default=(0.9, 0.95), description="Decay rates of AdamW's two moments.")
-    grad_clip: float = Field(
-        default=1.0, gt=0, description="Largest norm of the gradient; a larger one is scaled down."
-    )
-    token_budget: Tokens = Field(
-        default=8192, description="Tokens of one forward and backward pass of one rank (a micro-batch)."
-    )
-    activation_checkpointing: bool = Field(
-        default=False, description="Compute activations again in the backward pass instead of keeping them."
-    )
-    threads: CountOrZero = Field(default=0, description="CPU threads of one rank. 0: shared out by the launcher.")
-    mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = Field(
-        default_factory=dict, description='Latency model of `engine = "mock"`.'
-    )
+    threads: CountOrZero = key(0, "CPU threads of one rank. 0: shared out by the launcher.")
+    mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key({}, 'Latency model of `engine = "mock"`.')
 
     @property
     def ranks(self) -> int:
@@ -245,36 +226,26 @@ TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")
 class PipelineSection(Section):
     """The sample flow: staleness, memory, index, warehouses."""
 
-    staleness: Annotated[int, Field(ge=0), unit("versions")] = Field(
-        default=1,
-        description="Staleness bound (η): versions by which a sample's oldest token may be behind when it is trained. 0: "
-        "the synchronous run, bit for bit.",
+    staleness: Annotated[int, Field(ge=0), unit("versions")] = key(
+        1,
+        "Staleness bound (η): versions by which a sample's oldest token may be behind when it is trained. 0: the "
+        "synchronous run, bit for bit.",
     )
-    window: Groups = Field(
-        default=1,
-        description="Groups within which a later one may pass a straggler (W). 1: strictly in admission order.",
+    window: Groups = key(1, "Groups within which a later one may pass a straggler (W). 1: strictly in admission order.")
+    arena: Size = key(64 * 2**20, "Shared memory for the samples' bytes, on each node.")
+    lease_seconds: Seconds = key(
+        60.0, "A worker's claim ends so long after its last sign of life; its rows are delivered again."
     )
-    arena: Size = Field(default=64 * 2**20, description="Shared memory for the samples' bytes, on each node.")
-    lease_seconds: Seconds = Field(
-        default=60.0,
-        description="A worker's claim ends so long after its last sign of life; its rows are delivered again.",
-    )
-    keep_samples: SizeOrZero = Field(
-        default=64 * 2**20, description="Disk space for the texts of the newest samples. 0: none are kept."
-    )
-    index: Annotated[str, BeforeValidator(_index_url)] = Field(
-        default="embedded",
+    keep_samples: SizeOrZero = key(64 * 2**20, "Disk space for the texts of the newest samples. 0: none are kept.")
+    index: Annotated[str, BeforeValidator(_index_url)] = key(
+        "embedded",
+        "`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
         json_schema_extra={"pattern": f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"},
-        description="`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
     )
-    serve: str = Field(
-        default="", description="Address on which other nodes reach the warehouse. Empty: it is not served."
-    )
-    tls_certificate: str = Field(default="", description="PEM file of the warehouse's certificate. With it: TLS.")
-    tls_key: str = Field(default="", description="PEM file of its private key.")
-    tls_authority: str = Field(
-        default="", description="PEM file that the other nodes' certificates are checked against."
-    )
+    serve: str = key("", "Address on which other nodes reach the warehouse. Empty: it is not served.")
+    tls_certificate: str = key("", "PEM file of the warehouse's certificate. With it: TLS.")
+    tls_key: str = key("", "PEM file of its private key.")
+    tls_authority: str = key("", "PEM file that the other nodes' certificates are checked against.")
 
     def tls_contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
         """A server's and a client's context; None without TLS. Raises OSError (ssl.SSLError) for files that do not fit."""
@@ -288,97 +259,83 @@ class PipelineSection(Section):
 class SyncSection(Section):
     """How rollout engines take new weights."""
 
-    transport: Literal["shared_memory", "collective"] = Field(
-        default="shared_memory",
-        description="`shared_memory`: engines read the trainer's memory on the same node. `collective`: bytes travel by "
+    transport: Literal["shared_memory", "collective"] = key(
+        "shared_memory",
+        "`shared_memory`: engines read the trainer's memory on the same node. `collective`: bytes travel by "
         "torch.distributed, where trainer and engines have devices or nodes of their own.",
     )
-    serve: str = Field(
-        default="127.0.0.1", min_length=1, description='Address of the trainer\'s node, for `transport = "collective"`.'
+    serve: str = key("127.0.0.1", 'Address of the trainer\'s node, for `transport = "collective"`.', min_length=1)
+    rolling: bool = key(True, "Several replicas swap one after the other, so that generation never stops as a whole.")
+    prefetch: bool = key(
+        True,
+        "In a colocated run: training's memory comes back as soon as nothing is left to generate, not only when a "
+        "batch is claimed.",
     )
-    rolling: bool = Field(
-        default=True,
-        description="Several replicas swap one after the other, so that generation never stops as a whole.",
+    bucket: Annotated[int, size_from(1024), Field(ge=1024, le=LARGEST), unit("bytes")] = key(
+        4 * 2**20, "In a colocated run: each of the two buffers through which ranks exchange weights."
     )
-    prefetch: bool = Field(
-        default=True,
-        description="In a colocated run: training's memory comes back as soon as nothing is left to generate, not only when "
-        "a batch is claimed.",
-    )
-    bucket: Annotated[int, size_from(1024), Field(ge=1024, le=LARGEST), unit("bytes")] = Field(
-        default=4 * 2**20,
-        description="In a colocated run: each of the two buffers through which ranks exchange weights.",
-    )
-    probe: bool = Field(
-        default=True,
-        description="After a swap, before its next token, the engine scores a few rows of the batches just trained; their "
+    probe: bool = key(
+        True,
+        "After a swap, before its next token, the engine scores a few rows of the batches just trained; their "
         "tokens' logprobs must be the trainer's, within the two limits below.",
     )
-    probe_tolerance: float = Field(
-        default=0.0,
+    probe_tolerance: float = key(
+        0.0,
+        "Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token. 0: by "
+        "model.dtype, 0.001 in float32; in bfloat16 6 * 2**-8 * sqrt(layers) * the standard deviation of the "
+        "probed logprobs (at least 1). `asyncdock resume` may change it.",
         ge=0,
-        description="Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token. 0: by "
-        "model.dtype, 0.001 in float32; in bfloat16 6 * 2**-8 * sqrt(layers) * the standard deviation of the probed "
-        "logprobs (at least 1). `asyncdock resume` may change it.",
     )
-    probe_mean_tolerance: float = Field(
-        default=0.0,
+    probe_mean_tolerance: float = key(
+        0.0,
+        "Largest mean of the differences of all probed logprobs. 0: a quarter of the limit above. `asyncdock "
+        "resume` may change it.",
         ge=0,
-        description="Largest mean of the differences of all probed logprobs. 0: a quarter of the limit above. "
-        "`asyncdock resume` may change it.",
     )
-    timeout: Seconds = Field(default=120.0, description="Longest time that reading or loading a version may take.")
+    timeout: Seconds = key(120.0, "Longest time that reading or loading a version may take.")
 
 
 class EvaluateSection(Section):
     """Evaluation: held-out prompts, answered greedily beside training."""
 
-    every: StepsOrZero = Field(default=0, description="Steps between two evaluations. 0: none.")
-    prompts: Annotated[int, Field(ge=1), unit("prompts")] = Field(
-        default=32, description="The first so many held-out prompts are answered."
-    )
-    samples: Annotated[int, Field(ge=0), unit("prompts")] = Field(
-        default=4, description="So many of them are shown with their responses."
-    )
+    every: StepsOrZero = key(0, "Steps between two evaluations. 0: none.")
+    prompts: Annotated[int, Field(ge=1), unit("prompts")] = key(32, "The first so many held-out prompts are answered.")
+    samples: Annotated[int, Field(ge=0), unit("prompts")] = key(4, "So many of them are shown with their responses.")
 
 
 class CheckpointSection(Section):
     """Checkpoints. Rows of trained steps stay in the arena until one covers them."""
 
-    every: Steps = Field(default=20, description="Steps between two checkpoints.")
-    keep: Annotated[int, Field(ge=1), unit("checkpoints")] = Field(
-        default=2, description="The newest so many are kept."
-    )
+    every: Steps = key(20, "Steps between two checkpoints.")
+    keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(2, "The newest so many are kept.")
 
 
 class LaunchSection(Section):
     """Worker processes."""
 
-    launcher: Literal["process", "inline"] = Field(
-        default="process", description="`process`: a process for each worker. `inline`: all in one process, to debug."
+    launcher: Literal["process", "inline"] = key(
+        "process", "`process`: a process for each worker. `inline`: all in one process, to debug."
     )
-    start_method: Literal["forkserver", "spawn"] = Field(
-        default="forkserver",
-        description="`forkserver`: workers are forked from a process that has imported everything (Linux only). `spawn`: "
-        "each starts from nothing.",
+    start_method: Literal["forkserver", "spawn"] = key(
+        "forkserver",
+        "`forkserver`: workers are forked from a process that has imported everything (Linux only). `spawn`: each "
+        "starts from nothing.",
     )
-    placement: Literal["separate", "colocated"] = Field(
-        default="separate",
-        description="`separate`: rollout engines have workers of their own. `colocated`: each rank of the train engine has "
-        "a rollout engine too, and they take turns on its device; `rollout.workers` then follows from the ranks.",
+    placement: Literal["separate", "colocated"] = key(
+        "separate",
+        "`separate`: rollout engines have workers of their own. `colocated`: each rank of the train engine has a "
+        "rollout engine too, and they take turns on its device; `rollout.workers` then follows from the ranks.",
     )
-    max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = Field(
-        default=3, description="Restarts of dead workers in one run; after the last one the run fails."
+    max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = key(
+        3, "Restarts of dead workers in one run; after the last one the run fails."
     )
-    startup_timeout: Seconds = Field(default=300.0, description="Longest time until all workers are ready.")
-    stop_timeout: Seconds = Field(
-        default=60.0,
-        description="Time that workers have, when the run is stopped, to finish what they hold, and the trainer to write a "
+    startup_timeout: Seconds = key(300.0, "Longest time until all workers are ready.")
+    stop_timeout: Seconds = key(
+        60.0,
+        "Time that workers have, when the run is stopped, to finish what they hold, and the trainer to write a "
         "checkpoint.",
     )
-    collective_timeout: Seconds = Field(
-        default=300.0, description="Longest wait of a rank for another in a call that they make together."
-    )
+    collective_timeout: Seconds = key(300.0, "Longest wait of a rank for another in a call that they make together.")
 
 
 ExternalStage = Literal["rollout", "reward", "reference", "update"]
@@ -387,8 +344,6 @@ ExternalStage = Literal["rollout", "reward", "reference", "update"]
 class ExternalSection(Section):
     """Stages that other programs do (docs/external.md)."""
 
-    stages: list[ExternalStage] = Field(
-        default=[],
-        max_length=16,
-        description="The run starts no workers for these: other programs join it and do them.",
+    stages: list[ExternalStage] = key(
+        [], "The run starts no workers for these: other programs join it and do them.", max_length=16
     )

@@ -7,7 +7,7 @@
 --                │             ▲ │ its runner died: retake, under a new token
 --                └──cancel──▶  └─┘
 --
--- Keys, all behind one hash tag, `asyncdock:{@runs}:`. How a run itself fares is in its own keys (index.lua).
+-- Keys, all behind one hash tag, `asyncdock:{@runs}:`. How a run itself fares is in its own keys (pipeline/index/lua).
 --   order         runs in the order in which they came, scored by their number; `number` is the last one
 --   waiting       those that wait, scored the same
 --   active        those that an agent has taken, scored by when their lease ends, in ms

@@ -20,6 +20,11 @@ from redis.exceptions import ResponseError
 from pipeline.index.errors import IndexUnreachable, from_reply
 from pipeline.index.link import Link, is_loading, redacted
 
+_PARTS = (
+    *("base", "topics", "arrays", "ranges", "blocks", "groups", "leases", "claims"),
+    *("training", "warehouses", "runs", "external", "transfer_queue"),
+)
+
 
 class Calls:
     """Calls on the index of one run at ``where``: the URL of its server, or a :class:`Link` shared with other indexes.
@@ -85,7 +90,7 @@ class Calls:
 
     async def wake(self, topic: str) -> None:
         """Wake all clients that wait on ``topic``."""
-        await self.call("nudge", topic=topic)
+        await self.call("wake", topic=topic)
 
     async def wait(self, topic: str, after: str, timeout: float) -> bool:
         """Block until ``topic`` is woken after position ``after``; False when ``timeout`` seconds pass first."""
@@ -123,4 +128,7 @@ def key_prefix(run: str) -> str:
 
 @cache
 def _library() -> str:
-    return resources.files("pipeline.index").joinpath("index.lua").read_text(encoding="utf-8")
+    """The function library: the files of ``lua/`` in the order in which they use each other."""
+    folder = resources.files("pipeline.index") / "lua"
+    parts = [folder.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in _PARTS]
+    return "\n".join(["#!lua name=asyncdock", *parts])

@@ -186,7 +186,7 @@ class Claims(Calls):
     async def drop_groups(self, claim: Claim, groups: Sequence[int]) -> None:
         """Remove whole groups, held by ``claim``, without training them. The ledger counts them as filtered."""
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
-        await self.call("filter", **lease, groups=list(groups))
+        await self.call("drop_groups", **lease, groups=list(groups))
 
     async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
         """The rows of a group as a claim without lease, and their states; None when the group is not in the run."""

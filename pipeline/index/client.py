@@ -234,7 +234,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
 
     async def queue_depth(self, stage: str) -> int:
         """How many rows (or groups) of a stage are ready to be claimed."""
-        return int(await self.call("depth", stage=stage))
+        return int(await self.call("queue_depth", stage=stage))
 
     async def queue(self, stage: str) -> StageQueue:
         """How much of a stage's work is ready, leased and parked. Ends expired leases first."""
@@ -250,12 +250,12 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
 
     async def resume_point(self) -> ResumePoint:
         """What a checkpoint of this moment records of the flow. Groups that are admitted and not trained are made again."""
-        reply = await self.call("snapshot")
+        reply = await self.call("resume_point")
         return ResumePoint(reply["counters"], list(reply["remake"] or ()))
 
     async def forget_worker(self, worker: str) -> None:
         """``worker`` is dead: end its leases now, and free the blocks that it holds open."""
-        await self.call("forget", worker=worker)
+        await self.call("forget_worker", worker=worker)
 
     async def put(self, name: str, value: str) -> None:
         """Write a small document of the run, such as its recipe."""

@@ -35,7 +35,7 @@ class Keys(Calls):
 
     async def key_fields(self, partition: str) -> str:
         """The partition's fields as packed text."""
-        return await self.call("kv_fields", partition=partition)  # type: ignore[no-any-return]
+        return await self.call("key_fields", partition=partition)  # type: ignore[no-any-return]
 
     async def put_keys(
         self,
@@ -53,7 +53,7 @@ class Keys(Calls):
         ``fields`` are the partition's fields as the caller wants them; its first ``known`` characters are those that the
         caller has read. Raises FieldsChanged when other clients have changed them since."""
         reply = await self.call(
-            "kv_put",
+            "put_keys",
             **stored._asdict(),
             partition=partition,
             keys=list(keys),
@@ -68,12 +68,12 @@ class Keys(Calls):
 
     async def look_up_keys(self, partition: str, keys: Sequence[str]) -> KeysFound:
         """Where the values of ``keys`` lie."""
-        reply = await self._call_raw("kv_get", partition=partition, keys=list(keys))
+        reply = await self._call_raw("look_up_keys", partition=partition, keys=list(keys))
         return KeysFound(reply["fields"], [entry or None for entry in reply["entries"] or ()], reply["places"] or ())
 
     async def list_keys(self, partition: str | None = None) -> dict[str, dict[str, Mapping[bytes, bytes]]]:
         """The keys of one partition or of all, oldest first, each with its tags as stored."""
-        reply = await self._call_raw("kv_list", partition=False if partition is None else partition)
+        reply = await self._call_raw("list_keys", partition=False if partition is None else partition)
         found: dict[str, dict[str, Mapping[bytes, bytes]]] = {}
         for name, keys in reply["partitions"] or ():
             ordered = sorted(keys or (), key=lambda each: int.from_bytes(each[1], "little"))
@@ -82,4 +82,4 @@ class Keys(Calls):
 
     async def clear_keys(self, partition: str, keys: Sequence[str]) -> bool:
         """Remove ``keys`` with their values and tags; returns whether the partition has keys left."""
-        return bool(await self.call("kv_clear", partition=partition, keys=list(keys)))
+        return bool(await self.call("clear_keys", partition=partition, keys=list(keys)))

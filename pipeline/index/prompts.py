@@ -35,15 +35,15 @@ class ExternalPromptCalls(Calls):
         """Put ``prompts`` at positions ``first``, first + 1, … (None: the next ones); positions that are taken already are
         left as they are. ``last``: no more will come. At most ``most_bytes`` may wait together (else NeverFits)."""
         reply = await self.call(
-            "feed", prompts=list(prompts), first=False if first is None else first, last=last, most=most_bytes
+            "put_prompts", prompts=list(prompts), first=False if first is None else first, last=last, most=most_bytes
         )
         return PromptsPut(reply["next"], reply.get("wait"))
 
     async def read_prompts(self, start: int, most: int) -> PromptsWaiting:
         """At most ``most`` prompts from position ``start`` on."""
-        reply = await self.call("fed", **{"from": start}, most=most)
+        reply = await self.call("read_prompts", **{"from": start}, most=most)
         return PromptsWaiting(reply["prompts"] or (), reply["ended"], reply["wait"])
 
     async def remove_prompts(self, below: int) -> None:
         """Remove the prompts at positions below ``below``, which the run has stored, and let writers continue."""
-        await self.call("kept", below=below)
+        await self.call("remove_prompts", below=below)

@@ -48,27 +48,27 @@ class Training(Calls):
 
     async def release_steps(self, before: int) -> int:
         """Release the rows of all steps below ``before``, which a checkpoint covers; returns how many groups they were."""
-        return int(await self.call("release", before=before))
+        return int(await self.call("release_steps", before=before))
 
     async def publish_weights(self, version: int, record: Mapping[str, Any]) -> None:
         """Record that the weights of ``version`` are in host memory; this opens the gate further and wakes generation."""
-        await self.call("publish", version=version, record=dict(record))
+        await self.call("publish_weights", version=version, record=dict(record))
 
     async def published_weights(self) -> PublishedWeights:
         """The newest published version and its record. To read the version alone, use :meth:`Index.status`."""
-        reply = await self.call("published")
+        reply = await self.call("published_weights")
         return PublishedWeights(reply["version"], reply["record"] or {}, reply["wait"])
 
     async def weights_record(self, version: int) -> dict[str, Any] | None:
         """The record of one of the two newest published versions; None for any other."""
-        return await self.call("weights", version=version) or None
+        return await self.call("weights_record", version=version) or None
 
     async def take_swap_turn(self, worker: str, *, most: int, lease: float) -> SwapTurn:
         """Ask for one of the ``most`` turns to swap weights at the same time, for ``lease`` seconds. A worker that has
         one keeps it for another lease."""
-        reply = await self.call("swap_turn", worker=worker, most=most, lease=int(lease * 1000))
+        reply = await self.call("take_swap_turn", worker=worker, most=most, lease=int(lease * 1000))
         return SwapTurn(True) if reply["granted"] else SwapTurn(False, reply["wait"], reply["due"] / 1000)
 
     async def end_swap_turn(self, worker: str) -> None:
         """Give the worker's turn to the next one."""
-        await self.call("swapped", worker=worker)
+        await self.call("end_swap_turn", worker=worker)

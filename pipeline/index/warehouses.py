@@ -62,12 +62,12 @@ class Warehouses(Calls):
 
     async def join_warehouse(self, name: str, node: str, path: Path, nbytes: int) -> int:
         """Register a warehouse with all of its bytes free; returns its number. Repeating it changes nothing."""
-        reply = await self.call("join", warehouse=name, node=node, path=str(path), bytes=nbytes)
+        reply = await self.call("join_warehouse", warehouse=name, node=node, path=str(path), bytes=nbytes)
         return int(reply["number"])
 
     async def announce_warehouse(self, number: int, host: str, port: int) -> None:
         """Record the address at which other nodes reach a warehouse. Repeated every few seconds as a heartbeat."""
-        await self.call("serve", warehouse=number, host=host, port=port)
+        await self.call("announce_warehouse", warehouse=number, host=host, port=port)
 
     async def warehouses(self) -> list[WarehouseRecord]:
         """The warehouses of the run."""
@@ -93,24 +93,24 @@ class Warehouses(Calls):
 
     async def close_blocks(self, worker: str, blocks: Sequence[int]) -> None:
         """``worker`` writes no more to ``blocks``: their bytes are free as soon as no row points to them."""
-        await self.call("close", worker=worker, blocks=list(blocks))
+        await self.call("close_blocks", worker=worker, blocks=list(blocks))
 
     async def leave_warehouse(self, number: int) -> BlocksLeft:
         """Place nothing new on a warehouse; returns the blocks that must be moved before :meth:`lose_warehouse`."""
-        reply = await self.call("leave", warehouse=number)
+        reply = await self.call("leave_warehouse", warehouse=number)
         return BlocksLeft([tuple(block) for block in reply["closed"] or ()], reply["open"], reply["wait"])
 
     async def move_blocks(self, worker: str, warehouse: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Point the rows of blocks on ``warehouse`` to their copies: ``pairs`` are (old block, new block), the new ones
         held open by ``worker``. A block that was freed in the meantime is skipped."""
-        await self.call("move", worker=worker, **{"from": warehouse}, blocks=list(pairs))
+        await self.call("move_blocks", worker=worker, **{"from": warehouse}, blocks=list(pairs))
 
     async def lose_warehouse(self, number: int) -> Lost:
         """Remove a warehouse with its bytes. Groups that had columns there are admitted again under the same numbers."""
-        return Lost(**await self.call("lose", warehouse=number))
+        return Lost(**await self.call("lose_warehouse", warehouse=number))
 
     async def suspect_warehouse(self, number: int, silent: float) -> Lost | Literal["alive", "gone"]:
         """Remove a warehouse that has sent no heartbeat for ``silent`` seconds. Returns "alive" when it has, and "gone"
         when another worker has removed it."""
-        reply = await self.call("suspect", warehouse=number, silent=int(silent * 1000))
+        reply = await self.call("suspect_warehouse", warehouse=number, silent=int(silent * 1000))
         return "alive" if "alive" in reply else "gone" if "gone" in reply else Lost(**reply)

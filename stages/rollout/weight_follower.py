@@ -117,7 +117,7 @@ class WeightFollower:
             if self._due():
                 await self._evaluate()
             self.stage.held_back = False
-            self.controller.nudge()
+            self.controller.wake()
             if self.stage.engine.version >= self.steps:
                 await self.index.put(done_with(self.worker), str(self.steps))
                 await self.index.wake(TAKEN)

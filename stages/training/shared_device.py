@@ -146,7 +146,7 @@ class SharedDevice(DeviceLease):
     def open(self) -> None:
         """Let the rollout stage claim rows."""
         self.may_generate = True
-        self.controller.nudge()
+        self.controller.wake()
 
     async def _wake(self, version: int, probe: Probe | None) -> dict[str, Any]:
         """Wake the engine, and compare its logprobs with the trainer's before it makes a token."""

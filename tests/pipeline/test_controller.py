@@ -12,8 +12,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from pipeline.clock import Clock
 from pipeline.columns import Column, Schema
-from pipeline.controller import Clock, Controller, Output
+from pipeline.controller import Controller, Output
 from pipeline.index.client import Block, Claim, Index, RunConfig, StageSpec
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
@@ -312,7 +313,7 @@ async def test_stop_finishes_what_is_held_and_claims_no_more(dock: Dock) -> None
     assert (await dock.index.stats())["stages"]["double"] == {"ready": 4, "leased": 0, "takes": "rows"}
 
 
-async def test_a_nudge_makes_it_look_again(dock: Dock) -> None:
+async def test_a_wake_up_makes_it_look_again(dock: Dock) -> None:
     """The index cannot know that an engine got room, or loaded a version."""
     await admit(dock, range(2))
     stage = Double(most=0)
@@ -320,7 +321,7 @@ async def test_a_nudge_makes_it_look_again(dock: Dock) -> None:
     running = asyncio.create_task(controller.run())
     assert (await dock.index.stats())["stages"]["double"]["ready"] == 2
     stage.most = 5
-    controller.nudge()
+    controller.wake()
     await until(lambda: stage.done == [0, 1], "both")
     await finish(controller, running)
 

@@ -7,17 +7,18 @@ import random
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.staleness import StalenessPlan, max_age, slack_for, windowed_pick
+from pipeline.staleness import max_age, slack_for
+from tests.pipeline.staleness_model import Plan, windowed_pick
 
 plans = st.builds(
-    StalenessPlan,
+    Plan,
     bound=st.integers(0, 5),
     groups_per_step=st.integers(1, 6),
     window=st.integers(1, 14),
 )
 
 
-def simulate(plan: StalenessPlan, rng: random.Random, steps: int, engines: int) -> list[int]:
+def simulate(plan: Plan, rng: random.Random, steps: int, engines: int) -> list[int]:
     """Run the flow with ``engines`` rollout engines that load versions late and finish groups in any order; returns the
     staleness of each trained group. Raises when nothing can move any more."""
     version, admitted = 0, 0
@@ -31,7 +32,7 @@ def simulate(plan: StalenessPlan, rng: random.Random, steps: int, engines: int) 
         moves = []
         if admitted < plan.admissible(version):
             moves.append("admit")
-        if any(seen < version for seen in loaded):
+        if min(loaded) < version:
             moves.append("load")
         claims = [(e, q) for e in range(engines) for q in waiting if plan.may_claim(q, loaded[e])]
         if claims:
@@ -68,16 +69,16 @@ def simulate(plan: StalenessPlan, rng: random.Random, steps: int, engines: int) 
 
 
 @given(plan=plans, seed=st.integers(0, 2**32), engines=st.integers(1, 3))
-def test_no_order_of_events_exceeds_the_bound_or_deadlocks(plan: StalenessPlan, seed: int, engines: int) -> None:
+def test_no_order_of_events_exceeds_the_bound_or_deadlocks(plan: Plan, seed: int, engines: int) -> None:
     ages = simulate(plan, random.Random(seed), steps=12, engines=engines)
     assert len(ages) == 12 * plan.groups_per_step
     assert max(ages) <= plan.max_age <= plan.bound
 
 
 @given(plan=plans)
-@example(StalenessPlan(bound=1, groups_per_step=4))
-@example(StalenessPlan(bound=3, groups_per_step=4, window=6))
-def test_the_age_promised_is_really_reached(plan: StalenessPlan) -> None:
+@example(Plan(bound=1, groups_per_step=4))
+@example(Plan(bound=3, groups_per_step=4, window=6))
+def test_the_age_promised_is_really_reached(plan: Plan) -> None:
     """The worst case of the derivation: the last group of step S is made by version 0, and finishes last of all."""
     slowest = plan.admissible(0) - 1
     consumed: set[int] = set()
@@ -93,7 +94,7 @@ def test_the_age_promised_is_really_reached(plan: StalenessPlan) -> None:
 
 
 @given(plan=plans)
-def test_slack_is_the_largest_within_the_bound(plan: StalenessPlan) -> None:
+def test_slack_is_the_largest_within_the_bound(plan: Plan) -> None:
     assert plan.max_age <= plan.bound
     assert max_age(plan.slack + 1, plan.groups_per_step, plan.window) > plan.bound
 
@@ -104,7 +105,7 @@ def test_in_order_the_slack_is_the_bound(bound: int, groups: int) -> None:
 
 
 @given(plan=plans, version=st.integers(0, 40))
-def test_required_version_and_gate_are_two_views_of_one_rule(plan: StalenessPlan, version: int) -> None:
+def test_required_version_and_gate_are_two_views_of_one_rule(plan: Plan, version: int) -> None:
     for group in range(plan.admissible(version) + plan.groups_per_step):
         assert plan.may_claim(group, version) == (version >= plan.required_version(group))
 

@@ -1,11 +1,10 @@
-"""What a recipe that comes in a request may say. It is checked before anything acts on it: no module that it names is
-imported, and no path that it names looked at, unless the operator has allowed it.
+"""Policy for recipes in requests: modules are imported, and paths looked at, only if the operator allows it.
 
-    recipe, or a stored one ──▶ overrides ──▶ code? paths? addresses? ──▶ the recipe's own checks ──▶ limits ──▶ Recipe
-                                               └ what is refused is taken out ┘└─ all problems at once ─┘
+    recipe, or a stored one ──▶ overrides ──▶ code? addresses? paths? ──▶ the recipe's own checks ──▶ limits ──▶ Recipe
+                                               └ refused: replaced by a harmless value ┘└─ all problems at once ─┘
 
-Names without a colon are of what is installed here (built in, or an entry point of a package); ``module:name`` could be any
-code on the machine, and must be one that the operator has listed.
+Names without a colon belong to installed packages (built in, or an entry point); ``module:name`` could be any code on the
+machine, so the operator must have listed it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import string
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,11 @@ from stages.prompts.files import Reading
 LONGEST_NAME = 64
 LISTEN_BY_DEFAULT = SyncSection().serve
 SHIPPED = Path(__file__).resolve().parents[3] / "recipes"
-Found = tuple[Problem, Any]  # what is wrong, and what is checked in its place
+ASK = "ask the operator for {}"
 
 
 def stored_recipes(settings: Settings) -> dict[str, Path]:
-    """Stored recipes by their names: the operator's, then those of the package."""
+    """Return the files of stored recipes by name: the operator's, then those of the package."""
     found: dict[str, Path] = {}
     for folder in (*settings.recipes, SHIPPED):
         for path in sorted(folder.glob("*.toml")):
@@ -44,8 +43,8 @@ def stored_recipes(settings: Settings) -> dict[str, Path]:
 
 
 def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
-    """The stored recipe called ``name`` as it is written. Raises LookupError, and RecipeError when it cannot be read."""
-    path = stored_recipes(settings)[name]  # looked up among what is there, never joined to a path
+    """Return the tables of a stored recipe, unchecked. Raises LookupError, and RecipeError when it cannot be read."""
+    path = stored_recipes(settings)[name]  # a key of this dict, never part of a path
     try:
         data = read_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -55,7 +54,7 @@ def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
 
 
 def unknown_recipe(settings: Settings, name: str, status: int, field: str) -> answers.HTTPProblem:
-    """That no stored recipe has this name, of the request's ``field``."""
+    """Return the answer to a request whose ``field`` names no stored recipe."""
     fix, detail = suggest(name, list(stored_recipes(settings))), "No stored recipe is called that."
     return answers.HTTPProblem(status, detail, kind="unknown-recipe", field=field, value=name, fix=fix)
 
@@ -63,92 +62,115 @@ def unknown_recipe(settings: Settings, name: str, status: int, field: str) -> an
 def accept(
     settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, Any], reading: Reading | None = None
 ) -> Recipe:
-    """The recipe that ``data`` with ``overrides`` is. Of files below the operator's roots it reads what ``reading`` allows
-    (default: what a check reads). Raises RecipeError with everything that is wrong."""
+    """Return the recipe of ``data`` with ``overrides``. Of files below the operator's roots it reads what ``reading`` allows
+    (default: what a check reads). Raises RecipeError with all problems."""
     too_large = [*out_of_bounds(data, finite=True), *out_of_bounds(overrides, "overrides", finite=True)]
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
-    changed, overrides = copy.deepcopy((dict(data), dict(overrides)))
-    problems = [p for key, value in overrides.items() if (p := override(changed, key, value, "overrides"))]
-    for problem, instead in _refused(settings, changed):
-        problems.append(problem)
-        override(changed, problem.key, instead)
-    _below_roots(settings, changed, problems)
-    recipe = parse_recipe(changed, problems=problems, reading=reading, folder=settings.data, devices=settings.runs > 0)
-    if problems := list(_too_much(settings, recipe)):
+    submission = _Submission(settings, copy.deepcopy(dict(data)))
+    for key, value in copy.deepcopy(dict(overrides)).items():
+        if problem := override(submission.data, key, value, "overrides"):
+            submission.problems.append(problem)
+    submission.refuse_code()
+    submission.refuse_addresses()
+    submission.resolve_paths()
+    recipe = parse_recipe(
+        submission.data,
+        problems=submission.problems,
+        reading=reading,
+        folder=settings.data,
+        devices=settings.runs > 0,
+    )
+    if problems := list(_beyond_limits(settings, recipe)):
         raise RecipeError("recipe", problems)
     return recipe
 
 
-def _at(data: Any, *keys: str) -> Any:
-    """The value under ``keys``; None where there is none."""
-    for key in keys:
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data
+class _Submission:
+    """A recipe in a request. A refused value becomes a problem and is replaced by a harmless one, so that the recipe's own
+    checks can follow. They also check types."""
+
+    def __init__(self, settings: Settings, data: dict[str, Any]) -> None:
+        self.settings, self.data = settings, data
+        self.problems: list[Problem] = []
+
+    def value(self, key: str) -> Any:
+        """The value of a dotted key; None where there is none."""
+        value: Any = self.data
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def refuse(self, key: str, value: Any, wrong: str, fix: str, replacement: Any) -> None:
+        self.problems.append(Problem(key, value, wrong, fix))
+        override(self.data, key, replacement)
+
+    def refuse_code(self) -> None:
+        """Refuse ``module:name`` that the operator has not listed, and templates that do more than name columns."""
+        allowed, functions = self.settings, self.value("reward.functions")
+        for index, function in enumerate(functions if isinstance(functions, list) else ()):
+            name = function.get("name") if isinstance(function, Mapping) else None
+            self._refuse_code(f"reward.functions.{index}.name", name, "reward", allowed.allow_rewards, "spelling")
+        name = self.value("algorithm.name")
+        self._refuse_code("algorithm.name", name, "algorithm", allowed.allow_algorithms, "grpo")
+        for key in ("rollout.engine", "train.engine"):
+            self._refuse_code(key, self.value(key), "engine", allowed.allow_engines, "torch")
+        self._refuse_code("prompts.path", self.value("prompts.path"), "dataset", allowed.allow_datasets, "refused")
+        template = self.value("prompts.template")
+        if isinstance(template, str) and not _only_names_columns(template):
+            fix = "name columns alone, as {prompt}"
+            self.refuse("prompts.template", template, "uses more than the columns themselves", fix, "{prompt}")
+
+    def _refuse_code(self, key: str, name: Any, kind: str, allowed: Collection[str], replacement: str) -> None:
+        if isinstance(name, str) and ":" in name and name not in allowed:
+            fix = f"use an installed name, or {ASK.format(f'--allow-{kind}')}"
+            self.refuse(key, name, "is code that this server does not run", fix, replacement)
+
+    def refuse_addresses(self) -> None:
+        """Refuse names that are too long, another index, and ports on addresses that the operator has not allowed."""
+        name, index = self.value("name"), self.value("pipeline.index")
+        if isinstance(name, str) and len(name) > LONGEST_NAME:
+            self.refuse("name", name, f"is longer than {LONGEST_NAME} characters", "shorten it", "recipe")
+        if index not in (None, "", "embedded"):
+            self.refuse("pipeline.index", index, "is chosen by the service", "leave it out", "embedded")
+        wrong, ask = "opens a port, which a request may not", ASK.format("--allow-listen")
+        address = self.value("pipeline.serve")
+        if address not in (None, "") and not self._may_listen(address):
+            self.refuse("pipeline.serve", address, wrong, f"leave it out, or {ask}", "")
+        address, fix = self.value("sync.serve"), f"take sync.transport and sync.serve out, or {ask}"
+        if self.value("sync.transport") != "collective" or self._may_listen(address or LISTEN_BY_DEFAULT):
+            return
+        if address is None:
+            self.refuse("sync.transport", "collective", wrong, fix, "shared_memory")
+        else:
+            self.refuse("sync.serve", address, wrong, fix, LISTEN_BY_DEFAULT)
+
+    def _may_listen(self, address: Any) -> bool:
+        return isinstance(address, str) and address in self.settings.allow_listen
+
+    def resolve_paths(self) -> None:
+        """Replace each path by its real path; one outside of the roots is refused, whether or not anything is there."""
+        settings, refused = self.settings, {problem.key for problem in self.problems}
+        keys = ["model.source", *(f"pipeline.{name}" for name in TLS_FILES)]
+        if self.value("prompts.source") in ("jsonl", "parquet", "datasets"):
+            keys.append("prompts.path")
+        plain = {"model.source": KNOWN_MODELS, "prompts.path": settings.allow_datasets}  # values that are no paths
+        for key in keys:
+            value = self.value(key)
+            if key in refused or not isinstance(value, str) or not value or value in plain.get(key, ()):
+                continue
+            if real := _below_root(settings.roots, value):
+                override(self.data, key, str(real))
+                continue
+            roots = ", ".join(map(str, settings.roots))
+            fix = f"give a path below {roots}" if roots else f"{ASK.format('--root')}; without one no file is read"
+            if key == "model.source":
+                fix = f"{suggest(value, KNOWN_MODELS)}; or {fix}"
+            self.refuse(key, value, "lies outside of what this server reads", fix, "refused")
 
 
-def _refused(settings: Settings, data: Mapping[str, Any]) -> Iterator[Found]:
-    """What would run code, or reach past the service. Wrong types are left to the recipe's own checks."""
-    name = data.get("name")
-    if isinstance(name, str) and len(name) > LONGEST_NAME:
-        yield Problem("name", name, f"is longer than {LONGEST_NAME} characters", "shorten it"), "recipe"
-    yield from _code(settings, data)
-    value = _at(data, "pipeline", "index")
-    if value not in (None, "", "embedded"):
-        yield Problem("pipeline.index", value, "is the service's own affair", "leave it out"), "embedded"
-    yield from _ports(settings, data)
-
-
-def _ports(settings: Settings, data: Mapping[str, Any]) -> Iterator[Found]:
-    """Keys that open a port, on another address than those that the operator allows."""
-    wrong, ask = "opens a port, which a request may not", "ask the operator for --allow-listen"
-    value = _at(data, "pipeline", "serve")
-    if value not in (None, "") and not _may_listen(settings, value):
-        yield Problem("pipeline.serve", value, wrong, f"leave it out, or {ask}"), ""
-    serve = _at(data, "sync", "serve")
-    if _at(data, "sync", "transport") == "collective" and not _may_listen(settings, serve or LISTEN_BY_DEFAULT):
-        key, shown = ("sync.transport", "collective") if serve is None else ("sync.serve", serve)
-        instead = "shared_memory" if serve is None else LISTEN_BY_DEFAULT
-        yield Problem(key, shown, wrong, f"take sync.transport and sync.serve out, or {ask}"), instead
-
-
-def _may_listen(settings: Settings, host: Any) -> bool:
-    return isinstance(host, str) and host in settings.allow_listen
-
-
-def _code(settings: Settings, data: Mapping[str, Any]) -> Iterator[Found]:
-    functions = _at(data, "reward", "functions")
-    for at, function in enumerate(functions if isinstance(functions, list) else ()):
-        name = _at(function, "name")
-        if _is_code(name, settings.allow_rewards):
-            key = f"reward.functions.{at}.name"
-            yield Problem(key, name, "is code that this server does not run", _ask("reward")), "spelling"
-    name = _at(data, "algorithm", "name")
-    if _is_code(name, settings.allow_algorithms):
-        yield Problem("algorithm.name", name, "is code that this server does not run", _ask("algorithm")), "grpo"
-    for side in ("rollout", "train"):
-        name = _at(data, side, "engine")
-        if _is_code(name, settings.allow_engines):
-            yield Problem(f"{side}.engine", name, "is code that this server does not run", _ask("engine")), "torch"
-    path = _at(data, "prompts", "path")
-    if _is_code(path, settings.allow_datasets):
-        yield Problem("prompts.path", path, "could name code that this server does not run", _ask("dataset")), "refused"
-    template = _at(data, "prompts", "template")
-    if isinstance(template, str) and not _plain(template):
-        wrong = "reaches into what it is filled with"
-        yield Problem("prompts.template", template, wrong, "name columns alone, as {prompt}"), "{prompt}"
-
-
-def _is_code(name: Any, allowed: Collection[str]) -> bool:
-    return isinstance(name, str) and ":" in name and name not in allowed
-
-
-def _ask(what: str) -> str:
-    return f"use an installed name, or ask the operator for --allow-{what}"
-
-
-def _plain(template: str) -> bool:
-    """Whether ``str.format`` would put columns in as they are: no attributes, items, conversions or widths."""
+def _only_names_columns(template: str) -> bool:
+    """Whether ``str.format`` would insert columns as they are: no attributes, items, conversions or widths."""
     try:
         fields = [(name, spec, conversion) for _, name, spec, conversion in string.Formatter().parse(template)]
     except ValueError:
@@ -158,41 +180,19 @@ def _plain(template: str) -> bool:
     )
 
 
-def _below_roots(settings: Settings, data: dict[str, Any], problems: list[Problem]) -> None:
-    """Put the real path in the place of each path; one that is not below the roots becomes a problem, whether or not there
-    is anything. ``problems`` grows."""
-    paths = {"model.source": "model source", **{f"pipeline.{name}": "file" for name in TLS_FILES}}
-    if _at(data, "prompts", "source") in ("jsonl", "parquet", "datasets"):
-        paths["prompts.path"] = "prompts"
-    known = {problem.key for problem in problems}
-    for key in paths:
-        value = _at(data, *key.split("."))
-        if key in known or not isinstance(value, str) or not value or (key == "model.source" and value in KNOWN_MODELS):
-            continue
-        if key == "prompts.path" and value in settings.allow_datasets:
-            continue
-        real = _real(settings, value)
-        if real is None:
-            roots = ", ".join(map(str, settings.roots))
-            fix = f"give a path below {roots}" if roots else "ask the operator for --root; without one no file is read"
-            if key == "model.source":
-                fix = f"{suggest(value, KNOWN_MODELS)}; or {fix}"
-            problems.append(Problem(key, value, "lies outside of what this server reads", fix))
-        override(data, key, "refused" if real is None else str(real))
-
-
-def _real(settings: Settings, value: str) -> Path | None:
-    """Where ``value`` leads with every link followed, if that is below a root. A relative one is looked for in each root."""
-    for root in settings.roots:
+def _below_root(roots: Sequence[Path], value: str) -> Path | None:
+    """Return the real path of ``value``, every link followed, if it is below a root. A relative path is looked for in each
+    root."""
+    for root in roots:
         below = Path(os.path.realpath(root))
         real = Path(os.path.realpath(below / value))
-        if real.is_relative_to(below) and (real.exists() or Path(value).is_absolute() or root == settings.roots[-1]):
+        if real.is_relative_to(below) and (real.exists() or Path(value).is_absolute() or root == roots[-1]):
             return real
     return None
 
 
-def _too_much(settings: Settings, recipe: Recipe) -> Iterator[Problem]:
-    """What is sound, and more than the operator gives to one run."""
+def _beyond_limits(settings: Settings, recipe: Recipe) -> Iterator[Problem]:
+    """Problems of a valid recipe that needs more than the operator gives to one run."""
     workers = recipe.rollout.workers + recipe.reward.workers + recipe.train.ranks
     if workers > settings.max_workers:
         wrong = f"makes {workers} workers with reward.workers, train.dp and train.tp"

@@ -37,7 +37,8 @@ from transformers import PreTrainedModel
 
 from stages import device as devices
 from stages.engines.plans import Ranks
-from stages.engines.torch.train import TorchTrainEngine, _Packed
+from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.train import TorchTrainEngine
 from stages.resharding.layout import Layout, ModelState, Placement, place
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
@@ -138,7 +139,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         self._sharded: dict[str, DTensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[misc]
         return {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
 
-    def _compute(self, packed: _Packed) -> torch.Tensor:
+    def _compute(self, packed: PackedBatch) -> torch.Tensor:
         return self.model(packed)  # type: ignore[no-any-return]
 
     def _agree(self, tokens: int, rows: int, passes: int) -> tuple[int, int, int]:

@@ -114,6 +114,6 @@ async def test_a_server_that_does_not_answer_costs_no_descriptors() -> None:
     async with asyncio.timeout(5):
         while len(os.listdir("/proc/self/fd")) > before + 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert len(opened) > 3
+    assert len(opened) >= 3
     await link.close()
     server.close()

@@ -36,9 +36,10 @@ from pipeline.index.client import (
     StageSpec,
     WrittenTwice,
 )
-from pipeline.staleness import StalenessPlan, max_age, windowed_pick
+from pipeline.staleness import max_age
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
+from tests.pipeline.staleness_model import Plan, windowed_pick
 
 SCHEMA = Schema(
     [
@@ -105,7 +106,7 @@ class Lease:
 class Flow:
     """The model, and the moves that are made on it and on the index alike."""
 
-    def __init__(self, url: str, home: Path, plan: StalenessPlan, size: int, slab: int, rng: random.Random) -> None:
+    def __init__(self, url: str, home: Path, plan: Plan, size: int, slab: int, rng: random.Random) -> None:
         self.url, self.home, self.plan, self.size, self.slab, self.rng = url, home, plan, size, slab, rng
         self.published = self.trained = self.admitted = self.texts = 0
         self.filtered: set[int] = set()
@@ -599,7 +600,7 @@ WALKS = st.builds(
 async def test_the_index_keeps_its_promises_in_whatever_order_things_happen(
     index_url: str, tmp_path: Path, walk: Walk, rng: random.Random
 ) -> None:
-    plan = StalenessPlan(max_age(walk.slack, walk.groups, walk.window), walk.groups, walk.window)
+    plan = Plan(max_age(walk.slack, walk.groups, walk.window), walk.groups, walk.window)
     assert plan.slack == walk.slack
     flow = Flow(index_url, tmp_path, plan, walk.size, walk.slab, rng)
     await flow.enter({"published": 0, "trained": 0, "admitted": 0})

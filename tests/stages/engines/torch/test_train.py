@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from stages.algorithms import LossOutput, TokenBatch
 from stages.algorithms.grpo import GRPO
 from stages.engines.plans import GroupShape, plan_micro_batches
-from stages.engines.torch import train as torch_train
-from stages.engines.torch.train import TorchTrainEngine, learning_rate_at
+from stages.engines.torch import token_logprobs
+from stages.engines.torch.optimizer import learning_rate_at
+from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 
 
@@ -167,15 +168,15 @@ def test_logits_in_bounded_chunks_change_nothing(rows_at_once: int, monkeypatch:
     batch, algorithm = make_batch(), GRPO()
     whole, metrics = gradients_of_step(engine_of(tiny_llama()), batch, algorithm)
     sizes: list[int] = []
-    logits = torch_train._logits
+    logits = token_logprobs.scaled_logits
 
     def watch(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
         sizes.append(len(hidden))
         return logits(hidden, *rest)
 
     engine = engine_of(tiny_llama())
-    monkeypatch.setattr(torch_train, "LOGITS_BYTES", 4 * VOCABULARY * rows_at_once)
-    monkeypatch.setattr(torch_train, "_logits", watch)
+    monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * VOCABULARY * rows_at_once)
+    monkeypatch.setattr(token_logprobs, "scaled_logits", watch)
     chunked, chunked_metrics = gradients_of_step(engine, batch, algorithm)
     assert_same_gradients(chunked, whole)
     assert chunked_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)

@@ -1,0 +1,121 @@
+-- The index: where the columns of each sample lie, which rows are ready for which stage, which worker holds them under a
+-- lease, and which policy version made them. Every function is one atomic step for a whole batch of rows; its arguments and
+-- its reply are one msgpack value each.
+--
+--   admit ─▶ ready(stage) ─claim▶ leased ─commit▶ columns added ─▶ ready(next stage) … ─claim▶ trained ─▶ released
+--                ▲                   │ lease expired, or worker forgotten
+--                └───────────────────┘ (redelivered, under a new token)
+--
+-- A stage that takes groups may park a row with what it has made so far; any of its workers continues it:
+--
+--   leased ─park▶ parked(stage) ─claim▶ leased ─park▶ … ─commit▶     a lost lease: parked again, with the last parked progress
+--
+-- Data of rows lies in arrays, cut into segments of 4096 rows; rows that are ready, open or leased are sets of number ranges.
+-- A batch of rows in the same state is read, compared and written as one string each, so a batch of 256 costs little more
+-- than one row. Row numbers are never reused, so a number is its own generation.
+--
+-- Keys of a run, all with one hash tag, `asyncdock:{run}:`
+--   config            the stages, P, S, W, η as msgpack, written once
+--   n                 counters: admitted groups, published and trained versions, next ids, queue depths, the ledger
+--   s:SEG             rows' state: columns u32, finished stages u16, condition u8 (0: no such row), 0
+--   f:SEG             rows' group u32, place in it u16, samples of the group u16
+--   g:SEG             rows' oldest version i32, tokens u32
+--   b0:SEG b1:SEG …   where the columns lie that admission (0) or a producing stage wrote: block u32, slot u32, offset u48,
+--                     warehouse u16
+--   q:SEG             groups' first row u48, samples u16
+--   live:FIELD        segment → how many rows (s) or groups (q) it holds
+--   open              groups that are admitted and not yet consumed
+--   remake            groups that were lost and must be admitted again
+--   filtered          groups that were dropped while an older one was open
+--   ready:STAGE:HOME  rows (or groups, for stages that take groups) that can be claimed, by the warehouse of the commit that
+--                     made them ready
+--   count:STAGE       group → how many of its rows are ready (group stages)
+--   gone:STAGE        group → how many of its rows a releasing stage has released
+--   partial:STAGE     groups of which this stage has committed, or begun, some rows while others are redelivered
+--   begun:STAGE       rows with progress: parked at least once and not committed. b of the stage points to the progress
+--                     (its columns are not set in s), g has its oldest version and tokens
+--   parked:STAGE      rows with progress that are not leased: they are claimed first
+--   leases            token → {stage, worker, row ranges, rows not committed, home, ms when it was claimed, owner}. A token is
+--                     128 random bits that the client made. A call with a token must name its owner: '' for the run's own workers
+--   due:STAGE         token → deadline in ms
+--   steps             step → groups trained in it, until they are released
+--   blocks            block → {warehouse, offset, bytes, worker}   refs   block → rows that point to it, + 1 while it is open
+--   open:WORKER       blocks that the worker still writes to
+--   warehouses        number → {name, node, path, host, port, bytes, leaving, seen}   names   name → number
+--   bysize:W, byaddr:W   free extents of warehouse W: offset scored by size and by address (best fit, coalesced)
+--   swapping          workers that swap their weights now, scored by deadline in ms
+--   wake:TOPIC        a stream of one entry, read with BLOCK. Topics: a stage's name, alone or with `:HOME`; `room`, `version`,
+--                     `state`, `swap`, `warehouses` (one has joined), `fed` (prompts were put), `feed` (prompts were removed)
+--   weights, records  the record of the published version, and of the two newest by their number
+--   replies:CLIENT    lane → its last reply, for a client that repeats a call after a lost connection
+--
+-- Sets of ranges are sorted sets of 'first-last' scored by first; neighbouring ranges are joined.
+
+local configs = {}  -- decoded configs by run; a run's config never changes
+
+local SEGMENT = 4096
+local PRESENT = 10000  -- ms after its last claim for which a node counts as one with workers
+local LIVE, GENERATED, TRAINED = 1, 2, 3
+
+-- The libraries do not exist while this file is loaded; the first call binds them.
+local rep, sub, floor, min, max, pack, unpack_at, band, bor
+local function bind()
+  if rep then return end
+  rep, sub, floor, min, max = string.rep, string.sub, math.floor, math.min, math.max
+  pack, unpack_at, band, bor = struct.pack, struct.unpack, bit.band, bit.bor
+end
+
+local function call(...) return redis.call(...) end
+local function int(text) return tonumber(text or 0) or 0 end
+local function fail(code, text) error(code .. ' ' .. text, 0) end
+
+local function now()
+  local t = call('TIME')
+  return t[1] * 1000 + floor(t[2] / 1000)
+end
+
+local function config(run)
+  if not configs[run] then
+    local packed = call('GET', run .. 'config')
+    if not packed then fail('NORUN', 'run is not in this index') end
+    configs[run] = cmsgpack.unpack(packed)
+  end
+  return configs[run]
+end
+
+local function count(run, field, by) return call('HINCRBY', run .. 'n', field, by) end
+local function value(run, field) return int(call('HGET', run .. 'n', field)) end
+
+local function stage_of(cfg, name)
+  for _, stage in ipairs(cfg.stages) do
+    if stage.name == name then return stage end
+  end
+  fail('BAD', 'stage ' .. name .. ' is not declared')
+end
+
+-- Registers a function that clients call. `reads`: it changes nothing, so its reply is not kept for repeated calls. With
+-- `recall`, only the second result of `body` is kept, and `recall` makes the reply of a repeated call from it.
+local function define(name, body, reads, recall)
+  redis.register_function('asyncdock_' .. name, function(keys, args)
+    local run, request, replies, lane = keys[1], args[2], keys[1] .. 'replies:' .. args[4], args[5]
+    bind()
+    if args[3] == '1' and not reads then
+      local known = call('HGET', replies, lane)
+      if known and sub(known, 1, #request) == request then
+        known = sub(known, #request + 1)
+        return recall and cmsgpack.pack(recall(run, cmsgpack.unpack(known))) or known
+      end
+    end
+    local ok, result, kept = pcall(body, run, cmsgpack.unpack(args[1]))
+    if not ok then
+      local text = type(result) == 'table' and result.err or tostring(result)
+      return redis.error_reply(text:match('^%u+ ') and text or 'INTERNAL ' .. name .. ': ' .. text)
+    end
+    local reply = cmsgpack.pack(result)
+    -- A client that is gone leaves nothing for ever.
+    if not reads and call('HSET', replies, lane, request .. (kept and cmsgpack.pack(kept) or reply)) == 1 then
+      call('EXPIRE', replies, 86400)
+    end
+    return reply
+  end)
+end

@@ -1,0 +1,424 @@
+-- The way of rows through the stages: admit, claim, park, commit.
+
+-- Checks that `bytes` has `width` bytes for each of n rows.
+local function check_width(name, bytes, width, n)
+  if #bytes ~= width * n then fail('BAD', name .. ': ' .. #bytes .. ' bytes for ' .. n .. ' rows; give ' .. width .. ' for each') end
+end
+
+-- {worker, home, block, close, mask, refs, groups = {{group or false, how many groups, samples of each}…}} → next group. Groups
+-- enter the run: new ones in order (false: the next numbers), or lost ones again. `refs` are the places of all rows.
+define('admit', function(run, a)
+  local cfg, offers = config(run), {}
+  local next_group, limit = value(run, 'admitted'), gate(run, cfg, value(run, 'published'))
+  local total, first_new = 0, value(run, 'admitted')
+  for _, entry in ipairs(a.groups) do
+    if not entry[1] then entry[1] = next_group end
+    if entry[3] < 1 or entry[3] > 65535 then
+      fail('BAD', 'group ' .. entry[1] .. ' has ' .. entry[3] .. ' samples; give it 1 to 65535')
+    end
+    for group = entry[1], entry[1] + entry[2] - 1 do
+      if group >= next_group or call('SISMEMBER', run .. 'remake', group) == 0 then
+        if group ~= next_group then fail('BAD', 'group ' .. group .. ' is out of order: the next one is ' .. next_group) end
+        if group >= limit then fail('GATE', 'group ' .. group .. ' is past the gate, which stands at ' .. limit) end
+        next_group = next_group + 1
+      end
+    end
+    total = total + entry[2] * entry[3]
+  end
+  check_width('refs', a.refs, 16, total)
+  refer(run, a.worker, a.block, total, a.close)
+  local first = count(run, 'rows', total) - total
+  local row = first
+  local fixed = {}
+  for _, entry in ipairs(a.groups) do
+    local records, size, at = {}, entry[3], #fixed
+    for i = 0, entry[2] - 1 do
+      records[2 * i + 1], records[2 * i + 2] = row, size
+      for place = 0, size - 1 do
+        fixed[at + 1], fixed[at + 2] = entry[1] + i, place + 65536 * size  -- place u16, samples u16
+        at = at + 2
+      end
+      row = row + size
+    end
+    write(run, 'q', 8, entry[1], pack_pairs('I6I2', records))
+    occupy(run, cfg, 'q', entry[1], entry[1] + entry[2] - 1, 1, next_group - 1)
+    if entry[1] < first_new then
+      for group = entry[1], entry[1] + entry[2] - 1 do call('SREM', run .. 'remake', group) end
+    end
+  end
+  if next_group > first_new then add(run .. 'open', first_new, next_group - 1) end
+  write(run, 's', 8, first, rep(pack('<I4I2I1I1', a.mask, 0, LIVE, 0), total))
+  write(run, 'f', 8, first, pack_pairs('I4I4', fixed))
+  write(run, 'g', 8, first, rep(pack('<i4I4', -1, 0), total))
+  write(run, 'b0', 16, first, a.refs)
+  occupy(run, cfg, 's', first, row - 1, 1, row - 1)
+  count(run, 'live', total)
+  call('HSET', run .. 'n', 'admitted', next_group)
+  offer(run, cfg, first, row - 1, 0, a.mask, offers)
+  make_offers(run, cfg, a.home, offers)
+  return next_group
+end)
+
+-- The groups that the update may take now, as ranges: P of them in order, past a straggler only inside the window W that begins
+-- at the oldest group left behind.
+local function pick_window(run, cfg, stage)
+  if value(run, 'ready:' .. stage.name) < cfg.groups_per_step then return {} end
+  local ready = call('ZRANGE', run .. 'ready:' .. stage.name .. ':0', 0, -1)
+  local picked, n, anchor, at = {}, 0, nil, 1
+  local from, to = ends(ready[1])
+  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+    local first, last = ends(member)
+    for group = first, last do
+      while to and to < group do
+        at = at + 1
+        if ready[at] then from, to = ends(ready[at]) else from, to = nil, nil end
+      end
+      if not to or (anchor and group >= anchor + cfg.window) then return {} end
+      if group >= from then
+        append(picked, group, group)
+        n = n + 1
+        if n == cfg.groups_per_step then return picked end
+      elseif not anchor then
+        anchor = group
+      end
+    end
+  end
+  return {}
+end
+
+-- Takes up to `most` ready rows (or groups) below `limit`, near ones first. An older one elsewhere is passed only while it is
+-- at most `reach` groups older, so nothing waits for ever on a node without a worker. A patient claim leaves what just became
+-- ready elsewhere to the workers there; the last result is in how many ms it need not.
+local function take(run, cfg, stage, most, limit, home, patient, t)
+  local taken, n, nearest, due, places = {}, 0, nil, nil, {}
+  for _, place in ipairs(homes(run, stage)) do
+    local since = patient and int(place) ~= home and value(run, 'since:' .. stage.name .. ':' .. place) or 0
+    if own(cfg, since, t) then
+      if call('EXISTS', run .. 'ready:' .. stage.name .. ':' .. place) == 1 then
+        due = min(due or cfg.headstart, since + cfg.headstart - t)
+      end
+    else
+      places[#places + 1] = place
+    end
+  end
+  while n < most do
+    local best, best_first, near, near_first
+    for _, place in ipairs(places) do
+      local member = call('ZRANGE', run .. 'ready:' .. stage.name .. ':' .. place, 0, 0)[1]
+      if member then
+        local first = ends(member)
+        if not best or first < best_first then best, best_first = { place, member }, first end
+        if int(place) == home then near, near_first = { place, member }, first end
+      end
+    end
+    if not best then break end
+    if near and near_first ~= best_first then
+      local behind = near_first - best_first
+      if stage.takes == 'rows' then  -- count groups, not rows
+        behind = unpack_at('<I4', read(run, 'f', 8, near_first, near_first))
+          - unpack_at('<I4', read(run, 'f', 8, best_first, best_first))
+      end
+      if behind <= cfg.reach and not (limit and near_first >= limit) then best = near end
+    end
+    local first, last = ends(best[2])
+    if limit and first >= limit then break end
+    local to = min(last, first + most - n - 1, limit and limit - 1 or last)
+    local key = run .. 'ready:' .. stage.name .. ':' .. best[1]
+    call('ZREM', key, best[2])
+    if to < last then call('ZADD', key, to + 1, range(to + 1, last)) end
+    append(taken, first, to)
+    n, nearest = n + to - first + 1, best[1]
+  end
+  return taken, n, nearest, due
+end
+
+-- Parked rows whose group lies below `limit`, in order, at most as many as `most` groups have room for: a row counts as its
+-- share of a group. Returns them as ranges, and for how many groups there is room left.
+local function take_parked(run, stage, most, limit)
+  local rows, share, total = {}, 0, 0
+  for _, member in ipairs(call('ZRANGE', run .. 'parked:' .. stage.name, 0, -1)) do
+    local from, to = ends(member)
+    local fixed = read(run, 'f', 8, from, to)
+    for row = from, to do
+      local group, _, size = unpack_at('<I4I2I2', fixed, 8 * (row - from) + 1)
+      if not limit or group < limit then
+        share = share + 1 / size
+        if share > most + 1e-6 then break end
+        append(rows, row, row)
+        total = total + 1
+      end
+    end
+    if share > most + 1e-6 then break end
+  end
+  for i = 1, #rows, 2 do cut(run .. 'parked:' .. stage.name, rows[i], rows[i + 1]) end
+  if total > 0 then count(run, 'parked:' .. stage.name, -total) end
+  return rows, floor(max(0, most - share) + 1e-6)
+end
+
+-- The rows of claimed groups that this stage has neither committed nor begun.
+local function not_done(run, stage, groups)
+  if call('EXISTS', run .. 'partial:' .. stage.name) == 0 then return rows_in(run, groups) end
+  local rows = {}
+  for i = 1, #groups, 2 do
+    for group = groups[i], groups[i + 1] do
+      local first, n = rows_of(run, group)
+      if call('HDEL', run .. 'partial:' .. stage.name, group) == 0 then
+        append(rows, first, first + n - 1)
+      else
+        local _, fresh = split(run .. 'begun:' .. stage.name, first, first + n - 1)
+        for k = 1, #fresh, 2 do
+          stretches(read(run, 's', 8, fresh[k], fresh[k + 1]), function(entry, a, b)
+            local _, done = unpack_at('<I4I2', entry)
+            if band(done, stage.bit) == 0 then append(rows, fresh[k] + a, fresh[k] + b) end
+          end)
+        end
+      end
+    end
+  end
+  return rows
+end
+
+-- {stage, worker, home, most, least, lease, version, patient, token, owner?} → {rows, fixed, made, refs}, or {wait, topic, due =
+-- ms until the next lease or headstart ends}. `most` and `least` count rows or groups as the stage takes them; fewer than
+-- `least` are not given out. A stage that generates gives the policy version it has loaded, and gets no group that this
+-- version may not touch. Parked rows come first, each counted as its share of a group; `refs` also point to their progress.
+define('claim', function(run, a)
+  local cfg, t = config(run), now()
+  local stage = stage_of(cfg, a.stage)
+  reap(run, cfg, stage, t)
+  local taken, n, home, due, parked, most = {}, 0, nil, nil, {}, a.most
+  local several = stage.takes ~= 'batch' and value(run, 'warehouses') > 1
+  local patient, topic = several and a.patient and a.home > 0, stage.name
+  if patient then
+    topic = stage.name .. ':' .. int(a.home)
+    call('HSET', run .. 'n', 'seen:' .. topic, t)
+  end
+  local limit = a.version and gate(run, cfg, a.version)
+  if stage.takes == 'groups' and value(run, 'parked:' .. stage.name) > 0 then
+    parked, most = take_parked(run, stage, most, limit)
+  end
+  if value(run, 'ready:' .. stage.name) < (a.least or 1) then
+    taken, n = {}, 0
+  elseif stage.takes == 'batch' then
+    taken, home = pick_window(run, cfg, stage), 0
+  elseif most > 0 then
+    taken, n, home, due = take(run, cfg, stage, most, limit, a.home, patient, t)
+  end
+  if #taken == 0 and #parked == 0 then
+    local lease = call('ZRANGE', run .. 'due:' .. stage.name, 0, 0, 'WITHSCORES')
+    call('HSET', run .. 'n', 'idle:' .. topic, 1, 'until:' .. topic, t + (due or 0))
+    if lease[2] then due = min(due or lease[2], max(1, lease[2] - t + 1)) end
+    return { wait = woken(run, topic), topic = topic, due = due or false }
+  end
+  if several and value(run, 'ready:' .. stage.name) > n then wake_stage(run, stage.name, t) end
+  local rows, reads = taken, stage.reads
+  if stage.takes ~= 'rows' then rows = not_done(run, stage, taken) end
+  if #parked > 0 then
+    for _, edge in ipairs(rows) do parked[#parked + 1] = edge end
+    rows, reads = parked, { stage.producer, unpack(reads) }
+  end
+  if stage.takes == 'batch' then
+    local trained = value(run, 'trained')
+    for i = 1, #rows, 2 do
+      local made = read(run, 'g', 8, rows[i], rows[i + 1])
+      for j = 0, rows[i + 1] - rows[i] do
+        local oldest = unpack_at('<i4', made, 8 * j + 1)
+        if trained - oldest > cfg.staleness then
+          fail('STALE', 'row ' .. rows[i] + j .. ' was made by version ' .. oldest .. ' and would be trained at version '
+            .. trained .. ': more than the bound ' .. cfg.staleness)
+        end
+      end
+    end
+    for i = 1, #taken, 2 do not_ready(run, stage, taken[i], taken[i + 1]) end
+  elseif n > 0 then
+    count(run, 'ready:' .. stage.name, -n)
+  end
+  local pairs_of, left = {}, 0
+  for i = 1, #rows, 2 do
+    pairs_of[#pairs_of + 1] = { rows[i], rows[i + 1] }
+    left = left + rows[i + 1] - rows[i] + 1
+  end
+  table.sort(pairs_of, function(x, y) return x[1] < y[1] end)
+  local held = {}
+  for _, pair in ipairs(pairs_of) do append(held, pair[1], pair[2]) end
+  local owner = a.owner or ''
+  call('HSET', run .. 'leases', a.token, cmsgpack.pack({ stage.name, a.worker, held, left, int(home), t, owner }))
+  call('ZADD', run .. 'due:' .. stage.name, t + a.lease, a.token)
+  return describe(run, cfg, rows, reads), { rows, reads }
+end, false, function(run, kept)
+  return kept[1] and describe(run, config(run), kept[1], kept[2]) or kept
+end)
+
+-- Checks that rows {first, last, …} (ascending) exist and are held under `token` by `owner`. Returns the lease, how many rows
+-- they are, and for each range its stretches {first, last, columns, done, state} of equal state.
+local function held(run, stage, token, owner, rows)
+  local lease, total, out, at = lease_of_owner(run, token, owner), 0, {}, 1
+  if lease and lease[1] ~= stage.name then lease = nil end
+  for i = 1, #rows, 2 do
+    local from, to = rows[i], rows[i + 1]
+    if i > 1 and from <= rows[i - 1] then fail('TWICE', 'row ' .. from .. ' is given twice in one call; give each row once') end
+    total = total + to - from + 1
+    local parts = {}
+    stretches(read(run, 's', 8, from, to), function(entry, x, y)
+      local columns, done, state = unpack_at('<I4I2I1', entry)
+      if state == 0 then fail('GONE', 'row ' .. from + x .. ' was released; this handle is stale') end
+      parts[#parts + 1] = { from + x, from + y, columns, done, state }
+    end)
+    local ranges = lease and lease[3] or {}
+    while ranges[at] and ranges[at + 1] < from do at = at + 2 end
+    for _, part in ipairs(parts) do
+      local lost = (not ranges[at] or part[1] < ranges[at] or band(part[4], stage.bit) ~= 0) and part[1]
+        or part[2] > ranges[at + 1] and ranges[at + 1] + 1
+      if lost then
+        fail('LEASE', 'row ' .. lost .. ' is no longer held by token ' .. token .. ' of stage ' .. stage.name
+          .. ': the lease expired, or the row is committed already')
+      end
+    end
+    out[#out + 1] = parts
+  end
+  return lease, total, out
+end
+
+-- Checks that the versions and tokens of rows that were parked before only grow: the oldest version cannot become newer, nor
+-- the tokens fewer. The staleness bound rests on this.
+local function check_progress(run, stage, rows, made)
+  local at = 0
+  for i = 1, #rows, 2 do
+    local begun = split(run .. 'begun:' .. stage.name, rows[i], rows[i + 1])
+    for j = 1, #begun, 2 do
+      local before = read(run, 'g', 8, begun[j], begun[j + 1])
+      for row = begun[j], begun[j + 1] do
+        local oldest, tokens = unpack_at('<i4I4', before, 8 * (row - begun[j]) + 1)
+        local now_oldest, now_tokens = unpack_at('<i4I4', made, 8 * (at + row - rows[i]) + 1)
+        if now_oldest > oldest or now_tokens < tokens then
+          fail('BAD', 'row ' .. row .. ' was begun by version ' .. oldest .. ' with ' .. tokens .. ' tokens, and cannot be of version '
+            .. now_oldest .. ' with ' .. now_tokens .. '; tell the oldest version and the number of all of its tokens')
+        end
+      end
+    end
+    at = at + rows[i + 1] - rows[i] + 1
+  end
+end
+
+-- {stage, worker, home, token, owner?, block, close, mask, rows = {first, last, …}, refs, made}: store what was made of these
+-- rows so far. They leave the lease unfinished, and can be claimed one by one; their earlier progress is freed.
+define('park', function(run, a)
+  local cfg, freed = config(run), {}
+  local stage = stage_of(cfg, a.stage)
+  if stage.takes ~= 'groups' or stage.producer < 0 then
+    fail('BAD', 'stage ' .. stage.name .. ' takes ' .. stage.takes .. '; only one that takes groups and makes columns can park rows')
+  end
+  local lease, total, ranges = held(run, stage, a.token, a.owner, a.rows)
+  if a.mask == 0 or band(a.mask, stage.makes) ~= a.mask then
+    fail('BAD', 'stage ' .. stage.name .. ' parks columns that it does not declare as produced')
+  end
+  for _, parts in ipairs(ranges) do
+    for _, part in ipairs(parts) do
+      if part[5] ~= LIVE then fail('TWICE', 'row ' .. part[1] .. ' is generated already') end
+    end
+  end
+  check_width('refs', a.refs, 16, total)
+  check_width('made', a.made, 8, total)
+  check_progress(run, stage, a.rows, a.made)
+  refer(run, a.worker, a.block, total, a.close)
+  local at, left = 0, {}
+  for i = 1, #a.rows, 2 do
+    local from, to = a.rows[i], a.rows[i + 1]
+    local n = to - from + 1
+    let_go(run, { stage.producer }, from, to, freed)
+    write(run, 'b' .. stage.producer, 16, from, sub(a.refs, 16 * at + 1, 16 * (at + n)))
+    write(run, 'g', 8, from, sub(a.made, 8 * at + 1, 8 * (at + n)))
+    cut(run .. 'begun:' .. stage.name, from, to)
+    add(run .. 'begun:' .. stage.name, from, to)
+    at = at + n
+  end
+  at = 1
+  for i = 1, #lease[3], 2 do  -- the parked rows lie inside the lease's ranges, both ascending
+    local from, to = lease[3][i], lease[3][i + 1]
+    while a.rows[at] and a.rows[at] <= to do
+      if from < a.rows[at] then append(left, from, a.rows[at] - 1) end
+      from, at = a.rows[at + 1] + 1, at + 2
+    end
+    if from <= to then append(left, from, to) end
+  end
+  lease[3] = left
+  settle(run, a.token, lease, total)
+  make_parked(run, stage, a.rows)
+  wake_all(run, freed)
+  return true
+end)
+
+-- {stage, worker, home, token, owner?, block, close, mask, rows = {first, last, …}, refs, made?}: add the columns and end the
+-- rows' lease. `refs` are the rows' places in the block; `made` (oldest version, tokens) is given by a stage that generates.
+define('commit', function(run, a)
+  local cfg, offers, freed = config(run), {}, {}
+  local stage = stage_of(cfg, a.stage)
+  local lease, total, ranges = held(run, stage, a.token, a.owner, a.rows)
+  if band(a.mask, stage.makes) ~= a.mask then
+    fail('BAD', 'stage ' .. stage.name .. ' writes columns that it does not declare as produced')
+  end
+  for _, parts in ipairs(ranges) do
+    for _, part in ipairs(parts) do
+      if band(part[3], a.mask) ~= 0 then fail('TWICE', 'row ' .. part[1] .. ' has one of these columns already') end
+      if a.made and part[5] ~= LIVE then fail('TWICE', 'row ' .. part[1] .. ' is generated already') end
+    end
+  end
+  local begun = stage.takes == 'groups' and call('EXISTS', run .. 'begun:' .. stage.name) == 1
+  if begun and a.made then check_progress(run, stage, a.rows, a.made) end
+  if a.mask ~= 0 then
+    check_width('refs', a.refs, 16, total)
+    refer(run, a.worker, a.block, total, a.close)
+  end
+  if a.made then
+    check_width('made', a.made, 8, total)
+    local tokens = 0
+    for i = 0, total - 1 do tokens = tokens + unpack_at('<I4', a.made, 8 * i + 5) end
+    count(run, 'generated', total)
+    count(run, 'generated_tokens', tokens)
+  end
+  local at = 0
+  for r, parts in ipairs(ranges) do
+    local from, n, states = a.rows[2 * r - 1], a.rows[2 * r] - a.rows[2 * r - 1] + 1, {}
+    for i, part in ipairs(parts) do
+      local state = a.made and GENERATED or part[5]
+      states[i] = rep(pack('<I4I2I1I1', bor(part[3], a.mask), bor(part[4], stage.bit), state, 0), part[2] - part[1] + 1)
+    end
+    write(run, 's', 8, from, table.concat(states))
+    if begun then
+      local had = split(run .. 'begun:' .. stage.name, from, from + n - 1)
+      for i = 1, #had, 2 do let_go(run, { stage.producer }, had[i], had[i + 1], freed) end
+      end_progress(run, stage, from, from + n - 1)
+    end
+    if a.mask ~= 0 then write(run, 'b' .. stage.producer, 16, from, sub(a.refs, 16 * at + 1, 16 * (at + n))) end
+    if a.made then write(run, 'g', 8, from, sub(a.made, 8 * at + 1, 8 * (at + n))) end
+    if a.mask ~= 0 then
+      for _, part in ipairs(parts) do offer(run, cfg, part[1], part[2], part[3], bor(part[3], a.mask), offers) end
+    end
+    at = at + n
+  end
+  settle(run, a.token, lease, total)
+  make_offers(run, cfg, a.home, offers)
+  if stage.releases then
+    for i = 1, #a.rows, 2 do
+      local from, to = a.rows[i], a.rows[i + 1]
+      local fixed, k, gone = read(run, 'f', 8, from, to), 0, {}
+      while k <= to - from do
+        local group, place, size = unpack_at('<I4I2I2', fixed, 8 * k + 1)
+        local here = min(size - place, to - from + 1 - k)
+        if here == size or call('HINCRBY', run .. 'gone:' .. stage.name, group, here) == size then
+          if here ~= size then call('HDEL', run .. 'gone:' .. stage.name, group) end
+          append(gone, group, group)
+        end
+        k = k + here
+      end
+      erase_rows(run, cfg, from, to, freed)
+      for j = 1, #gone, 2 do
+        cut(run .. 'open', gone[j], gone[j + 1])
+        write(run, 'q', 8, gone[j], rep('\0', 8 * (gone[j + 1] - gone[j] + 1)))
+        occupy(run, cfg, 'q', gone[j], gone[j + 1], -1, value(run, 'admitted') - 1)
+      end
+    end
+  end
+  wake_all(run, freed)
+  return true
+end)

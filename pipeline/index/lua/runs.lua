@@ -1,0 +1,181 @@
+-- The run as a whole: its beginning and end, its state, its figures.
+
+-- {config, counters, remake} → true when the run is new; otherwise nothing changes. A resumed run gives the counters of its
+-- checkpoint, and the groups below `admitted` that it has not trained.
+define('init', function(run, a)
+  if call('SETNX', run .. 'config', cmsgpack.pack(a.config)) == 0 then return false end
+  configs[run] = nil
+  for field, number in pairs(a.counters) do call('HSET', run .. 'n', field, number) end
+  for _, group in ipairs(a.remake) do
+    call('SADD', run .. 'remake', group)
+    add(run .. 'open', group, group)
+  end
+  return true
+end)
+
+define('config', function(run) return config(run) end, true)
+
+-- {versions} → {counts = {admitted, gate, filtered groups, published, trained}, remake = lost groups to be made again, gates, wait}.
+-- The i-th version may make tokens of groups below the i-th of `gates`. A run that has no config yet has gate 0.
+define('status', function(run, a)
+  local begun, gates = call('EXISTS', run .. 'config') == 1, {}
+  local found = call('HMGET', run .. 'n', 'admitted', 'filtered_groups', 'published', 'trained')
+  for i, version in ipairs(a.versions) do gates[i] = gate(run, config(run), version) end
+  local limit = begun and gate(run, config(run), int(found[3])) or 0
+  return {
+    counts = { int(found[1]), limit, int(found[2]), int(found[3]), int(found[4]) },
+    remake = call('SMEMBERS', run .. 'remake'), gates = gates, wait = woken(run, 'version'),
+  }
+end, true)
+
+-- → {state, reason, wait}
+define('state', function(run, a)
+  local found = call('HMGET', run .. 'state', 'state', 'reason')
+  return { found[1] or '', found[2] or '', woken(run, 'state') }
+end, true)
+
+-- {from = {state…}, to, reason, event} → {state, changed}. The state changes only when it is one of `from`; then `event` is
+-- written.
+define('transition', function(run, a)
+  local state = call('HGET', run .. 'state', 'state') or ''
+  for _, allowed in ipairs(a.from) do
+    if state == allowed then
+      call('HSET', run .. 'state', 'state', a.to, 'reason', a.reason, 'since', now())
+      tell(run, 'state', a.event)
+      wake(run, 'state')
+      return { state = a.to, changed = true }
+    end
+  end
+  return { state = state, changed = false }
+end)
+
+-- {stage} → how many rows or groups can be claimed
+define('queue_depth', function(run, a) return value(run, 'ready:' .. a.stage) end, true)
+
+-- {stage} → {ready, leased, parked}. Expired leases of the stage end first.
+define('queue', function(run, a)
+  local cfg, leased = config(run), 0
+  local stage = stage_of(cfg, a.stage)
+  reap(run, cfg, stage, now())
+  for _, token in ipairs(call('ZRANGE', run .. 'due:' .. stage.name, 0, -1)) do leased = leased + lease_of(run, token)[4] end
+  return { ready = value(run, 'ready:' .. stage.name), leased = leased, parked = value(run, 'parked:' .. stage.name) }
+end)
+
+-- Generated samples and tokens that are neither trained nor removed: counted row by row over the open groups, not derived from
+-- the other counters; and those that an ended run has left.
+local function in_flight(run)
+  local samples, tokens = value(run, 'left'), value(run, 'left_tokens')
+  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+    local first, last = ends(member)
+    local rows = rows_in(run, { first, last })
+    for i = 1, #rows, 2 do
+      local numbers = read(run, 'g', 8, rows[i], rows[i + 1])
+      stretches(read(run, 's', 8, rows[i], rows[i + 1]), function(entry, x, y)
+        local _, _, state = unpack_at('<I4I2I1', entry)
+        if state ~= GENERATED then return end
+        samples = samples + y - x + 1
+        for j = x, y do tokens = tokens + unpack_at('<I4', numbers, 8 * j + 5) end
+      end)
+    end
+  end
+  return samples, tokens
+end
+
+define('ledger', function(run, a)
+  local rows_in_flight, tokens_in_flight = in_flight(run)
+  return {
+    generated = value(run, 'generated'), generated_tokens = value(run, 'generated_tokens'),
+    trained = value(run, 'trained_rows'), trained_tokens = value(run, 'trained_rows_tokens'),
+    filtered = value(run, 'filtered_rows'), filtered_tokens = value(run, 'filtered_rows_tokens'),
+    remade = value(run, 'remade_rows'), remade_tokens = value(run, 'remade_rows_tokens'),
+    in_flight = rows_in_flight, in_flight_tokens = tokens_in_flight,
+    redelivered = value(run, 'redelivered'),
+  }
+end, true)
+
+-- The run has ended and its samples are about to be removed: from now on the counters alone hold its figures.
+define('retire', function(run, a)
+  local samples, tokens = in_flight(run)
+  call('HSET', run .. 'n', 'left', samples, 'left_tokens', tokens, 'live', 0)
+  call('DEL', run .. 'open')
+  for _, stage in ipairs(config(run).stages) do
+    call('HSET', run .. 'n', 'ready:' .. stage.name, 0, 'parked:' .. stage.name, 0)
+  end
+  return true
+end)
+
+-- → {counters, remake}: what a run that resumes at the trainer's version starts from. Groups admitted and not trained are made
+-- again; their responses leave the ledger, because they are generated again.
+define('resume_point', function(run, a)
+  local trained, remake = value(run, 'trained'), {}
+  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+    local first, last = ends(member)
+    for group = first, last do remake[#remake + 1] = group end
+  end
+  local counters = { published = trained, trained = trained, admitted = value(run, 'admitted') }
+  for _, unit in ipairs({ '', '_tokens' }) do
+    local left = 0
+    for _, name in ipairs({ 'trained_rows', 'filtered_rows', 'remade_rows' }) do
+      counters[name .. unit] = value(run, name .. unit)
+      left = left + counters[name .. unit]
+    end
+    counters['generated' .. unit] = left
+  end
+  counters.filtered_groups = value(run, 'filtered_groups')
+  return { counters = counters, remake = remake }
+end, true)
+
+-- → {stages = {stage → ready, leased, begun = rows with progress, parked = those of them without a lease}, used and capacity by
+-- warehouse, …}
+define('stats', function(run, a)
+  local cfg, t = config(run), now()
+  local open = 0
+  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+    local first, last = ends(member)
+    open = open + last - first + 1
+  end
+  local out = {
+    admitted = value(run, 'admitted'), published = value(run, 'published'), trained = value(run, 'trained'),
+    gate = gate(run, cfg, value(run, 'published')), open = open, rows = value(run, 'live'),
+    blocks = call('HLEN', run .. 'blocks'), stages = {}, warehouses = {}, leases = {},
+  }
+  for _, stage in ipairs(cfg.stages) do
+    reap(run, cfg, stage, t)
+    local leased = 0
+    local due = call('ZRANGE', run .. 'due:' .. stage.name, 0, -1, 'WITHSCORES')
+    for i = 1, #due, 2 do
+      local lease = lease_of(run, due[i])
+      leased = leased + lease[4]
+      out.leases[#out.leases + 1] = {
+        lease = sub(due[i], 1, 8), stage = stage.name, worker = lease[2], rows = lease[4],
+        since = lease[6] / 1000, due = due[i + 1] / 1000,
+      }
+    end
+    local told = { ready = value(run, 'ready:' .. stage.name), leased = leased, takes = stage.takes }
+    out.stages[stage.name] = told
+    if stage.takes == 'groups' and stage.producer > 0 then
+      told.begun, told.parked = 0, value(run, 'parked:' .. stage.name)
+      for _, member in ipairs(call('ZRANGE', run .. 'begun:' .. stage.name, 0, -1)) do
+        local first, last = ends(member)
+        told.begun = told.begun + last - first + 1
+      end
+    end
+  end
+  local houses = call('HGETALL', run .. 'warehouses')
+  for i = 1, #houses, 2 do
+    local known = cmsgpack.unpack(houses[i + 1])
+    out.warehouses[known.name] = {
+      capacity = known.bytes, used = value(run, 'used:' .. houses[i]), node = known.node, leaving = known.leaving,
+    }
+  end
+  return out
+end)
+
+-- {group} → its rows as a claim returns them, with `states`; false when it is not in the run.
+define('inspect', function(run, a)
+  local first, n = rows_of(run, a.group)
+  if n == 0 then return false end
+  local out = describe(run, config(run), { first, first + n - 1 })
+  out.states = read(run, 's', 8, first, first + n - 1)
+  return out
+end, true)

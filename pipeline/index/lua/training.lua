@@ -1,0 +1,159 @@
+-- Optimizer steps, dropped groups, published weights, and turns to swap them.
+
+-- Adds the generated rows of these ranges to the ledger as `name`. They no longer count as in flight.
+local function tally(run, rows, name)
+  local made, tokens = 0, 0
+  for i = 1, #rows, 2 do
+    local from, to = rows[i], rows[i + 1]
+    local numbers = read(run, 'g', 8, from, to)
+    stretches(read(run, 's', 8, from, to), function(entry, x, y)
+      local _, _, state = unpack_at('<I4I2I1', entry)
+      if state ~= GENERATED then return end  -- a prompt without a response was never counted
+      made = made + y - x + 1
+      for j = x, y do tokens = tokens + unpack_at('<I4', numbers, 8 * j + 5) end
+    end)
+  end
+  count(run, name, made)
+  count(run, name .. '_tokens', tokens)
+end
+
+-- {stage, token, owner?, step, rows, event?}: an optimizer step was made of these rows; the trainer is at version step + 1.
+define('train', function(run, a)
+  local cfg = config(run)
+  local stage = stage_of(cfg, a.stage)
+  local trained = value(run, 'trained')
+  if a.step ~= trained then fail('BAD', 'step ' .. a.step .. ' is not next: the trainer is at version ' .. trained) end
+  local lease, total, ranges = held(run, stage, a.token, a.owner, a.rows)
+  local groups = {}
+  for r, parts in ipairs(ranges) do
+    local from, to = a.rows[2 * r - 1], a.rows[2 * r]
+    local made, fixed, k = read(run, 'g', 8, from, to), read(run, 'f', 8, from, to), 0
+    for j = 0, to - from do
+      local oldest = unpack_at('<i4', made, 8 * j + 1)
+      if trained - oldest > cfg.staleness then
+        fail('STALE', 'row ' .. from + j .. ' of version ' .. oldest .. ' at version ' .. trained .. ': the bound is ' .. cfg.staleness)
+      end
+    end
+    for _, part in ipairs(parts) do
+      if part[5] ~= GENERATED then fail('TWICE', 'row ' .. part[1] .. ' was trained before, or never generated') end
+    end
+    while k <= to - from do
+      local group, place, size = unpack_at('<I4I2I2', fixed, 8 * k + 1)
+      if place ~= 0 or size > to - from + 1 - k then fail('BAD', 'group ' .. group .. ' is not whole; train all of its rows') end
+      append(groups, group, group)
+      k = k + size
+    end
+  end
+  tally(run, a.rows, 'trained_rows')
+  for r, parts in ipairs(ranges) do
+    local states = {}
+    for i, part in ipairs(parts) do
+      states[i] = rep(pack('<I4I2I1I1', part[3], bor(part[4], stage.bit), TRAINED, 0), part[2] - part[1] + 1)
+    end
+    write(run, 's', 8, a.rows[2 * r - 1], table.concat(states))
+  end
+  for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
+  call('HSET', run .. 'steps', a.step, cmsgpack.pack(groups))
+  call('HSET', run .. 'n', 'trained', a.step + 1)
+  tell(run, 'step', a.event)
+  settle(run, a.token, lease, total)
+  return a.step + 1
+end)
+
+-- {step} → the rows that it was made of, for a restarted trainer that replays it.
+define('replay', function(run, a)
+  local packed = call('HGET', run .. 'steps', a.step)
+  if not packed then
+    fail('GONE', 'step ' .. a.step .. ' cannot be replayed: a checkpoint covers it, or its samples were lost with a '
+      .. 'warehouse; resume from the checkpoint')
+  end
+  return describe(run, config(run), rows_in(run, cmsgpack.unpack(packed)))
+end, true)
+
+-- {before}: a checkpoint covers the steps below `before`. Their rows are released; → how many groups they were.
+define('release_steps', function(run, a)
+  local cfg, freed, released = config(run), {}, 0
+  for _, step in ipairs(call('HKEYS', run .. 'steps')) do
+    if int(step) < a.before then
+      local groups = cmsgpack.unpack(call('HGET', run .. 'steps', step))
+      erase_groups(run, cfg, groups, freed)
+      call('HDEL', run .. 'steps', step)
+      for i = 1, #groups, 2 do released = released + groups[i + 1] - groups[i] + 1 end
+    end
+  end
+  wake_all(run, freed)
+  return released
+end)
+
+-- {stage, token, owner?, groups}: whole groups, held under `token` by a stage that takes groups, leave without being trained.
+define('drop_groups', function(run, a)
+  local cfg, freed, groups = config(run), {}, {}
+  local stage = stage_of(cfg, a.stage)
+  table.sort(a.groups)
+  for _, group in ipairs(a.groups) do append(groups, group, group) end
+  local rows = rows_in(run, groups)
+  table.sort(rows)  -- groups that were made again may have later rows
+  local lease, total = held(run, stage, a.token, a.owner, rows)
+  tally(run, rows, 'filtered_rows')
+  settle(run, a.token, lease, total)
+  erase_groups(run, cfg, groups, freed)
+  for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
+  for _, group in ipairs(a.groups) do call('ZADD', run .. 'filtered', group, group) end
+  local oldest = call('ZRANGE', run .. 'open', 0, 0)[1]
+  call('ZREMRANGEBYSCORE', run .. 'filtered', '-inf', oldest and '(' .. ends(oldest) or '+inf')
+  count(run, 'filtered_groups', #a.groups)
+  wake_all(run, freed)
+  for _, s in ipairs(cfg.stages) do wake_stage(run, s.name) end
+  wake(run, 'version')
+  return true
+end)
+
+-- {version, record}: the weights of `version` lie in host memory. The gate opens, and generation may go on.
+define('publish_weights', function(run, a)
+  local cfg = config(run)
+  local trained, published = value(run, 'trained'), value(run, 'published')
+  if a.version ~= trained then
+    fail('BAD', 'version ' .. a.version .. ' cannot be published: the trainer is at version ' .. trained)
+  end
+  if a.version < published then fail('BAD', 'version ' .. a.version .. ' is older than the published ' .. published) end
+  call('HSET', run .. 'n', 'published', a.version)
+  call('SET', run .. 'weights', cmsgpack.pack(a.record))
+  call('HSET', run .. 'records', a.version, cmsgpack.pack(a.record))
+  for _, version in ipairs(call('HKEYS', run .. 'records')) do
+    if int(version) < a.version - 1 then call('HDEL', run .. 'records', version) end
+  end
+  wake(run, 'version')
+  for _, stage in ipairs(cfg.stages) do wake_stage(run, stage.name) end
+  return true
+end)
+
+-- → {version, record?, wait}
+define('published_weights', function(run, a)
+  local record = call('GET', run .. 'weights')
+  return { version = value(run, 'published'), record = record and cmsgpack.unpack(record) or false, wait = woken(run, 'version') }
+end, true)
+
+-- {version} → the record of one of the two newest versions, or false
+define('weights_record', function(run, a)
+  local record = call('HGET', run .. 'records', a.version)
+  return record and cmsgpack.unpack(record) or false
+end, true)
+
+-- {worker, most, lease = ms} → {granted, wait, due = ms until the next turn expires}: one of the `most` turns to swap weights at
+-- the same time. A worker that has one keeps it for another lease.
+define('take_swap_turn', function(run, a)
+  local key, t = run .. 'swapping', now()
+  call('ZREMRANGEBYSCORE', key, '-inf', t)
+  if call('ZSCORE', key, a.worker) or call('ZCARD', key) < a.most then
+    call('ZADD', key, t + a.lease, a.worker)
+    return { granted = true }
+  end
+  local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+  return { granted = false, wait = woken(run, 'swap'), due = max(1, first[2] - t) }
+end)
+
+-- {worker}: its turn ends; the next worker may swap.
+define('end_swap_turn', function(run, a)
+  if call('ZREM', run .. 'swapping', a.worker) == 1 then wake(run, 'swap') end
+  return true
+end)

@@ -1,0 +1,40 @@
+"""AdamW and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate_at(step: int, *, peak: float, total_steps: int, warmup_steps: int, schedule: Schedule) -> float:
+    """Learning rate of optimizer step ``step`` (from 0): it rises over ``warmup_steps`` to ``peak`` at step ``warmup_steps -
+    1``, then is constant, or falls to 0 at step ``total_steps``.
+
+    >>> [learning_rate_at(s, peak=1.0, total_steps=6, warmup_steps=2, schedule="linear") for s in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return peak * (1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
+
+
+def adamw(
+    parameters: Sequence[nn.Parameter], learning_rate: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    options = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    try:
+        return torch.optim.AdamW(options, lr=learning_rate, betas=betas, fused=True)
+    except RuntimeError:  # this device has no fused kernel
+        return torch.optim.AdamW(options, lr=learning_rate, betas=betas)

@@ -1,0 +1,80 @@
+"""Logprobs of given tokens from hidden states, in bounded memory, with a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stages.engines.torch.head import float32_logits
+
+LOGITS_BYTES = 256 * 2**20  # most that float32 logits may take at once
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Logprobs of ``targets`` [T] from the hidden states [U, d] that predict them, with at most ``LOGITS_BYTES`` of logits.
+    If all logits fit they are kept for the backward, which turns them into their gradient in place; otherwise each chunk is
+    computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        source: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+    ) -> torch.Tensor:
+        size = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
+        chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        kept = None
+        for start in range(0, len(hidden), size):
+            logits = scaled_logits(hidden[start : start + size], weight, bias, temperature)
+            own = (source >= start) & (source < start + size)
+            at = source[own] - start
+            wanted = logits[at, targets[own]]
+            peak, log_total = _softmax_in_place(logits)
+            chosen[own] = wanted - peak[at] - log_total[at]
+            kept = logits if size >= len(hidden) else None
+        ctx.save_for_backward(hidden, weight, bias, source, targets, kept)
+        ctx.temperature, ctx.size = temperature, size
+        return chosen
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, source, targets, kept = ctx.saved_tensors
+        gradient = gradients[0] / ctx.temperature  # [T]
+        of_place = gradient.new_zeros(len(hidden)).index_add_(0, source, gradient)
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros_like(weight) if kept is None else None
+        to_bias = None if bias is None else torch.zeros_like(bias)
+        for start in range(0, len(hidden), ctx.size):
+            part = hidden[start : start + ctx.size]
+            if (probabilities := kept) is None:
+                _softmax_in_place(probabilities := scaled_logits(part, weight, bias, ctx.temperature))
+            own = (source >= start) & (source < start + ctx.size)
+            to_logits = probabilities.mul_(-of_place[start : start + ctx.size, None])
+            to_logits.index_put_((source[own] - start, targets[own]), gradient[own], accumulate=True)
+            to_logits = to_logits.to(weight.dtype)
+            to_hidden[start : start + ctx.size] = to_logits @ weight
+            to_weight = to_logits.t() @ part if to_weight is None else to_weight.addmm_(to_logits.t(), part)
+            if to_bias is not None:
+                to_bias += to_logits.sum(0)
+        return to_hidden, to_weight, to_bias, None, None, None
+
+
+def scaled_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
+    logits = float32_logits(hidden, weight, bias)
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _softmax_in_place(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn ``logits`` [U, V] into probabilities. Returns each row's largest logit, and the log of the sum of the
+    exponentials of logits minus it; their sum is the row's logsumexp."""
+    peak = logits.amax(-1, keepdim=True)
+    total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
+    logits.div_(total)
+    return peak[:, 0], total[:, 0].log()
