@@ -205,8 +205,8 @@ def _joined(view: MetricsView, series: Series) -> bytes:
 
 
 async def _refuse_unknown(service: Service, record: RunRecord, names: frozenset[str]) -> None:
-    """Raise an HTTPProblem if one of ``names`` belongs to no worker and no step of the run. While a run has no workers or steps,
-    every name is allowed."""
+    """Raise an HTTPProblem if one of ``names`` belongs to no worker and no step of the run. While a run has no workers or
+    steps, every name is allowed."""
     index = service.index(record.id)
     newest, status = await index.newest("step"), await service.run_statuses.of(index)
     for name in sorted(names):
