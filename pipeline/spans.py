@@ -35,7 +35,7 @@ Span(name='train', start=12.0, seconds=0.25, rows=0, version=None)], 1)
         self._longest: list[tuple[float, int, str, float, int, int | None]] = []  # a heap, the shortest first
 
     def add(self, name: str, start: float, seconds: float, *, rows: int = 0, version: int | None = None) -> None:
-        """Add a span that began at ``start`` (Unix seconds), with the number of rows and the policy version if they apply."""
+        """Add a span that began at ``start`` (Unix seconds), with its number of rows and policy version."""
         span = (seconds, next(self._number), name, start, rows, version)
         if len(self._longest) < self.most:
             heapq.heappush(self._longest, span)
