@@ -128,7 +128,7 @@ class Schema:
         return sum(1 << self.bit(name) for name in set(names))
 
     def names(self, mask: int) -> list[str]:
-        """The columns whose bits are set in ``mask``, in the order of the schema."""
+        """The columns with a bit in ``mask``, in the order of the schema."""
         return [column.name for bit, column in enumerate(self.columns) if mask >> bit & 1]
 
     def to_json(self) -> str:
@@ -151,7 +151,7 @@ class Schema:
 @dataclass(frozen=True)
 class Packed:
     """One column of B rows without padding: ``values`` flat, one row after the other; ``offsets`` int64 [B + 1] in
-    elements, None for a dense column, whose rows have one size."""
+    elements, None for a dense column: its rows have one size."""
 
     values: torch.Tensor
     offsets: torch.Tensor | None

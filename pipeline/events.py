@@ -18,6 +18,7 @@ Kind = Literal[
     "state", "step", "evaluation", "ledger", "stage", "span", "sync", "turn", "checkpoint", "worker", "prompt"
 ]
 RunState = Literal["created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
+ENDED: tuple[RunState, ...] = ("finished", "stopped", "failed")
 
 
 class Doc:

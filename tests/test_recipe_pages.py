@@ -116,10 +116,10 @@ def test_each_source_of_prompts_gives_prompts_as_the_page_shows(text: str, there
 
 async def test_a_completion_is_a_text_or_messages_as_the_prompts_are(there: Path) -> None:
     """As README.md says, and TRL does: the chat template around a text prompt changes nothing."""
-    seen: list[Any] = []
+    recorded: list[Any] = []
 
     def record(completions: list[Any], **_: Any) -> list[float]:
-        seen.extend(completions)
+        recorded.extend(completions)
         return [0.0] * len(completions)
 
     tokenizer = load_tokenizer("tiny")
@@ -134,7 +134,7 @@ async def test_a_completion_is_a_text_or_messages_as_the_prompts_are(there: Path
             await rewards.score([prompt.given], ["4806"], [[1]], [prompt.fields])
     finally:
         del sys.modules["recording"]
-    assert seen == ["4806", [{"role": "assistant", "content": "4806"}]]
+    assert recorded == ["4806", [{"role": "assistant", "content": "4806"}]]
 
 
 def test_every_source_of_prompts_has_an_example() -> None:

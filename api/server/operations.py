@@ -74,8 +74,7 @@ class Operation:
     itself with :func:`read_body`. ``sends``: headers of a successful answer and their meaning. ``seconds``: deadline (None:
     the server's; 0: none). ``body_limit``: bytes (None: the server's). ``body_values``: limit of values in a JSON body, ten
     times that of its tables and lists, and of its keys. ``hidden``: not in the document. ``events``: payload models of an
-    event stream. ``binary``: the body, or the answer, may also be ``application/octet-stream``; then ``body`` is None and
-    the handler reads it, or the handler returns a response.
+    event stream.
     """
 
     method: Method
@@ -95,7 +94,6 @@ class Operation:
     body_values: int = BODY_VALUES
     hidden: bool = False
     events: Mapping[str, type[BaseModel]] = field(default_factory=dict)
-    binary: tuple[Literal["body", "answer"], ...] = ()
 
     @cached_property
     def hints(self) -> dict[str, Any]:
@@ -109,7 +107,7 @@ class Operation:
     def answer(self) -> type[BaseModel] | None:
         """The model of a successful answer; None when the answer is not JSON."""
         hint = self.hints["return"]
-        hint = get_args(hint)[0] if get_origin(hint) is Reply or "answer" in self.binary else hint
+        hint = get_args(hint)[0] if get_origin(hint) is Reply else hint
         return hint if isinstance(hint, type) and issubclass(hint, BaseModel) else None
 
     @property
@@ -154,8 +152,6 @@ class Operation:
             try:
                 if name != "body":
                     arguments[name] = model.model_validate(_part(name, model, request))
-                elif "body" in self.binary and request.content_type == BINARY:
-                    arguments["body"] = None
                 elif not errors:  # errors in other parts are reported first
                     body = await read_body(request, limit=self.body_limit)
                     _refuse_many_values(body, self.body_values)

@@ -23,7 +23,7 @@ from api.server.access.tokens import Scope, Token, Tokens
 from api.server.external_sessions import ExternalSessions
 from api.server.problems import Problem
 from api.server.recipe_checks import Checks
-from api.server.run_status import Watching
+from api.server.run_status import RunStatuses
 from orchestration.service.registry import ENDED, Registry, RunRecord, UnknownRun
 from pipeline.index.client import Index
 
@@ -101,7 +101,7 @@ class Service:
         self.sessions = Sessions(tokens)
         self.checks, self._owns_checks = checks or Checks(), checks is None
         self.closing = asyncio.Event()
-        self.watching = Watching()
+        self.run_statuses = RunStatuses()
         self._in_use: Counter[str] = Counter()
         self.outside = ExternalSessions(settings.data, registry, self._in_use)
         self.most_held, self._held = MOST_HELD, 0
@@ -190,7 +190,7 @@ class Service:
 
     async def forget(self, run: str) -> None:
         """Close what is open for a deleted run."""
-        self.watching.forget(run)
+        self.run_statuses.forget(run)
         await self.outside.forget(run)
         found = self._indexes.pop(run, None)
         if found:

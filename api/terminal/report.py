@@ -18,6 +18,7 @@ from typing import Any
 from rich.table import Table
 
 from api.telemetry.progress import Progress
+from api.telemetry.totals import shares
 from api.terminal.live import duration, number
 from orchestration.events_file import METRICS, finite, read_metrics
 from orchestration.recipe.planner import Plan, prompt_limits
@@ -56,7 +57,7 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
     if progress.evaluations:
         (out_dir / SAMPLES).write_text(samples_markdown(progress), encoding="utf-8")
         files.append(out_dir / SAMPLES)
-    if progress.done:
+    if progress.made:
         try:
             write_plot(out_dir / PLOT, progress)
             files.append(out_dir / PLOT)
@@ -68,7 +69,7 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
 def _notes(progress: Progress) -> list[str]:
     """Of a run whose rewards were all equal: the advantage of every response is then 0, and its steps taught nothing."""
     rewards = set(progress.rewards())
-    if len(rewards) != 1 or any(step.get("reward_std") != 0 for step in progress.history):
+    if len(rewards) != 1 or any(step.reward_std != 0 for step in progress.history):
         return []
     return [
         f"Every reward was {number(rewards.pop(), '.4g')}, in all {progress.steps_done} steps: there was nothing to learn "
@@ -92,13 +93,13 @@ def log_of(out_dir: Path, reason: str) -> Path | None:
 
 def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
     """The run in numbers, as ``summary.json`` keeps them."""
-    rewards, last = progress.rewards(), progress.last or {}
+    rewards, last = progress.rewards(), progress.last
     compared = min(ENDS, -(-len(rewards) // 2))  # a short run's two ends must not be the same steps
     first, final = _mean(rewards[:compared]), _mean(rewards[len(rewards) - compared :])
     evaluations = [progress.evaluations[version] for version in sorted(progress.evaluations)]
     history = progress.history
-    stepping = sum(step["seconds"] for step in history[1:])
-    generated = last.get("tokens_generated", 0) - (history[0]["tokens_generated"] if history else 0)
+    stepping = sum(progress.step_seconds)
+    generated = last.tokens_generated - history[0].tokens_generated if last else 0
     return {
         "name": progress.name,
         "state": progress.state,
@@ -106,26 +107,26 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "steps": progress.steps_done,
         "steps_planned": progress.steps,
         "seconds": seconds,
-        "seconds_per_step": statistics.median(step["seconds"] for step in history[1:]) if history[1:] else None,
+        "seconds_per_step": statistics.median(progress.step_seconds) if history[1:] else None,
         "reward_first_steps": first,
         "reward_last_steps": final,
         "reward_gain": None if first is None or final is None else final - first,
         "steps_compared": compared,
-        "held_out_first": evaluations[0]["reward_mean"] if evaluations else None,
-        "held_out_last": evaluations[-1]["reward_mean"] if evaluations else None,
-        "tokens_generated": last.get("tokens_generated", 0),
-        "tokens_trained": last.get("tokens_trained", 0),
-        "tokens_filtered": last.get("tokens_filtered", 0),
+        "held_out_first": evaluations[0].reward_mean if evaluations else None,
+        "held_out_last": evaluations[-1].reward_mean if evaluations else None,
+        "tokens_generated": last.tokens_generated if last else 0,
+        "tokens_trained": last.tokens_trained if last else 0,
+        "tokens_filtered": last.tokens_filtered if last else 0,
         "tokens_per_second": generated / stepping if stepping > 0 and generated > 0 else progress.tokens_per_second,
-        "staleness_mean": _mean([step["staleness_mean"] for step in history]),
+        "staleness_mean": _mean([step.staleness_mean or 0.0 for step in history]),
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
         "restarts": progress.restarts,
         "prompts_skipped": progress.prompts_skipped,
         "prompts_cut": progress.prompts_cut,
         "stages": {
-            worker: {**stage.shares(recent=False), "rows": stage.latest["rows"], "tokens": stage.latest["tokens"]}
-            for worker, stage in progress.stages.items()
+            name: {**shares(worker.totals), "rows": worker.totals["rows"], "tokens": worker.totals["tokens"]}
+            for name, worker in progress.workers.items()
         },
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }
@@ -250,7 +251,7 @@ def write_plot(path: Path, progress: Progress) -> None:
     from matplotlib.ticker import MaxNLocator
 
     history, rewards = progress.history, progress.rewards()
-    steps = [int(step["version"]) for step in history]
+    steps = [step.version for step in history]
     figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     reward, stale = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
@@ -260,15 +261,15 @@ def write_plot(path: Path, progress: Progress) -> None:
     reward.plot(steps, smooth(rewards, span), color=BLUE, linewidth=2, label=f"mean of {span} steps")
     if progress.evaluations:
         versions = sorted(progress.evaluations)
-        held_out = [progress.evaluations[version]["reward_mean"] for version in versions]
+        held_out = [progress.evaluations[version].reward_mean for version in versions]
         style = {"color": ORANGE, "marker": "D", "linewidth": 1, "linestyle": "--", "markersize": 5}
         reward.plot(versions, held_out, label="held out, greedy", **style)
     reward.set_ylabel("reward")
     reward.set_title(f"{progress.name}: {progress.state} after {progress.steps_done} steps", loc="left", fontsize=11)
     reward.legend(loc="best", frameon=False, fontsize=9)
 
-    stale.step(steps, [step["staleness_max"] for step in history], where="mid", color=GREEN, label="max of a step")
-    means = [step["staleness_mean"] for step in history]
+    stale.step(steps, [step.staleness_max for step in history], where="mid", color=GREEN, label="max of a step")
+    means = [step.staleness_mean or 0.0 for step in history]
     stale.plot(steps, means, color=GREY, linewidth=1.5, linestyle=":", label="mean")
     stale.axhline(progress.bound, color=RED, linestyle="--", linewidth=1.2, label=f"bound η = {progress.bound}")
     stale.set_ylim(-0.1, max(progress.bound, progress.staleness_max()) + 0.6)
@@ -290,25 +291,25 @@ def write_plot(path: Path, progress: Progress) -> None:
 def samples_markdown(progress: Progress) -> str:
     """The same held-out prompts answered by the first and by the last version that was evaluated, side by side."""
     first, last = (progress.evaluations[pick(progress.evaluations)] for pick in (min, max))
-    after = {sample["prompt"]: sample for sample in last["samples"]}
+    after = {sample.prompt: sample for sample in last.samples}
     lines = [
         f"# {progress.name}: held-out prompts before and after",
         "",
-        f"Greedy answers. Mean reward of {first['count']} prompts: {number(first['reward_mean'], '.3f')} with version "
-        f"{first['version']}, {number(last['reward_mean'], '.3f')} with version {last['version']}.",
+        f"Greedy answers. Mean reward of {first.count} prompts: {number(first.reward_mean, '.3f')} with version "
+        f"{first.version}, {number(last.reward_mean, '.3f')} with version {last.version}.",
     ]
-    before = {sample["prompt"]: sample for sample in first["samples"]}  # a prompt asked twice is shown once
+    before = {sample.prompt: sample for sample in first.samples}  # a prompt asked twice is shown once
     for at, (prompt, sample) in enumerate(before.items(), start=1):
         other = after.get(prompt)
-        answers = [_cell(sample["response"]), _cell(other["response"]) if other else ""]
-        rewards = [number(sample["reward"], ".2f"), number(other["reward"], ".2f") if other else "–"]
+        answers = [_cell(sample.response), _cell(other.response) if other else ""]
+        rewards = [number(sample.reward, ".2f"), number(other.reward, ".2f") if other else "–"]
         lines += [
             "",
             f"## {at}",
             "",
             *("> " + line for line in prompt.splitlines() or [""]),
             "",
-            f"| before (version {first['version']}) | after (version {last['version']}) |",
+            f"| before (version {first.version}) | after (version {last.version}) |",
             "| --- | --- |",
             f"| {answers[0]} | {answers[1]} |",
             f"| reward {rewards[0]} | reward {rewards[1]} |",

@@ -1,15 +1,15 @@
 """Train batches as a torch dataset: batches stream from a stage while others still fill it.
 
-    stage ─ claim ▶ Batch ─▶ consumer ─ asks for the next one ▶ commit (the rows are done, or released) ─▶ claim …
+    stage ─ claim ▶ Batch ─▶ consumer ─ asks for the next one ▶ commit (the rows leave the stage) ─▶ claim …
                       │
                       └ several readers of one claim (ranks of a replica; replicas in lockstep): the first of them claims
-                        and writes the claim to a log in the index, where the others read it; the last to be done commits
+                        and writes the claim to a log in the index, where the others read it; the last to finish commits
 
-    beside it, in a thread of each process: leases of what this process holds are renewed at a third of their length
+    beside it, in a thread of each process: its leases are renewed at a third of their length
 
-Nothing here needs torch.distributed: readers agree through the index. A reader that dies renews no more, and its rows are
-delivered again when their lease ends. The stream ends when nothing came for ``idle`` seconds, or at once when the run has
-ended (state finished, stopped or failed) and neither a stage before this one nor another reader holds anything.
+Readers agree through the index; torch.distributed is not needed. A reader that dies renews no leases, and its rows are
+delivered again when the lease expires. The stream ends when no row came for ``idle`` seconds, or at once when the run has
+ended (state finished, stopped or failed) and neither a stage before this one nor another reader holds any row.
 """
 
 from __future__ import annotations
@@ -17,24 +17,21 @@ from __future__ import annotations
 import asyncio
 import atexit
 import copy
-import heapq
 import os
 import platform
 import ssl
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgpack
 import numpy as np
 import structlog
-import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from pipeline.columns import Packed, Schema
@@ -48,67 +45,14 @@ from pipeline.index.client import (
     ranges,
     worker_name,
 )
+from pipeline.loader.balance import balanced
+from pipeline.loop_thread import LoopThread
 from pipeline.warehouse.dock import Dock
 
 Ragged = Literal["packed", "jagged", "padded"]
-T = TypeVar("T")
 log = structlog.get_logger()
 
 ENDED = ("finished", "stopped", "failed")
-
-
-def balanced(lengths: Sequence[int], parts: int, *, equal: bool = True) -> list[list[int]]:
-    """Positions 0 … n-1 in ``parts`` lists whose sums of ``lengths`` are near each other (largest differencing, Karmarkar
-    and Karp 1982); never further apart than greedy makes them. ``equal``: the lists' counts differ by one at most.
-
-    >>> balanced([9, 7, 6, 5, 4, 1], 2)
-    [[0, 3, 5], [1, 2, 4]]
-    """
-    if parts < 1:
-        raise ValueError(f"parts: {parts} cannot hold anything; give at least 1")
-    found = min((_differencing, _greedy), key=lambda method: _spread(lengths, method(lengths, parts, equal)))
-    return [sorted(part) for part in found(lengths, parts, equal)]
-
-
-def _spread(lengths: Sequence[int], split: Sequence[Sequence[int]]) -> int:
-    sums = [sum(lengths[i] for i in part) for part in split]
-    return max(sums) - min(sums)
-
-
-def _differencing(lengths: Sequence[int], parts: int, equal: bool) -> list[list[int]]:
-    """Begin with one way of filling all parts for each item (or for each ``parts`` items of near lengths, when the counts
-    shall be equal), and join the two ways of the widest spreads, the heaviest part of one with the lightest of the other,
-    until one is left."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    rounds = [order[i : i + parts] for i in range(0, len(order), parts)] if equal else [[i] for i in order]
-    ways = []
-    for number, items in enumerate(rounds):
-        way = [(lengths[i], [i]) for i in items] + [(0, [])] * (parts - len(items))
-        ways.append((way[-1][0] - way[0][0], number, way))
-    heapq.heapify(ways)
-    number = len(ways)
-    while len(ways) > 1:
-        (_, _, one), (_, _, other) = heapq.heappop(ways), heapq.heappop(ways)
-        way = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
-        way.sort(key=lambda part: -part[0])
-        heapq.heappush(ways, (way[-1][0] - way[0][0], number, way))
-        number += 1
-    return [part for _, part in ways[0][2]] if ways else [[] for _ in range(parts)]
-
-
-def _greedy(lengths: Sequence[int], parts: int, equal: bool) -> list[list[int]]:
-    """The longest first, each to the lightest part that may have one more."""
-    out: list[list[int]] = [[] for _ in range(parts)]
-    fewest, more = divmod(len(lengths), parts)  # with equal counts `more` of the parts have one item more
-    heap = [(0, part) for part in range(parts)]
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        total, part = heapq.heappop(heap)
-        while equal and len(out[part]) >= fewest + (more > 0):  # it is full, for good
-            total, part = heapq.heappop(heap)
-        more -= len(out[part]) == fewest
-        out[part].append(i)
-        heapq.heappush(heap, (total + lengths[i], part))
-    return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +74,7 @@ class Batch:
     ragged: Ragged
     fill: float
     held: list[int]  # all rows of the claim, as ranges; more than `row` where several readers share it
-    log: str  # of those who share it; empty: nobody does
+    log: str  # in the index, of the readers that share it; empty when there is one reader
 
     def __len__(self) -> int:
         return len(self.row)
@@ -146,20 +90,10 @@ class Batch:
         return packed.jagged() if self.ragged == "jagged" else packed.padded(self.fill)
 
     def select(self, positions: Sequence[int]) -> Batch:
-        """The rows at ``positions`` alone, copied: a micro-batch. Committing is done with the whole."""
+        """A copy of the rows at ``positions``: a micro-batch. Commit the whole batch, not its parts."""
         at = np.asarray(positions, np.int64)
-        columns = {name: _selected(packed, at, len(self)) for name, packed in self.columns.items()}
+        columns = {name: packed.select(at, len(self)) for name, packed in self.columns.items()}
         return replace(self, row=self.row[at], group=self.group[at], columns=columns)
-
-
-def _selected(packed: Packed, at: np.ndarray, rows: int) -> Packed:
-    if packed.offsets is None:
-        return Packed(packed.values.view(rows, -1)[torch.from_numpy(at)].view(-1) if rows else packed.values, None)
-    bounds = packed.offsets.numpy()
-    sizes = np.diff(bounds)[at]
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    index = np.arange(offsets[-1]) + np.repeat(bounds[:-1][at] - offsets[:-1], sizes)
-    return Packed(packed.values[torch.from_numpy(index)], torch.from_numpy(offsets))
 
 
 class SampleStream(IterableDataset[Batch]):
@@ -169,11 +103,10 @@ class SampleStream(IterableDataset[Batch]):
     ``batch_size`` counts rows (groups, for a stage that takes groups; a train batch has the run's own size). A batch that
     does not fill within ``idle`` seconds comes smaller, or not at all with ``drop_last``: its rows stay in the stage.
 
-    Who reads: ``replicas`` data-parallel replicas of ``ranks`` ranks each; ranks of one replica get the same rows in the
-    same order. ``lockstep`` replicas take the same number of batches: each is claimed once for all of them, and dealt out
-    in equal parts, by tokens when ``balance_tokens`` names one or more ragged columns whose lengths count. Without
-    lockstep each replica claims for itself, as fast as it goes. Readers wait ``timeout`` seconds for each other. They
-    must be started together: a job that starts anew does so under another ``session``.
+    Readers: ``replicas`` data-parallel replicas of ``ranks`` ranks each; ranks of one replica get the same rows in the same
+    order. ``lockstep`` replicas take the same number of batches: one claim for all of them is split into equal parts, by
+    tokens when ``balance_tokens`` names ragged columns to count. Without lockstep each replica claims for itself. Readers
+    wait ``timeout`` seconds for each other. They must start together: a restarted job takes another ``session``.
 
     ``commit="next"``: a batch is committed when the next one is asked for (leaving the loop early leaves the last one
     uncommitted). ``commit="explicit"``: by :meth:`commit` alone. In the process that claimed it a batch is a view of
@@ -251,7 +184,7 @@ class SampleStream(IterableDataset[Batch]):
         worker = get_worker_info()
         if worker is not None and self.commits == "next":
             raise RuntimeError(
-                "commit='next' in a DataLoader worker would commit batches that nobody has seen yet, since workers run "
+                "commit='next' in a DataLoader worker would commit batches before they are used, since workers run "
                 "ahead: use SampleLoader(stream, num_workers=...), or commit='explicit' and stream.commit(batch)"
             )
         return self._batches(
@@ -269,13 +202,13 @@ class SampleStream(IterableDataset[Batch]):
                 self.close()
 
     def commit(self, batch: Batch) -> None:
-        """The consumer is done with ``batch``: when all who share it say so, its rows are done with this stage. Any process
-        of the reader may say it. Raises LeaseLost when the lease ran out, and the rows are delivered again."""
+        """Commit ``batch``. Its rows leave the stage when all readers that share it have committed it. Any process of the
+        reader may call this. Raises LeaseLost when the lease expired; the rows are delivered again."""
         self._link().call(self._link().commit(batch))
 
     def close(self) -> None:
-        """End this process's connection: what it holds uncommitted is delivered again at once. Done by itself at the end of
-        the process, and of an iteration that nobody shares and that commits by itself."""
+        """End this process's connection; its uncommitted rows are delivered again at once. Called at the end of the process,
+        and at the end of an iteration of a single reader with ``commit="next"``."""
         link = self._links.pop(os.getpid(), None)
         if link is not None:
             link.close()
@@ -299,7 +232,7 @@ class SampleLoader(DataLoader[Batch]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         batches = super().__iter__()
         if self.num_workers:
-            self.dataset.iteration += 1  # these workers have counted on for themselves
+            self.dataset.iteration += 1  # the workers count their copies of it
         try:
             for batch in batches:
                 yield batch
@@ -319,15 +252,14 @@ class SampleLoader(DataLoader[Batch]):
         self.dataset.close()
 
 
-class _Link:
-    """A process's connection: its event loop runs in a thread, so that leases are renewed while the consumer computes."""
+class _Link(LoopThread):
+    """A process's connection. Its event loop runs in a thread, so that leases are renewed while the consumer computes."""
 
     def __init__(self, stream: SampleStream) -> None:
         self.stream, self.worker = stream, worker_name(stream.family, 0)
         self.held: set[str] = set()  # tokens
         self._parent = os.getppid() if get_worker_info() else None
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name=self.worker, daemon=True).start()
+        super().__init__(self.worker)
         self.index = Index(stream.url, stream.run)
         self._dock: Dock | None = None
         self.stages: list[dict[str, Any]] = []  # the run's, and how this one takes its rows, once there is a dock
@@ -335,11 +267,8 @@ class _Link:
         self._renewing = asyncio.run_coroutine_threadsafe(self._renew(), self._loop)
         atexit.register(self.close)
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
     async def dock(self) -> Dock:
-        """Waits for a warehouse, so that readers may come before those who write."""
+        """The dock of this process. Waits for a warehouse, so that readers may start before writers."""
         if self._dock is None:
             stream, node = self.stream, self.stream.node or platform.node()
             if not await self.index.wait("warehouses", "0-0", stream.timeout):
@@ -359,7 +288,7 @@ class _Link:
                 warehouse=names[0] if names else "",
                 node=node,
                 secret=stream.secret,
-                tls=(tls, tls) if tls else None,  # a reader serves nobody
+                tls=(tls, tls) if tls else None,  # a reader serves no warehouse
             )
             await dock.enter()
             self._dock = dock
@@ -372,28 +301,28 @@ class _Link:
             self.held.discard(batch.token)
 
     async def _last(self, batch: Batch) -> bool:
-        """Tell the others that this reader is done; True when all are."""
-        done = f"{batch.log}:done:{batch.number}"
-        if await self.index.put_signed(done, f"{self.stream.replica}/{self.stream.rank}") < self.stream.readers:
+        """Sign that this reader has committed ``batch``; returns whether all have."""
+        signatures = f"{batch.log}:done:{batch.number}"
+        if await self.index.put_signed(signatures, f"{self.stream.replica}/{self.stream.rank}") < self.stream.readers:
             return False
-        await self.index.trim_log(batch.log, batch.number, done)
+        await self.index.trim_log(batch.log, batch.number, signatures)
         return True
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self.stream.lease / 3)
             if self._parent is not None and os.getppid() != self._parent:
-                return  # a worker whose consumer is dead: let its rows go
+                return  # the consumer of this worker is dead: let the leases expire
             if self.held:
                 held = set(self.held)
                 try:
                     self.held -= held - await self.index.renew(self.stream.stage, sorted(held), self.stream.lease)
-                except (IndexUnreachable, IndexRefused) as lost:  # the next call of the consumer says so, too
+                except (IndexUnreachable, IndexRefused) as lost:  # the consumer's next call raises it too
                     log.warning("leases not renewed", stage=self.stream.stage, reason=str(lost))
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        if sys.is_finalizing():  # its thread runs no more
+        if sys.is_finalizing():  # its thread has ended
             return
 
         async def end() -> None:
@@ -406,11 +335,11 @@ class _Link:
 
         self._renewing.cancel()
         self.call(end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.stop()
 
 
 def _checked(stream: SampleStream, stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The stream's stage, which is one that a loader can take batches from."""
+    """The stage of ``stream``. Raises ValueError when a loader cannot take batches from it."""
     stage = next((stage for stage in stages if stage["name"] == stream.stage), None)
     if stage is None:
         raise ValueError(
@@ -450,13 +379,17 @@ class _Reading:
             return None
         part = claim if own is None else claim.part(own)
         self.link.held.add(claim.token)
+        if len(part):
+            columns = await dock.fetch_packed(part, stream.columns)
+        else:  # a last batch that is smaller than the number of replicas leaves some without rows
+            columns = {name: stream.schema[name].empty() for name in stream.columns}
         batch = Batch(
             number=self.number,
             stage=stream.stage,
             token=claim.token,
             row=part.row,
             group=part.group,
-            columns=await dock.fetch_packed(part, stream.columns) if len(part) else _nothing(stream),
+            columns=columns,
             schema=stream.schema,
             ragged=stream.ragged,
             fill=stream.fill,
@@ -486,8 +419,8 @@ class _Reading:
                 least = 1
 
     async def _drained(self) -> bool:
-        """Whether nothing can come here any more: not from a stage before this one, and not from another reader who dies.
-        What this reader's own processes hold is not waited for: their consumer may be waiting for this one's end."""
+        """Whether no row can come any more: neither from a stage before this one, nor from another reader that may die. Rows
+        that this reader's own processes hold do not count: their consumer may be waiting for this iteration's end."""
         stages, before = {stage["name"]: stage for stage in self.link.stages}, {self.stream.stage}
         while (
             more := {
@@ -536,23 +469,10 @@ class _Reading:
 
 
 def _detached(batch: Batch) -> Batch:
-    """Ready for another process: columns that are part of a larger block are copied out of it, so that the block does not
-    go along. The rest is copied on the way, by torch."""
+    """``batch`` for another process: columns that view a larger block are copied, so that torch does not send the block."""
     columns = {}
     for name, packed in batch.columns.items():
         whole = packed.values.untyped_storage().nbytes() == packed.values.nbytes
         offsets = packed.offsets.clone() if packed.offsets is not None else None
         columns[name] = Packed(packed.values if whole else packed.values.clone(), offsets)
     return replace(batch, columns=columns)
-
-
-def _nothing(stream: SampleStream) -> dict[str, Packed]:
-    """The columns of a batch without rows: a replica's part of a last batch that is smaller than their number."""
-    out = {}
-    for name in stream.columns:
-        column = stream.schema[name]
-        dtype = torch.uint8 if column.dtype == "utf8" else column.dtype
-        out[name] = Packed(
-            torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64) if column.shape is None else None
-        )
-    return out

@@ -1,10 +1,10 @@
-"""Warehouses: where the bytes of samples lie. One per node, an arena in shared memory.
+"""Arenas: the shared memory in which a node's warehouse keeps the bytes of samples.
 
     writer ── bytes, once ──▶ arena ◀── maps ── reader       (same node: no server in the path)
-       └── allocate, commit ──▶ index ◀── claim ──┘           (which bytes are whose)
+       └── allocate, commit ──▶ index ◀── claim ──┘           (which bytes belong to which rows)
 
-The arena is a file in memory; whoever knows its path maps it. Which parts are free is kept by the index, so allocation is
-atomic across processes and the arena outlives every one of them.
+The arena is a file in memory, which processes of the node map by its path. The index records which parts are free, so
+allocation is atomic across processes and the arena outlives each of them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ SHARED_VARIABLE = "ASYNCDOCK_SHARED_MEMORY"
 
 
 class StaleHandle(LookupError):
-    """A handle points to a row or block that was released; its bytes may belong to somebody else by now."""
+    """A handle points to a row or block that was released; other rows may lie in its bytes by now."""
 
 
 class Arena:
-    """``nbytes`` bytes of shared memory at ``path``, mapped here."""
+    """``nbytes`` bytes of shared memory at ``path``, mapped into this process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +33,7 @@ class Arena:
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Arena:
-        """Make the arena, or map it when it is there with this size. Pages are taken as they are first written."""
+        """Create the arena, or map it when it exists with this size. Pages take memory once they are written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -52,7 +52,7 @@ class Arena:
 
 
 def shared_memory_directory() -> Path:
-    """Where files live in memory: the folder in ``ASYNCDOCK_SHARED_MEMORY``, else ``/dev/shm`` on Linux and the temporary
+    """The folder for files in memory: the one in ``ASYNCDOCK_SHARED_MEMORY``, else ``/dev/shm`` on Linux and the temporary
     directory elsewhere. Raises NotADirectoryError for a folder that cannot be written to."""
     if chosen := os.environ.get(SHARED_VARIABLE):
         if not (os.path.isdir(chosen) and os.access(chosen, os.W_OK)):

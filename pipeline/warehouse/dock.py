@@ -269,7 +269,7 @@ class Dock:
             return
         held, order = ranges(claim.row[np.asarray(positions)])
         made = pack_made(generated, order)
-        # Progress is released sooner than what lies beside it in a slab, whose bytes are free only all together.
+        # The bytes of a slab become free all together, and progress is released sooner than other rows.
         await self.writer.store(
             lambda stored: self.index.park(stored, claim.stage, claim.token, held, made, claim.owner),
             rows,

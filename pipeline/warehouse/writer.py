@@ -1,4 +1,4 @@
-"""Writes rows into a warehouse, and tells the index where they lie.
+"""Writes rows into a warehouse, and records their places in the index.
 
     rows ─ pack ─▶ room: in the open slab, or a block of their own ─ fill ─▶ index call with places ─▶ visible
                      └ full: wait for the topic `room`                          └ refused, cancelled: give the room up

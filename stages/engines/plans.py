@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeline.loader.loader import balanced
+from pipeline.loader.balance import balanced
 
 
 @dataclass(frozen=True)

@@ -56,17 +56,17 @@ class PromptOptions(BaseModel):
     task: str | None = Field(default=None, description="`reasoning_gym`: the name of its task. `builtin`: `repeat`.")
     config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = Field(
         default_factory=dict,
-        description="Options of the task. With `size` a reasoning_gym task is a table of that many rows; without it has no "
+        description="Options of the task. With `size` a reasoning_gym task is a table of that many rows; without, it has no "
         "end. Those of `repeat` follow.",
     )
-    split: str | None = Field(default=None, description="`datasets`: which split, when there are several.")
+    split: str | None = Field(default=None, description="`datasets`: name of the split, where there are several.")
     column: str = Field(
         default="prompt",
         description="Column with the prompt: a string, or a list of messages with `role` and `content`. The other columns "
         "go to the reward functions.",
     )
     template: str = Field(
-        default="{prompt}", description="What string prompts become: `{prompt}`, and any other column by its name."
+        default="{prompt}", description="Template of string prompts: `{prompt}`, and any other column by its name."
     )
     system: str | None = Field(
         default=None,
@@ -74,7 +74,7 @@ class PromptOptions(BaseModel):
     )
     chat: bool | None = Field(
         default=None,
-        description="Put string prompts into the tokenizer's chat template as the user's message. Default: when it has one.",
+        description="Put string prompts into the tokenizer's chat template as the user's message. Default: if it has one.",
     )
     max_prompt_tokens: Annotated[int, Field(ge=1), unit("tokens")] | None = Field(
         default=None, description="Longest prompt. Default: no limit."

@@ -283,7 +283,7 @@ class WarehouseServer:
     async def _write(self, stream: Stream, request: WriteRequest) -> None:
         at, header, words = request.offset // 8, request.header, self._reader.words
         present = words[at : at + len(header)]
-        if (present == header).all():  # the client repeats a write whose answer it did not receive
+        if (present == header).all():  # the client repeats a write, because it did not receive the answer
             await stream.discard(request.payload)
             return
         check = _check_deadline(request.expires)
@@ -308,6 +308,6 @@ def _check_deadline(expires: float) -> Callable[[], None]:
 
     def check() -> None:
         if time.monotonic() > expires:
-            raise TransferError("write: came after its client's deadline, nobody waits for it; give writes more time")
+            raise TransferError("write: came after its client's deadline; give writes more time")
 
     return check

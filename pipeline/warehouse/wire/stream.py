@@ -93,7 +93,7 @@ class Stream:
 
     def _wake_at(self, nbytes: int) -> None:
         """Have the kernel wake this task when ``nbytes`` are there (or no more will come): many small wake-ups cost more
-        than the bytes. Not under TLS, whose records the kernel does not know."""
+        than the bytes. Not under TLS: the kernel does not see its records."""
         if nbytes != self._woken_at and not isinstance(self.sock, tls.SSLSocket):
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._woken_at = nbytes

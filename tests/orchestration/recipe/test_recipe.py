@@ -1,4 +1,4 @@
-"""A recipe is right, or every one of its faults is told at once with key, value and fix."""
+"""A recipe is valid, or all of its problems are reported at once with key, value and fix."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ MOCK: dict[str, Any] = {
     "rollout": {"engine": "mock"},
     "train": {"engine": "mock", "steps": 1},
 }
-# Of each table whose contents another model checks: one that it takes, and some that it does not.
+# For each table that another model checks: values that are accepted, and some that are refused.
 TABLES: list[tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = [
     (
         MOCK,
@@ -311,7 +311,7 @@ def test_a_colocated_run_has_as_many_rollout_engines_as_ranks(minimal: Path) -> 
     assert load_recipe(minimal, [*colocated, "rollout.workers=2"]).replicas == 2
 
 
-# The same for what the vLLM engine is told.
+# The same for settings of the vLLM engine.
 VLLM_FAULTS = [
     (("rollout.vllm.max_model_len=64", "rollout.max_tokens=64"), "rollout.vllm.max_model_len", ">= "),
     (("rollout.vllm.max_model_length=64",), "rollout.vllm.max_model_length", "did you mean 'max_model_len'?"),

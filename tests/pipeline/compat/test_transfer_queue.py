@@ -25,6 +25,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from pipeline.columns import ColumnError
 from pipeline.compat import transfer_queue as tq
+from pipeline.compat.transfer_queue.queue import Queue
 from pipeline.index.client import Index, IndexRefused, NeverFits
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock, NoRoom
@@ -226,7 +227,7 @@ def test_refusals_name_the_field_and_the_fix(queue: Any) -> None:
         with pytest.raises(TypeError, match="partition_id: takes a string, got 5"):
             call()
     for tags in ([{1: "x"}], {"step": 1}):
-        with pytest.raises(TypeError, match="no dict whose keys are strings"):
+        with pytest.raises(TypeError, match="not a dict with string keys"):
             queue.kv_batch_put(["b"], "p", tags=tags)
     meta = queue.kv_put("a", "p", tag={})
     with pytest.raises(ValueError, match=r"select_fields: \['z'\] not found"):
@@ -363,7 +364,7 @@ def test_a_name_without_letters_is_a_partition_too(queue: Any) -> None:
 def test_fields_that_others_change_meanwhile(queue: Any) -> None:
     """Two processes that know a partition's fields, one of which clears it and fills it with other ones."""
     one = tq._connected()
-    two = tq._Queue(one.conf)
+    two = Queue(one.conf)
     put = lambda at, key, **row: at.call(at.put([key], "p", {n: v[None] for n, v in row.items()}, None))  # noqa: E731
     get = lambda at, key: at.call(at.get([key], "p", None))  # noqa: E731
     try:
@@ -386,7 +387,7 @@ def test_fields_that_others_change_meanwhile(queue: Any) -> None:
 
 
 def test_processes_that_bring_their_own_fields_to_new_partitions(queue: Any) -> None:
-    queues = [tq._connected(), *(tq._Queue(tq._connected().conf) for _ in range(2))]
+    queues = [tq._connected(), *(Queue(tq._connected().conf) for _ in range(2))]
 
     def work(number: int) -> None:
         at = queues[number]
@@ -440,6 +441,7 @@ def _internal_kv_del(key, *, namespace): ray.STORE.unlink()
 WORKER = """
 import sys, ray, torch
 from pipeline.compat import transfer_queue as tq
+from pipeline.compat.transfer_queue.queue import Queue
 if "init" in sys.argv: tq.init()
 print(tq.kv_batch_get("a", "p")["x"].tolist())
 tq.kv_put(sys.argv[1], "p", {"x": torch.tensor(2)})
@@ -468,7 +470,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def ray_worker(cluster: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A worker of Ray: the environment of a raylet that was started before any queue."""
     env = {name: value for name, value in os.environ.items() if name not in (tq.INDEX, tq.RUN)}
-    env |= {"FAKE_RAY_MODE": "1", "PYTHONPATH": f"{cluster}:{Path(tq.__file__).parents[2]}"}
+    env |= {"FAKE_RAY_MODE": "1", "PYTHONPATH": f"{cluster}:{Path(tq.__file__).parents[3]}"}
     command = [sys.executable, "-c", WORKER, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
@@ -518,7 +520,7 @@ def test_a_queue_from_before_ray_init_is_noted_later_and_two_are_an_error(cluste
         other.bind(f"{cluster}/o.sock")
         other.listen()
         stored.write_text(json.dumps({"url": f"unix://{cluster}/o.sock", "run": "r", "node": platform.node()}))
-        tq._connected().noted = False
+        tq._connected().announced = False
         with pytest.raises(RuntimeError, match="this Ray cluster has a queue, run 'r', and this process another one"):
             tq.init()
     assert list(tq.kv_list("p")["p"]) == ["a", "b"], "what this process has stays"
@@ -529,7 +531,7 @@ def test_a_worker_of_a_real_ray_finds_the_queue_or_fails(monkeypatch: pytest.Mon
     import ray
 
     monkeypatch.delenv(tq.INDEX, raising=False)
-    path = str(Path(tq.__file__).parents[2])
+    path = str(Path(tq.__file__).parents[3])
     ray.init(
         address="local",
         num_cpus=1,
@@ -565,6 +567,7 @@ def test_a_worker_of_a_real_ray_finds_the_queue_or_fails(monkeypatch: pytest.Mon
 CHILD = """
 import json, torch
 from pipeline.compat import transfer_queue as tq
+from pipeline.compat.transfer_queue.queue import Queue
 got = tq.kv_batch_get(["a", "b"], "p")  # without init: the parent's queue
 tq.kv_put("c", "p", {"x": torch.tensor([9])}, {"from": "child"})
 print(json.dumps([row.tolist() for row in got["x"].unbind()]))
@@ -613,7 +616,7 @@ def test_values_move_along_when_their_warehouse_leaves(queue: Any, index_url: st
 def test_another_node_gets_what_lies_here(queue: Any, index_url: str, tmp_path: Path) -> None:
     conf = dict(tq._connected().conf) | {"serve": "127.0.0.1", "secret": b"a secret of the run, sixteen or more"}
     conf |= {"run": uuid.uuid4().hex[:8]}
-    here, there = (tq._Queue(conf | {"node": node, "directory": str(tmp_path / node)}) for node in ("here", "there"))
+    here, there = (Queue(conf | {"node": node, "directory": str(tmp_path / node)}) for node in ("here", "there"))
     put = lambda at, keys, fields: at.call(at.put(keys, "p", fields, None))  # noqa: E731
     put(here, ["a", "b"], calls.rows(2))
     put(there, ["c"], {"ids": torch.tensor([[7, 8]]), "reward": torch.tensor([0.5])})

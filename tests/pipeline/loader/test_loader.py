@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from pipeline.columns import Column, ColumnError, Packed, Schema
 from pipeline.index.client import Claim, Index, IndexRefused, LeaseLost, Nothing, StageSpec
-from pipeline.loader.loader import Batch, SampleLoader, SampleStream, balanced
+from pipeline.loader.balance import balanced
+from pipeline.loader.loader import Batch, SampleLoader, SampleStream
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 
