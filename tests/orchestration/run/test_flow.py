@@ -19,6 +19,7 @@ from stages.flow import Drop, UserStage
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "flow.md"
 HERE = "tests.orchestration.run.test_flow"
 PAIRS: dict[str, Any] = {**MOCK, "reward": {"functions": [{"name": f"{HERE}:parity"}]}}
 PAIRS["algorithm"] = {"group_size": 2, "options": {"drop_equal": True}}
@@ -129,7 +130,7 @@ async def test_a_judge_feeds_a_reward_and_a_sieve_drops_while_their_workers_are_
 
 
 async def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "flow.md").read_text()
+    page = PAGE.read_text()
     code, keys = (page.partition(f"```{language}\n")[2].partition("```")[0] for language in ("python", "toml"))
     assert len(code.strip().splitlines()) < 25
     (tmp_path / "my_stages.py").write_text(code)
