@@ -10,12 +10,12 @@ import pytest
 
 from api.telemetry.progress import Progress
 from api.terminal.report import summarize
+from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
-from orchestration.run.synchronous import synchronous_run
 from stages.prompts.too_long import TOO_LONG_FILE
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, Watched, complete, executing, recipe

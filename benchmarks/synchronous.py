@@ -1,5 +1,6 @@
-"""The synchronous run: the same stages in a plain loop, without dock, index or workers. The asynchronous run with η = 0
-must equal it bit for bit, and every speed-up is told against it.
+"""The synchronous run: the same stages in a plain loop, without dock, index or workers.
+
+The asynchronous run with η = 0 must equal it bit for bit, and speed-ups are measured against it.
 
     for each step:  prompts ▶ generate all ▶ reward all ▶ (reference) ▶ advantage ▶ one optimizer step ▶ swap weights
 """
@@ -42,7 +43,7 @@ class SynchronousStep:
 
 
 async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, None]:
-    """Train ``recipe`` step by step; the engine in each step yields its weights. Its staleness bound is not used."""
+    """Train ``recipe`` step by step, and yield each step with the engine that has its weights. The bound is not used."""
     tokenizer = tokenizer_of(recipe)
     prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)).train
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
