@@ -102,8 +102,17 @@ def resume(
 
 
 @app.command()
-def check(recipe: RecipeArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
-    """Validate RECIPE without running it, and print what follows from it."""
+def check(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    graph: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the flow as a picture: FILE.svg, or FILE.mmd (Mermaid).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Validate RECIPE without running it, and print what follows from it: sizes, and the flow of its samples."""
+    if graph is not None and graph.suffix not in (".svg", ".mmd"):
+        refuse(f"--graph: {str(graph)!r} is no picture; give a name that ends in .svg or .mmd")
     loaded = load(find(recipe), set_)
     from orchestration.recipe.planner import plan
 
@@ -111,8 +120,14 @@ def check(recipe: RecipeArgument, set_: SetOption = None, as_json: JsonOption = 
     if as_json:  # the same document as the answer of POST /v1/recipes/check
         return print_json({"recipe": json.loads(loaded.to_json()), "plan": asdict(follows)})
     from api.terminal.report import plan_table
+    from orchestration.recipe.flow import flow_of
+    from stages.flow.graph import to_mermaid, to_svg, to_text
 
-    safe_console().print(plan_table(loaded, follows))
+    flow, screen = flow_of(loaded), safe_console()
+    screen.print(plan_table(loaded, follows))
+    screen.print(f"\nflow\n{to_text(flow)}", markup=False, highlight=False, soft_wrap=True)
+    if graph is not None:
+        graph.write_text(to_svg(flow) if graph.suffix == ".svg" else to_mermaid(flow), encoding="utf-8")
 
 
 @app.command()

@@ -1,8 +1,8 @@
-/* The pipeline as a picture: what flows where, how much waits before each stage, and where each stage's time goes.
+/* The pipeline as a picture: the stages of the run's flow, how much waits before each, and where each stage's time goes.
  *
- *    gate ─(queue)▶ rollout ─(queue)▶ reward ─(queue)▶ advantage ─(queue)▶ update
- *      ▲               ▲     └─(queue)▶ reference (when the algorithm has one) ┘  │
- *      └───────────────┴────────── weight sync ◀─────────────────────────────────┘
+ *    gate ─(queue)▶ rollout ─(queue)▶ reward ─(queue)▶ advantage ─(queue)▶ update      any flow that the service gives:
+ *      ▲               ▲     └─(queue)▶ reference ─────────────────────────┘  │        a column of boxes for each layer
+ *      └───────────────┴────────── weight sync ◀─────────────────────────────┘
  *
  * Drawn across where there is room, and downwards on a phone.
  */
@@ -14,65 +14,89 @@ import { SHARES, WORDS } from "./progress.js";
 const WIDE = 700; // px from which it is drawn across
 const BAR = 10;
 
-function across(reference) {
-  const gap = 53;
-  const height = 96;
-  const mid = reference ? 76 : 0; // the row of a single node beside two
-  const at = (column, y, tall = height) => ({ x: 116 + gap + (column - 1) * (168 + gap), y, w: 168, h: tall });
-  const nodes = {
-    gate: { x: 1, y: mid / 1.4, w: 115, h: height },
-    rollout: at(1, mid / 1.4),
-    reward: at(2, 0),
-    advantage: at(3, 0),
-    update: { ...at(4, mid / 1.4), w: 167 },
-    ...(reference ? { reference: at(2, 112) } : {}),
-  };
-  const floor = reference ? 236 : 134;
-  nodes.sync = { x: nodes.reward.x, y: floor, w: 168 + gap + 168, h: 52 };
-  const right = (node) => [node.x + node.w, node.y + node.h / 2];
-  const left = (node) => [node.x, node.y + node.h / 2];
-  const edge = (from, to, queue) => {
-    const [[a, b], [c, d]] = [right(nodes[from]), left(nodes[to])];
-    const turn = (a + c) / 2;
-    const path = b === d ? `M${a} ${b}H${c - 5}` : `M${a} ${b}C${turn} ${b} ${turn} ${d} ${c - 5} ${d}`;
-    return { path, queue, head: [c, d, "right"], pill: [turn, (b + d) / 2] };
-  };
-  const edges = [edge("gate", "rollout", "rollout"), edge("rollout", "reward", "reward"), edge("reward", "advantage", "advantage"), edge("advantage", "update", "update")];
-  if (reference) {
-    edges.push(edge("rollout", "reference", "reference"));
-    const [a, b] = right(nodes.reference);
-    const c = nodes.update.x;
-    const d = nodes.update.y + nodes.update.h - 18;
-    edges.push({ path: `M${a} ${b}H${c - 60}C${c - 30} ${b} ${c - 30} ${d} ${c - 5} ${d}`, head: [c, d, "right"] });
-  }
-  const { sync, update, rollout, gate } = nodes;
-  const line = sync.y + sync.h / 2;
-  const down = update.x + update.w / 2;
-  const up = rollout.x + rollout.w / 2;
-  const open = gate.x + gate.w / 2;
-  edges.push({ path: `M${down} ${update.y + update.h}V${line - 10}Q${down} ${line} ${down - 10} ${line}H${sync.x + sync.w + 5}`, head: [sync.x + sync.w, line, "left"], weights: true });
-  edges.push({ path: `M${sync.x} ${line}H${up + 10}Q${up} ${line} ${up} ${line - 10}V${rollout.y + rollout.h + 5}`, head: [up, rollout.y + rollout.h, "up"], weights: true });
-  edges.push({ path: `M${up + 10} ${line}H${open + 10}Q${open} ${line} ${open} ${line - 10}V${gate.y + gate.h + 5}`, head: [open, gate.y + gate.h, "up"], weights: true, words: ["opens the gate", (open + up) / 2, line - 7] });
-  return { width: 1000, height: floor + 53, nodes, edges, small: false };
+// Until the service has given the flow of the run.
+const USUAL = {
+  stages: ["source", "rollout", "reward", "advantage", "update"].map((name, layer) => ({ name, layer })),
+  edges: [["source", "rollout"], ["rollout", "reward"], ["reward", "advantage"], ["advantage", "update"]].map(([from, to]) => ({ from, to, direct: true })),
+};
+
+const shown = (name) => (name === "source" ? "gate" : name);
+
+/** Stages by layer, and the edges to draw; a stage's queue stands on the first edge into it. */
+function parts(flow) {
+  const layers = [];
+  for (const { name, layer } of flow.stages) (layers[layer] ??= []).push(shown(name));
+  const known = new Set();
+  const edges = flow.edges
+    .filter((edge) => edge.direct)
+    .map(({ from, to }) => ({ from: shown(from), to, queue: known.has(to) ? null : (known.add(to), to) }));
+  return { layers: layers.filter(Boolean), edges };
 }
 
-function downwards(reference) {
+function across(flow) {
+  const { layers, edges: wanted } = parts(flow);
+  const gap = 53;
+  const height = 96;
+  const wide = Math.max(110, (1000 - 117 - gap * (layers.length - 1)) / Math.max(1, layers.length - 1));
+  const tallest = Math.max(...layers.map((names) => names.length));
+  const nodes = {};
+  layers.forEach((names, layer) =>
+    names.forEach((name, row) => {
+      const x = layer ? 1 + 115 + gap + (layer - 1) * (wide + gap) : 1;
+      const between = layer > 1 && layer < layers.length - 1; // at the top: edges that skip a layer pass below
+      nodes[name] = { x, y: (row + (between ? 0 : (tallest - names.length) / 2)) * (height + 16), w: layer ? wide : 115, h: height };
+    }),
+  );
+  const floor = tallest * (height + 16) + 22;
+  const { update, rollout, gate } = nodes;
+  const edges = wanted.map(({ from, to, queue }) => {
+    const [a, b] = [nodes[from].x + nodes[from].w, nodes[from].y + height / 2];
+    const [c, d] = [nodes[to].x, nodes[to].y + height / 2];
+    const turn = (a + c) / 2;
+    const path = b === d ? `M${a} ${b}H${c - 5}` : `M${a} ${b}C${turn} ${b} ${turn} ${d} ${c - 5} ${d}`;
+    return { path, queue, head: [c, d, "right"], pill: [c - gap / 2, d] };
+  });
+  const right = update.x + update.w;
+  if (rollout) {
+    const up = rollout.x + rollout.w / 2;
+    const from = rollout.x + rollout.w + gap;
+    nodes.sync = { x: from, y: floor, w: Math.max(180, update.x - gap - from), h: 52 };
+    const { sync } = nodes;
+    const line = sync.y + sync.h / 2;
+    const down = update.x + update.w / 2;
+    const open = gate.x + gate.w / 2;
+    edges.push({ path: `M${down} ${update.y + update.h}V${line - 10}Q${down} ${line} ${down - 10} ${line}H${sync.x + sync.w + 5}`, head: [sync.x + sync.w, line, "left"], weights: true });
+    edges.push({ path: `M${sync.x} ${line}H${up + 10}Q${up} ${line} ${up} ${line - 10}V${rollout.y + rollout.h + 5}`, head: [up, rollout.y + rollout.h, "up"], weights: true });
+    edges.push({ path: `M${up + 10} ${line}H${open + 10}Q${open} ${line} ${open} ${line - 10}V${gate.y + gate.h + 5}`, head: [open, gate.y + gate.h, "up"], weights: true, words: ["opens the gate", (open + up) / 2, line - 7] });
+  }
+  return { width: Math.max(1000, right + 1), height: floor + 53, nodes, edges, small: false };
+}
+
+function downwards(flow) {
+  const { layers, edges: wanted } = parts(flow);
   const [tall, gap, inset, right] = [62, 34, 22, 337];
-  const half = (right - 11) / 2;
-  const row = (at, x = inset, w = right) => ({ x, y: 1 + at * (tall + gap), w, h: tall });
-  const narrow = reference ? half : right;
-  const nodes = { gate: row(0), rollout: row(1), reward: row(2, inset, narrow), advantage: row(3, inset, narrow), update: row(4), sync: row(5) };
-  if (reference) nodes.reference = row(2, inset + half + 11, half);
-  const edge = (from, to, column = nodes[to], queue = to) => {
+  const nodes = {};
+  layers.forEach((names, layer) => {
+    const w = (right - 11 * (names.length - 1)) / names.length;
+    names.forEach((name, at) => {
+      nodes[name] = { x: inset + at * (w + 11), y: 1 + layer * (tall + gap), w, h: tall };
+    });
+  });
+  const edges = wanted.map(({ from, to, queue }) => {
+    const column = nodes[from].w < nodes[to].w ? nodes[from] : nodes[to];
     const [x, y, end] = [column.x + 44, nodes[from].y + tall, nodes[to].y];
-    return { path: `M${x} ${y}V${end - 5}`, head: [x, end, "down"], pill: [x + 34, end - gap / 2], queue, weights: to === "sync" };
-  };
-  const edges = [edge("gate", "rollout"), edge("rollout", "reward"), edge("reward", "advantage"), edge("advantage", "update"), edge("update", "sync", nodes.sync, null)];
-  if (reference) edges.push(edge("rollout", "reference"), edge("reference", "update", nodes.reference, null));
-  const [low, high, first] = [nodes.sync, nodes.rollout, nodes.gate].map((node) => node.y + tall / 2);
-  edges.push({ path: `M${inset} ${low}H16Q8 ${low} 8 ${low - 8}V${high + 8}Q8 ${high} 16 ${high}H${inset - 5}`, head: [inset, high, "right"], weights: true });
-  edges.push({ path: `M8 ${high + 8}V${first + 8}Q8 ${first} 16 ${first}H${inset - 5}`, head: [inset, first, "right"], weights: true });
-  return { width: 360, height: nodes.sync.y + tall + 1, nodes, edges, small: true };
+    return { path: `M${x} ${y}V${end - 5}`, head: [x, end, "down"], pill: [x + 34, end - gap / 2], queue };
+  });
+  if (nodes.rollout) {
+    nodes.sync = { x: inset, y: 1 + layers.length * (tall + gap), w: right, h: tall };
+    const x = nodes.update.x + 44;
+    edges.push({ path: `M${x} ${nodes.update.y + tall}V${nodes.sync.y - 5}`, head: [x, nodes.sync.y, "down"], weights: true });
+    const [low, high, first] = [nodes.sync, nodes.rollout, nodes.gate].map((node) => node.y + tall / 2);
+    edges.push({ path: `M${inset} ${low}H16Q8 ${low} 8 ${low - 8}V${high + 8}Q8 ${high} 16 ${high}H${inset - 5}`, head: [inset, high, "right"], weights: true });
+    edges.push({ path: `M8 ${high + 8}V${first + 8}Q8 ${first} 16 ${first}H${inset - 5}`, head: [inset, first, "right"], weights: true });
+  }
+  const last = nodes.sync ?? nodes.update;
+  return { width: 360, height: last.y + tall + 1, nodes, edges, small: true };
 }
 
 const HEADS = {
@@ -120,9 +144,10 @@ export class Picture {
   update(progress) {
     this.progress = progress;
     const stages = progress.stages;
-    const reference = stages.has("reference");
-    const shape = `${this.element.clientWidth >= WIDE ? "across" : "down"} ${reference}`;
-    if (shape !== this.shape) this.build(shape, shape.startsWith("across") ? across(reference) : downwards(reference));
+    const flow = progress.flow?.stages ? progress.flow : USUAL;
+    const wide = this.element.clientWidth >= WIDE;
+    const shape = `${wide ? "across" : "down"} ${JSON.stringify(flow.edges)}`;
+    if (shape !== this.shape) this.build(shape, wide ? across(flow) : downwards(flow));
     const slowest = progress.state === "running" ? progress.slowest : null;
     for (const [name, parts] of this.parts) this.stage(name, parts, stages.get(name), slowest?.name === name);
     for (const [name, pill] of this.pills) {
@@ -164,6 +189,7 @@ export class Picture {
   }
 
   sync(progress) {
+    if (!this.syncText) return;
     const { published, swapped } = progress;
     say(this.syncText[0], published ? `v${published.version} published${swapped ? `, v${swapped.version} in use` : ""}` : "nothing published yet");
     say(this.syncText[1], swapped ? `${seconds(swapped.exposed_seconds)} exposed, ${seconds(swapped.hidden_seconds)} hidden` : "");
@@ -174,6 +200,7 @@ export class Picture {
     this.parts = new Map();
     this.pills = new Map();
     this.flows = [];
+    this.syncText = null;
     this.drawing.setAttribute("viewBox", `0 0 ${layout.width} ${layout.height}`);
     this.drawing.replaceChildren(patterns());
     for (const edge of layout.edges) {

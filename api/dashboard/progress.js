@@ -172,6 +172,7 @@ export class Progress {
   pipeline(told) {
     if (!this.ledger || !this.ended) this.ledger = told.ledger;
     this.gate = told.gate;
+    this.flow = told.flow;
     for (const stage of told.stages) {
       for (const { worker, process, state, pid } of stage.workers) {
         this.worker(worker, stage.name).process = process;

@@ -170,6 +170,7 @@ class StagesView(BaseModel):
     published: int = Field(description="The newest policy version that rollout may use.")
     trained: int = Field(description="Optimizer steps done.")
     gate: Gate
+    flow: dict[str, Any] = Field(description="As the plan's: stages, and the columns between them.")
 
 
 class CheckpointView(BaseModel):

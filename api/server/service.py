@@ -60,6 +60,7 @@ class Settings(BaseModel):
     recipes: tuple[Path, ...] = ()
     allow_rewards: frozenset[str] = frozenset()
     allow_algorithms: frozenset[str] = frozenset()
+    allow_stages: frozenset[str] = frozenset()
     allow_engines: frozenset[str] = frozenset()
     allow_datasets: frozenset[str] = frozenset()
     allow_listen: frozenset[str] = frozenset()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from orchestration.recipe.flow import column_bytes
+from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import parameters_in, text_config
+from stages.flow.graph import document
 from stages.prompts.options import PromptLimits
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class Plan:
     """Versions of the weights in shared memory: the trainer's, and those from which vLLM's workers load."""
     turns: Turns | None
     """Only of a colocated run."""
+    flow: dict[str, Any]
+    """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -113,6 +116,7 @@ def plan(recipe: Recipe) -> Plan:
         reference_bytes=weights if recipe.needs_reference else 0,
         slot_bytes=0 if recipe.colocated else _slots(recipe) * weights,
         turns=turns(recipe) if recipe.colocated and parameters else None,
+        flow=document(flow_of(recipe)),
     )
 
 

@@ -49,6 +49,7 @@ from pipeline.events import Event, WorkerEvent
 from pipeline.index.client import Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import shared_memory_directory
+from stages.flow.graph import document
 from stages.threads import run_in_thread
 
 log = structlog.get_logger()
@@ -315,7 +316,8 @@ class Run:
     async def _prepare(self, index: Index) -> None:
         # It imports torch, for seconds in which the loop would hear no signal.
         await run_in_thread(lambda: importlib.import_module("pipeline.columns"), "imports")
-        config = flow_of(self.recipe).config(self.recipe.staleness_plan)
+        flow = flow_of(self.recipe)
+        config = flow.config(self.recipe.staleness_plan)
         begun = not await index.init(config, *self._beginning())
         if begun and not self.shared.is_dir():  # the machine was started anew, or is another one: the samples are gone
             await index.rewind(config, *self._beginning())
@@ -337,6 +339,7 @@ class Run:
             self.shared.mkdir(parents=True, mode=0o700)
         place = RunPaths(self.out_dir, self.shared, self.start.path if self.start else None)
         await index.put("recipe", self.recipe.to_json())
+        await index.put("flow", json.dumps(document(flow)))
         await (index.put_once if begun else index.put)("place", place.to_json())
         await index.put_once("secret", secrets.token_hex(32))  # what the nodes of this run know each other by
         await index.transition([""], "created")

@@ -35,6 +35,7 @@ def serve_command(
     recipes: Annotated[Folders, typer.Option(metavar="DIR", help="Stored recipes (TOML). Repeatable.")] = None,
     allow_reward: Annotated[Names, typer.Option(metavar="MODULE:FUNCTION", help="Repeatable.")] = None,
     allow_algorithm: Annotated[Names, typer.Option(metavar="MODULE:CLASS", help="Repeatable.")] = None,
+    allow_stage: Annotated[Names, typer.Option(metavar="MODULE:CLASS", help="Repeatable.")] = None,
     allow_engine: Annotated[Names, typer.Option(metavar="MODULE:FACTORY", help="Repeatable.")] = None,
     allow_dataset: Annotated[Names, typer.Option(metavar="MODULE:FUNCTION", help="Repeatable.")] = None,
     allow_listen: Annotated[
@@ -70,6 +71,7 @@ def serve_command(
             recipes=_folders("--recipes", recipes),
             allow_rewards=frozenset(allow_reward or ()),
             allow_algorithms=frozenset(allow_algorithm or ()),
+            allow_stages=frozenset(allow_stage or ()),
             allow_engines=frozenset(allow_engine or ()),
             allow_datasets=frozenset(allow_dataset or ()),
             allow_listen=frozenset(allow_listen or ()),

@@ -111,6 +111,12 @@ class _Submission:
         for index, function in enumerate(functions if isinstance(functions, list) else ()):
             name = function.get("name") if isinstance(function, Mapping) else None
             self._refuse_code(f"reward.functions.{index}.name", name, "reward", allowed.allow_rewards, "spelling")
+        stages = self.value("stages")
+        for index, stage in enumerate(stages if isinstance(stages, list) else ()):
+            name = stage.get("use") if isinstance(stage, Mapping) else None
+            self._refuse_code(f"stages.{index}.use", name, "stage", allowed.allow_stages, "refused")
+        if any(problem.key.startswith("stages.") for problem in self.problems):
+            self.data["stages"] = []  # nothing of them is imported
         name = self.value("algorithm.name")
         self._refuse_code("algorithm.name", name, "algorithm", allowed.allow_algorithms, "grpo")
         for key in ("rollout.engine", "train.engine"):

@@ -131,10 +131,12 @@ async def delete_run(service: Service, request: web.Request, path: RunPath) -> N
 async def get_stages(service: Service, path: RunPath) -> StagesView:
     index = service.index((await service.registry.get(path.run)).id)
     try:
-        stats, config, ledger = await asyncio.gather(index.stats(), index.config(), index.ledger())
+        stats, config, ledger, flow = await asyncio.gather(
+            index.stats(), index.config(), index.ledger(), index.get("flow")
+        )
     except IndexRefused:  # the run has not started
         gate = Gate(admitted=0, allowed=0, open=0)
-        return StagesView(stages=[], ledger={}, warehouses=[], published=0, trained=0, gate=gate)
+        return StagesView(stages=[], ledger={}, warehouses=[], published=0, trained=0, gate=gate, flow={})
     status = await service.run_statuses.of(index)
     return StagesView(
         stages=[
@@ -151,6 +153,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
         warehouses=[Warehouse(name=name, **house) for name, house in sorted((stats["warehouses"] or {}).items())],
         published=stats["published"],
         trained=stats["trained"],
+        flow=json.loads(flow or "{}"),
         gate=Gate(admitted=stats["admitted"], allowed=stats["gate"], open=stats["open"]),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from stages.algorithms import Algorithm, LossOutput, TokenBatch
 from stages.algorithms.grpo import GRPO
 from stages.flow.catalogue import PROMPT, catalogue
 from stages.flow.declarations import Columns, FlowError, RunsOn, StageDeclaration
+from stages.flow.graph import document, to_mermaid, to_svg, to_text
 from stages.flow.resolver import resolve
 
 
@@ -239,6 +241,20 @@ def test_scores_must_come_from_what_the_algorithm_asks() -> None:
     assert "wants 'values' from a critic, but stage 'values', which makes it, runs on cpu" in problems(
         ActorCritic(), cpu
     )
+
+
+def test_a_flow_can_be_looked_at() -> None:
+    flow = resolve(GRPO(kl_coef=0.1), catalogue(stages=[JUDGE], reward_reads={"judged": "float32"}))
+    assert "judge      (rows, cpu) needs response_ids; makes judged" in to_text(flow).splitlines()
+    assert "    judge -->|judged| reward" in to_mermaid(flow).splitlines()
+    assert "    rollout -->|response_ids| reward" not in to_mermaid(flow), "the way over the judge implies it"
+    found = document(flow)
+    layers = {stage["name"]: stage["layer"] for stage in found["stages"]}
+    assert layers == {"source": 0, "rollout": 1, "judge": 2, "reference": 2, "reward": 3, "advantage": 4, "update": 5}
+    assert all(layers[edge["from"]] < layers[edge["to"]] for edge in found["edges"])
+    picture = ElementTree.fromstring(to_svg(flow))
+    texts = {text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert {*layers, "judged", "weights"} <= texts
 
 
 def test_a_declared_type_becomes_a_column_of_the_pipeline() -> None:

@@ -99,6 +99,8 @@ def test_code_that_the_operator_allows_is_taken_and_only_that(canary: Path) -> N
     other = recipe(reward={"functions": [{"name": f"{CANARY}:Algorithm"}]})
     assert "reward.functions.0.name" in refused(other, allow_rewards={name})
     assert "algorithm.name" in refused(recipe(algorithm__name=name), allow_rewards={name})
+    stages = {**data, "stages": [{"use": "tests.orchestration.run.test_flow:Judge"}, {"use": name}]}
+    assert {"stages.0.use", "stages.1.use"} <= set(refused(stages, allow_rewards={name}))
     assert "rollout.engine" in refused(recipe(rollout__engine=name), allow_rewards={name}, allow_algorithms={name})
 
 
