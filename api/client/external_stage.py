@@ -1,49 +1,42 @@
-"""A stage of a run, done by your program: one face, and two ways to the run behind it.
+"""One stage of a run, executed by your program: the same calls over HTTP and on the run's index.
 
-    connect("http://…", run, …)               ─▶ asyncdock serve ─┐
-    connect("unix://… or redis://…", run, …)  ─────────────────────┴▶ index, and warehouses that are mapped on their node
+    connect("http://…", run, …)               ─▶ HttpRun  ─▶ asyncdock serve ─▶ External ─┐
+    connect("unix://… or redis://…", run, …)  ─▶ External ───────────────────────────────┴▶ index and warehouses
 
-Over HTTP columns travel as safetensors bodies. What holds is the same both ways, and so are the errors.
+Over HTTP columns travel as safetensors bodies; on the run's own node the index's way maps them from shared memory.
+Guarantees and exceptions are the same both ways, but for values that the run refuses: Misfit and ColumnError on the index
+are ApiProblem over HTTP.
 """
 
 from __future__ import annotations
 
-import abc
-import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import aiohttp
 import torch
 from safetensors.torch import load, save
 
-from api.external.codec import CONTROL, from_body, rows_of, to_body
-from api.external.schemas import ExperienceRow, ExperienceView
+from api.client.errors import ApiProblem
+from api.client.transport import Answer, Transport
+from api.external.codec import CONTROL, decode_experience, to_body
+from api.external.schemas import PutView, WeightsView
 from api.server.operations import BINARY
-from orchestration.external.session import Answer, External, NotBegun, NotExternal, WeightsGone, WeightsTooOld
+from orchestration.external.errors import NotBegun, NotExternal, WeightsGone, WeightsTooOld
+from orchestration.external.experience import Experience
+from orchestration.external.session import External
 from pipeline.columns import Packed
 from pipeline.index.client import IndexUnreachable, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
 from stages.prompts.external import ExternalPromptsFull
 
-AGAIN_SECONDS = 60.0  # for which a server that does not answer is asked again
+PATIENCE = 60.0  # seconds for which a server that does not answer is asked again
 LONGEST_WAIT = 60.0
 Columns = Mapping[str, Packed | torch.Tensor]
+Weights = Iterable[tuple[str, torch.Tensor]]
 
-
-class Refused(RuntimeError):
-    """The service refused a call: ``problem`` is what it said (RFC 9457)."""
-
-    def __init__(self, problem: Mapping[str, Any]) -> None:
-        self.problem = dict(problem)
-        super().__init__(f"{problem.get('field') or 'request'}: {problem.get('detail', problem.get('title'))}")
-
-
-_KINDS: dict[str, type[Exception]] = {
+_EXCEPTIONS: dict[str, type[Exception]] = {  # by the last part of a problem's type
     "lease-lost": LeaseLost,
     "weights-too-old": WeightsTooOld,
     "weights-gone": WeightsGone,
@@ -51,117 +44,41 @@ _KINDS: dict[str, type[Exception]] = {
     "not-begun": NotBegun,
     "no-room": ExternalPromptsFull,
     "released": StaleHandle,
+    "index-unreachable": IndexUnreachable,
 }
 
 
-@dataclass(frozen=True)
-class Experience:
-    """Rows under a lease. ``columns`` as :class:`pipeline.columns.Packed`; on the run's own node they are views of shared
-    memory, valid while the lease is held. ``begun``: ids of rows that were parked, and what they have so far. ``token`` is
-    None when nothing came, and ``over`` then says whether anything will."""
+class ExternalStage:
+    """``stage`` of a run for one ``worker``. Made by :meth:`connect`."""
 
-    token: str | None
-    over: bool
-    published: int
-    trained: int
-    rows: Sequence[ExperienceRow] = ()
-    columns: Mapping[str, Packed] = field(default_factory=dict)
-    begun: tuple[Sequence[int], Mapping[str, Packed]] = ((), {})
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return self.token is not None
-
-    @property
-    def ids(self) -> list[int]:
-        return [row.id for row in self.rows]
-
-
-class ExternalStage(abc.ABC):
-    """``stage`` of a run as one worker does it. Make it with :meth:`connect`."""
-
-    def __init__(self, stage: str, worker: str) -> None:
-        self.stage, self.worker = stage, worker
+    def __init__(self, run: External | HttpRun, stage: str, worker: str) -> None:
+        self.stage, self.worker, self._run = stage, worker, run
 
     @staticmethod
     @asynccontextmanager
     async def connect(
         where: str, run: str, stage: str, *, worker: str, token: str = ""
     ) -> AsyncIterator[ExternalStage]:
-        """``where``: a service's URL (http, https) with its bearer ``token``, or the URL of the run's index. ``worker``: a
-        name of this worker's own. By the index, what a former life of that name held is given back at once."""
+        """Joins ``run``. ``where``: a service's URL (http, https) with its bearer ``token``, or the URL of the run's index.
+        ``worker``: a name that no other worker of the stage has. On the index, leases that an earlier process of that name
+        held end at once."""
         if where.startswith(("http://", "https://")):
-            headers = {"Authorization": f"Bearer {token}"} if token else {}
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=LONGEST_WAIT + 30)
-            async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-                yield _OverHttp(session, f"{where.rstrip('/')}/v1/runs/{run}", stage, worker)
+            async with Transport(
+                where, token or None, timeout=None, silence=LONGEST_WAIT + 30, patience=PATIENCE
+            ) as http:
+                yield ExternalStage(HttpRun(http, run), stage, worker)
             return
         external = await External.open(where, run, worker=f"external-{worker}")
         try:
-            yield _Direct(external, stage, worker)
+            yield ExternalStage(external, stage, worker)
         finally:
             await external.close()
 
-    @abc.abstractmethod
     async def put_prompts(
         self, prompts: Sequence[Mapping[str, Any]], *, first: int | None = None, last: bool = False, wait: float = 30.0
     ) -> int:
-        """Put prompts at position ``first`` and on; returns the next free position. ``last``: no more will come."""
-
-    @abc.abstractmethod
-    async def get_experience(
-        self,
-        count: int = 1,
-        *,
-        columns: Sequence[str] = (),
-        version: int | None = None,
-        wait: float = 30.0,
-        lease: float | None = None,
-    ) -> Experience:
-        """Lease up to ``count`` rows (groups, a batch), waiting up to ``wait`` seconds for some. ``version``: what a rollout
-        has loaded, by default what :meth:`weight_sync_notify` said last. Raises WeightsTooOld."""
-
-    @abc.abstractmethod
-    async def put_experience(
-        self, experience: Experience, columns: Columns, *, rows: Sequence[int] | None = None, park: bool = False
-    ) -> int:
-        """Commit, or ``park``, what was made of ``rows`` (ids; by default all). Returns how many are left under the lease.
-        Raises LeaseLost: somebody else has them, or an earlier try of this call went through though its answer was lost."""
-
-    @abc.abstractmethod
-    async def put_step(self, experience: Experience, metrics: Mapping[str, float]) -> int:
-        """A trainer has made its next step of the batch. Returns the version to :meth:`publish`."""
-
-    @abc.abstractmethod
-    async def renew(self, experience: Experience, lease: float | None = None) -> None:
-        """Hold the lease for longer. Raises LeaseLost."""
-
-    @abc.abstractmethod
-    async def release(self, experience: Experience) -> None:
-        """Give back what is left under the lease."""
-
-    @abc.abstractmethod
-    async def weights(self, after: int = -1, *, wait: float = 0.0) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """The published version and its tensors, a verified copy, when it is newer than ``after``."""
-
-    @abc.abstractmethod
-    async def weight_sync_notify(self, version: int, *, exposed: float = 0.0, hidden: float = 0.0) -> None:
-        """This worker has loaded ``version``, which took so many seconds with and without tokens being made beside."""
-
-    @abc.abstractmethod
-    async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0) -> None:
-        """A trainer's weights. ``covered``: its own checkpoint covers the steps below."""
-
-
-class _Direct(ExternalStage):
-    def __init__(self, external: External, stage: str, worker: str) -> None:
-        super().__init__(stage, worker)
-        self._external = external
-
-    async def put_prompts(
-        self, prompts: Sequence[Mapping[str, Any]], *, first: int | None = None, last: bool = False, wait: float = 30.0
-    ) -> int:
-        return await self._external.put_prompts(prompts, first=first, last=last, timeout=wait)
+        """Puts prompts from position ``first`` on, and returns the next free position. ``last``: no more will come."""
+        return await self._run.put_prompts(prompts, first=first, last=last, timeout=wait)
 
     async def get_experience(
         self,
@@ -172,166 +89,139 @@ class _Direct(ExternalStage):
         wait: float = 30.0,
         lease: float | None = None,
     ) -> Experience:
-        answer = await self._external.get_experience(
+        """Leases up to ``count`` rows (groups for rollout and reference, one batch for a trainer), waiting up to ``wait``
+        seconds for some. ``version``: the version that a rollout has loaded; default: that of the last
+        :meth:`weight_sync_notify`. Raises WeightsTooOld."""
+        return await self._run.get_experience(
             self.stage, self.worker, count, columns=columns, version=version, wait=wait, lease=lease
         )
-        sampling = (await self._external.terms()).sampling if answer.experience and self.stage == "rollout" else {}
-        return _experience(answer, sampling)
 
     async def put_experience(
         self, experience: Experience, columns: Columns, *, rows: Sequence[int] | None = None, park: bool = False
     ) -> int:
-        return await self._external.put_experience(
-            _token(experience), experience.ids if rows is None else rows, columns, park=park
-        )
+        """Commits ``columns`` of ``rows`` (ids; default: all), or parks them (``park``) to be continued by any worker.
+        Returns the number of rows that the lease still holds. Raises LeaseLost when another worker has the rows, or an
+        earlier attempt of this call succeeded and its answer was lost."""
+        ids = experience.ids if rows is None else rows
+        return await self._run.put_experience(_token(experience), ids, columns, park=park)
 
     async def put_step(self, experience: Experience, metrics: Mapping[str, float]) -> int:
-        return await self._external.train(_token(experience), experience.trained, metrics)
+        """Ends a trainer's batch: its optimizer step was made. Returns the version to :meth:`publish`."""
+        return await self._run.train(_token(experience), experience.trained, metrics)
 
     async def renew(self, experience: Experience, lease: float | None = None) -> None:
-        await self._external.renew(_token(experience), lease)
+        """Holds the lease for ``lease`` seconds from now. Raises LeaseLost."""
+        await self._run.renew(_token(experience), lease)
 
     async def release(self, experience: Experience) -> None:
-        await self._external.release(_token(experience))
+        """Gives back the rows that the lease still holds."""
+        await self._run.release(_token(experience))
 
     async def weights(self, after: int = -1, *, wait: float = 0.0) -> tuple[int, dict[str, torch.Tensor]] | None:
-        while published := await self._external.weights(after, wait):
+        """Returns the published version and a verified copy of its tensors, or None when it is not newer than ``after``."""
+        while published := await self._run.weights(after, wait):
             try:
-                _, tensors = await self._external.read_weights(published.version)
-                return published.version, tensors
+                return published.version, await self._run.read_weights(published.version)
             except WeightsGone:
-                continue  # a newer one is there
+                continue  # a newer version is published
         return None
 
     async def weight_sync_notify(self, version: int, *, exposed: float = 0.0, hidden: float = 0.0) -> None:
-        await self._external.notify(self.worker, version, exposed=exposed, hidden=hidden)
+        """Reports that this worker has loaded ``version``, in ``exposed`` seconds without and ``hidden`` seconds beside
+        generation."""
+        await self._run.notify(self.worker, version, exposed=exposed, hidden=hidden)
 
-    async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0) -> None:
-        await self._external.publish(version, weights, covered=covered)
+    async def publish(self, version: int, weights: Weights, *, covered: int = 0) -> None:
+        """Publishes a trainer's weights. ``covered``: its own checkpoint covers the steps below."""
+        await self._run.publish(version, weights, covered=covered)
 
 
-class _OverHttp(ExternalStage):
-    def __init__(self, session: aiohttp.ClientSession, at: str, stage: str, worker: str) -> None:
-        super().__init__(stage, worker)
-        self._session, self._at = session, at
+class NewestVersion(NamedTuple):
+    """The published policy version."""
 
-    async def _ask(self, method: str, path: str, **options: Any) -> Any:
-        """The answer's JSON, or its bytes. A server that is not there is asked again for a while."""
-        deadline = time.monotonic() + AGAIN_SECONDS
-        while True:
-            try:
-                async with self._session.request(method, f"{self._at}/{path}", **options) as answer:
-                    if answer.status == 204:
-                        return None
-                    told: Any = await (
-                        answer.read() if answer.content_type == BINARY else answer.json(content_type=None)
-                    )
-                if answer.status < 400:
-                    return told
-                kind = str(told.get("type", "")).rpartition(":")[2]
-                if kind not in ("index-unreachable", "rate"):
-                    raise _KINDS[kind](told["detail"]) if kind in _KINDS else Refused(told)
-                failed: Exception = IndexUnreachable(told["detail"])
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as lost:
-                failed = lost
-            if time.monotonic() > deadline:
-                raise failed
-            await asyncio.sleep(0.2)
+    version: int
+
+
+class HttpRun:
+    """The calls of :class:`orchestration.external.session.External`, over HTTP."""
+
+    def __init__(self, http: Transport, run: str) -> None:
+        self._http, self._path = http, f"/v1/runs/{run}/"
+
+    async def _send(self, method: str, path: str, value: Any = None, **options: Any) -> Answer:
+        """Sends ``value`` as JSON, or a ``body`` of bytes. Raises the exception that External would raise, or
+        ServiceError."""
+        try:
+            if value is not None:
+                return await self._http.send_json(method, self._path + path, value)
+            return await self._http.send(method, self._path + path, headers={"Content-Type": BINARY}, **options)
+        except ApiProblem as problem:
+            if kind := _EXCEPTIONS.get(problem.type.rpartition(":")[2]):
+                raise kind(problem.detail) from None
+            raise
 
     async def put_prompts(
-        self, prompts: Sequence[Mapping[str, Any]], *, first: int | None = None, last: bool = False, wait: float = 30.0
+        self, rows: Sequence[Mapping[str, Any]], *, first: int | None, last: bool, timeout: float
     ) -> int:
         body = {
-            "prompts": [dict(row) for row in prompts],
+            "prompts": [dict(row) for row in rows],
             "first": first,
             "last": last,
-            "wait": min(wait, LONGEST_WAIT),
+            "wait": min(timeout, LONGEST_WAIT),
         }
-        return int((await self._ask("POST", "prompts", json=body))["next"])
+        return int(json.loads((await self._send("POST", "prompts", body)).body)["next"])
 
     async def get_experience(
         self,
-        count: int = 1,
+        stage: str,
+        worker: str,
+        most: int,
         *,
-        columns: Sequence[str] = (),
-        version: int | None = None,
-        wait: float = 30.0,
-        lease: float | None = None,
+        columns: Sequence[str],
+        version: int | None,
+        wait: float,
+        lease: float | None,
     ) -> Experience:
-        asked = {"stage": self.stage, "worker": self.worker, "count": count, "columns": list(columns)}
+        asked = {"stage": stage, "worker": worker, "count": most, "columns": list(columns)}
         limits = {"version": version, "wait": min(wait, LONGEST_WAIT), "lease": lease}
-        body = await self._ask("POST", "experience/get", json=asked | limits, headers={"Accept": BINARY})
-        control, found = from_body(body)
-        view = ExperienceView.model_validate_json(control)
-        begun = {name.removeprefix("begun."): found.pop(name) for name in list(found) if name.startswith("begun.")}
-        dense = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-        return Experience(
-            view.token,
-            view.over,
-            view.published,
-            view.trained,
-            view.rows,
-            found | {name: Packed(value.reshape(-1), None) for name, value in dense.items()},
-            (view.begun.rows if view.begun else (), begun),
-            view.sampling or {},
-        )
+        return decode_experience((await self._send("POST", "experience/get", asked | limits)).body)
 
-    async def put_experience(
-        self, experience: Experience, columns: Columns, *, rows: Sequence[int] | None = None, park: bool = False
-    ) -> int:
-        control = {"token": _token(experience), "rows": experience.ids if rows is None else list(rows), "park": park}
-        body = to_body(json.dumps(control), columns)
-        return int((await self._ask("POST", "experience", data=body, headers={"Content-Type": BINARY}))["left"])
+    async def _put(self, control: Mapping[str, Any], columns: Columns) -> PutView:
+        answer = await self._send("POST", "experience", body=to_body(json.dumps(control), columns))
+        return PutView.model_validate_json(answer.body)
 
-    async def put_step(self, experience: Experience, metrics: Mapping[str, float]) -> int:
-        body = {"token": _token(experience), "step": experience.trained, "metrics": dict(metrics)}
-        return int((await self._ask("POST", "experience", json=body))["version"])
+    async def put_experience(self, token: str, rows: Sequence[int], columns: Columns, *, park: bool) -> int:
+        return (await self._put({"token": token, "rows": list(rows), "park": park}, columns)).left
 
-    async def renew(self, experience: Experience, lease: float | None = None) -> None:
-        query = {} if lease is None else {"lease": str(lease)}
-        await self._ask("POST", f"leases/{_token(experience)}/renew", params=query)
+    async def train(self, token: str, step: int, metrics: Mapping[str, float]) -> int:
+        version = (await self._put({"token": token, "step": step, "metrics": dict(metrics)}, {})).version
+        assert version is not None
+        return version
 
-    async def release(self, experience: Experience) -> None:
-        await self._ask("POST", f"leases/{_token(experience)}/release")
+    async def renew(self, token: str, lease: float | None) -> None:
+        await self._send("POST", f"leases/{token}/renew", query={"lease": lease})
 
-    async def weights(self, after: int = -1, *, wait: float = 0.0) -> tuple[int, dict[str, torch.Tensor]] | None:
-        query = {"after": str(after), "wait": str(min(wait, LONGEST_WAIT))}
-        while (version := (await self._ask("GET", "weights", params=query))["version"]) is not None:
-            try:
-                return version, load(await self._ask("GET", f"weights/{version}"))
-            except WeightsGone:
-                continue
-        return None
+    async def release(self, token: str) -> None:
+        await self._send("POST", f"leases/{token}/release")
 
-    async def weight_sync_notify(self, version: int, *, exposed: float = 0.0, hidden: float = 0.0) -> None:
-        body = {"worker": self.worker, "version": version, "exposed": exposed, "hidden": hidden}
-        await self._ask("POST", "weights/notify", json=body)
+    async def weights(self, after: int, wait: float) -> NewestVersion | None:
+        answer = await self._send("GET", "weights", query={"after": after, "wait": min(wait, LONGEST_WAIT)})
+        version = WeightsView.model_validate_json(answer.body).version
+        return None if version is None else NewestVersion(version)
 
-    async def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0) -> None:
+    async def read_weights(self, version: int) -> dict[str, torch.Tensor]:
+        return load((await self._send("GET", f"weights/{version}")).body)
+
+    async def notify(self, worker: str, version: int, *, exposed: float, hidden: float) -> None:
+        body = {"worker": worker, "version": version, "exposed": exposed, "hidden": hidden}
+        await self._send("POST", "weights/notify", body)
+
+    async def publish(self, version: int, weights: Weights, *, covered: int) -> None:
         body = save({name: tensor.clone() for name, tensor in weights}, {CONTROL: json.dumps({"version": version})})
-        query, kind = {"covered": str(covered)}, {"Content-Type": BINARY}
-        await self._ask("PUT", f"weights/{version}", data=body, params=query, headers=kind)
-
-
-def _experience(answer: Answer, sampling: Mapping[str, Any]) -> Experience:
-    """What the index's way brings, as the other one does."""
-    if answer.experience is None:
-        return Experience(None, answer.over, answer.published, answer.trained)
-    found = answer.experience
-    begun = [int(found.claim.row[at]) for at in found.begun[0]]
-    return Experience(
-        found.claim.token,
-        answer.over,
-        answer.published,
-        answer.trained,
-        rows_of(found),
-        found.columns,
-        (begun, found.begun[1]),
-        sampling,
-    )
+        await self._send("PUT", f"weights/{version}", query={"covered": covered}, body=body)
 
 
 def _token(experience: Experience) -> str:
     if experience.token is None:
-        raise ValueError("experience: nothing came with it; look whether it is true before it is used")
+        raise ValueError("experience: no rows came with it; check `if experience` before you use it")
     return experience.token

@@ -1,4 +1,4 @@
-"""What the service interface's requests and answers are made of (docs/external.md)."""
+"""Requests and answers of the interface to external stages (docs/external.md)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MOST_ROWS = 4096
 
 
 def _whole(value: object) -> object:
-    """JSON has one kind of number: 3.0 is a whole one."""
+    """Returns 3 for 3.0: JSON has one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = BeforeValidator(_whole)  # stands after Field(…): what stands after it the JSON schema does not know how to say
+Whole = BeforeValidator(_whole)  # after Field(…): the JSON schema cannot express what follows it
 Worker = Annotated[
     str,
     Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$",
-        description="The name that the worker goes by, its own and the same as long as it lives.",
+        description="The worker's name, which no other worker of the stage has.",
     ),
 ]
 Version = Annotated[int, Field(ge=0, le=LARGEST), Whole]
@@ -32,7 +32,7 @@ LeaseToken = Annotated[
     str,
     Field(
         pattern=r"^[0-9a-f]{32}$",
-        description="A lease's token, as the claim answered it: 128 random bits, good for the bearer that claimed alone.",
+        description="The token of a lease: 128 random bits, which only the bearer that claimed may use.",
     ),
 ]
 Wait = Annotated[float, Field(ge=0, le=60, description="Seconds.")]
@@ -40,8 +40,8 @@ Lease = Annotated[float, Field(ge=0.1, le=3600, description="Seconds; by default
 
 
 class PutPrompts(Strict):
-    """``first``: the position of the first of them, from 0; null: after those that are there. ``last``: no more will come,
-    and from now on they are asked again and again."""
+    """``first``: the position of the first prompt, from 0; null: behind those that the run has. ``last``: no more will come;
+    from now on the prompts are repeated."""
 
     prompts: list[dict[str, Any]] = Field(
         max_length=MOST_ROWS, description="Rows with the prompt (a text or messages) and what the rewards need."
@@ -56,9 +56,9 @@ class FedView(BaseModel):
 
 
 class GetExperience(Strict):
-    """``count``: rows for reward, groups for rollout and reference; a trainer gets one batch. ``version``: what a rollout
-    has loaded; by default what it last said to weights/notify. ``replay``: a trainer that lost its state asks for a step's
-    rows again, without a lease."""
+    """``count``: rows for reward, groups for rollout and reference; a trainer gets one batch. ``version``: the one that a
+    rollout has loaded; by default that of its last weights/notify. ``replay``: a trainer that lost its state gets the rows
+    of this step again, without a lease."""
 
     stage: ExternalStage
     worker: Worker
@@ -72,51 +72,15 @@ class GetExperience(Strict):
     replay: Version | None = None
 
 
-class ExperienceRow(BaseModel):
-    id: int = Field(description="What it is put by. No other row ever gets it.")
-    group: int
-    place: int = Field(description="In its group.")
-    samples: int = Field(description="Rows of its group.")
-    oldest_version: int = Field(description="Among its tokens; -1 before it is generated.")
-    tokens: int
-    seed: int = Field(description="Of its group: for who draws tokens by seed, place and position.")
-
-
-class Begun(BaseModel):
-    """Rows that were parked, and what they have so far; they go on from there."""
-
-    rows: list[int]
-    columns: dict[str, list[Any]] = {}
-
-
-class ExperienceView(BaseModel):
-    """``token`` is null when nothing came. As ``application/octet-stream`` it is a safetensors file, with this JSON under
-    ``asyncdock`` in its metadata, and the columns as tensors."""
-
-    token: str | None
-    stage: ExternalStage
-    lease: float
-    state: State
-    reason: str
-    over: bool = Field(description="Nothing will come any more.")
-    published: int
-    trained: int
-    sampling: dict[str, Any] | None = Field(default=None, description="How a rollout draws tokens.")
-    rows: list[ExperienceRow] = []
-    columns: dict[str, list[Any]] = {}
-    begun: Begun | None = None
-
-
 Metric = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}$")]
 
 
 class PutExperience(Strict):
-    """``rows`` are ids that the lease holds, ``columns`` what its stage makes of them. A trainer gives ``step`` (what
-    ``trained`` was when it got the batch) and ``metrics`` instead."""
+    """The JSON beside the columns. ``rows``: ids that the lease holds. A trainer gives ``step`` (the ``trained`` of its
+    claim) and ``metrics`` instead."""
 
     token: LeaseToken
     rows: list[Version] = Field([], max_length=MOST_ROWS)
-    columns: dict[str, list[Any]] = Field({}, max_length=31)
     park: bool = False
     step: Version | None = None
     metrics: dict[Metric, float] = Field({}, max_length=256)
@@ -145,7 +109,7 @@ class WeightsPath(RunPath):
 
 
 class WeightsQuery(Strict):
-    after: int = Field(-1, ge=-1, le=LARGEST, description="The version that the asker has.")
+    after: int = Field(-1, ge=-1, le=LARGEST, description="The version that the caller has.")
     wait: Wait = 0.0
 
 
@@ -157,7 +121,7 @@ class TensorView(BaseModel):
 
 
 class LocalWeights(BaseModel):
-    """Where a worker on the same machine can map the bytes. A version's are overwritten when two newer ones are published:
+    """Where a program on the same machine can map the bytes. They are overwritten when two newer versions are published:
     check each bucket after copying it."""
 
     node: str
@@ -166,7 +130,7 @@ class LocalWeights(BaseModel):
 
 
 class WeightsView(BaseModel):
-    """``version`` is null when none is newer."""
+    """The published version; null when it is not newer."""
 
     version: int | None
     state: State
@@ -182,5 +146,5 @@ class PublishQuery(Strict):
 class Notify(Strict):
     worker: Worker
     version: Version
-    exposed: float = Field(0.0, ge=0, le=LARGEST, description="Seconds in which it could make no token.")
-    hidden: float = Field(0.0, ge=0, le=LARGEST, description="Seconds that it took beside generation.")
+    exposed: float = Field(0.0, ge=0, le=LARGEST, description="Seconds in which it generated no token.")
+    hidden: float = Field(0.0, ge=0, le=LARGEST, description="Seconds beside generation.")

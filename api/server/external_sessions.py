@@ -48,7 +48,7 @@ class ExternalSession:
         """A verified copy of a published version. Raises WeightsGone."""
         async with self._copying:  # several readers share one copy
             if version not in self._held:
-                _, tensors = await self.external.read_weights(version)
+                tensors = await self.external.read_weights(version)
                 self._held[version] = await asyncio.to_thread(self._copy, version, tensors)
                 for old in sorted(self._held)[:-VERSIONS]:
                     del self._held[old]

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from api.server.operations import BINARY, JSON, PARTS, REASONS, Operation, operations_of
+from api.server.operations import JSON, PARTS, REASONS, Operation, operations_of
 from api.server.problems import MEDIA_TYPE, ProblemDetails
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -60,8 +60,6 @@ def _describe(o: Operation, references: Mapping[Any, Any], tokens: bool) -> dict
         answer = {o.produces: {"schema": {"type": "string", "contentMediaType": o.produces, "contentSchema": items}}}
     elif o.produces:
         answer = _text_or_bytes(o.produces)
-    if answer and "answer" in o.binary:
-        answer |= _text_or_bytes(BINARY)
     success: dict[str, Any] = {"content": answer} if answer else {}
     if o.sends:
         success["headers"] = {name: _header(text, "string") for name, text in o.sends.items()}
@@ -86,8 +84,7 @@ def _describe(o: Operation, references: Mapping[Any, Any], tokens: bool) -> dict
     if parameters := [parameter for name in PARTS[:3] if name in o.parts for parameter in _parameters(name, o)]:
         described["parameters"] = parameters
     if "body" in o.parts:
-        also = _text_or_bytes(BINARY) if "body" in o.binary else {}
-        described["requestBody"] = {"content": content(o.parts["body"], "validation") | also, "required": True}
+        described["requestBody"] = {"content": content(o.parts["body"], "validation"), "required": True}
     elif o.consumes:
         described["requestBody"] = {"content": _text_or_bytes(o.consumes), "required": True}
     return described

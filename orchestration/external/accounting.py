@@ -1,10 +1,10 @@
-"""Where the time of external workers goes, as far as it can be told from the calls that they make.
+"""Stage time of external workers, derived from the calls that they make.
 
-    claim ──▶ waiting_input ──▶ rows under a lease: busy ──▶ their last commit, a release, the lease's end ──▶ other
-    twice a second, of each worker that was heard of lately: a `stage` event, and a `span` event of what it has done
+    claim ──▶ waiting_input ──▶ rows under a lease: busy ──▶ last commit, release or end of the lease ──▶ other
+    twice a second, for each worker that made a call lately: a `stage` event, and a `span` event of ended leases
 
-They are the events that the run's own workers tell of themselves, so whoever shows those shows these. What is known here
-goes with the process that serves the calls; the next one counts anew, as for a worker that was started again.
+The events are those of the run's own workers, so that every reader shows both. The counts belong to this process: after a
+restart they begin at 0, as for a restarted worker.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ log = structlog.get_logger()
 
 PREFIX = "external-"  # of the names of these workers
 OVER = ("stopping", *ENDED)
-SILENT_SECONDS = 60.0  # after which a worker that holds nothing and asks for nothing is not told of any more
-MOST = 256  # workers of one run: their names are their own choice, and each is a series in the metrics
+SILENT_SECONDS = 60.0  # without a lease or a call, after which no more events are emitted for a worker
+MOST = 256  # workers of one run: they choose their names, and each name is a series in the metrics
 
 
 @dataclass
-class Held:
-    """Rows under a lease: since when (Unix s), and until when (monotonic s) if it is not renewed."""
+class LeaseTime:
+    """A lease: ``began`` in Unix seconds, ``until`` (its deadline) in monotonic seconds; ``left`` of its rows are not
+    committed."""
 
     began: float
     until: float
@@ -45,47 +46,47 @@ class Held:
 
 @dataclass
 class StageTime:
-    """One worker's, in one stage."""
+    """The time and the counts of one worker in one stage."""
 
     stage: str
     worker: str
     clock: Clock = field(default_factory=Clock)
     spans: Spans = field(default_factory=Spans)
-    held: dict[str, Held] = field(default_factory=dict)  # by token
-    claims: int = 0  # that wait
+    leases: dict[str, LeaseTime] = field(default_factory=dict)  # by token
+    waiting: int = 0  # claims
     rows: int = 0
     tokens: int = 0
     parked: int = 0
     heard: float = field(default_factory=time.monotonic)
 
     def account(self) -> None:
-        """Whatever has changed holds from now on."""
+        """Adds the time since the last change, and takes over the present state."""
         self.clock.account()
-        self.clock.working, self.clock.waiting = len(self.held), self.claims > 0
+        self.clock.working, self.clock.waiting = len(self.leases), self.waiting > 0
         self.heard = time.monotonic()
 
     def drop(self, token: str) -> None:
-        """Nothing is left under the lease."""
-        if held := self.held.pop(token, None):
-            self.spans.add(self.stage, held.began, time.time() - held.began, rows=held.rows, version=held.version)
+        """Ends a lease."""
+        if lease := self.leases.pop(token, None):
+            self.spans.add(self.stage, lease.began, time.time() - lease.began, rows=lease.rows, version=lease.version)
             self.account()
 
     def expire(self) -> None:
-        """Leases that were not renewed end by themselves."""
-        for token in [token for token, held in self.held.items() if held.until < time.monotonic()]:
+        """Ends the leases that are past their deadline."""
+        for token in [token for token, lease in self.leases.items() if lease.until < time.monotonic()]:
             self.drop(token)
 
     @property
-    def silent(self) -> bool:
-        return not self.held and not self.claims and time.monotonic() - self.heard > SILENT_SECONDS
+    def is_silent(self) -> bool:
+        return not self.leases and not self.waiting and time.monotonic() - self.heard > SILENT_SECONDS
 
 
 class StageTimes:
-    """Of all external workers of a run whose calls are served here."""
+    """The stage times of all external workers of a run that this process serves."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self._sheets: dict[tuple[str, str], StageTime] = {}
+        self._times: dict[tuple[str, str], StageTime] = {}
         self._reporting: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -95,82 +96,83 @@ class StageTimes:
 
     @contextmanager
     def claiming(self, stage: str, worker: str) -> Iterator[StageTime]:
-        """``worker`` waits meanwhile for something to do."""
-        sheet = self._sheets.get((stage, worker)) or StageTime(stage, f"{PREFIX}{stage}-{worker}")
-        if len(self._sheets) < MOST:
-            self._sheets[stage, worker] = sheet
+        """Counts the time inside as waiting of ``worker``."""
+        times = self._times.get((stage, worker)) or StageTime(stage, f"{PREFIX}{stage}-{worker}")
+        if len(self._times) < MOST:
+            self._times[stage, worker] = times
         if self._reporting is None or self._reporting.done():
             self._reporting = asyncio.create_task(self._report())
-        sheet.claims += 1
-        sheet.account()
+        times.waiting += 1
+        times.account()
         try:
-            yield sheet
+            yield times
         finally:
-            sheet.claims -= 1
-            sheet.account()
+            times.waiting -= 1
+            times.account()
 
-    def took(self, sheet: StageTime, token: str, rows: int, lease: float, version: int | None) -> None:
-        """The worker is answered with ``rows`` under a lease of so many seconds."""
-        sheet.held[token] = Held(time.time(), time.monotonic() + lease, rows, rows, version)
-        sheet.account()
+    def took(self, times: StageTime, token: str, rows: int, lease: float, version: int | None) -> None:
+        """Records that the worker got ``rows`` under a lease of ``lease`` seconds."""
+        times.leases[token] = LeaseTime(time.time(), time.monotonic() + lease, rows, rows, version)
+        times.account()
 
     def renewed(self, token: str, lease: float) -> None:
-        if sheet := self._of(token):
-            sheet.held[token].until = time.monotonic() + lease
-            sheet.account()
+        """Records a new deadline, ``lease`` seconds from now."""
+        if times := self._of(token):
+            times.leases[token].until = time.monotonic() + lease
+            times.account()
 
     def put(self, token: str, rows: int, tokens: int, left: int, *, parked: bool = False) -> None:
-        """``rows`` were committed, or ``parked``; so many are ``left`` under the token."""
-        if sheet := self._of(token):
-            sheet.tokens += tokens
+        """Records that ``rows`` were committed, or ``parked``, and that the lease still holds ``left``."""
+        if times := self._of(token):
+            times.tokens += tokens
             if parked:
-                sheet.parked += rows
+                times.parked += rows
             else:
-                sheet.rows += rows
-            sheet.held[token].left = left
+                times.rows += rows
+            times.leases[token].left = left
             if not left:
-                sheet.drop(token)
-            sheet.account()
+                times.drop(token)
+            times.account()
 
     def ended(self, token: str) -> None:
-        """The lease is given back, or lost."""
-        if sheet := self._of(token):
-            sheet.drop(token)
+        """Records that a lease was given back, or lost."""
+        if times := self._of(token):
+            times.drop(token)
 
     def _of(self, token: str) -> StageTime | None:
-        return next((sheet for sheet in self._sheets.values() if token in sheet.held), None)
+        return next((times for times in self._times.values() if token in times.leases), None)
 
     async def _report(self) -> None:
-        """Until nobody was heard of for a while, or the run is over: then nothing may be told of it any more."""
-        while self._sheets:
+        """Emits the events until all workers are silent or the run is over: an ended run takes no more events."""
+        while self._times:
             await asyncio.sleep(EVENT_SECONDS)
-            for who, sheet in list(self._sheets.items()):
-                sheet.expire()
-                if sheet.silent:
-                    del self._sheets[who]
+            for key, times in list(self._times.items()):
+                times.expire()
+                if times.is_silent:
+                    del self._times[key]
             try:
                 state = (await self.index.state())[0]
                 if state in OVER:
                     return
-                for sheet in list(self._sheets.values()) if state else ():  # one that waits in the queue has no events
-                    await self._tell(sheet)
+                for times in list(self._times.values()) if state else ():  # a run that waits in the queue has no events
+                    await self._emit(times)
             except (IndexUnreachable, IndexRefused) as lost:
-                log.warning("what external workers do cannot be told", run=self.index.run, reason=str(lost))
+                log.warning("events of external workers are lost", run=self.index.run, reason=str(lost))
 
-    async def _tell(self, sheet: StageTime) -> None:
-        depth = await self.index.queue_depth(sheet.stage)
+    async def _emit(self, times: StageTime) -> None:
+        depth = await self.index.queue_depth(times.stage)
         await self.index.emit(
             StageEvent(
-                stage=sheet.stage,
-                worker=sheet.worker,
-                **sheet.clock.read(),
-                rows=sheet.rows,
-                tokens=sheet.tokens,
-                parked=sheet.parked,
+                stage=times.stage,
+                worker=times.worker,
+                **times.clock.read(),
+                rows=times.rows,
+                tokens=times.tokens,
+                parked=times.parked,
                 queue_depth=depth,
-                in_flight=sum(held.left for held in sheet.held.values()),
+                in_flight=sum(lease.left for lease in times.leases.values()),
             )
         )
-        spans, left_out = sheet.spans.take()
+        spans, left_out = times.spans.take()
         if spans:
-            await self.index.emit(SpanEvent(stage=sheet.stage, worker=sheet.worker, spans=spans, left_out=left_out))
+            await self.index.emit(SpanEvent(stage=times.stage, worker=times.worker, spans=spans, left_out=left_out))

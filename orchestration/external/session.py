@@ -1,118 +1,71 @@
-"""A run's stages for programs outside of it: AsyncFlow's service interface, over the run's index and warehouses.
+"""The stages of a run that other programs execute: AsyncFlow's service interface, over the run's index and warehouses.
 
-    put_prompts ─▶ feed ─▶ gate ─▶ … ─▶ get_experience ─▶ (their engine) ─▶ put_experience ─▶ the next stage
-                                             ▲ lease, fencing token             └ commit, or park to go on later
-    weights ─▶ (they load) ─▶ weight_sync_notify ─▶ which version their next claims are asked by
+    put_prompts ─▶ external prompts ─▶ gate ─▶ … ─▶ get_experience ─▶ (their engine) ─▶ put_experience ─▶ the next stage
+                                                         ▲ lease, fencing token             └ commit, or park
+    weights ─▶ (they load) ─▶ weight_sync_notify ─▶ the version with which their next rows are claimed
 
-Nothing of a claim is kept here: a token is all that its holder needs, so whoever serves this may die and be started again.
-What holds for the run's own workers holds for these: a lease that expires is delivered again, a commit under it is refused,
-and no version makes tokens of a group that it is too old for.
+Claims are not stored here: the token is all that a worker needs, so the process that serves this may be restarted at any
+time. External workers have the same guarantees as the run's own: rows of an expired lease are delivered again, a commit
+under it is refused, and no token is made with a version that is too old for its group.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from orchestration.external.accounting import OVER, PREFIX, StageTime, StageTimes
-from orchestration.recipe.planner import flow_of
+from orchestration.external.accounting import OVER, PREFIX, StageTimes
+from orchestration.external.errors import NotExternal, WeightsTooOld
+from orchestration.external.experience import Experience, ExperienceRow
+from orchestration.external.weights import DIRECT, WAIT_SECONDS, ExternalWeights, loaded_key
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
-from orchestration.run.paths import RunPaths
 from pipeline.columns import Packed, Schema
-from pipeline.events import LedgerEvent, SyncEvent
+from pipeline.events import LedgerEvent
 from pipeline.index.client import Claim, Index, LeaseLost, redacted
-from pipeline.warehouse.dock import Dock, NoRoom
-from stages.columns import RESPONSE
+from pipeline.warehouse.dock import Dock
 from stages.external_checks import (
-    TERMS,
     Columns,
-    Layout,
     Misfit,
-    Terms,
     check_columns,
-    check_layout,
     check_logprobs,
     check_responses,
     check_rewards,
-    checked_weights,
-    nbytes_of,
 )
+from stages.flow.catalogue import RESPONSE
 from stages.prompts.external import put_prompts
 from stages.rollout.stage import PROGRESS, group_seed
 from stages.training.update import step_event
-from stages.weights.store import Published, WeightsDamaged, WeightStore
 
-CLAIMED = "running"  # the state in which there is something to claim: a run that starts has no warehouse yet
+CLAIMED = "running"  # the state in which rows can be claimed: a run that starts has no warehouse yet
 MOST_ROWS = 4096  # of one claim
-WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
-DIRECT = "index"  # the owner of what is claimed by the index's URL; not "", which owns what the run's own workers claim
 GROUPS = ("rollout", "reference")  # stages that take whole groups
 
 
-class NotExternal(LookupError):
-    """The run's own workers do this stage."""
+class External(ExternalWeights):
+    """The interface of one run to external stages.
 
-
-class NotBegun(RuntimeError):
-    """The run has no workers yet."""
-
-
-class WeightsTooOld(RuntimeError):
-    """The version that an engine has loaded may make no tokens of what waits: it must load a newer one first."""
-
-
-class WeightsGone(LookupError):
-    """A version's weights are not held any more, or not yet."""
-
-
-@dataclass(frozen=True)
-class Experience:
-    """Rows under a lease: the claim, which stage it is of, the columns that were asked, and what rows that were parked
-    before have so far (``begun``: their positions, and their columns)."""
-
-    claim: Claim
-    columns: dict[str, Packed]
-    begun: tuple[list[int], dict[str, Packed]]
-    seeds: list[int]  # of each row's group, for who draws tokens
-
-
-@dataclass(frozen=True)
-class Answer:
-    """``experience`` is None when nothing came within the time; ``state`` says whether more can come."""
-
-    experience: Experience | None
-    state: str
-    reason: str
-    published: int
-    trained: int
-
-    @property
-    def over(self) -> bool:
-        return self.state in OVER
-
-
-class External:
-    """The interface to one run. ``worker`` names the process that serves it: a life of that name that was killed leaves
-    nothing open. Raises IndexUnreachable when the index cannot be reached."""
+    ``worker`` names the process that serves it. An earlier process of that name that was killed leaves no block open.
+    Methods raise IndexUnreachable when the index cannot be reached. ``owner``, in all of them: the authenticated identity
+    of the caller, which owns the leases of its claims.
+    """
 
     def __init__(self, index: Index, recipe: Recipe, *, worker: str = "external") -> None:
-        self.index, self.recipe, self.worker = index, recipe, worker
+        super().__init__(index, recipe)
+        self.worker = worker
         self._dock: Dock | None = None
         self._opening = asyncio.Lock()
-        self._terms: Terms | None = None
-        self._store: WeightStore | None = None
-        self._timesheets = StageTimes(index)
+        self._times = StageTimes(index)
 
     @classmethod
     async def open(cls, url: str, run: str, *, worker: str = "external") -> External:
-        """By a running run's index and id. Raises LookupError when the index knows no such run."""
+        """Opens the run with id ``run`` on the index at ``url``. Raises LookupError when the index has no such run."""
         index = Index(url, run)
         try:
             recipe = await index.get("recipe")
@@ -129,8 +82,8 @@ class External:
         return flow_of(self.recipe).schema
 
     async def close(self) -> None:
-        """Give back what is held open here, and the connections. Leases stay with their holders."""
-        await self._timesheets.close()
+        """Closes the warehouses and the connections. Leases stay valid."""
+        await self._times.close()
         if self._dock is not None:
             await self._dock.close()
         await self.index.close()
@@ -140,7 +93,7 @@ class External:
     async def put_prompts(
         self, rows: Sequence[Mapping[str, Any]], *, first: int | None = None, last: bool = False, timeout: float = 30.0
     ) -> int:
-        """See :func:`stages.prompts.external.put_prompts`. Raises NotExternal when the run has its own prompts."""
+        """Adds prompts, as :func:`stages.prompts.external.put_prompts`. Raises NotExternal when the run has its own."""
         if self.recipe.prompts.source != "external":
             raise NotExternal(
                 f"prompts.source = {self.recipe.prompts.source!r}: the run has its own prompts; open one with "
@@ -162,61 +115,99 @@ class External:
         wait: float = 0.0,
         lease: float | None = None,
         owner: str = DIRECT,
-    ) -> Answer:
-        """Lease what is ready for ``stage`` to ``worker``: up to ``most`` rows, groups for stages that take groups, or a
-        train batch; waiting up to ``wait`` seconds for some. ``columns``: which to fetch, those that the stage needs by
-        default. ``version``: the policy version that a rollout has loaded, by default what it was last told to be by
-        :meth:`notify`. ``lease`` in seconds. ``owner``, here and in all calls: the proven identity of the caller, to which
-        the lease is bound. Raises NotExternal, WeightsTooOld, Misfit, ColumnError."""
-        self._external(stage)
+    ) -> Experience:
+        """Leases up to ``most`` rows of ``stage`` to ``worker`` (groups for stages that take groups, one batch for a
+        trainer), waiting up to ``wait`` seconds for some.
+
+        ``columns``: those to fetch; default: those that the stage needs. ``version``: the policy version that a rollout has
+        loaded; default: that of its last :meth:`notify`. ``lease`` in seconds. Raises NotExternal, WeightsTooOld, Misfit,
+        ColumnError."""
+        self._check_external(stage)
         if stage == "rollout":
             version = await self._version(worker, version, owner)
         lease = lease or self.recipe.pipeline.lease_seconds
-        with self._timesheets.claiming(stage, worker) as sheet:
-            return await self._claimed(stage, worker, most, columns, version, wait, lease, sheet, owner)
+        with self._times.claiming(stage, worker) as time_spent:
+            claim, state, reason = await self._claim(stage, worker, most, version, wait, lease, owner)
+            experience = await self._experience(stage, claim, lease, state, reason, columns)
+            if claim is not None:
+                self._times.took(time_spent, claim.token, len(claim), lease, version)
+            return experience
 
-    async def _claimed(
-        self,
-        stage: str,
-        worker: str,
-        most: int,
-        columns: Sequence[str],
-        version: int | None,
-        wait: float,
-        lease: float,
-        sheet: StageTime,
-        owner: str,
-    ) -> Answer:
+    async def _claim(
+        self, stage: str, worker: str, most: int, version: int | None, wait: float, lease: float, owner: str
+    ) -> tuple[Claim | None, str, str]:
+        """Returns a claim, or None when ``wait`` seconds passed or the run ended, and the run's state with its reason."""
         deadline = time.monotonic() + wait
-        most = min(most, MOST_ROWS // (self.recipe.algorithm.group_size if stage in GROUPS else 1))
+        most = max(1, min(most, MOST_ROWS // (self.recipe.algorithm.group_size if stage in GROUPS else 1)))
+        generated = version if stage == "rollout" else None
         while True:
             state, reason, position = await self.index.state()
             topics, due = {"state": position}, WAIT_SECONDS
             if state == CLAIMED:
-                dock = await self._warehouses()
-                generated = version if stage == "rollout" else None
-                lessee = f"{PREFIX}{worker}"
-                found = await self.index.claim(stage, lessee, max(most, 1), lease, generated, dock.home, owner=owner)
+                home = (await self._warehouses()).home
+                found = await self.index.claim(stage, f"{PREFIX}{worker}", most, lease, generated, home, owner=owner)
                 if isinstance(found, Claim):
-                    experience = await self._experience(found, columns)
-                    self._timesheets.took(sheet, found.token, len(found), lease, version)
-                    return await self._answer(experience, state, reason)
+                    return found, state, reason
                 if version is not None:
                     await self._refuse_old(stage, version)
                 topics[found.topic], due = found.wait, min(found.due or due, due)
             left = deadline - time.monotonic()
             if state in OVER or left <= 0:
-                return await self._answer(None, state, reason)
+                return None, state, reason
             await self.index.wait_any(topics, min(left, due))
 
-    async def _answer(self, experience: Experience | None, state: str, reason: str) -> Answer:
-        status = await self.index.status()
-        return Answer(experience, state or "created", reason, status.published, status.trained)
+    async def _experience(
+        self, stage: str, claim: Claim | None, lease: float, state: str, reason: str, columns: Sequence[str] = ()
+    ) -> Experience:
+        """Returns the rows of ``claim``, or the answer without rows. Gives back rows that cannot be fetched."""
+        try:
+            status = await self.index.status()
+            empty = Experience(stage, None, lease, state or "created", reason, status.published, status.trained)
+            if claim is None:
+                return empty
+            rows = [
+                ExperienceRow(
+                    id=row.row,
+                    group=row.group,
+                    place=row.place,
+                    samples=row.samples,
+                    oldest_version=row.oldest_version,
+                    tokens=row.tokens,
+                    seed=group_seed(self.recipe.seed, row.group),
+                )
+                for row in claim.rows
+            ]
+            found, begun = await self._fetch(claim, columns)
+            sampling = (await self.terms()).sampling if stage == "rollout" else {}
+        except BaseException:
+            if claim is not None:
+                await asyncio.shield(self.index.hand_back(claim))
+            raise
+        return replace(empty, token=claim.token, rows=rows, columns=found, begun=begun, sampling=sampling)
+
+    async def _fetch(
+        self, claim: Claim, columns: Sequence[str]
+    ) -> tuple[dict[str, Packed], tuple[list[int], dict[str, Packed]]]:
+        """Returns the columns of ``claim`` (default: those that its stage needs), and its parked rows: their ids and what
+        they have so far."""
+        dock = await self._warehouses()
+        found = await dock.fetch_packed(claim, list(columns) or dock.schema.names(await self._of_stage(claim, "needs")))
+        if claim.stage != "rollout":
+            return found, ([], {})
+        refs = claim.refs[dock.producer("response_ids")]
+        positions = np.flatnonzero(refs["block"])
+        progress = await dock.gather(refs[positions], list(PROGRESS)) if len(positions) else {}
+        return found, (claim.row[positions].tolist(), progress)
+
+    async def _of_stage(self, claim: Claim, what: str) -> Any:
+        """Returns the columns that the stage of ``claim`` ``needs`` or ``makes``, as the run declares them."""
+        config = await self.index.config()
+        return next(stage[what] for stage in config["stages"] if stage["name"] == claim.stage)
 
     async def _version(self, worker: str, version: int | None, owner: str) -> int:
-        """The version that a rollout's claim is made with."""
+        """Returns the version with which a rollout claims."""
         if version is None:
-            notified = await self.index.get(_loaded(worker, owner))
+            notified = await self.index.get(loaded_key(worker, owner))
             if notified is None:
                 raise Misfit(
                     "version", "is not known of this worker", "give it, or call weight_sync_notify with what was loaded"
@@ -225,13 +216,8 @@ class External:
         await self._refuse_unpublished(version)
         return version
 
-    async def _refuse_unpublished(self, version: int) -> None:
-        newest = (await self.index.status()).published
-        if not 0 <= version <= newest:
-            raise Misfit("version", f"{version} is not published", f"give one of 0 .. {newest}")
-
     async def _refuse_old(self, stage: str, version: int) -> None:
-        """Nothing was there for ``version``; if there is for a newer one, say so instead of waiting."""
+        """Raises WeightsTooOld when rows wait that a newer version than ``version`` may generate."""
         status = await self.index.status([version])
         if version < status.published and await self.index.queue_depth(stage):
             raise WeightsTooOld(
@@ -239,68 +225,45 @@ class External:
                 f"{status.gates[version]}; load version {status.published} and claim again"
             )
 
-    async def _experience(self, claim: Claim, columns: Sequence[str]) -> Experience:
-        """The claim's rows; what cannot be fetched is handed back."""
-        dock = await self._warehouses()
-        try:
-            wanted = list(columns) or await self._needed(claim.stage)
-            found = await dock.fetch_packed(claim, wanted)
-            positions, progress = list[int](), dict[str, Packed]()
-            if claim.stage == "rollout":
-                refs = claim.refs[dock.producer("response_ids")]
-                positions = np.flatnonzero(refs["block"]).tolist()
-                if positions:
-                    progress = await dock.gather(refs[positions], list(PROGRESS))
-        except BaseException:
-            await asyncio.shield(self.index.hand_back(claim))
-            raise
-        seeds = [group_seed(self.recipe.seed, group) for group in claim.group.tolist()]
-        return Experience(claim, found, (positions, progress), seeds)
-
-    async def _needed(self, stage: str) -> list[str]:
-        dock, config = await self._warehouses(), await self.index.config()
-        return dock.schema.names(next(s["needs"] for s in config["stages"] if s["name"] == stage))
-
     async def put_experience(
         self, token: str, rows: Sequence[int], columns: Columns, *, park: bool = False, owner: str = DIRECT
     ) -> int:
-        """Commit what was made of ``rows`` (ids) under a lease, or ``park`` it to be continued by whoever claims it next.
-        Returns how many rows are left under the token. Raises LeaseLost, NotExternal, Misfit, ColumnError, IndexRefused."""
+        """Commits ``columns`` of ``rows`` (ids) under a lease, or parks them (``park``) to be continued by any worker.
+        Returns the number of rows that the lease still holds. Raises LeaseLost, NotExternal, Misfit, ColumnError,
+        IndexRefused."""
         claim, left = await self._lease(token, owner)
         positions = _positions(claim, rows)
         dock, part = await self._warehouses(), claim.part(positions)
         if claim.stage == "update":
-            raise Misfit("columns", "are not what a train batch is answered with", "tell the step that was made of it")
+            raise Misfit("columns", "are not taken for a train batch", "give the step that was made of it")
         if claim.stage != "rollout":
             if park:
-                raise Misfit(
-                    "park", f"is not for stage {claim.stage!r}", "park responses that have not ended, commit the rest"
-                )
-            config = await self.index.config()
-            makes = next(s["makes"] for s in config["stages"] if s["name"] == claim.stage)
-            check_columns(dock.schema, columns, dock.schema.names(makes), len(positions))
+                fix = "park responses that have not ended, commit the rest"
+                raise Misfit("park", f"is not for stage {claim.stage!r}", fix)
+            makes = dock.schema.names(await self._of_stage(claim, "makes"))
+            check_columns(dock.schema, columns, makes, len(positions))
             if claim.stage == "reward":
                 check_rewards(columns)
             if claim.stage == "reference":
                 check_logprobs("ref_logprobs", columns["ref_logprobs"], torch.from_numpy(part.tokens.astype("int64")))
             await dock.commit(claim, positions, columns)
             return self._put(part, left - len(positions), int(part.tokens.sum()))
-        wanted = PROGRESS if park else tuple(column.name for column in RESPONSE)
+        wanted = PROGRESS if park else tuple(RESPONSE)
         check_columns(dock.schema, columns, wanted, len(positions))
         newest = (await self.index.status()).published
         made = check_responses(columns, await self.terms(), newest, parked=park)
         await self._refuse_stale(part, [oldest for oldest, _ in made])
         put = dock.park if park else dock.commit
         await put(claim, positions, columns, generated=made)
-        begun = int(part.tokens.sum())  # by whoever had parked them
+        begun = int(part.tokens.sum())  # made before the rows were parked
         return self._put(part, left - len(positions), sum(tokens for _, tokens in made) - begun, park)
 
     def _put(self, part: Claim, left: int, tokens: int, park: bool = False) -> int:
-        self._timesheets.put(part.token, len(part), tokens, left, parked=park)
+        self._times.put(part.token, len(part), tokens, left, parked=park)
         return left
 
     async def _refuse_stale(self, claim: Claim, oldest: Sequence[int]) -> None:
-        """No token may be of a version that was not allowed to touch its group."""
+        """Raises WeightsTooOld when a token of ``claim`` is of a version that is too old for its group."""
         versions = sorted(set(oldest))
         gates = (await self.index.status(versions)).gates
         for group, version in zip(claim.group.tolist(), oldest, strict=True):
@@ -311,7 +274,7 @@ class External:
                 )
 
     async def train(self, token: str, step: int, metrics: Mapping[str, float], *, owner: str = DIRECT) -> int:
-        """An optimizer step was made of all rows under the token: ``step`` is the version that the claim told as trained.
+        """Ends the train batch under ``token``: the trainer made its optimizer step. ``step``: the ``trained`` of its claim.
         ``metrics`` go into the step's event. Returns the trainer's new version, to be published next. Raises LeaseLost,
         NotExternal, BoundBroken, IndexRefused."""
         claim, _ = await self._lease(token, owner)
@@ -329,181 +292,44 @@ class External:
         return version
 
     async def replay(self, step: int) -> Experience:
-        """The rows of a step that was trained and is not covered by a checkpoint, without a lease: what an external trainer
-        that lost its state makes again. Raises NotExternal, StaleHandle."""
-        self._external("update")
+        """Returns the rows of a trained step that no checkpoint covers, without a lease, for an external trainer that lost
+        its state. Raises NotExternal, StaleHandle."""
+        self._check_external("update")
         claim = await self.index.replay(step)
         claim.stage = "update"
-        return await self._experience(claim, ())
-
-    async def replayed(self, step: int) -> Answer:
-        """:meth:`replay` as an answer."""
-        experience = await self.replay(step)
         state, reason, _ = await self.index.state()
-        return await self._answer(experience, state, reason)
+        return await self._experience("update", claim, self.recipe.pipeline.lease_seconds, state, reason)
 
     async def renew(self, token: str, lease: float | None = None, *, owner: str = DIRECT) -> float:
-        """Hold a lease for another ``lease`` seconds from now, which are returned. Raises LeaseLost, NotExternal."""
+        """Holds a lease for ``lease`` seconds from now, and returns these. Raises LeaseLost, NotExternal."""
         claim, _ = await self._lease(token, owner)
         lease = lease or self.recipe.pipeline.lease_seconds
         if token not in await self.index.renew(claim.stage, [token], lease, owner):
-            self._timesheets.ended(token)
+            self._times.ended(token)
             raise LeaseLost(f"token {token} has no lease any more: it expired")
-        self._timesheets.renewed(token, lease)
+        self._times.renewed(token, lease)
         return lease
 
     async def release(self, token: str, *, owner: str = DIRECT) -> None:
-        """Give back what is left under a lease, to be claimed by others at once. Harmless when it has ended, or is not the
-        owner's."""
+        """Gives back the rows that a lease still holds, to be claimed by others at once. Does nothing to a lease that has
+        ended, or that another owner has."""
         found = await self.index.lease(token, owner)
         if found is None:
             return
-        self._external(found[0].stage)
+        self._check_external(found[0].stage)
         await self.index.hand_back(found[0])
-        self._timesheets.ended(token)
+        self._times.ended(token)
 
     async def _lease(self, token: str, owner: str) -> tuple[Claim, int]:
-        """The claim under ``token``, and how many of its rows are left. A lease of another owner is answered as an ended one
-        is, so that nothing can be learnt of it."""
+        """Returns the claim under ``token`` and the number of rows that it still holds. A lease of another owner is
+        treated as one that has ended, so that a caller learns nothing of it."""
         found = await self.index.lease(token, owner)
         if found is None:
             raise LeaseLost(
                 f"token {token} has no lease any more: it expired, all of its rows are committed, or another caller has it"
             )
-        self._external(found[0].stage)
+        self._check_external(found[0].stage)
         return found
-
-    # ── weights ──
-
-    async def weights(self, after: int = -1, wait: float = 0.0) -> Published | None:
-        """The published version, when it is newer than ``after``; waits up to ``wait`` seconds for one."""
-        if not self.recipe.external.stages:
-            raise NotExternal(
-                "external.stages is empty: the run is its own workers' alone; open one with some stage in it"
-            )
-        deadline = time.monotonic() + wait
-        while True:
-            newest = await self.index.published_weights()
-            if newest.record and newest.version > after:
-                return Published.from_record(newest.record)
-            state, _, position = await self.index.state()
-            left = deadline - time.monotonic()
-            if left <= 0 or state in OVER:
-                return None
-            await self.index.wait_any({"version": newest.wait, "state": position}, min(left, WAIT_SECONDS))
-
-    async def read_weights(self, version: int) -> tuple[Published, dict[str, torch.Tensor]]:
-        """A private, verified copy of one of the two newest versions. Raises WeightsGone."""
-        record = await self.index.weights_record(version)
-        if not record:
-            raise WeightsGone(f"weights of version {version} are not held; ask for the newest")
-        published = Published.from_record(record)
-        try:
-            return published, await asyncio.to_thread((await self._weight_store()).read, published)
-        except WeightsDamaged as damaged:
-            raise WeightsGone(f"{damaged}; ask for the newest") from None
-
-    async def notify(
-        self,
-        worker: str,
-        version: int,
-        *,
-        exposed: float = 0.0,
-        hidden: float = 0.0,
-        nbytes: int = 0,
-        owner: str = DIRECT,
-    ) -> None:
-        """``worker`` has loaded ``version``: its claims are made with it from now on. ``exposed`` seconds it could make no
-        token for that, ``hidden`` it went on beside. Raises Misfit for a version that is not published."""
-        await self._refuse_unpublished(version)
-        await self.index.put(_loaded(worker, owner), str(version))
-        record = await self.index.weights_record(version)
-        await self.index.emit(
-            SyncEvent(
-                worker=f"{PREFIX}{worker}",
-                version=version,
-                bytes=nbytes or (record["nbytes"] if record else 0),
-                exposed_seconds=exposed,
-                hidden_seconds=hidden,
-                publish_seconds=0.0,
-            )
-        )
-
-    async def publish(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0
-    ) -> Published:
-        """An external trainer's weights after its step: ``version`` is what :meth:`train` returned, or the version that the
-        run begins with. Its own checkpoint covers the steps below ``covered``; at most checkpoint.every steps are kept for
-        :meth:`replay`. Raises NotExternal, Misfit."""
-        wanted = await self.may_publish(version)
-        began, store = time.monotonic(), await self._weight_store()
-        published = await asyncio.to_thread(store.publish, version, checked_weights(weights, wanted))
-        await self.index.publish_weights(version, published.record())
-        await self.index.emit(
-            SyncEvent(
-                worker=f"{PREFIX}update",
-                version=version,
-                bytes=published.nbytes,
-                publish_seconds=time.monotonic() - began,
-                exposed_seconds=0.0,
-                hidden_seconds=0.0,
-            )
-        )
-        await self.index.release_steps(max(covered, version - self.recipe.checkpoint.every))
-        return published
-
-    async def may_publish(self, version: int, layout: Layout | None = None) -> Layout | None:
-        """The names, dtypes and shapes that the weights of ``version`` must have (None: any, the model is not known). Raises
-        NotExternal, NotBegun, Misfit unless ``version`` is what has to be published next, and unless ``layout`` fits where
-        it is given, and NoRoom when shared memory has not the bytes for it."""
-        self._external("update")
-        place, terms = await self.place(), await self.terms()
-        newest = await self.index.published_weights()
-        trained = (await self.index.status()).trained
-        if version != trained or (newest.record and version <= newest.version):
-            published = f"version {newest.version} is published" if newest.record else "none is published"
-            raise Misfit(
-                "version",
-                f"{version} cannot be published: the trainer is at {trained}, and {published}",
-                f"publish {trained}",
-            )
-        wanted = terms.weights
-        if wanted is None and newest.record:
-            wanted = {t.name: (t.dtype, t.shape) for t in Published.from_record(newest.record).tensors}
-        if layout is not None:
-            check_layout(layout, wanted)
-            if nbytes_of(layout) > (free := shutil.disk_usage(place.shared).free):
-                raise NoRoom(f"weights: {nbytes_of(layout)} bytes do not fit into shared memory, where {free} are free")
-        return wanted
-
-    # ── what is known of the run ──
-
-    async def terms(self) -> Terms:
-        """Raises NotBegun before the run's workers have said them."""
-        if self._terms is None:
-            told = await self.index.get(TERMS)
-            if told is None:
-                raise NotBegun(f"run {self.index.run!r} has not begun; wait until its state is 'running'")
-            self._terms = Terms.from_json(told)
-        return self._terms
-
-    async def place(self) -> RunPaths:
-        """Raises NotBegun."""
-        told = await self.index.get("place")
-        if told is None:
-            raise NotBegun(f"run {self.index.run!r} has not begun; wait until its state is 'running'")
-        return RunPaths.from_json(told)
-
-    def _external(self, stage: str) -> None:
-        if stage not in self.recipe.external.stages:
-            raise NotExternal(
-                f"stage {stage!r} is done by the run's own workers; open a run with external.stages = [{stage!r}]"
-            )
-
-    async def _weight_store(self) -> WeightStore:
-        if self._store is None:
-            self._store = WeightStore((await self.place()).shared)
-        return self._store
 
     async def _warehouses(self) -> Dock:
         async with self._opening:
@@ -514,26 +340,21 @@ class External:
                     worker=self.worker,
                     directory=(await self.place()).shared,
                     lease=self.recipe.pipeline.lease_seconds,
-                    slab=0,  # whoever kills this leaves no slab behind that nobody would close
+                    slab=0,  # a process that is killed leaves no open slab
                     secret=(await self.index.get("secret") or "").encode(),
                     tls=self.recipe.pipeline.tls_contexts(),
                 )
-                await self.index.forget_worker(self.worker)  # blocks that a former life held open
+                await self.index.forget_worker(self.worker)  # blocks that an earlier process of this name left open
                 await dock.enter()
                 self._dock = dock
             return self._dock
 
 
-def _loaded(worker: str, owner: str) -> str:
-    """The document of the index that says which version a worker has loaded. Owners cannot name each other's workers."""
-    return f"loaded:{owner}:{worker}"
-
-
 def _positions(claim: Claim, rows: Sequence[int]) -> list[int]:
-    """Where in ``claim`` the rows with these ids are."""
+    """Returns the positions in ``claim`` of the rows with these ids."""
     at = {row: position for position, row in enumerate(claim.row.tolist())}
     if lost := [row for row in rows if row not in at]:
-        raise LeaseLost(f"row {lost[0]} is not held by token {claim.token}; put rows that its claim told, once")
+        raise LeaseLost(f"row {lost[0]} is not held by token {claim.token}; put rows of its claim, each once")
     if len(set(rows)) != len(rows) or not rows:
-        raise Misfit("rows", "are none, or hold one twice", "give the id of each row that is put, once")
+        raise Misfit("rows", "is empty, or holds one twice", "give the id of each row that is put, once")
     return [at[row] for row in rows]

@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from api.client.external_stage import ExternalStage
-from orchestration.external.session import WeightsTooOld
+from api.client import ExternalStage
+from orchestration.external.errors import WeightsTooOld
 from pipeline.columns import Packed
 from pipeline.index.client import LeaseLost
 

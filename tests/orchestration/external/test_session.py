@@ -16,7 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from orchestration.external.session import Answer, Experience, External, NotExternal, WeightsGone, WeightsTooOld
+from orchestration.external.errors import NotExternal, WeightsGone, WeightsTooOld
+from orchestration.external.experience import Experience
+from orchestration.external.session import External
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.builders.flow import EXTERNAL_PROMPTS
 from orchestration.run.engines import train_engine
@@ -25,9 +28,9 @@ from orchestration.run.run import WHERE, Run
 from pipeline.columns import ColumnError, Packed
 from pipeline.index.client import LeaseLost
 from stages.algorithms import build_algorithm
+from stages.algorithms.batch import trained_columns
 from stages.external_checks import Misfit, Terms, check_responses
 from stages.prompts.too_long import TOO_LONG_FILE
-from stages.training.ranks import trained_columns
 from tests.orchestration.run.test_run import assert_each_sample_once
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 
@@ -68,7 +71,7 @@ async def taking_part(run: Run) -> AsyncGenerator[tuple[Watched, External, async
 
 
 async def roll_out(
-    external: External, worker: str, until: Callable[[Answer], bool] = lambda answer: answer.over
+    external: External, worker: str, until: Callable[[Experience], bool] = lambda answer: answer.over
 ) -> None:
     """A rollout's loop: the newest weights, then groups, then responses, one commit for each group."""
     version = -1
@@ -81,24 +84,27 @@ async def roll_out(
         except WeightsTooOld:
             continue
         if until(answer):
-            if answer.experience is not None:
-                await external.release(answer.experience.claim.token)
+            if answer:
+                await external.release(answer.token)
             return
-        if answer.experience is not None:
-            await answer_all(external, answer.experience, version)
+        if answer:
+            await answer_all(external, answer, version)
+
+
+def groups(experience: Experience) -> list[int]:
+    return sorted({row.group for row in experience.rows})
 
 
 async def answer_all(external: External, experience: Experience, version: int) -> None:
-    claim = experience.claim
-    for group in sorted(set(claim.group.tolist())):
-        rows = claim.row[claim.group == group].tolist()
-        await external.put_experience(claim.token, rows, responses(len(rows), version))
+    for group in groups(experience):
+        rows = [row.id for row in experience.rows if row.group == group]
+        await external.put_experience(experience.token, rows, responses(len(rows), version))
 
 
 async def claimed(external: External, most: int = 1, version: int = 0, **options: Any) -> Experience:
-    answer = await external.get_experience("rollout", "test", most, version=version, wait=30, **options)
-    assert answer.experience is not None
-    return answer.experience
+    experience = await external.get_experience("rollout", "test", most, version=version, wait=30, **options)
+    assert experience
+    return experience
 
 
 @pytest.mark.parametrize(("staleness", "window"), [(0, 1), (2, 3)])
@@ -124,18 +130,18 @@ async def test_what_a_dead_worker_held_is_delivered_again_and_its_late_commit_re
     of = recipe(ROLLOUT)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
         lost = await claimed(external, 2, lease=0.2)
-        first = lost.claim.row[lost.claim.group == lost.claim.group[0]].tolist()
-        await external.put_experience(lost.claim.token, first[:1], responses(1, 0))
+        first = [row.id for row in lost.rows if row.group == lost.rows[0].group]
+        await external.put_experience(lost.token, first[:1], responses(1, 0))
         again = await claimed(external, 4)  # the gate lets 8 in; these are the two that were held, and two more
-        while set(lost.claim.row.tolist()) - {*first[:1]} - set(again.claim.row.tolist()):
-            await external.release(again.claim.token)
+        while set(lost.ids) - {*first[:1]} - set(again.ids):
+            await external.release(again.token)
             await asyncio.sleep(0.05)
             again = await claimed(external, 4)
-        assert first[0] not in again.claim.row, "a row that was committed was handed out again"
+        assert first[0] not in again.ids, "a row that was committed was handed out again"
         with pytest.raises(LeaseLost):
-            await external.put_experience(lost.claim.token, first[1:], responses(len(first) - 1, 0))
+            await external.put_experience(lost.token, first[1:], responses(len(first) - 1, 0))
         with pytest.raises(LeaseLost):
-            await external.renew(lost.claim.token)
+            await external.renew(lost.token)
         await answer_all(external, again, 0)
         await roll_out(external, "a")
         result = await work
@@ -148,7 +154,7 @@ async def test_a_lease_is_held_as_long_as_it_is_renewed(tmp_path: Path) -> None:
     async with taking_part(Run.create(recipe(ROLLOUT), tmp_path / "run")) as (watched, external, _):
         held = await claimed(external, 1, lease=0.5)
         for _ in range(3):
-            assert await external.renew(held.claim.token, 0.5) == 0.5
+            assert await external.renew(held.token, 0.5) == 0.5
             assert await external.get_experience("rollout", "other", 8, version=0, wait=0.3) is not None
         await answer_all(external, held, 0)
         watched.stop.set()
@@ -166,11 +172,10 @@ async def test_weights_too_old_are_refused_at_the_claim_and_at_the_commit(tmp_pa
         with pytest.raises(WeightsTooOld, match="load version"):
             await external.get_experience("rollout", "slow", 1, wait=30)
         answer = await external.get_experience("rollout", "slow", 1, version=2, wait=10)
-        assert answer.experience is not None
-        claim = answer.experience.claim
+        assert answer
         with pytest.raises(WeightsTooOld, match="version 0 may make no tokens of group"):
-            await external.put_experience(claim.token, claim.row.tolist(), responses(len(claim), 0))
-        await answer_all(external, answer.experience, 2)
+            await external.put_experience(answer.token, answer.ids, responses(len(answer.ids), 0))
+        await answer_all(external, answer, 2)
         await roll_out(external, "a")
         result = await work
     assert result.state == "finished", result.reason
@@ -181,18 +186,18 @@ async def test_a_parked_response_goes_on_with_whoever_claims_it_next(tmp_path: P
     of = recipe(ROLLOUT)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
         begun = await claimed(external, 1)
-        rows = begun.claim.row.tolist()
+        rows = begun.ids
         progress = responses(1, 0, tokens=2, truncated=None)
-        await external.put_experience(begun.claim.token, rows[:1], progress, park=True)
-        await external.put_experience(begun.claim.token, rows[1:], responses(len(rows) - 1, 0))
+        await external.put_experience(begun.token, rows[:1], progress, park=True)
+        await external.put_experience(begun.token, rows[1:], responses(len(rows) - 1, 0))
         more = await claimed(external, 1)
-        positions, columns = more.begun
-        assert [more.claim.row[i] for i in positions] == rows[:1]
+        parked, columns = more.begun
+        assert parked == rows[:1]
         assert columns["response_ids"].values.tolist() == [5, 5]
         assert columns["versions"].values.tolist() == [0, 2]
         longest = responses(1, 0, tokens=32, truncated=None)
         with pytest.raises(Misfit, match="has ended"):
-            await external.put_experience(more.claim.token, rows[:1], longest, park=True)
+            await external.put_experience(more.token, rows[:1], longest, park=True)
         await answer_all(external, more, 0)
         await roll_out(external, "a")
         result = await work
@@ -212,7 +217,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too long": (responses(4, 0, tokens=33), "response_ids.*33 tokens.*max_tokens = 32"),
     "a logprob too few": ({"rollout_logprobs": ragged([[-0.5] * 3] * 3 + [[-0.5]], LOGPROBS)}, "logprobs.*row 3 has 1"),
     "a logprob that is none": ({"rollout_logprobs": ragged([[-0.5, float("nan"), 0]] * 4, LOGPROBS)}, "row 0.*nan"),
-    "versions that do not add up": ({"versions": ragged([[0, 2]] * 4, VERSIONS)}, "versions.*tells of 2 tokens"),
+    "versions that do not add up": ({"versions": ragged([[0, 2]] * 4, VERSIONS)}, "versions.*counts 2 tokens"),
     "half a version": ({"versions": ragged([[0, 3, 0]] * 4, VERSIONS)}, "versions.*3 numbers"),
     "a version of nothing": ({"versions": ragged([[0, 3, 0, 0]] * 4, VERSIONS)}, "versions.*without tokens"),
     "a version to come": ({"versions": ragged([[7, 3]] * 4, VERSIONS)}, "versions.*row 0.*published"),
@@ -223,13 +228,13 @@ async def test_what_does_not_fit_is_told_with_its_column_and_the_run_goes_on(tmp
     of = recipe(ROLLOUT)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
         held = await claimed(external, 1)
-        token, rows = held.claim.token, held.claim.row.tolist()
-        for changes, said in WRONG.values():
-            with pytest.raises((Misfit, ColumnError), match=f"(?s){said}"):
+        token, rows = held.token, held.ids
+        for changes, words in WRONG.values():
+            with pytest.raises((Misfit, ColumnError), match=f"(?s){words}"):
                 await external.put_experience(token, rows, responses(4, 0, **changes))
         with pytest.raises(LeaseLost, match="not held by token"):
             await external.put_experience(token, [*rows[:3], 10**6], responses(4, 0))
-        with pytest.raises(Misfit, match="hold one twice"):
+        with pytest.raises(Misfit, match="holds one twice"):
             await external.put_experience(token, rows[:1] * 4, responses(4, 0))
         with pytest.raises(NotExternal, match=r"external\.stages = \['reward'\]"):
             await external.get_experience("reward", "test", 1)
@@ -259,18 +264,18 @@ def test_versions_are_taken_only_when_they_add_up(pairs: list[list[int]]) -> Non
         assert max(flat[::2]) <= 3
 
 
-EXTERNAL_PROMPTS_PROMPTS = [{"prompt": f"{letter}b=", "answer": letter * 4} for letter in "abcdefgh"]
+PROMPTS = [{"prompt": f"{letter}b=", "answer": letter * 4} for letter in "abcdefgh"]
 
 
 async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> None:
     prompts = {"source": "external", "max_prompt_tokens": 16, "too_long": "skip"}
     of = recipe({**ROLLOUT, "prompts": prompts}, train__steps=4)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
-        assert await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[:3]) == 3
-        assert await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[:5], first=0) == 5, "a repeat puts only what is new"
+        assert await external.put_prompts(PROMPTS[:3]) == 3
+        assert await external.put_prompts(PROMPTS[:5], first=0) == 5, "a repeat puts only what is new"
         assert await external.put_prompts([{"prompt": "a" * 40}], first=5) == 6
         with pytest.raises(Exception, match="out of order"):
-            await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[5:], first=9)
+            await external.put_prompts(PROMPTS[5:], first=9)
         with pytest.raises(ValueError, match="prompt 0 has no column 'prompt'"):
             await external.put_prompts([{"question": "?"}])
         with pytest.raises(ValueError, match="reward functions get from the run"):
@@ -283,24 +288,24 @@ async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> 
             while (await external.index.status()).admitted < 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         held = await claimed(external, 8)
-        assert sorted(set(held.claim.group.tolist())) == [0, 1, 2, 3, 4], "the one that is too long is left out"
+        assert groups(held) == [0, 1, 2, 3, 4], "the one that is too long is left out"
         left_out = [event for event in watched.of("prompt") if event["change"] == "left out"]
         assert [event["position"] for event in left_out] == [5]
         assert "longer than 16 tokens" in left_out[0]["reason"]
         [listed] = [json.loads(line) for line in (tmp_path / "run" / TOO_LONG_FILE).read_text().splitlines()]
         assert listed == {"where": "prompt 5", "length": "40 tokens", "done": "skipped"}
-        await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[5:], last=True)
+        await external.put_prompts(PROMPTS[5:], last=True)
         with pytest.raises(Exception, match="after the last"):
-            await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS[:1])
+            await external.put_prompts(PROMPTS[:1])
         asked = held.columns["prompt_ids"].lengths()
-        assert asked.tolist() == [3] * len(held.claim)
+        assert asked.tolist() == [3] * len(held.rows)
         await answer_all(external, held, 0)
         await roll_out(external, "a")
         result = await work
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)  # 16 groups of 8 prompts: they are gone through twice
     lines = [json.loads(line) for line in (tmp_path / "run" / EXTERNAL_PROMPTS).read_text().splitlines()]
-    assert [line["row"] for line in lines] == EXTERNAL_PROMPTS_PROMPTS
+    assert [line["row"] for line in lines] == PROMPTS
     assert [line["position"] for line in lines] == [0, 1, 2, 3, 4, 6, 7, 8]
 
 
@@ -331,7 +336,7 @@ async def test_prompts_that_would_break_the_run_are_left_out_and_when_none_is_le
 async def test_a_resumed_run_has_the_prompts_that_were_put(tmp_path: Path) -> None:
     of = recipe({**ROLLOUT, "prompts": {"source": "external"}}, train__steps=8, checkpoint__every=2)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
-        await external.put_prompts(EXTERNAL_PROMPTS_PROMPTS * 3, first=0)
+        await external.put_prompts(PROMPTS * 3, first=0)
         await roll_out(external, "a", until=lambda answer: answer.trained >= 3)
         watched.stop.set()
         assert (await work).state == "stopped"
@@ -341,7 +346,7 @@ async def test_a_resumed_run_has_the_prompts_that_were_put(tmp_path: Path) -> No
         assert await external.put_prompts([], first=24) == 24
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(roll_out(external, "a"))
-            tasks.create_task(external.put_prompts(EXTERNAL_PROMPTS_PROMPTS, first=24))
+            tasks.create_task(external.put_prompts(PROMPTS, first=24))
         result = await work
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == list(range(resumed.start.version, 8))
@@ -370,55 +375,50 @@ async def test_every_other_stage_may_be_external_too(tmp_path: Path) -> None:
 
 async def score(external: External) -> None:
     while not (answer := await external.get_experience("reward", "judge", 8, wait=5)).over:
-        if answer.experience is not None:
-            claim, columns = answer.experience.claim, answer.experience.columns
+        if answer:
+            columns = answer.columns
             assert all(json.loads(text)["answer"] for text in columns["fields"].texts())
             total = (columns["response_ids"].lengths() % 3).float()
             wrong = {"reward": total * float("nan"), "scores": total[:, None]}
             with pytest.raises(ColumnError, match=r"column 'reward'.*row 0 holds nan"):
-                await external.put_experience(claim.token, claim.row.tolist(), wrong)
+                await external.put_experience(answer.token, answer.ids, wrong)
             with pytest.raises(Misfit, match="park"):
-                await external.put_experience(claim.token, claim.row.tolist(), {"reward": total}, park=True)
-            await external.put_experience(claim.token, claim.row.tolist(), {"reward": total, "scores": total[:, None]})
+                await external.put_experience(answer.token, answer.ids, {"reward": total}, park=True)
+            await external.put_experience(answer.token, answer.ids, {"reward": total, "scores": total[:, None]})
 
 
 async def refer(external: External) -> None:
     while not (answer := await external.get_experience("reference", "frozen", 2, wait=5)).over:
-        if answer.experience is not None:
-            claim, ids = answer.experience.claim, answer.experience.columns["response_ids"]
-            none = Packed(torch.zeros(0), torch.zeros(len(claim) + 1, dtype=torch.int64))
+        if answer:
+            ids = answer.columns["response_ids"]
+            none = Packed(torch.zeros(0), torch.zeros(len(answer.rows) + 1, dtype=torch.int64))
             with pytest.raises(Misfit, match=r"ref_logprobs.*row 0 has 0 for"):
-                await external.put_experience(claim.token, claim.row.tolist(), {"ref_logprobs": none})
+                await external.put_experience(answer.token, answer.ids, {"ref_logprobs": none})
             values = torch.full((len(ids.values),), -1.0)
-            await external.put_experience(
-                claim.token, claim.row.tolist(), {"ref_logprobs": Packed(values, ids.offsets)}
-            )
+            await external.put_experience(answer.token, answer.ids, {"ref_logprobs": Packed(values, ids.offsets)})
 
 
 async def train(external: External, of: Any) -> None:
     """A trainer: it publishes what it begins with, then a version after each step."""
     engine, algorithm = train_engine(of), build_algorithm(of.algorithm.name, of.algorithm.options)
     await external.publish(0, engine.weights())
-    while not (
-        answer := await external.get_experience("update", "trainer", 1, columns=trained_columns(algorithm), wait=5)
-    ).over:
-        if answer.experience is None:
+    names = trained_columns(algorithm, flow_of(of).schema)
+    while not (answer := await external.get_experience("update", "trainer", 1, columns=names, wait=5)).over:
+        if not answer:
             continue
-        claim, columns = answer.experience.claim, answer.experience.columns
+        columns = answer.columns
         batch = {
-            "group": torch.from_numpy(claim.group.astype("int64")),
-            "place": torch.from_numpy(claim.place.astype("int64")),
+            "group": torch.tensor([row.group for row in answer.rows]),
+            "place": torch.tensor([row.place for row in answer.rows]),
             "advantage": columns["advantage"].values,
-            **{
-                name: columns[name].jagged() for name in trained_columns(algorithm) if columns[name].offsets is not None
-            },
+            **{name: columns[name].jagged() for name in names if columns[name].offsets is not None},
         }
-        metrics = await asyncio.to_thread(engine.train_batch, TensorDict(batch, [len(claim)]), algorithm)
+        metrics = await asyncio.to_thread(engine.train_batch, TensorDict(batch, [len(answer.rows)]), algorithm)
         with pytest.raises(Exception, match="is not next"):
-            await external.train(claim.token, answer.trained + 1, metrics)
-        version = await external.train(claim.token, answer.trained, metrics)
+            await external.train(answer.token, answer.trained + 1, metrics)
+        version = await external.train(answer.token, answer.trained, metrics)
         again = await external.replay(answer.trained)
-        assert again.claim.row.tolist() == claim.row.tolist()
+        assert again.ids == answer.ids
         with pytest.raises(Misfit, match="cannot be published"):
             await external.publish(version + 1, engine.weights())
         await external.publish(version, engine.weights())
@@ -431,7 +431,7 @@ async def test_weights_that_are_held_are_read_verified_and_others_said_to_be_gon
         first = await external.weights(wait=30)
         assert first is not None
         assert first.version == 0
-        _, tensors = await external.read_weights(0)
+        tensors = await external.read_weights(0)
         begun = dict(train_engine(of).weights())
         assert all(torch.equal(tensors[name], begun[name]) for name in begun)
         assert await external.weights(after=0) is None
@@ -443,20 +443,20 @@ async def test_weights_that_are_held_are_read_verified_and_others_said_to_be_gon
 
 
 def test_a_recipe_says_which_external_stages_do_not_fit() -> None:
-    with pytest.raises(RecipeError) as told:
+    with pytest.raises(RecipeError) as refused:
         recipe(ROLLOUT, external__stages=["rollout", "rollout", "advantage"], evaluate__every=2)
-    assert {problem.key for problem in told.value.problems} == {"external.stages.2"}
-    with pytest.raises(RecipeError) as told:
+    assert {problem.key for problem in refused.value.problems} == {"external.stages.2"}
+    with pytest.raises(RecipeError) as refused:
         recipe(ROLLOUT, external__stages=["rollout", "rollout", "reference"], evaluate__every=2)
-    assert {problem.key for problem in told.value.problems} == {
+    assert {problem.key for problem in refused.value.problems} == {
         "external.stages.1",
         "external.stages",
         "evaluate.every",
     }
-    assert all(problem.fix for problem in told.value.problems)
-    with pytest.raises(RecipeError) as told:
+    assert all(problem.fix for problem in refused.value.problems)
+    with pytest.raises(RecipeError) as refused:
         recipe({**ROLLOUT, "prompts": {"source": "external", "task": "repeat"}})
-    assert [(problem.key, problem.fix) for problem in told.value.problems] == [("prompts.task", "take it out")]
+    assert [(problem.key, problem.fix) for problem in refused.value.problems] == [("prompts.task", "take it out")]
 
 
 async def test_a_run_that_ends_tells_who_waits(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ async def test_a_run_that_ends_tells_who_waits(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             assert (await waiting).over
             assert await newer is None
-        assert len(everything.claim)
+        assert everything.rows
         assert (await work).state == "stopped"
 
 
@@ -478,19 +478,19 @@ async def test_the_time_of_an_external_worker_is_told_as_that_of_the_runs_own(tm
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, _):
 
         def last(worker: str) -> dict[str, Any]:
-            told = [stage for stage in watched.of("stage") if stage["worker"] == f"external-rollout-{worker}"]
-            return told[-1] if told else dict.fromkeys(("busy", "waiting_input", "other", "in_flight"), 0.0)
+            found = [stage for stage in watched.of("stage") if stage["worker"] == f"external-rollout-{worker}"]
+            return found[-1] if found else dict.fromkeys(("busy", "waiting_input", "other", "in_flight"), 0.0)
 
         held = await claimed(external, 8)  # as many as the gate lets in
-        rows, groups = held.claim.row.tolist(), len(set(held.claim.group.tolist()))
-        assert groups == 8
+        rows = held.ids
+        assert len(groups(held)) == 8
         idle = asyncio.create_task(external.get_experience("rollout", "idle", 1, version=0, wait=60))
         await watched.until(lambda: last("test")["busy"] > 0.6 and last("idle")["waiting_input"] > 0.6)
         assert (last("test")["in_flight"], last("test")["rows"], last("test")["queue_depth"]) == (len(rows), 0, 0)
         assert (last("idle")["busy"], last("idle")["in_flight"]) == (0, 0)
 
-        await external.put_experience(held.claim.token, rows[:1], responses(1, 0, tokens=2, truncated=None), park=True)
-        await external.put_experience(held.claim.token, rows[1:], responses(len(rows) - 1, 0))
+        await external.put_experience(held.token, rows[:1], responses(1, 0, tokens=2, truncated=None), park=True)
+        await external.put_experience(held.token, rows[1:], responses(len(rows) - 1, 0))
         await watched.until(lambda: last("test")["in_flight"] == 0)
         done = last("test")
         assert (done["parked"], done["rows"], done["tokens"]) == (1, len(rows) - 1, 2 + 3 * (len(rows) - 1))
@@ -501,9 +501,8 @@ async def test_the_time_of_an_external_worker_is_told_as_that_of_the_runs_own(tm
         assert span["seconds"] > 0.6
 
         answer = await idle  # the one that was parked, under a lease that is not renewed
-        assert answer.experience is not None
-        late = answer.experience.claim
-        await external.put_experience(late.token, late.row.tolist(), responses(len(late), 0))
+        assert answer
+        await external.put_experience(answer.token, answer.ids, responses(len(answer.ids), 0))
         await watched.until(lambda: last("idle")["in_flight"] == 0 and last("idle")["rows"] == 1)
         assert last("idle")["tokens"] == 1  # two of the three are of who parked it
 

@@ -1,0 +1,168 @@
+"""The weights of a run, for external rollouts and an external trainer.
+
+trainer ─▶ publish ─▶ shared memory, and a record in the index ─▶ read_weights ─▶ (a rollout loads them) ─▶ notify
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Iterable
+
+import torch
+
+from orchestration.external.accounting import OVER, PREFIX
+from orchestration.external.errors import NotBegun, NotExternal, WeightsGone
+from orchestration.recipe.schema import Recipe
+from orchestration.run.paths import RunPaths
+from pipeline.events import SyncEvent
+from pipeline.index.client import Index
+from pipeline.warehouse.dock import NoRoom
+from stages.external_checks import TERMS, Layout, Misfit, Terms, check_layout, checked_weights, nbytes_of
+from stages.weights.store import Published, WeightsDamaged, WeightStore
+
+DIRECT = "index"  # the owner of leases that were claimed on the index's URL; "" owns those of the run's own workers
+WAIT_SECONDS = 10.0  # after which a wait on the server is renewed
+
+
+class ExternalWeights:
+    """Reads and publishes the weights of one run, and what external programs must know of it."""
+
+    def __init__(self, index: Index, recipe: Recipe) -> None:
+        self.index, self.recipe = index, recipe
+        self._terms: Terms | None = None
+        self._store: WeightStore | None = None
+
+    async def weights(self, after: int = -1, wait: float = 0.0) -> Published | None:
+        """Returns the published version when it is newer than ``after``; waits up to ``wait`` seconds for one."""
+        if not self.recipe.external.stages:
+            raise NotExternal(
+                "external.stages is empty: the run's own workers execute all stages; open a run with some in it"
+            )
+        deadline = time.monotonic() + wait
+        while True:
+            newest = await self.index.published_weights()
+            if newest.record and newest.version > after:
+                return Published.from_record(newest.record)
+            state, _, position = await self.index.state()
+            left = deadline - time.monotonic()
+            if left <= 0 or state in OVER:
+                return None
+            await self.index.wait_any({"version": newest.wait, "state": position}, min(left, WAIT_SECONDS))
+
+    async def read_weights(self, version: int) -> dict[str, torch.Tensor]:
+        """Returns a private, verified copy of one of the two newest versions. Raises WeightsGone."""
+        record = await self.index.weights_record(version)
+        if not record:
+            raise WeightsGone(f"weights of version {version} are not held; ask for the newest")
+        published = Published.from_record(record)
+        try:
+            return await asyncio.to_thread((await self._weight_store()).read, published)
+        except WeightsDamaged as damaged:
+            raise WeightsGone(f"{damaged}; ask for the newest") from None
+
+    async def notify(
+        self, worker: str, version: int, *, exposed: float = 0.0, hidden: float = 0.0, owner: str = DIRECT
+    ) -> None:
+        """Records that ``worker`` has loaded ``version``, with which it claims from now on. ``exposed`` and ``hidden``:
+        seconds without and beside generation. Raises Misfit for a version that is not published."""
+        await self._refuse_unpublished(version)
+        await self.index.put(loaded_key(worker, owner), str(version))
+        record = await self.index.weights_record(version)
+        await self.index.emit(
+            SyncEvent(
+                worker=f"{PREFIX}{worker}",
+                version=version,
+                bytes=record["nbytes"] if record else 0,
+                exposed_seconds=exposed,
+                hidden_seconds=hidden,
+                publish_seconds=0.0,
+            )
+        )
+
+    async def publish(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0
+    ) -> Published:
+        """Publishes an external trainer's weights. ``version``: the one that :meth:`train` returned, or the one that the run
+        begins with. ``covered``: the trainer's own checkpoint covers the steps below; of the others at most checkpoint.every
+        are kept for :meth:`replay`. Raises NotExternal, Misfit."""
+        wanted = await self.may_publish(version)
+        began, store = time.monotonic(), await self._weight_store()
+        published = await asyncio.to_thread(store.publish, version, checked_weights(weights, wanted))
+        await self.index.publish_weights(version, published.record())
+        await self.index.emit(
+            SyncEvent(
+                worker=f"{PREFIX}update",
+                version=version,
+                bytes=published.nbytes,
+                publish_seconds=time.monotonic() - began,
+                exposed_seconds=0.0,
+                hidden_seconds=0.0,
+            )
+        )
+        await self.index.release_steps(max(covered, version - self.recipe.checkpoint.every))
+        return published
+
+    async def may_publish(self, version: int, layout: Layout | None = None) -> Layout | None:
+        """Returns the names, dtypes and shapes that the weights of ``version`` must have (None: any, the model is not
+        known). Raises NotExternal, NotBegun, Misfit unless ``version`` is the next to be published and ``layout``, where
+        it is given, fits, and NoRoom when it does not fit into shared memory."""
+        self._check_external("update")
+        place, terms = await self.place(), await self.terms()
+        newest = await self.index.published_weights()
+        trained = (await self.index.status()).trained
+        if version != trained or (newest.record and version <= newest.version):
+            published = f"version {newest.version} is published" if newest.record else "none is published"
+            raise Misfit(
+                "version",
+                f"{version} cannot be published: the trainer is at {trained}, and {published}",
+                f"publish {trained}",
+            )
+        wanted = terms.weights
+        if wanted is None and newest.record:
+            wanted = {t.name: (t.dtype, t.shape) for t in Published.from_record(newest.record).tensors}
+        if layout is not None:
+            check_layout(layout, wanted)
+            if nbytes_of(layout) > (free := shutil.disk_usage(place.shared).free):
+                raise NoRoom(f"weights: {nbytes_of(layout)} bytes do not fit into shared memory, where {free} are free")
+        return wanted
+
+    async def _refuse_unpublished(self, version: int) -> None:
+        newest = (await self.index.status()).published
+        if not 0 <= version <= newest:
+            raise Misfit("version", f"{version} is not published", f"give one of 0 .. {newest}")
+
+    async def terms(self) -> Terms:
+        """Returns what an external program must know of the run. Raises NotBegun before its workers have written it."""
+        if self._terms is None:
+            self._terms = Terms.from_json(await self._begun(TERMS))
+        return self._terms
+
+    async def place(self) -> RunPaths:
+        """Returns where the run's files are. Raises NotBegun."""
+        return RunPaths.from_json(await self._begun("place"))
+
+    async def _begun(self, document: str) -> str:
+        """Returns a document of the index that the run writes when it begins. Raises NotBegun."""
+        text = await self.index.get(document)
+        if text is None:
+            raise NotBegun(f"run {self.index.run!r} has not begun; wait until its state is 'running'")
+        return text
+
+    def _check_external(self, stage: str) -> None:
+        if stage not in self.recipe.external.stages:
+            raise NotExternal(
+                f"the run's own workers execute stage {stage!r}; open a run with external.stages = [{stage!r}]"
+            )
+
+    async def _weight_store(self) -> WeightStore:
+        if self._store is None:
+            self._store = WeightStore((await self.place()).shared)
+        return self._store
+
+
+def loaded_key(worker: str, owner: str) -> str:
+    """Returns the key of the version that a worker has loaded. It holds the owner: owners cannot name each other's
+    workers."""
+    return f"loaded:{owner}:{worker}"
