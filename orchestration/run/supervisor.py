@@ -24,7 +24,7 @@ from typing import Any
 
 import structlog
 
-from orchestration.run.kinds import KINDS
+from orchestration.run.kinds import kind_of
 from orchestration.run.launchers import EXIT_FATAL, EXIT_NOT_STARTED, Launcher, Life
 from pipeline.events import WorkerEvent
 from pipeline.index.client import Index, worker_name
@@ -106,8 +106,8 @@ class Supervisor:
             asyncio.create_task(self._stop_requested()),
         ]
         watchers: list[asyncio.Task[Any]] = [*stop_requests, asyncio.create_task(self._start())]
-        work = [task for (kind, _), task in keepers.items() if KINDS[kind].ends_by_itself]
-        if not any(KINDS[kind].is_rank_group for kind, _ in keepers):  # another program trains
+        work = [task for (kind, _), task in keepers.items() if kind_of(kind).ends_by_itself]
+        if not any(kind_of(kind).is_rank_group for kind, _ in keepers):  # another program trains
             work.append(asyncio.create_task(self._last_published()))
             watchers.append(work[-1])
         pending = {*keepers.values(), *watchers}
@@ -147,7 +147,7 @@ class Supervisor:
         """Returns the workers in groups that start and end together: most groups have one worker."""
         groups: dict[Worker, list[Worker]] = {}
         for kind, number in self.workers:
-            groups.setdefault((kind, 0 if KINDS[kind].is_rank_group else number), []).append((kind, number))
+            groups.setdefault((kind, 0 if kind_of(kind).is_rank_group else number), []).append((kind, number))
         return list(groups.values())
 
     async def _keep(self, group: list[Worker]) -> None:
