@@ -1,4 +1,4 @@
-"""The dashboard: one static page, its scripts and styles, and what they are built on (uPlot, MIT; Inter, OFL).
+"""Files of the dashboard: a page, its scripts and styles, and the vendored uPlot (MIT) and Inter (OFL).
 
 The files need no token, as those of ``/docs``: the page gets what it shows from the API, with the token of its user.
 """

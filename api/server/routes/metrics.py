@@ -95,7 +95,9 @@ class StreamQuery(Strict):
         [], description="Only events of these kinds; none: all. The key is repeated, or has them with commas."
     )
     last_event_id: str = Field(
-        "", pattern=f"^$|{EVENT_ID}", description="As the header Last-Event-ID, for who cannot set it; $: from now on."
+        "",
+        pattern=f"^$|{EVENT_ID}",
+        description="As the header Last-Event-ID, where it cannot be set; $: from now on.",
     )
 
 

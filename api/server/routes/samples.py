@@ -1,4 +1,4 @@
-"""What a run's samples say: the texts, rewards and versions of the newest ones that it was trained on."""
+"""Samples of a run: texts, rewards and versions of the newest ones that it was trained on."""
 
 from __future__ import annotations
 
