@@ -7,7 +7,7 @@
 
 Real runs: recipe, embedded index, worker processes, shared memory, leases, weight sync. Only the engines are mock: they
 take the time of a model of latency (``stages/engines/mock/engines.py``), response lengths are log-normal with a long tail,
-and a group has the same lengths in every arm. The synchronous arm is ``orchestration/run/synchronous.py`` over the same
+and a group has the same lengths in every arm. The synchronous arm is ``benchmarks/synchronous.py`` over the same
 engines: generate all, reward all, advantage all, train, swap.
 
 The bound
@@ -59,8 +59,12 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
-from orchestration.run.synchronous import synchronous_run
 from pipeline.events import Event
+
+try:
+    from synchronous import synchronous_run
+except ImportError:  # imported by a test, not started as a script
+    from benchmarks.synchronous import synchronous_run
 
 
 @dataclass(frozen=True)

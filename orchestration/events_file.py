@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: every event of a run, one JSON object a line, written as they come and read back as they were."""
+"""``metrics.jsonl``: the file of all events of a run, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -6,39 +6,17 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
+
+from pipeline.events import Event
 
 METRICS = "metrics.jsonl"  # in the run's folder
 
 
-class Told(Protocol):
-    """One entry of a run's event stream. ``time`` in Unix seconds."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def time(self) -> float: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def data(self) -> Mapping[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """An event read back from ``metrics.jsonl``."""
-
-    id: str
-    time: float
-    kind: str
-    data: Mapping[str, Any]
-
-
 class MetricsFile:
-    """Writes each event as one JSON line, at once. Numbers that are not finite become null. A file that is there is
-    continued, behind its last whole line: ``last`` is the id of the event in it ("0": there is none)."""
+    """Writes each event as one JSON line, at once; numbers that are not finite become null. An existing file is continued
+    after its last whole line. ``last``: the id of the event in that line ("0": no event)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +32,8 @@ class MetricsFile:
         os.ftruncate(self._file.fileno(), whole)
 
     def rewind(self, version: int) -> None:
-        """Remove what was made after policy ``version``: a run that goes on from there makes it again."""
+        """Remove steps, evaluations, publications and checkpoints after policy ``version``; a run that is resumed from there
+        makes them again."""
         partial = self.path.with_name(f".{self.path.name}")
         with self.path.open("rb") as lines, partial.open("wb") as kept:
             removed = False
@@ -70,7 +49,7 @@ class MetricsFile:
         self._file.close()
         self._file = self.path.open("ab", buffering=0)
 
-    def event(self, event: Told) -> None:
+    def event(self, event: Event) -> None:
         self._file.write(event_json(event).encode() + b"\n")
         self.last = event.id
 
@@ -89,14 +68,14 @@ def _made_after(version: int, event: Mapping[str, Any]) -> bool:
     return event["kind"] in ("step", "evaluation", "sync", "checkpoint") and event["data"].get("version", 0) > version
 
 
-def event_json(event: Told) -> str:
+def event_json(event: Event) -> str:
     """One line of JSON, always of finite numbers."""
     line = {"id": event.id, "time": event.time, "kind": event.kind, "data": finite(event.data)}
     return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
-    """``value`` with null for numbers that JSON does not have."""
+    """``value`` with None in place of numbers that are not finite, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -106,11 +85,11 @@ def finite(value: Any) -> Any:
     return value
 
 
-def read_metrics(path: Path) -> Iterator[Recorded]:
+def read_metrics(path: Path) -> Iterator[Event]:
     """The events of ``path``; a last line that a kill cut short is left out."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
-                yield Recorded(**json.loads(line))
+                yield Event(**json.loads(line))

@@ -1,6 +1,7 @@
-"""Lock files: one process at a time; one that waits says for which, and not for ever.
+"""Lock files: one process at a time holds a lock; a waiting process logs the holder's number, and has a deadline.
 
-The kernel frees a lock when its holder ends, however it ends.
+The kernel frees a lock when its holder ends, even when it is killed. The library `filelock` does not fit: it truncates the
+file when it opens it, which removes the holder's number, and it follows symbolic links.
 """
 
 from __future__ import annotations
@@ -18,38 +19,36 @@ import structlog
 
 log = structlog.get_logger()
 
-QUIET_SECONDS = 1.0  # of waiting, after which a line of the log says what is waited for
-AGAIN_SECONDS = 0.05  # a lock can be waited for, or with a deadline, but not both: it is asked for again and again
+QUIET_SECONDS = 1.0  # a longer wait is logged
+AGAIN_SECONDS = 0.05  # between two attempts: flock has no deadline of its own
 
 
 class Locked(RuntimeError):
-    """Another process holds a lock. ``process`` is its number, 0 when it is not known; ``holder`` names it in words."""
+    """Another process holds a lock. ``process`` is its number, 0 when unknown; ``holder`` describes it for people."""
 
     def __init__(self, path: Path, process: int, waited: float) -> None:
         self.process, self.holder = process, _named(process)
-        for_so_long = f" and did not free it for {waited:g} s" if waited else ""
-        super().__init__(
-            f"{path}: {self.holder} holds this lock{for_so_long}; end that process, or give another folder"
-        )
+        duration = f" and did not free it for {waited:g} s" if waited else ""
+        super().__init__(f"{path}: {self.holder} holds this lock{duration}; end that process, or give another folder")
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Hold the lock file ``path``, after at most ``wait`` seconds. Raises Locked, and OSError for what is no plain file."""
+    """Hold the lock file ``path``, waiting at most ``wait`` seconds. Raises Locked, or OSError when it is no plain file."""
     with take(path, wait=wait):
         yield
 
 
 def take(path: Path, *, wait: float = 0.0) -> BinaryIO:
-    """The lock file ``path``, locked until it is closed: see :func:`locked`. It is never removed: a process that waits for
-    the lock of a removed file would hold another lock than the next one."""
+    """Open and lock the file ``path``, until the file is closed; see :func:`locked`. The file is never removed: a process
+    that waits for a removed file would get a lock that others do not see."""
     file = open(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+b", buffering=0)  # noqa: SIM115
     try:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path}: is no plain file, so it can be no lock; remove it")
         _acquire(file.fileno(), path, wait)
         file.truncate(0)
-        file.write(b"%d\n" % os.getpid())  # for systems that do not list their locks
+        file.write(b"%d\n" % os.getpid())  # for systems without /proc/locks
     except BaseException:
         file.close()
         raise
@@ -72,7 +71,7 @@ def _acquire(descriptor: int, path: Path, wait: float) -> None:
 
 
 def holder(path: Path) -> int:
-    """The process that holds the lock file ``path``; 0 when it is not known."""
+    """The number of the process that holds the lock file ``path``; 0 when unknown."""
     try:
         inode, known = path.stat().st_ino, path.read_text().strip()
     except OSError:
@@ -86,7 +85,7 @@ def holder(path: Path) -> int:
 
 
 def _named(process: int) -> str:
-    """``process`` as a person finds it."""
+    """``process`` with its command line, for people."""
     if not process:
         return "another process"
     with contextlib.suppress(OSError):

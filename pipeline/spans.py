@@ -1,6 +1,6 @@
-"""Spans: what a worker did from when to when, for whoever draws a timeline of the run.
+"""Spans: named intervals of a worker's time, from which a timeline of the run is drawn.
 
-work ──▶ add (name, start, seconds) ──▶ the longest of a report's time ──twice a second──▶ a `span` event
+work ──▶ add (name, start, seconds) ──▶ the longest since the last report ──twice a second──▶ a `span` event
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from pipeline.events import Span
 
-MOST = 32  # of one report: a stage that works row by row has thousands in half a second, and nobody sees them apart
+MOST = 32  # spans of one report: a stage that works row by row makes thousands in half a second, too small to see
 
 
 class Spans:
@@ -31,11 +31,11 @@ Span(name='train', start=12.0, seconds=0.25, rows=0, version=None)], 1)
 
     def __init__(self, most: int = MOST) -> None:
         self.most, self.left_out = most, 0
-        self._number = itertools.count()  # so that equal lengths are never compared further
+        self._number = itertools.count()  # breaks ties between equal lengths
         self._longest: list[tuple[float, int, str, float, int, int | None]] = []  # a heap, the shortest first
 
     def add(self, name: str, start: float, seconds: float, *, rows: int = 0, version: int | None = None) -> None:
-        """``start`` in Unix seconds. ``rows`` and ``version`` say what it was done with, where there is something to say."""
+        """Add a span that began at ``start`` (Unix seconds), with its number of rows and policy version."""
         span = (seconds, next(self._number), name, start, rows, version)
         if len(self._longest) < self.most:
             heapq.heappush(self._longest, span)
@@ -45,7 +45,7 @@ Span(name='train', start=12.0, seconds=0.25, rows=0, version=None)], 1)
 
     @contextmanager
     def during(self, name: str, *, rows: int = 0, version: int | None = None) -> Iterator[None]:
-        """A span of what runs inside, however it ends."""
+        """Add a span for the code inside, also when it raises."""
         start, began = time.time(), time.monotonic()
         try:
             yield
@@ -53,7 +53,7 @@ Span(name='train', start=12.0, seconds=0.25, rows=0, version=None)], 1)
             self.add(name, start, time.monotonic() - began, rows=rows, version=version)
 
     def take(self) -> tuple[list[Span], int]:
-        """Hand over what there is, in order of the starts, and how many were left out; begin anew."""
+        """Remove and return the spans, ordered by start, and how many were left out."""
         spans, left_out = sorted(self._longest, key=lambda span: span[3]), self.left_out
         self._longest, self.left_out = [], 0
         return [

@@ -60,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made / "questions.parquet")
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(made / "questions"))
     engines = next(code for code in blocks(ROOT / "docs" / "engines.md", "python") if "def fast(" in code)
-    for name, code in {**MODULES, "my_engines": engines}.items():
+    stages = next(code for code in blocks(ROOT / "docs" / "flow.md", "python") if "class Judge(" in code)
+    for name, code in {**MODULES, "my_engines": engines, "my_stages": stages}.items():
         (made / f"{name}.py").write_text(f"from __future__ import annotations\n\n{code}")
     model, tokenizer = load_model("tiny", dtype=torch.float32, seed=0)
     model.config.max_position_embeddings = 4096  # README.md asks for responses of 2048 tokens
@@ -77,7 +78,7 @@ def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     yield folder
-    for name in (*MODULES, "my_engines"):
+    for name in (*MODULES, "my_engines", "my_stages"):
         sys.modules.pop(name, None)
 
 
@@ -116,10 +117,10 @@ def test_each_source_of_prompts_gives_prompts_as_the_page_shows(text: str, there
 
 async def test_a_completion_is_a_text_or_messages_as_the_prompts_are(there: Path) -> None:
     """As README.md says, and TRL does: the chat template around a text prompt changes nothing."""
-    seen: list[Any] = []
+    recorded: list[Any] = []
 
     def record(completions: list[Any], **_: Any) -> list[float]:
-        seen.extend(completions)
+        recorded.extend(completions)
         return [0.0] * len(completions)
 
     tokenizer = load_tokenizer("tiny")
@@ -134,7 +135,7 @@ async def test_a_completion_is_a_text_or_messages_as_the_prompts_are(there: Path
             await rewards.score([prompt.given], ["4806"], [[1]], [prompt.fields])
     finally:
         del sys.modules["recording"]
-    assert seen == ["4806", [{"role": "assistant", "content": "4806"}]]
+    assert recorded == ["4806", [{"role": "assistant", "content": "4806"}]]
 
 
 def test_every_source_of_prompts_has_an_example() -> None:

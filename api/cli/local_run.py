@@ -128,7 +128,8 @@ async def watch_run(run: RunLike, console: Console, *, json: bool, plain: bool) 
     was cancelled by a second interrupt."""
     from api.telemetry.progress import Progress
     from orchestration import logs
-    from orchestration.events_file import METRICS, MetricsFile, Recorded
+    from orchestration.events_file import METRICS, MetricsFile
+    from pipeline.events import Event
 
     progress = Progress(run.recipe.name, run.recipe.train.steps, run.recipe.pipeline.staleness)
     with contextlib.ExitStack() as stack:
@@ -151,7 +152,7 @@ async def watch_run(run: RunLike, console: Console, *, json: bool, plain: bool) 
         if outcome is not None and not progress.ended:  # the index did not record the end
             now = time.time()
             ended = {"state": outcome.state, "reason": outcome.reason}
-            show_event(Recorded(f"{int(now * 1000)}-0", now, "state", ended))
+            show_event(Event(f"{int(now * 1000)}-0", now, "state", ended))
         return outcome
 
 

@@ -20,7 +20,6 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from urllib.parse import quote
@@ -45,7 +44,7 @@ from api.schemas.runs import (
     StagesView,
     StoredRecipe,
 )
-from api.telemetry.progress import ENDED
+from pipeline.events import ENDED, Event
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -56,14 +55,8 @@ HEALTHY = 10.0  # seconds that a stream must last for its loss to count as a fir
 PAGE = 100  # entries per request where a method reads pages
 
 
-@dataclass(frozen=True)
-class RunEvent:
-    """One entry of a run's event stream: ``time`` in Unix seconds; ``events(after=id)`` continues behind it."""
-
-    id: str
-    time: float
-    kind: str
-    data: Mapping[str, Any]
+class RunEvent(Event):
+    """One entry of a run's event stream; ``events(after=id)`` continues behind it."""
 
 
 class Client(Transport):

@@ -4,10 +4,10 @@
  */
 
 import { announce, element, say } from "./element.js";
-import { RunPage } from "./run.js";
-import { Runs } from "./runs.js";
+import { RunPage } from "./pages/run.js";
+import { Runs } from "./pages/runs.js";
 import { Service } from "./service.js";
-import { Start } from "./start.js";
+import { Start } from "./pages/start.js";
 
 const CONNECTION = { connecting: "Connecting…", live: "Live", waiting: "Connecting again…", ended: "Ended", refused: "Not connected" };
 const MANY = "(min-width: 900px)"; // list and run beside each other

@@ -20,7 +20,7 @@ from aiohttp import web
 from safetensors import SafetensorError
 
 from api.server.operations import BINARY
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 
 if TYPE_CHECKING:
     import torch
@@ -97,17 +97,18 @@ def _tensor(name: str, entry: Any) -> tuple[str, list[int], int]:
 
 
 def check_disk(folder: Path, header: WeightHeader) -> None:
-    """Raises a Problem when the file does not fit on the disk of ``folder``."""
+    """Raises an HTTPProblem when the file does not fit on the disk of ``folder``."""
     if header.nbytes > (free := shutil.disk_usage(folder).free - SPARE_DISK):
         detail = f"The file has {header.nbytes} bytes, and the server's disk has room for {max(0, free)}."
-        raise Problem(503, detail, kind="no-room", fix="ask the operator for room", headers={"Retry-After": "60"})
+        raise HTTPProblem(503, detail, kind="no-room", fix="ask the operator for room", headers={"Retry-After": "60"})
 
 
 async def receive_weights(
     request: web.Request, folder: Path, longest: int, check: CheckHeader
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """Returns the tensors of the body, a safetensors file. They are mapped from a file in ``folder`` that is removed with
-    them. ``check`` may refuse the header, of at most ``longest`` bytes, before the payload is read. Raises a Problem."""
+    them. ``check`` may refuse the header, of at most ``longest`` bytes, before the payload is read. Raises an
+    HTTPProblem."""
     from safetensors.torch import load_file
 
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
@@ -119,11 +120,11 @@ async def receive_weights(
 
 
 async def _receive(request: web.Request, file: IO[bytes], longest: int, check: CheckHeader) -> None:
-    """Writes the body to ``file``. Raises a Problem for another number of bytes than its header declares, and below SLOWEST
-    bytes a second."""
+    """Writes the body to ``file``. Raises an HTTPProblem for another number of bytes than its header declares, and below
+    SLOWEST bytes a second."""
     if request.content_type != BINARY:
         fix = f"send the header 'Content-Type: {BINARY}'"
-        raise Problem(415, "The body is of another media type.", kind="media-type", field="body", fix=fix)
+        raise HTTPProblem(415, "The body is of another media type.", kind="media-type", field="body", fix=fix)
     received, parts, beginning, header = 0, request.content.iter_chunked(PIECE), bytearray(), None
     began = time.monotonic()
     try:
@@ -147,9 +148,13 @@ async def _receive(request: web.Request, file: IO[bytes], longest: int, check: C
             await asyncio.to_thread(file.write, part)
     except TimeoutError:
         detail = f"The body stopped for {SILENT_SECONDS:.0f} s, or came at less than {SLOWEST} bytes a second."
-        raise Problem(408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}) from None
+        raise HTTPProblem(
+            408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}
+        ) from None
     except (web.RequestPayloadError, ConnectionError):
-        raise Problem(400, "The body was cut off.", kind="broken-body", field="body", fix="send all of it") from None
+        raise HTTPProblem(
+            400, "The body was cut off.", kind="broken-body", field="body", fix="send all of it"
+        ) from None
     except HeaderUnreadable as error:
         raise _unreadable(str(error)) from None
     if header is None or received != header.nbytes:
@@ -157,6 +162,6 @@ async def _receive(request: web.Request, file: IO[bytes], longest: int, check: C
     file.flush()
 
 
-def _unreadable(why: str) -> Problem:
+def _unreadable(why: str) -> HTTPProblem:
     fix = "send a safetensors file of the model's parameters"
-    return Problem(400, f"The body cannot be read: {why}.", kind="body", field="body", fix=fix)
+    return HTTPProblem(400, f"The body cannot be read: {why}.", kind="body", field="body", fix=fix)

@@ -1,6 +1,6 @@
-"""How runs fare, from their events: the newest step of each, and what every worker said last.
+"""Status of the runs of a service, from their events: totals with each worker's newest event, and the newest step.
 
-events of a run ──(only those that are new)──▶ Fold: the newest of each worker      one fold a run, at most FOLDS of them
+events of a run ──(only new ones)──▶ RunStatus: RunTotals      one for each run, at most MOST_TOTALS of them
 """
 
 from __future__ import annotations
@@ -8,86 +8,71 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
+from api.telemetry.totals import RunTotals
 from orchestration.external.accounting import PREFIX
-from orchestration.service.registry import ENDED, RunRecord
-from pipeline.events import Event
+from orchestration.service.registry import RunRecord
+from pipeline.events import ENDED, StepEvent
 from pipeline.index.client import Index
 
-FRESH_SECONDS = 0.25  # within which what was read is not read again
-FOLDS = 128  # runs whose workers are kept in mind
-STEPS = 10_000  # runs whose newest step is
+FRESH_SECONDS = 0.25  # for which an answer of the index is used again
+MOST_TOTALS = 128  # runs with totals in memory
+MOST_STEPS = 10_000  # runs with their newest step in memory
 
 
-@dataclass
-class Fold:
-    """``stages``: the newest `stage` event by worker. ``processes``: state and pid by worker process. ``workers``: the names
-    of all that were heard of."""
+class RunStatus(RunTotals):
+    """Totals of the events up to the id ``after``; ``read`` is when, on the monotonic clock."""
 
-    after: str = "0"
-    read: float = 0.0
-    stages: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    processes: dict[str, tuple[str, int]] = field(default_factory=dict)
-    workers: set[str] = field(default_factory=set)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def apply(self, event: Event) -> None:
-        data = event.data
-        if event.kind in ("stage", "sync", "worker") and "worker" in data:
-            self.workers.add(data["worker"])
-        if event.kind == "stage":
-            self.stages[data["worker"]] = data
-        elif event.kind == "worker" and "worker" in data:
-            _, pid = self.processes.get(data["worker"], ("", 0))
-            self.processes[data["worker"]] = data["change"], data.get("pid") or pid
+    def __init__(self) -> None:
+        super().__init__()
+        self.after, self.read = "0", 0.0
+        self.lock = asyncio.Lock()
 
     def process(self, worker: str) -> str:
-        """The process that a stage's worker runs in: its own, or the one that the light stages share; "" for somebody
-        else's."""
+        """The process that runs a stage's worker: its own, or the one of the light stages; "" for an external worker."""
         if worker in self.processes:
             return worker
         return "" if worker.startswith(PREFIX) else "flow-0"
 
 
-class Watching:
+class RunStatuses:
+    """Reads the status of runs, and keeps that of the runs that were asked for last."""
+
     def __init__(self) -> None:
-        self._folds: OrderedDict[str, Fold] = OrderedDict()
-        self._steps: OrderedDict[str, tuple[float, Mapping[str, Any] | None]] = OrderedDict()
+        self._runs: OrderedDict[str, RunStatus] = OrderedDict()
+        self._steps: OrderedDict[str, tuple[float, StepEvent | None]] = OrderedDict()
 
-    async def fold(self, index: Index) -> Fold:
-        """What the workers of the run said last. The first time, all of its events are read."""
-        fold = self._folds.setdefault(index.run, Fold())
-        self._folds.move_to_end(index.run)
-        while len(self._folds) > FOLDS:
-            self._folds.popitem(last=False)
-        async with fold.lock:
-            while time.monotonic() - fold.read > FRESH_SECONDS:
-                events = await index.past_events(fold.after)
+    async def of(self, index: Index) -> RunStatus:
+        """The status of the run now. The first call for a run reads all of its events."""
+        run = self._runs.setdefault(index.run, RunStatus())
+        self._runs.move_to_end(index.run)
+        while len(self._runs) > MOST_TOTALS:
+            self._runs.popitem(last=False)
+        async with run.lock:
+            while time.monotonic() - run.read > FRESH_SECONDS:
+                events = await index.past_events(run.after)
                 for event in events:
-                    fold.apply(event)
-                    fold.after = event.id
+                    run.apply(event)
+                    run.after = event.id
                 if not events:
-                    fold.read = time.monotonic()
-        return fold
+                    run.read = time.monotonic()
+        return run
 
-    async def step(self, index: Index, record: RunRecord) -> Mapping[str, Any] | None:
-        """The newest `step` event of the run."""
-        read, known = self._steps.pop(record.id, (0.0, None))
+    async def step(self, index: Index, record: RunRecord) -> StepEvent | None:
+        """The newest step of the run."""
+        read, step = self._steps.pop(record.id, (0.0, None))
         fresh = time.time() - read <= FRESH_SECONDS
         if record.ended is not None:
-            fresh = read > record.ended + 1  # by two clocks, perhaps
+            fresh = read > record.ended + 1  # the clocks of two machines may differ
         if record.state != "created" and not fresh:
             event = await index.newest("step")
-            read, known = time.time(), event.data if event else known
-        if record.state in ENDED or known is not None:
-            self._steps[record.id] = read, known
-        while len(self._steps) > STEPS:
+            read, step = time.time(), StepEvent.of(event.data) if event else step
+        if record.state in ENDED or step is not None:
+            self._steps[record.id] = read, step
+        while len(self._steps) > MOST_STEPS:
             self._steps.popitem(last=False)
-        return known
+        return step
 
     def forget(self, run: str) -> None:
-        self._folds.pop(run, None)
+        self._runs.pop(run, None)
         self._steps.pop(run, None)

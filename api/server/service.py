@@ -21,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.server.access.sessions import Sessions
 from api.server.access.tokens import Scope, Token, Tokens
 from api.server.external_sessions import ExternalSessions
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from api.server.recipe_checks import Checks
-from api.server.run_status import Watching
+from api.server.run_status import RunStatuses
 from orchestration.service.registry import ENDED, Registry, RunRecord, UnknownRun
 from pipeline.index.client import Index
 
@@ -101,7 +101,7 @@ class Service:
         self.sessions = Sessions(tokens)
         self.checks, self._owns_checks = checks or Checks(), checks is None
         self.closing = asyncio.Event()
-        self.watching = Watching()
+        self.run_statuses = RunStatuses()
         self._in_use: Counter[str] = Counter()
         self.external_sessions = ExternalSessions(settings.data, registry, self._in_use)
         self.most_held, self._held = MOST_HELD, 0
@@ -134,8 +134,8 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def authorised(self, request: web.Request, scope: Scope) -> AsyncIterator[None]:
-        """Surround the handling of a request. Raises a Problem (401, 403) when its token is not valid or lacks ``scope``, or
-        when it becomes so while the request is handled."""
+        """Surround the handling of a request. Raises an HTTPProblem (401, 403) when its token is not valid or lacks
+        ``scope``, or when it becomes so while the request is handled."""
         request[PRINCIPAL] = token = await self._token(request, scope)
         if token is LOCAL:
             yield
@@ -151,10 +151,12 @@ class Service:
         if token is None:
             wrong = "The token is not valid." if kind else "A token is needed."
             fix = "send the header 'Authorization: Bearer TOKEN'; `asyncdock token create` makes one"
-            raise Problem(401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'})
+            raise HTTPProblem(
+                401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'}
+            )
         if not token.may(scope):
             detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
-            raise Problem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
+            raise HTTPProblem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
         return token
 
     @contextlib.contextmanager
@@ -190,7 +192,7 @@ class Service:
 
     async def forget(self, run: str) -> None:
         """Close what is open for a deleted run."""
-        self.watching.forget(run)
+        self.run_statuses.forget(run)
         await self.external_sessions.forget(run)
         found = self._indexes.pop(run, None)
         if found:

@@ -1,11 +1,11 @@
-"""A run's events to whoever listens: one reader of the index, each event encoded once, nobody waits for anybody.
+"""Fan-out of a run's events to many listeners: the index is read once, and each event is encoded once.
 
-    index ── XREAD, blocking ──▶ Feed ── a batch, at most every 50 ms ──▶ its bytes ──▶ every listener's socket
-                                  ▲ joins when it has all up to here            └ too much unsent: `dropped`, closed
+    index ── XREAD, blocking ──▶ Fanout ── a batch, at most every 50 ms ──▶ its bytes ──▶ every listener's socket
+                                  ▲ joins when it is up to date                 └ too much unsent: `dropped`, closed
     history ── pages after Last-Event-ID ──▶ a new listener, at the pace at which it reads
 
-Between history and live nothing is missing and nothing comes twice: a listener joins with the id up to which it was told, in
-the same turn of the event loop in which it is not behind the feed, and of the next batch it is told only what is past that.
+No event is missing or sent twice between history and live: a listener joins with the id of its last event, in the turn of
+the event loop in which that is not behind the fanout, and of the next batch it gets only the events after that id.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from aiohttp import HttpVersion11, web
 
 from api.telemetry.history import BEGINNING, History, order
 from orchestration.events_file import finite
-from orchestration.service.registry import ENDED, RunRecord
-from pipeline.events import Event
+from orchestration.service.registry import RunRecord
+from pipeline.events import ENDED, Event
 from pipeline.index.client import EVENTS_AT_ONCE, IndexUnreachable
 
 log = structlog.get_logger()
 
 NOW = "$"  # as an id: from now on
 FLUSH_SECONDS = 0.05
-TOLD_AT_ONCE = 25  # listeners, before others have their turn: each costs a system call
+DELIVERIES_AT_ONCE = 25  # before other tasks get their turn: each costs a system call
 HEARTBEAT_SECONDS = 10.0
-MOST_UNSENT = 256 << 10  # bytes in a reader's buffer here, past which it is too slow
-SEND_BUFFER = 64 << 10  # bytes in the kernel's, which would grow to megabytes for each reader
-CATCH_UP_SECONDS = 30.0  # for one page of history to be taken
-FAREWELL_SECONDS = 5.0  # for what is in the buffer of a reader that is closed
+MOST_UNSENT = 256 << 10  # bytes in the write buffer of a reader; with more it is too slow
+SEND_BUFFER = 64 << 10  # bytes in the kernel, where it would grow to megabytes for each reader
+CATCH_UP_SECONDS = 30.0  # for a reader to take one page of history
+CLOSE_SECONDS = 5.0  # for a reader that is closed to take the rest of its buffer
 PAGES_AT_ONCE = 4  # of history, for all listeners of a run
-LAST_EVENT_SECONDS = 5.0  # after a run's end in which its last event may still come
+LAST_EVENT_SECONDS = 5.0  # after a run's end, in which its last event may still come
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",  # a proxy that gathers what it passes on would hold events back
+    "X-Accel-Buffering": "no",  # a buffering proxy would delay events
 }
-Kinds = frozenset[str] | None  # of the events that are wanted; None: all
+Kinds = frozenset[str] | None  # kinds of events that a reader wants; None: all
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Ending:
 
 
 class Batch:
-    """Events as the bytes of server-sent ones, made once for each choice of kinds."""
+    """Events, and their bytes as server-sent events, encoded once for each choice of kinds."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events = events
@@ -82,7 +82,7 @@ class Batch:
 
 
 def encode(event: Event) -> bytes:
-    """``event`` as a server-sent one, of finite numbers."""
+    """``event`` as a server-sent event; numbers that are not finite become null."""
     return f"id: {event.id}\n{_message(event.kind, {'time': event.time, **event.data})}".encode()
 
 
@@ -95,7 +95,7 @@ def _message(kind: str, data: dict[str, Any]) -> str:
 
 
 class Listener(Protocol):
-    """Who is told a run's events. Only :meth:`catch_up` may wait."""
+    """Receiver of a run's events. Only :meth:`catch_up` may wait."""
 
     async def catch_up(self, batch: Batch) -> None: ...
     def deliver(self, batch: Batch) -> None: ...
@@ -104,31 +104,31 @@ class Listener(Protocol):
     def drop(self, why: str, reason: str) -> None: ...
 
 
-class Feed:
-    """One run's events. ``over`` says how the run has ended, when it has; ``delayed`` is told each event's age, in seconds,
-    when it is on its way to all listeners."""
+class Fanout:
+    """Sends one run's events to its listeners. ``ending`` returns how the run has ended (None: it has not).
+    ``observe_delay`` is called with each event's age in seconds once it is on its way to all listeners."""
 
     def __init__(
         self,
         history: History,
-        over: Callable[[], Awaitable[Ending | None]],
+        ending: Callable[[], Awaitable[Ending | None]],
         *,
-        delayed: Callable[[float], None] = lambda seconds: None,
+        observe_delay: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.history, self._over, self._delayed = history, over, delayed
+        self.history, self._read_ending, self._observe_delay = history, ending, observe_delay
         self.position = BEGINNING  # of the last event that was delivered
         self._live: set[Listener] = set()
-        self._joining: dict[Listener, str] = {}  # told up to this id, which is past `position`
+        self._joining: dict[Listener, str] = {}  # by the id of its last event, which is past `position`
         self._starting, self._turn = asyncio.Lock(), asyncio.Semaphore(PAGES_AT_ONCE)
         self._task: asyncio.Task[None] | None = None
         self._ending: Ending | None = None
         self._beat = time.monotonic()
 
     async def join(self, listener: Listener, after: str = BEGINNING) -> None:
-        """Tell ``listener`` what comes after ``after``; returns when it is up to date, and is told the rest as it comes."""
-        ending = await self._over()
+        """Send ``listener`` the events after ``after``. Returns when it is up to date; it gets later events as they come."""
+        ending = await self._read_ending()
         if ending is not None:
-            await self._tell_all(listener, BEGINNING if after == NOW else after, ending)
+            await self._replay(listener, BEGINNING if after == NOW else after, ending)
             return
         await self._start()
         after = self.position if after == NOW else after
@@ -140,7 +140,7 @@ class Feed:
                 await listener.catch_up(Batch(page))
                 after, ending = page[-1].id, _ending_in(page, ending)
             elif position == self.position:
-                break  # there is nothing to be had between the two
+                break  # no event lies between the two
         if (ending := self._ending or ending) is not None:
             listener.end(ending)
         elif order(after) > order(self.position):
@@ -157,8 +157,8 @@ class Feed:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _tell_all(self, listener: Listener, after: str, ending: Ending) -> None:
-        """The history of a run that has ended, and its end."""
+    async def _replay(self, listener: Listener, after: str, ending: Ending) -> None:
+        """Send the history of a run that has ended, and its end."""
         last: Ending | None = None
         async for page in self.history.pages(after):
             await listener.catch_up(Batch(page))
@@ -186,27 +186,27 @@ class Feed:
                     self._beat = time.monotonic()
                     for listener in [*self._live, *self._joining]:
                         listener.heartbeat(self.position)
-                    if not events and (ending := await self._over()) is not None:  # nobody was left to tell it
+                    if not events and (ending := await self._read_ending()) is not None:  # without a `state` event
                         self._end(ending)
                 elif len(events) < EVENTS_AT_ONCE:
-                    await asyncio.sleep(FLUSH_SECONDS)  # what comes meanwhile is told together
+                    await asyncio.sleep(FLUSH_SECONDS)  # events of this time are delivered together
         except IndexUnreachable:
             self._drop_all("index", "the index does not answer; connect again")
         except LookupError:
             self._drop_all("deleted", "the run was deleted")
         except Exception:
-            log.exception("a feed failed")
+            log.exception("a fanout failed")
             self._drop_all("failed", "reading the run's events failed; connect again")
 
     async def _deliver(self, events: Sequence[Event]) -> None:
-        """Tell all who were live when it began, answering requests meanwhile. Who joins meanwhile is past these events."""
+        """Deliver to all listeners that are live now; other tasks run in between. One that joins meanwhile is past these."""
         if not events:
             return
         batch, self.position = Batch(events), events[-1].id
         for number, listener in enumerate(list(self._live), 1):
             if listener in self._live:
                 listener.deliver(batch)
-            if number % TOLD_AT_ONCE == 0:
+            if number % DELIVERIES_AT_ONCE == 0:
                 await asyncio.sleep(0)
         for listener, after in list(self._joining.items()):
             if order(after) <= order(self.position):
@@ -215,7 +215,7 @@ class Feed:
                 listener.deliver(batch.after(after))
         now = time.time()
         for event in events:
-            self._delayed(now - event.time)
+            self._observe_delay(now - event.time)
         if (ending := _ending_in(events)) is not None:
             self._end(ending)
 
@@ -232,61 +232,61 @@ class Feed:
 
 
 def _ending_in(events: Sequence[Event], before: Ending | None = None) -> Ending | None:
-    """What the last of the `state` events says, if that is an end; ``before`` when there is none of them."""
+    """The ending in the last `state` event, if that is one; ``before`` without a `state` event."""
     last = next((event for event in reversed(events) if event.kind == "state"), None)
     if last is None:
         return before
     if last.data["state"] not in ENDED:
-        return None  # a run that was resumed has ended before
+        return None  # the run was resumed after it had ended
     return Ending(last.data["state"], last.data.get("reason", ""), last.time)
 
 
-class Feeds:
-    """The feeds of a server, one for each run that anybody listens to. ``make`` makes one for a run's record."""
+class Fanouts:
+    """The fanouts of a server, one for each run with listeners. ``make`` makes one for a run's record."""
 
-    def __init__(self, make: Callable[[RunRecord], Feed]) -> None:
+    def __init__(self, make: Callable[[RunRecord], Fanout]) -> None:
         self._make = make
-        self._feeds: dict[str, Feed] = {}
-        self._listeners: dict[Listener, Feed] = {}
+        self._fanouts: dict[str, Fanout] = {}
+        self._listeners: dict[Listener, Fanout] = {}
 
     @asynccontextmanager
-    async def listening(self, record: RunRecord, listener: Listener) -> AsyncIterator[Feed]:
-        """The run's feed, which ends with the last of its listeners."""
+    async def listening(self, record: RunRecord, listener: Listener) -> AsyncIterator[Fanout]:
+        """The run's fanout, which ends with the last of its listeners."""
         run = record.id
-        feed = self._feeds.get(run) or self._feeds.setdefault(run, self._make(record))
-        self._listeners[listener] = feed
+        fanout = self._fanouts.get(run) or self._fanouts.setdefault(run, self._make(record))
+        self._listeners[listener] = fanout
         try:
-            yield feed
+            yield fanout
         finally:
-            feed.leave(listener)
+            fanout.leave(listener)
             self._listeners.pop(listener, None)
-            if feed not in self._listeners.values() and self._feeds.get(run) is feed:
-                del self._feeds[run]
-                await feed.close()
+            if fanout not in self._listeners.values() and self._fanouts.get(run) is fanout:
+                del self._fanouts[run]
+                await fanout.close()
 
     def __len__(self) -> int:
-        """How many listen."""
+        """The number of listeners."""
         return len(self._listeners)
 
     def close(self) -> None:
-        """Tell every listener that the server goes down."""
+        """Drop every listener: the server goes down."""
         for listener in list(self._listeners):
             listener.drop("closing", "the server goes down; connect again")
 
 
-class Reader:
-    """A connection that is sent events. Writing goes straight to the socket; what it does not take is kept, up to ``most``
-    bytes, and a reader that leaves more unread is dropped. :attr:`done` comes to why it was dropped, "" if it was not."""
+class EventReader:
+    """A connection that events are sent to, straight to its socket. What the socket does not take is kept, up to ``most``
+    bytes; a reader that leaves more unread is dropped. :attr:`closed` becomes why it was dropped ("": it was not)."""
 
     def __init__(self, request: web.Request, kinds: Kinds = None, *, most: int = MOST_UNSENT) -> None:
         self.kinds, self.most = kinds, most
-        self.done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._request = request
         self.response = web.StreamResponse(headers=HEADERS)
         self.response.force_close()
 
     async def open(self) -> None:
-        """Begin the answer. Raises ConnectionResetError when the reader has gone."""
+        """Begin the answer. Raises ConnectionResetError when the connection is gone."""
         await self.response.prepare(self._request)
         transport = self._request.transport
         if transport is None:
@@ -297,7 +297,7 @@ class Reader:
         await self.response.write(b"retry: 2000\n\n")
 
     async def catch_up(self, batch: Batch) -> None:
-        if self.done.done():
+        if self.closed.done():
             raise ConnectionResetError("the reader has gone")
         if payload := batch.payload(self.kinds):
             try:
@@ -312,24 +312,23 @@ class Reader:
             self._write(payload)
 
     def heartbeat(self, event_id: str) -> None:
-        self._write(
-            f": heartbeat\nid: {event_id}\n\n".encode()
-        )  # with it a reader of rare kinds begins again near here
+        # With the id a reader of rare kinds reconnects near here.
+        self._write(f": heartbeat\nid: {event_id}\n\n".encode())
 
     def end(self, ending: Ending) -> None:
         self._write(_message("end", {"state": ending.state, "reason": ending.reason}).encode())
         self._close("")
 
     def drop(self, why: str, reason: str) -> None:
-        if not self.done.done():
+        if not self.closed.done():
             self._put(_message("dropped", {"reason": reason}).encode())
             self._close(why)
 
     def _write(self, data: bytes) -> None:
-        if self.done.done():
+        if self.closed.done():
             return
         if self._transport.is_closing():
-            self.done.set_result("")  # it went by itself
+            self.closed.set_result("")  # the client has closed it
         elif (unsent := self._transport.get_write_buffer_size()) > self.most:
             self.drop("slow", f"too slow: {unsent} bytes were not taken; connect again with Last-Event-ID")
         else:
@@ -340,10 +339,10 @@ class Reader:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._framed else data)
 
     def _close(self, why: str) -> None:
-        """What is in the buffer may still be taken, for a while."""
-        if not self.done.done():
-            self.done.set_result(why)
+        """Close; the client may take the rest of the buffer for :data:`CLOSE_SECONDS`."""
+        if not self.closed.done():
+            self.closed.set_result(why)
             if self._framed and not self._transport.is_closing():
                 self._transport.write(b"0\r\n\r\n")
             self._transport.close()
-            asyncio.get_running_loop().call_later(FAREWELL_SECONDS, self._transport.abort)
+            asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._transport.abort)

@@ -1,12 +1,12 @@
-"""Every event of a run, whoever asks and however old: one order of ids, two places where they lie.
+"""History of a run: all of its events in order of their ids, from the index and from the run's folder.
 
     metrics.jsonl  |0 ─────────────── older ones ───────────────|─ ─ (the same again) ─ ─▶
     index                                              oldest there |────────────────────▶ newest
 
     page(after) ──▶ below the oldest in the index: from the file; everything else: from the index
 
-An id is a Unix time in milliseconds and a number, as the index's server gives it, so ids only grow; a resumed run goes on in
-the same file.
+An id is a Unix time in milliseconds and a number, given by the index's server, so ids only grow. A resumed run appends
+to the same file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from pipeline.events import Event
 from pipeline.index.client import EVENTS_AT_ONCE, Index
 
 BEGINNING = "0"
-MOST_WAIT = 10.0  # seconds; a wait on the server is renewed this often
 _ID_OF_LINE = re.compile(rb'\{"id": ?"(\d+-\d+)"')
 
 
 def order(event_id: str) -> tuple[int, int]:
-    """What ids are compared by.
+    """Sort key of an event's id.
 
     >>> order("17-2") < order("17-10") < order("18")
     True
@@ -37,13 +36,13 @@ def order(event_id: str) -> tuple[int, int]:
 
 
 def id_at(seconds: float) -> str:
-    """An id before every event that the index's server got at the Unix time ``seconds`` or later."""
+    """An id before all events from the Unix time ``seconds`` on, by the clock of the index's server."""
     return f"{max(0, int(seconds * 1000) - 1)}-{2**63}"
 
 
 class EventsFile:
-    """``metrics.jsonl``, one event a line, ids growing. Any place in it is found by halving, so that its length does not
-    matter. What a kill cut short is passed over."""
+    """Reads ``metrics.jsonl``, one event a line, with growing ids. A place in it is found by bisection. Lines that a kill
+    cut short are skipped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,8 +67,8 @@ class EventsFile:
 
     @staticmethod
     def _place(file: IO[bytes], wanted: tuple[int, int]) -> int:
-        """Where a line begins before which no id is past ``wanted``, less than a few lines from the first that is."""
-        low, high = 0, file.seek(0, 2)  # at `low` begins a line; all before it are at or below `wanted`
+        """Start of a line at or a few lines before the first id past ``wanted``."""
+        low, high = 0, file.seek(0, 2)  # a line begins at `low`; ids before it are not past `wanted`
         while high - low > 4096:
             middle = (low + high) // 2
             file.seek(middle)
@@ -88,15 +87,15 @@ def _event_of(line: bytes) -> Event | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        told = json.loads(line)
-        return Event(str(told["id"]), float(told["time"]), str(told["kind"]), dict(told["data"]))
+        event = json.loads(line)
+        return Event(str(event["id"]), float(event["time"]), str(event["kind"]), dict(event["data"]))
     except (ValueError, TypeError, KeyError):  # a kill cut it short, and the next runner wrote on behind it
         return None
 
 
 class History:
-    """All events of one run. ``index`` gives the run's index anew at each use (None: there is none any more), ``file`` is
-    its ``metrics.jsonl``."""
+    """All events of one run. ``index`` returns the run's index and is called at each use (None: the index is gone);
+    ``file`` is the run's ``metrics.jsonl``."""
 
     def __init__(self, index: Callable[[], Index] | None, file: Path) -> None:
         self._index, self._file = index, EventsFile(file)
@@ -106,7 +105,7 @@ class History:
         return (await self._index().event_ends())[1] if self._index else BEGINNING
 
     async def page(self, after: str) -> list[Event]:
-        """The next events after ``after`` that are there now, in order, nothing between them left out."""
+        """The next events after ``after`` that exist now, in order and without a gap."""
         if self._index is None:
             return await asyncio.to_thread(self._file.after, after)
         oldest, newest = await self._index().event_ends()
@@ -119,11 +118,11 @@ class History:
 
     async def wait(self, after: str, seconds: float) -> list[Event]:
         """The next events in the index after ``after``; empty when none came within ``seconds``."""
-        assert self._index is not None, "who waits for events has an index"
+        assert self._index is not None, "waiting for events needs an index"
         return await self._index().events(after, seconds)
 
     async def pages(self, after: str = BEGINNING, until: float = float("inf")) -> AsyncIterator[list[Event]]:
-        """Pages of what is there now after ``after``, up to the Unix time ``until`` by the index's clock."""
+        """Pages of the events after ``after`` that exist now, up to the Unix time ``until`` by the index's clock."""
         last = (int(until * 1000), 2**63) if until != float("inf") else None
         while page := await self.page(after):
             after = page[-1].id

@@ -1,11 +1,11 @@
-"""A run's spans as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: Chrome's trace event format, JSON.
+"""Trace of a run for Perfetto (ui.perfetto.dev) and chrome://tracing, in Chrome's trace event format (JSON).
 
-    span   ──▶ X, a slice: one process for each worker, one track for each thing that it does
+    span   ──▶ X, a slice: one process for each worker, one track for each name of a span
     stage  ──▶ C, counters: queue depth and what is in flight          step ──▶ C: staleness, reward
     state, worker ──▶ i, instants                     process_name, thread_name and their order ──▶ M, when first seen
 
-Slices of one track must lie inside each other or apart (Perfetto puts others aside). A worker may have several claims in
-hand at once, so each thing that it does has as many tracks as it needs: a slice goes to the first that is free.
+Slices of one track must be nested or disjoint (Perfetto hides others). A worker may hold several claims at once, so each
+name of a span has as many tracks as it needs: a slice goes to the first free one.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from pipeline.events import Event
 ORDER = ("run", "gate", "rollout", "reward", "reference", "advantage", "update")  # of processes, from the top
 RUN = "run"
 SECOND = 1_000_000  # the format counts microseconds
-REPORT_SECONDS = 5.0  # a span that began before the end of a trace is reported by then, or is left out
+REPORT_SECONDS = 5.0  # after the end of a trace, in which spans that began before it are still reported
 
 Slice = dict[str, Any]
 
 
 class Trace:
-    """Makes trace events of a run's events. ``begin`` and ``end`` in Unix seconds: slices that touch this time are told."""
+    """Makes trace events of a run's events. Slices that overlap ``begin`` to ``end`` (Unix seconds) are kept."""
 
     def __init__(self, begin: float = 0.0, end: float = float("inf")) -> None:
         self.begin, self.end = begin, end
         self._processes: dict[str, int] = {}
         self._tracks: dict[tuple[int, str, int], int] = {}
-        self._free: dict[tuple[int, str], list[int]] = {}  # by thing: until when each of its tracks is taken, in µs
+        self._free: dict[
+            tuple[int, str], list[int]
+        ] = {}  # by name of a span: end of the last slice of each track, in µs
 
     def events(self, event: Event) -> Iterator[Slice]:
-        """What ``event`` is in the trace, with the names that it is the first to need."""
+        """Trace events for ``event``, with the names of processes and tracks that it is the first to use."""
         data = event.data
         if event.kind == "span":
             for span in data["spans"]:
@@ -62,7 +64,6 @@ class Trace:
         lane = next((at for at, until in enumerate(taken) if until <= start), len(taken))
         taken[lane : lane + 1] = [start + duration]
         tid = yield from self._track(pid, span["name"], lane)
-        told = {name: value for name, value in span.items() if name in ("rows", "version")}
         yield {
             "ph": "X",
             "name": span["name"],
@@ -71,7 +72,7 @@ class Trace:
             "tid": tid,
             "ts": start,
             "dur": duration,
-            "args": told,
+            "args": {name: value for name, value in span.items() if name in ("rows", "version")},
         }
 
     def _counter(self, worker: str, time: float, name: str, values: dict[str, Any]) -> Iterator[Slice]:
@@ -82,7 +83,6 @@ class Trace:
 
     def _instant(self, worker: str, time: float, name: str, data: Mapping[str, Any]) -> Iterator[Slice]:
         pid = yield from self._process(worker)
-        told = {"reason": data["reason"]} if data.get("reason") else {}
         yield {
             "ph": "i",
             "name": name,
@@ -91,11 +91,11 @@ class Trace:
             "tid": 0,
             "ts": round(time * SECOND),
             "s": "p",
-            "args": told,
+            "args": {"reason": data["reason"]} if data.get("reason") else {},
         }
 
     def _process(self, worker: str) -> Any:
-        """The number of a worker's process; the first time with its name."""
+        """Number of a worker's process; yields its name the first time."""
         pid = self._processes.get(worker)
         if pid is None:
             pid = self._processes[worker] = len(self._processes) + 1

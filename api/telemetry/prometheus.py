@@ -1,11 +1,11 @@
-"""What Prometheus reads: the runs' events summed up, and what the server itself does.
+"""Metrics for Prometheus: the totals of the active runs, and counters of the server itself.
 
-    events of each active run ──▶ RunSums (a listener of its feed, from the run's first event) ──┐
-    requests, readers of streams, delays ──▶ counters ───────────────────────────────────────────┼──▶ text, when asked
-    the registry ──▶ runs by state ──────────────────────────────────────────────────────────────┘
+    events of each active run, from its first one ──▶ RunListener: RunTotals ──┐
+    requests, readers of streams, delays ──▶ counters ─────────────────────────┼──▶ text of GET /metrics
+    the registry ──▶ runs by state ────────────────────────────────────────────┘
 
-Nobody follows a run before the first scrape, and nobody goes on when scrapes have stopped. Labels are bounded: runs are
-those that are active, or ended a few minutes ago, stages and workers those of their recipes.
+Runs are followed from the first scrape on, and no longer when scrapes have stopped. Labels are bounded: runs that are active
+or ended a few minutes ago, with the stages and workers of their recipes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import structlog
 from aiohttp import web
@@ -22,83 +22,52 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from api.telemetry.fanout import Batch, Ending, Feeds
+from api.telemetry.fanout import Batch, Ending, Fanouts
+from api.telemetry.totals import SHARES, RunTotals
 from orchestration.service.registry import ENDED, Registry, RunRecord
-from pipeline.events import Event
 
 log = structlog.get_logger()
 
 STATES = ("created", "starting", "running", "paused", "stopping", *ENDED)
-SHARES = ("busy", "waiting_input", "waiting_room", "other")
-TOKENS = ("generated", "trained", "filtered")
-KEPT_SECONDS = 300.0  # after a run's end: several scrapes see its last numbers
-UNASKED_SECONDS = 300.0  # without a scrape, after which runs are followed no more
-CATCH_UP_SECONDS = 5.0  # that a scrape waits for the past of runs that are new to it
+KEPT_SECONDS = 300.0  # for which an ended run is still exposed, so that several scrapes get its last numbers
+UNSCRAPED_SECONDS = 300.0  # without a scrape, after which runs are no longer followed
+CATCH_UP_SECONDS = 5.0  # for which a scrape waits for the past events of new runs
 DURATIONS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 DELAYS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 
 
-class RunSums:
-    """One run's events, summed up; a listener of its feed. A worker that is started again counts on where its predecessor
-    ended, so that no counter falls."""
+class RunListener:
+    """Adds up the events of one run, as a listener of its fanout."""
 
     def __init__(self, record: RunRecord) -> None:
-        self.run, self.name, self.state = record.id, record.name, record.state
+        self.run, self.name = record.id, record.name
         self.steps_planned = int(record.recipe["train"]["steps"])
         self.bound = int(record.recipe["pipeline"]["staleness"])
+        self.totals = RunTotals()
+        self.totals.state = record.state
         self.ended: float | None = None  # when, on the monotonic clock
-        self.lost = False  # the feed has dropped it
-        self.step: Mapping[str, Any] = {}
-        self.stages: dict[tuple[str, str], Mapping[str, Any]] = {}  # by stage and worker
-        self._before: dict[tuple[str, str], dict[str, float]] = {}  # what earlier lives of a worker came to
-        self.sync = {"publish": 0.0, "exposed": 0.0, "hidden": 0.0}
-        self.sync_bytes = self.restarts = 0
+        self.dropped = False
 
     async def catch_up(self, batch: Batch) -> None:
         self.deliver(batch)
-        await asyncio.sleep(0)  # others' requests come between two pages of a long past
+        await asyncio.sleep(0)  # requests are answered between two pages of a long past
 
     def deliver(self, batch: Batch) -> None:
         for event in batch.events:
-            self.apply(event)
+            self.totals.apply(event)
 
     def heartbeat(self, event_id: str) -> None:
         pass
 
     def end(self, ending: Ending) -> None:
-        self.state, self.ended = ending.state, time.monotonic()
+        self.totals.state, self.ended = ending.state, time.monotonic()
 
     def drop(self, why: str, reason: str) -> None:
-        self.lost = True
-
-    def apply(self, event: Event) -> None:
-        data = event.data
-        match event.kind:
-            case "step":
-                self.step = data
-            case "stage":
-                key = (data["stage"], data["worker"])
-                last = self.stages.get(key)
-                if last is not None and data["wall"] < last["wall"]:  # its process began anew
-                    self._before[key] = {name: self.total(key, name) for name in (*SHARES, "rows", "tokens")}
-                self.stages[key] = data
-            case "sync":
-                for part in self.sync:
-                    self.sync[part] += data[f"{part}_seconds"]
-                if data["publish_seconds"]:  # otherwise it is an engine's load of the same bytes
-                    self.sync_bytes += data["bytes"]
-            case "worker":
-                self.restarts += data["change"] == "restarted"
-            case "state":
-                self.state = data["state"]
-
-    def total(self, key: tuple[str, str], name: str) -> float:
-        """A worker's count over all of its lives."""
-        return self._before.get(key, {}).get(name, 0.0) + self.stages[key][name]
+        self.dropped = True
 
 
 class ServerMetrics:
-    """What the server counts of itself, in a registry of its own."""
+    """Counters of the server itself, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -130,13 +99,13 @@ class ServerMetrics:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[str], None]]:
-        """While a reader is connected. Call what it gives with why the reader was dropped ("": it was not)."""
+        """Counts a reader while it is connected. Yields a function to call with why it was dropped ("": it was not)."""
         with self.readers.track_inprogress():
             yield lambda why: self.dropped.labels(why).inc() if why else None
 
     @web.middleware
     async def count(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """The middleware that counts; outermost, so that refusals count too."""
+        """Middleware that counts requests; the outermost one, so that refusals count too."""
         began = time.perf_counter()
         status = 500
         try:
@@ -145,7 +114,7 @@ class ServerMetrics:
             return response
         finally:
             resource = request.match_info.route.resource
-            route = resource.canonical if resource is not None else "none"  # no label from what somebody may invent
+            route = resource.canonical if resource is not None else "none"  # a path could be anything
             method = request.method if request.method in ("GET", "HEAD", "POST", "PUT", "DELETE") else "other"
             self.requests.labels(method, route, str(status)).inc()
             if not route.endswith("/stream"):
@@ -153,29 +122,29 @@ class ServerMetrics:
 
 
 class Exposition(Collector):
-    """The text of ``GET /metrics``. Follows every active run while it is asked."""
+    """The text of ``GET /metrics``. Follows the active runs while it is scraped."""
 
-    def __init__(self, registry: Registry, feeds: Feeds, server: ServerMetrics) -> None:
-        self._runs, self._feeds, self._server = registry, feeds, server
+    def __init__(self, registry: Registry, fanouts: Fanouts, server: ServerMetrics) -> None:
+        self._registry, self._fanouts, self._server = registry, fanouts, server
         self._own = CollectorRegistry()
         self._own.register(self)
         self._counts: dict[str, int] = {}
-        self._sums: dict[str, RunSums] = {}
+        self._runs: dict[str, RunListener] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
-        self._asked = time.monotonic()
+        self._scraped = time.monotonic()
 
     async def text(self) -> bytes:
-        self._asked = time.monotonic()
-        active = [held.record for held in await self._runs.active()]
-        self._counts = await self._runs.counts()
+        self._scraped = time.monotonic()
+        active = [held.record for held in await self._registry.active()]
+        self._counts = await self._registry.counts()
         for record in active:
             self._counts[record.state] = self._counts.get(record.state, 0) + 1
         joined = [self._follow(record) for record in active if record.id not in self._following]
         if joined:
             await asyncio.wait([asyncio.ensure_future(event.wait()) for event in joined], timeout=CATCH_UP_SECONDS)
         for record in active:
-            if record.id in self._sums:
-                self._sums[record.id].state = record.state  # the registry knows when nobody runs it
+            if record.id in self._runs:
+                self._runs[record.id].totals.state = record.state  # the registry knows that of a run without a runner
         return generate_latest(self._own) + generate_latest(self._server.registry)
 
     async def close(self) -> None:
@@ -184,117 +153,113 @@ class Exposition(Collector):
         await asyncio.gather(*self._following.values(), return_exceptions=True)
 
     def _follow(self, record: RunRecord) -> asyncio.Event:
-        """Follow a run; the event is set when its past is summed up."""
+        """Follow a run; the event is set when its past events are added up."""
         caught_up = asyncio.Event()
-        self._following[record.id] = asyncio.create_task(self._sum(record, caught_up))
+        self._following[record.id] = asyncio.create_task(self._listen(record, caught_up))
         return caught_up
 
-    async def _sum(self, record: RunRecord, caught_up: asyncio.Event) -> None:
-        sums = RunSums(record)
+    async def _listen(self, record: RunRecord, caught_up: asyncio.Event) -> None:
+        run = RunListener(record)
         try:
-            async with self._feeds.listening(record, sums) as feed:
-                await feed.join(sums)
-                self._sums[record.id] = sums
+            async with self._fanouts.listening(record, run) as fanout:
+                await fanout.join(run)
+                self._runs[record.id] = run
                 caught_up.set()
-                while not self._done(sums):  # noqa: ASYNC110
-                    await asyncio.sleep(10.0)  # what ends it is that time passes
+                while not self._is_over(run):  # noqa: ASYNC110
+                    await asyncio.sleep(10.0)
         except (ConnectionError, LookupError) as gone:
             log.warning("a run is not followed for /metrics", run=record.id, reason=str(gone))
         finally:
             caught_up.set()
-            self._sums.pop(record.id, None)
+            self._runs.pop(record.id, None)
             self._following.pop(record.id, None)  # the next scrape follows it again if it is active
 
-    def _done(self, sums: RunSums) -> bool:
+    def _is_over(self, run: RunListener) -> bool:
         now = time.monotonic()
-        over = sums.ended is not None and now - sums.ended > KEPT_SECONDS
-        return over or sums.lost or now - self._asked > UNASKED_SECONDS
+        ended = run.ended is not None and now - run.ended > KEPT_SECONDS
+        return ended or run.dropped or now - self._scraped > UNSCRAPED_SECONDS
 
-    # ── what prometheus_client asks for ──
+    # ── called by prometheus_client ──
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterable[Metric]:
-        runs = list(self._sums.values())
-        states = GaugeMetricFamily("asyncdock_runs", "Runs by state.", labels=["state"])
+        states = Family("gauge", "asyncdock_runs", "Runs by state.", "state")
         for state in STATES:
-            states.add_metric([state], self._counts.get(state, 0))
-        yield states
-        info = GaugeMetricFamily("asyncdock_run_info", "1 for each run.", labels=["run", "name", "state"])
-        for sums in runs:
-            info.add_metric([sums.run, sums.name, sums.state], 1)
-        yield info
-        yield from _of_runs(runs)
-        yield from _of_stages(runs)
+            states.add(self._counts.get(state, 0), state)
+        runs = list(self._runs.values())
+        return [states.metric, *_of_runs(runs), *_of_stages(runs)]
 
 
-def _of_runs(runs: list[RunSums]) -> Iterator[Metric]:
-    planned = GaugeMetricFamily("asyncdock_run_steps_planned", "Optimizer steps of the recipe.", labels=["run"])
-    steps = CounterMetricFamily("asyncdock_run_steps", "Optimizer steps made.", labels=["run"])
-    restarts = CounterMetricFamily("asyncdock_run_restarts", "Times that something was started again.", labels=["run"])
-    tokens = CounterMetricFamily("asyncdock_run_tokens", "Tokens by what became of them.", labels=["run", "what"])
-    staleness = GaugeMetricFamily(
-        "asyncdock_run_staleness_versions",
-        "Of the newest step's samples, in policy versions; and the bound.",
-        labels=["run", "stat"],
+class Family:
+    """A metric of prometheus_client with the names of its ``labels``."""
+
+    def __init__(self, kind: Literal["counter", "gauge"], name: str, text: str, *labels: str) -> None:
+        self.metric = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}[kind](name, text, labels=labels)
+
+    def add(self, value: float | None, *labels: str) -> None:
+        if value is not None:
+            self.metric.add_metric(labels, value)
+
+
+def _of_runs(runs: list[RunListener]) -> list[Metric]:
+    info = Family("gauge", "asyncdock_run_info", "1 for each run.", "run", "name", "state")
+    planned = Family("gauge", "asyncdock_run_steps_planned", "Optimizer steps of the recipe.", "run")
+    steps = Family("counter", "asyncdock_run_steps", "Optimizer steps made.", "run")
+    restarts = Family("counter", "asyncdock_run_restarts", "Times that something was started again.", "run")
+    tokens = Family("counter", "asyncdock_run_tokens", "Tokens by what became of them.", "run", "what")
+    stale = "Of the newest step's samples, in policy versions; and the bound."
+    staleness = Family("gauge", "asyncdock_run_staleness_versions", stale, "run", "stat")
+    taking = (
+        "Of taking new weights: publish by the trainer; at the engines what generation waited for (exposed), and not."
     )
-    sync = CounterMetricFamily(
-        "asyncdock_sync_seconds",
-        "Of taking new weights: publish by the trainer; at the engines what generation waited for (exposed), and not.",
-        labels=["run", "part"],
-    )
-    sync_bytes = CounterMetricFamily("asyncdock_sync_bytes", "Bytes of weights that were published.", labels=["run"])
-    newest = {
-        "reward_mean": GaugeMetricFamily(
-            "asyncdock_run_reward_mean", "Mean reward of the newest step.", labels=["run"]
-        ),
-        "loss": GaugeMetricFamily("asyncdock_run_loss", "Loss of the newest step.", labels=["run"]),
-        "kl_behaviour": GaugeMetricFamily(
-            "asyncdock_run_kl", "KL divergence to the behaviour policy in the newest step (k3).", labels=["run"]
-        ),
-    }
-    for sums in runs:
-        run, step = sums.run, sums.step
-        planned.add_metric([run], sums.steps_planned)
-        steps.add_metric([run], step.get("version", 0))
-        restarts.add_metric([run], sums.restarts)
-        for what in TOKENS:
-            tokens.add_metric([run, what], step.get(f"tokens_{what}", 0))
+    sync = Family("counter", "asyncdock_sync_seconds", taking, "run", "part")
+    sync_bytes = Family("counter", "asyncdock_sync_bytes", "Bytes of weights that were published.", "run")
+    reward = Family("gauge", "asyncdock_run_reward_mean", "Mean reward of the newest step.", "run")
+    loss = Family("gauge", "asyncdock_run_loss", "Loss of the newest step.", "run")
+    behaviour = "KL divergence to the behaviour policy in the newest step (k3)."
+    kl = Family("gauge", "asyncdock_run_kl", behaviour, "run")
+    for listener in runs:
+        run, totals, step = listener.run, listener.totals, listener.totals.step
+        info.add(1, run, listener.name, totals.state)
+        planned.add(listener.steps_planned, run)
+        steps.add(step.version if step else 0, run)
+        restarts.add(totals.restarts, run)
+        for what in ("generated", "trained", "filtered"):
+            tokens.add(getattr(step, f"tokens_{what}", 0), run, what)
         for stat in ("mean", "p95", "max"):
-            if step:
-                staleness.add_metric([run, stat], step[f"staleness_{stat}"])
-        staleness.add_metric([run, "bound"], sums.bound)
-        for part, seconds in sums.sync.items():
-            sync.add_metric([run, part], seconds)
-        sync_bytes.add_metric([run], sums.sync_bytes)
-        for name, family in newest.items():
-            if step.get(name) is not None:
-                family.add_metric([run], step[name])
-    yield from (planned, steps, restarts, tokens, staleness, sync, sync_bytes, *newest.values())
+            staleness.add(getattr(step, f"staleness_{stat}", None), run, stat)
+        staleness.add(listener.bound, run, "bound")
+        for part, seconds in totals.sync_seconds.items():
+            sync.add(seconds, run, part)
+        sync_bytes.add(totals.published_bytes, run)
+        if step:
+            reward.add(step.reward_mean, run)
+            loss.add(step.loss, run)
+            kl.add(step.metrics.get("kl_behaviour"), run)
+    families = (info, planned, steps, restarts, tokens, staleness, sync, sync_bytes, reward, loss, kl)
+    return [family.metric for family in families]
 
 
-def _of_stages(runs: list[RunSums]) -> Iterator[Metric]:
-    of_worker = ["run", "stage", "worker"]
-    seconds = CounterMetricFamily(
-        "asyncdock_stage_seconds", "Where a worker's time went; they add up to all of it.", labels=[*of_worker, "state"]
-    )
-    rows = CounterMetricFamily("asyncdock_stage_rows", "Samples done by a worker.", labels=of_worker)
-    tokens = CounterMetricFamily("asyncdock_stage_tokens", "Tokens of these samples.", labels=of_worker)
-    held = GaugeMetricFamily("asyncdock_stage_in_flight_rows", "Samples that a worker has in hand.", labels=of_worker)
-    depth = GaugeMetricFamily(
-        "asyncdock_stage_queue_depth", "What is ready for a stage and nobody has.", labels=["run", "stage"]
-    )
-    for sums in runs:
+def _of_stages(runs: list[RunListener]) -> list[Metric]:
+    worker = ("run", "stage", "worker")
+    where = "Where a worker's time went; they add up to all of it."
+    seconds = Family("counter", "asyncdock_stage_seconds", where, *worker, "state")
+    rows = Family("counter", "asyncdock_stage_rows", "Samples done by a worker.", *worker)
+    tokens = Family("counter", "asyncdock_stage_tokens", "Tokens of these samples.", *worker)
+    held = Family("gauge", "asyncdock_stage_in_flight_rows", "Samples that a worker has in hand.", *worker)
+    depth = Family("gauge", "asyncdock_stage_queue_depth", "What is ready for a stage and nobody has.", "run", "stage")
+    for listener in runs:
         depths: dict[str, float] = {}
-        for (stage, worker), data in sums.stages.items():
-            labels = [sums.run, stage, worker]
+        for name, one in listener.totals.workers.items():
+            labels = (listener.run, one.latest.stage, name)
             for state in SHARES:
-                seconds.add_metric([*labels, state], sums.total((stage, worker), state))
-            rows.add_metric(labels, sums.total((stage, worker), "rows"))
-            tokens.add_metric(labels, sums.total((stage, worker), "tokens"))
-            held.add_metric(labels, data["in_flight"])
-            depths[stage] = data["queue_depth"]
+                seconds.add(one.totals[state], *labels, state)
+            rows.add(one.totals["rows"], *labels)
+            tokens.add(one.totals["tokens"], *labels)
+            held.add(one.latest.in_flight, *labels)
+            depths[one.latest.stage] = one.latest.queue_depth
         for stage, waiting in depths.items():
-            depth.add_metric([sums.run, stage], waiting)
-    yield from (seconds, rows, tokens, held, depth)
+            depth.add(waiting, listener.run, stage)
+    return [family.metric for family in (seconds, rows, tokens, held, depth)]

@@ -1,27 +1,28 @@
-"""A run's past as series for charts: events in, columns of numbers out, several events to a point where there are many.
+"""Series for charts, made from a run's past events: columns of numbers, with several events to a point.
 
     event ──▶ its series (`step`, `evaluation`, `ledger`, `stage/WORKER`, `sync/WORKER`) ──▶ its time's bucket ──▶ one point
 
-What a point says of the events in it goes by what the number is: the last of a count that only grows, the sum of what each
-event adds, the largest of a largest, and the mean of everything else.
+A point reduces each number of its events: a growing count to the last one, amounts of single events to their sum, maxima to
+the largest, everything else to the mean.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from api.schemas.events import numbers_of
+from api.telemetry.totals import finite_numbers
 from pipeline.events import Event
 
 KINDS = ("step", "evaluation", "ledger", "stage", "sync")
 OF_WORKERS = ("stage", "sync")  # one series for each worker
-POINTS = 1000  # of a series, about, where `every` is left to us
+POINTS = 1000  # of a series, about, when the request gives no `every`
 WIDTHS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 43200, 86400)  # seconds
-RAW_SECONDS = 300.0  # of a run of which every event is told: two a second for each worker
+RAW_SECONDS = 300.0  # up to this range each event is a point: two a second for each worker
 
-# Counts that only grow, by kind; with those of which any event has the present value.
+# Numbers of which a point keeps the last one, by kind.
 LAST: dict[str, frozenset[str] | None] = {
     "step": frozenset({"step", "version", "tokens_generated", "tokens_trained", "tokens_filtered"}),
     "evaluation": frozenset({"step", "version", "count"}),
@@ -34,7 +35,7 @@ SUM = {
     "sync": frozenset({"bytes", "publish_seconds", "exposed_seconds", "hidden_seconds"}),
 }
 
-# What can be asked for: the algorithm adds numbers of its own to those that each step has.
+# Names that a request may give; the algorithm adds numbers of its own to a step.
 SERIES = re.compile(
     r"step(\.[A-Za-z0-9_]{1,60})?"
     + "".join(rf"|{kind}(\.({'|'.join(numbers_of(kind))}))?" for kind in KINDS if kind != "step")
@@ -45,11 +46,11 @@ Point = dict[str, float]
 
 
 class TooMany(ValueError):
-    """More points were asked for than one answer holds."""
+    """An answer would hold more points than allowed."""
 
 
 def width(seconds: float) -> float:
-    """How many seconds one point should stand for, in a range of ``seconds``; 0: each event is a point.
+    """Seconds for each point in a range of ``seconds``; 0: each event is a point.
 
     >>> [width(seconds) for seconds in (60, 3_600, 86_400, 30 * 86_400)]
     [0.0, 5.0, 120.0, 3600.0]
@@ -60,14 +61,14 @@ def width(seconds: float) -> float:
 
 
 def series_of(event: Event) -> str:
-    """The series that an event belongs to; "" for none."""
+    """Name of the series that an event belongs to; "" for none."""
     if event.kind not in KINDS:
         return ""
     return f"{event.kind}/{event.data['worker']}" if event.kind in OF_WORKERS else event.kind
 
 
 class Wanted:
-    """Which series and which of their numbers: kinds, ``kind/worker``, ``kind.number``; none: everything.
+    """A filter for series and their numbers: kinds, ``kind/worker``, ``kind.number``; without names it takes everything.
 
     >>> wanted = Wanted(["step.loss", "stage/reward-0"])
     >>> wanted("step", "step", "loss"), wanted("step", "step", "reward_mean"), wanted("stage", "stage/reward-0", "rows")
@@ -87,12 +88,12 @@ class Wanted:
 
     @property
     def missing(self) -> frozenset[str]:
-        """Names that nothing has been asked about so far."""
+        """Names that have matched nothing so far."""
         return self.names - self._found
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Those that something is wanted of."""
+        """Kinds of events that some name matches."""
         return frozenset(name.partition(".")[0].partition("/")[0] for name in self.names) or frozenset(KINDS)
 
 
@@ -123,18 +124,15 @@ class Series:
     def add(self, event: Event) -> None:
         name = series_of(event)
         numbers = {
-            number: float(value)
-            for number, value in event.data.items()
-            if isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and self.wanted(event.kind, name, number)
-            and math.isfinite(value)
+            number: value
+            for number, value in finite_numbers(event.data).items()
+            if self.wanted(event.kind, name, number)
         }
         if not name or not numbers:
             return
         time = event.time if self.every == 0 else math.floor(event.time / self.every) * self.every
         points = self._points.setdefault(name, [])
-        # Workers' clocks may differ a little: one that is late adds to the newest point.
+        # The clocks of workers differ a little: a late event adds to the newest point.
         if not points or (time > points[-1].time if self.every else True):
             points.append(_Point(time, event.kind))
             self._count += 1
@@ -145,42 +143,38 @@ class Series:
         points[-1].add(numbers)
 
     def columns(self) -> dict[str, dict[str, list[float | None]]]:
-        """By series and number, all as long as the series' ``time``; None where a point has no such number."""
+        """Columns by series and number, as long as the series' ``time``; None where a point has no such number."""
         out: dict[str, dict[str, list[float | None]]] = {}
         for name, points in sorted(self._points.items()):
-            told = [point.numbers() for point in points]
-            names = dict.fromkeys(number for numbers in told for number in numbers)
+            rows = [point.numbers() for point in points]
+            names = dict.fromkeys(number for numbers in rows for number in numbers)
             out[name] = {"time": [point.time for point in points]}
-            out[name] |= {number: [numbers.get(number) for numbers in told] for number in names}
+            out[name] |= {number: [numbers.get(number) for numbers in rows] for number in names}
         return out
 
 
 class _Point:
-    """What is known of the events of one bucket: of each number the last, the sum, the largest and how many."""
+    """The events of one bucket: of each number the last, the sum, the largest and the count."""
 
     def __init__(self, time: float, kind: str) -> None:
         self.time, self._kind = time, kind
-        self._last: Point = {}
-        self._sum: Point = {}
-        self._max: Point = {}
-        self._count: dict[str, int] = {}
+        self._numbers: dict[str, tuple[float, float, float, int]] = {}
 
     def add(self, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._last[name] = value
-            self._sum[name] = self._sum.get(name, 0.0) + value
-            self._max[name] = max(value, self._max.get(name, value))
-            self._count[name] = self._count.get(name, 0) + 1
+            _, total, largest, count = self._numbers.get(name, (0.0, 0.0, value, 0))
+            self._numbers[name] = value, total + value, max(value, largest), count + 1
 
     def numbers(self) -> Point:
-        return {name: self._choose(name)(name) for name in self._last}
+        return {name: self._reduced(name) for name in self._numbers}
 
-    def _choose(self, name: str) -> Callable[[str], float]:
-        last = LAST[self._kind]
-        if last is None or name in last:
-            return self._last.__getitem__
+    def _reduced(self, name: str) -> float:
+        last, total, largest, count = self._numbers[name]
+        lasting = LAST[self._kind]
+        if lasting is None or name in lasting:
+            return last
         if name in SUM.get(self._kind, ()):
-            return self._sum.__getitem__
+            return total
         if name.endswith("_max") or name.startswith("max_"):
-            return self._max.__getitem__
-        return lambda name: self._sum[name] / self._count[name]
+            return largest
+        return total / count

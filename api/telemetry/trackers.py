@@ -1,11 +1,10 @@
-"""Experiment trackers as readers of a run's events: what they show is what the run has told, whenever they begin to read.
+"""Experiment trackers that read a run's events, during the run or afterwards.
 
     RUN_DIR, or a run of a service ──▶ events ──▶ points (step, numbers) ──▶ TensorBoard | MLflow | W&B
                                          ▲                                        │
-                                         └── goes on after DIR/tracked.json ◀─────┘  what is shown already
+                                         └── continues after DIR/tracked.json ◀───┘  id of the last event shown
 
-The run knows nothing of it: a tracker that is slow, or dies, changes nothing there. MLflow and W&B are extras, imported when
-they are asked for.
+A tracker that is slow or dies does not affect the run. MLflow and W&B are extras, imported when they are used.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,13 +19,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from api.telemetry.history import BEGINNING, History
-from orchestration.events_file import METRICS, Told
-from orchestration.service.registry import ENDED
+from api.telemetry.totals import RunTotals, finite_numbers, per_second, shares
+from orchestration.events_file import METRICS
+from pipeline.events import ENDED, Event
 from pipeline.index.client import Index, IndexUnreachable
 
-TRACKED = "tracked.json"  # in the tracker's folder: which run, and up to which event
+TRACKED = "tracked.json"  # in the tracker's folder: the run's id and that of the last event shown
 WAIT_SECONDS = 10.0
-SAVE_SECONDS = 2.0  # what was shown since then may be shown again after a kill
+SAVE_SECONDS = 2.0  # between two writes of tracked.json; points since the last one are shown again after a kill
 
 
 class TrackerMissing(RuntimeError):
@@ -35,7 +34,7 @@ class TrackerMissing(RuntimeError):
 
 
 class TrackError(RuntimeError):
-    """It cannot be tracked; the message says why and what to do."""
+    """A run cannot be tracked; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Point:
 
 
 class Tracker(Protocol):
-    """Where points go. ``key`` is what it needs to go on with the same run later ("": nothing)."""
+    """Destination of points. ``key`` identifies the tracker's run, to continue it later ("": not needed)."""
 
     key: str
 
@@ -58,13 +57,14 @@ class Tracker(Protocol):
 
 
 class Points:
-    """Makes points of events. A worker's shares are those between two steps, so that they stand at a step too."""
+    """Makes points of events. The shares and rates of workers are those between two steps, and stand at the second one."""
 
     def __init__(self) -> None:
-        self._latest: dict[str, Mapping[str, Any]] = {}
-        self._before: dict[str, Mapping[str, Any]] = {}
+        self._totals = RunTotals()
+        self._before: dict[str, dict[str, float]] = {}  # each worker's totals at the last step
 
-    def of(self, event: Told) -> Iterator[Point]:
+    def of(self, event: Event) -> Iterator[Point]:
+        self._totals.apply(event)
         data = event.data
         match event.kind:
             case "step":
@@ -74,35 +74,22 @@ class Points:
                 yield from self._point(event, "evaluation", data)
             case "sync":
                 yield from self._point(event, f"sync/{data['worker']}", data, step=int(data["version"]))
-            case "stage":
-                if data["wall"] < self._latest.get(data["worker"], data)["wall"]:  # its process began anew
-                    self._before.pop(data["worker"], None)
-                self._latest[data["worker"]] = data
 
-    def _shares(self, event: Told) -> Iterator[Point]:
-        for worker, data in self._latest.items():
-            before = self._before.get(worker, {})
-            wall = data["wall"] - before.get("wall", 0.0)
-            if wall > 0:
-                shares = {
-                    f"{name}_share": (data[name] - before.get(name, 0.0)) / wall
-                    for name in ("busy", "waiting_input", "waiting_room")
-                }
-                rate = (data["tokens"] - before.get("tokens", 0)) / wall
-                numbers = {**shares, "tokens_per_second": rate, "queue_depth": data["queue_depth"]}
-                yield from self._point(event, f"stage/{worker}", numbers)
-            self._before[worker] = data
+    def _shares(self, event: Event) -> Iterator[Point]:
+        for name, worker in self._totals.workers.items():
+            counts = worker.since(self._before.get(name, {}))
+            self._before[name] = worker.totals
+            if counts["wall"] > 0:
+                parts = shares(counts)
+                numbers = {f"{part}_share": parts[part] for part in ("busy", "waiting_input", "waiting_room")}
+                rate = per_second(counts, "tokens")
+                numbers |= {"tokens_per_second": rate, "queue_depth": worker.latest.queue_depth}
+                yield from self._point(event, f"stage/{name}", numbers)
 
     @staticmethod
-    def _point(event: Told, group: str, data: Mapping[str, Any], step: int | None = None) -> Iterator[Point]:
-        numbers = {
-            f"{group}/{name}": float(value)
-            for name, value in data.items()
-            if isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and name not in ("step", "version")
-            and math.isfinite(value)
-        }
+    def _point(event: Event, group: str, data: Mapping[str, Any], step: int | None = None) -> Iterator[Point]:
+        found = finite_numbers(data).items()
+        numbers = {f"{group}/{name}": value for name, value in found if name not in ("step", "version")}
         if numbers:
             yield Point(event.time, int(event.data["step"]) if step is None else step, numbers)
 
@@ -141,15 +128,15 @@ class Mlflow:
         self._entities = _module("mlflow.entities", "mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        self.key = key or self._made(name, recipe)
+        self.key = key or self._create(name, recipe)
 
-    def _made(self, name: str, recipe: Mapping[str, Any]) -> str:
+    def _create(self, name: str, recipe: Mapping[str, Any]) -> str:
         known = self._client.get_experiment_by_name("asyncdock")
         experiment = known.experiment_id if known else self._client.create_experiment("asyncdock")
-        made = self._client.create_run(experiment, run_name=name).info.run_id
+        run = str(self._client.create_run(experiment, run_name=name).info.run_id)
         params = [self._entities.Param(key, str(value)[:500]) for key, value in _flat(recipe)]
-        self._client.log_batch(made, params=params[:100])
-        return str(made)
+        self._client.log_batch(run, params=params[:100])
+        return run
 
     def show(self, point: Point) -> None:
         when = int(point.time * 1000)
@@ -157,7 +144,7 @@ class Mlflow:
         self._client.log_batch(self.key, metrics=metrics)
 
     def flush(self) -> None:
-        pass  # each batch is there when the call returns
+        pass  # log_batch returns when the batch is stored
 
     def close(self) -> None:
         self._client.set_terminated(self.key)
@@ -221,13 +208,13 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 # Following a run
 
 
-async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Told]:
-    """The events of the run in ``folder`` after the id ``after``: to its end while it is alive, else those there are."""
+async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
+    """The events of the run in ``folder`` after the id ``after``; of a run that is alive, up to its end."""
     from orchestration.service.lifecycle import WHERE
 
     where = folder / WHERE
-    told = json.loads(where.read_text()) if where.exists() else None
-    index = Index(told["index"], told["run"]) if told else None
+    address = json.loads(where.read_text()) if where.exists() else None
+    index = Index(address["index"], address["run"]) if address else None
     history, state = History((lambda: index) if index else None, folder / METRICS), ""
     try:
         while True:
@@ -251,10 +238,10 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Told]:
 
 
 async def track(
-    events: Callable[[str], AsyncIterator[Told]], run: str, into: Path, make: Callable[[str], Tracker]
+    events: Callable[[str], AsyncIterator[Event]], run: str, into: Path, make: Callable[[str], Tracker]
 ) -> int:
-    """Show ``run``'s events, from where an earlier call for ``into`` has ended. Returns how many points. Raises TrackError
-    where ``into`` holds another run."""
+    """Show the events of ``run`` that earlier calls with ``into`` have not shown. Returns the number of points. Raises
+    TrackError when ``into`` holds another run."""
     into.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     file = into / TRACKED
     known = json.loads(file.read_text()) if file.exists() else {"run": run, "after": BEGINNING, "key": ""}

@@ -1,4 +1,4 @@
-"""A run as a person sees it in a terminal: a live picture, or plain lines where there is no terminal.
+"""Views of a run in a terminal: a live picture, or plain lines where the output is not a terminal.
 
 Event ──▶ Progress ──▶ LiveView   redrawn four times a second by Rich
                   └──▶ PlainView  one line a step
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -18,11 +18,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from api.telemetry.progress import SHARES, Event, Progress
+from api.telemetry.progress import Progress
+from api.telemetry.totals import SHARES, shares
 from orchestration.recipe.values import format_size
+from pipeline.events import EvaluationEvent, Event, StateEvent, StepEvent, WorkerEvent
 
 SPARKS = "▁▂▃▄▅▆▇█"
-# Each share of time has a glyph and a colour of its own, so that neither colour nor glyph alone has to tell.
+# Each share of time has its own glyph and its own colour; either of them identifies it.
 GLYPHS = {
     "busy": ("█", "cyan"),
     "waiting_input": ("▒", "yellow"),
@@ -54,7 +56,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def share_bar(shares: dict[str, float], width: int) -> Text:
-    """Where the time went, as ``width`` glyphs; the parts are rounded such that they fill it."""
+    """Bar of ``width`` glyphs with the shares of time, rounded so that they fill it."""
     exact = [shares[name] * width for name in SHARES]
     cells = [int(value) for value in exact]
     for at in sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])[: max(0, round(sum(exact)) - sum(cells))]:
@@ -80,7 +82,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: Any, form: str = ".3g") -> str:
-    """A number for a person, ``–`` when there is none."""
+    """``value`` formatted; ``–`` for None and for numbers that are not finite."""
     if value is None or not math.isfinite(value):
         return "–"
     return format(value, form)
@@ -115,10 +117,10 @@ class LiveView:
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self.progress, self.console = progress, console
-        self.notice = ""  # one line for the person at the keyboard, such as what Ctrl-C has begun
+        self.notice = ""  # one line for the user, such as what Ctrl-C does
 
     def event(self, event: Event) -> None:
-        """The progress has been told already; the next redraw shows it."""
+        """Does nothing: the next redraw shows what ``progress`` has become."""
 
     def notify(self, notice: str) -> None:
         self.notice = notice
@@ -126,14 +128,14 @@ class LiveView:
     def render(self) -> RenderableType:
         progress, width = self.progress, self.console.width
         parts: list[RenderableType] = [_header(progress, width), _learning(progress, width)]
-        if progress.stages:
+        if progress.workers:
             parts.append(_stages(progress, width))
         for message in progress.messages:
-            said = message.partition(": ")[2]  # by a death, whose words the reason of a failure repeats
-            if progress.state != "failed" or not said:
+            reason = message.partition(": ")[2]  # of a death; the reason of a failed run may repeat it
+            if progress.state != "failed" or not reason:
                 parts.append(Text(message, style="yellow", no_wrap=True, overflow="ellipsis"))
-            elif said == progress.reason or said not in progress.reason:
-                parts.append(Text(message, style="yellow", overflow="fold"))  # whole: nothing else says it
+            elif reason == progress.reason or reason not in progress.reason:
+                parts.append(Text(message, style="yellow", overflow="fold"))  # whole: nothing else shows it
         if self.notice:
             parts.append(Text(self.notice, style="bold yellow"))
         return Group(*parts)
@@ -145,7 +147,7 @@ def _header(progress: Progress, width: int) -> RenderableType:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     name = Text.assemble((progress.name, "bold"), "  ", (progress.state, STATE_STYLES.get(progress.state, "bold cyan")))
-    if progress.done or progress.state not in ("created", "starting"):
+    if progress.made or progress.state not in ("created", "starting"):
         name.append(f"  step {progress.steps_done}/{progress.steps}")
         left = "" if progress.ended else f", {duration(progress.seconds_left)} left"
         bar = ProgressBar(total=progress.steps, completed=progress.steps_done)
@@ -156,19 +158,23 @@ def _header(progress: Progress, width: int) -> RenderableType:
 
 
 def _learning(progress: Progress, width: int) -> RenderableType:
-    """Two columns of pairs: what is learned on the left, how the samples flow on the right."""
-    step = progress.last or {}
-    rewards = progress.rewards()
-    reward = Text(number(step.get("reward_mean"), ".3f"), style="bold")
-    if rewards:
-        reward.append(f" ±{number(step.get('reward_std'), '.2f')} ", style="dim")
+    """Two columns of pairs: learning on the left, the flow of samples on the right."""
+    step = progress.last
+    measured = step.metrics if step else {}
+    rewards, rate = progress.rewards(), number(measured.get("learning_rate"), ".2g")
+    reward = Text(number(step and step.reward_mean, ".3f"), style="bold")
+    if step:
+        reward.append(f" ±{number(step.reward_std, '.2f')} ", style="dim")
         reward.append(sparkline(rewards, 24 if width >= WIDE else 12), style="green")
     left = [
         ("reward", reward),
         ("held out", _held_out(progress)),
-        ("loss", Text(f"{number(step.get('loss'), '.4f')}   grad {number(step.get('grad_norm'))}")),
-        ("KL", Text(f"{number(step.get('kl_behaviour'), '.2g')}   clipped {_percent(step.get('clip_fraction'))}")),
-        ("effective", Text(f"{_percent(step.get('ess'))} of tokens   lr {number(step.get('learning_rate'), '.2g')}")),
+        ("loss", Text(f"{number(step and step.loss, '.4f')}   grad {number(measured.get('grad_norm'))}")),
+        (
+            "KL",
+            Text(f"{number(measured.get('kl_behaviour'), '.2g')}   clipped {_percent(measured.get('clip_fraction'))}"),
+        ),
+        ("effective", Text(f"{_percent(measured.get('ess'))} of tokens   lr {rate}")),
     ]
     right = [
         ("tokens/s", Text(number(progress.tokens_per_second, ",.0f"), style="bold")),
@@ -191,10 +197,10 @@ def _held_out(progress: Progress) -> Text:
     if not progress.evaluations:
         return Text("–")
     first, last = min(progress.evaluations), max(progress.evaluations)
-    text = Text(number(progress.evaluations[first]["reward_mean"], ".3f"))
+    text = Text(number(progress.evaluations[first].reward_mean, ".3f"))
     if last != first:
         text.append(" → ")
-        text.append(number(progress.evaluations[last]["reward_mean"], ".3f"), style="bold")
+        text.append(number(progress.evaluations[last].reward_mean, ".3f"), style="bold")
     return text.append(f"  v{last} greedy", style="dim")
 
 
@@ -202,34 +208,34 @@ def _staleness(progress: Progress) -> Text:
     step = progress.last
     if step is None:
         return Text(f"bound {progress.bound}")
-    text = Text(f"{number(step['staleness_mean'], '.2f')} mean  {number(step['staleness_max'], '.0f')} max")
+    text = Text(f"{number(step.staleness_mean, '.2f')} mean  {number(step.staleness_max, '.0f')} max")
     over = progress.staleness_max() > progress.bound
     return text.append(f"  bound {progress.bound}", style="bold red" if over else "dim")
 
 
-def _tokens(step: Mapping[str, Any]) -> Text:
+def _tokens(step: StepEvent | None) -> Text:
     if not step:
         return Text("–")
-    text = Text(f"{count(step['tokens_generated'])} made, {count(step['tokens_trained'])} trained")
-    return text.append(f", {count(step['tokens_filtered'])} filtered" if step["tokens_filtered"] else "")
+    text = Text(f"{count(step.tokens_generated)} made, {count(step.tokens_trained)} trained")
+    return text.append(f", {count(step.tokens_filtered)} filtered" if step.tokens_filtered else "")
 
 
 def _weights(progress: Progress, width: int) -> Text:
-    """The newest version published, and the newest that a rollout engine has taken."""
+    """The newest version published, and the newest that a rollout engine has loaded."""
     if progress.published is None:
         return Text("–")
-    used = "–" if progress.swapped is None else f"v{progress.swapped['version']}"
-    text = Text(f"v{progress.published['version']} out, {used} in use")
-    return text.append(f"  {format_size(progress.published['bytes'])}" if width >= WIDE else "", style="dim")
+    used = "–" if progress.swapped is None else f"v{progress.swapped.version}"
+    text = Text(f"v{progress.published.version} out, {used} in use")
+    return text.append(f"  {format_size(progress.published.bytes)}" if width >= WIDE else "", style="dim")
 
 
 def _swap(progress: Progress) -> Text:
-    """Of the last weight update: seconds in which no token was made, and seconds beside generation."""
+    """Exposed and hidden seconds of the last weight update."""
     swap = progress.swapped
     if swap is None:
         return Text("–")
-    text = Text(f"{short_seconds(swap['exposed_seconds'])} exposed")
-    return text.append(f" {short_seconds(swap['hidden_seconds'])} hidden", style="dim")
+    text = Text(f"{short_seconds(swap.exposed_seconds)} exposed")
+    return text.append(f" {short_seconds(swap.hidden_seconds)} hidden", style="dim")
 
 
 def _stages(progress: Progress, width: int) -> RenderableType:
@@ -245,17 +251,16 @@ def _stages(progress: Progress, width: int) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("rows/s", justify="right", no_wrap=True)
     table.add_column("tokens/s", justify="right", no_wrap=True)
-    for worker, stage in progress.stages.items():
-        shares = stage.shares()
-        shown = [_percent(shares[name]) for name in SHARES][: len(names)]
+    for name, worker in progress.workers.items():
+        parts = shares(worker.recent)
         table.add_row(
-            worker,
-            str(stage.latest["queue_depth"]),
-            str(stage.latest["in_flight"]),
-            share_bar(shares, bar),
-            *shown,
-            number(stage.rate("rows"), ".1f"),
-            number(stage.rate("tokens"), ",.0f"),
+            name,
+            str(worker.latest.queue_depth),
+            str(worker.latest.in_flight),
+            share_bar(parts, bar),
+            *[_percent(parts[part]) for part in SHARES][: len(names)],
+            number(worker.rate("rows"), ".1f"),
+            number(worker.rate("tokens"), ",.0f"),
         )
     legend = Text(" ")
     for name in SHARES:
@@ -276,21 +281,21 @@ def _percent(share: float | None) -> str:
 
 
 class PlainView:
-    """One line for each step, evaluation, change of state and death."""
+    """Prints one line for each step, evaluation, change of state, death and restart."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self.progress, self.console = progress, console
-        self._death = ("", "")  # a line that is not printed yet, and its reason: a run that fails of it says it
+        self._death = ("", "")  # a line that is not printed yet, and its reason: the run may fail with the same one
 
     def event(self, event: Event) -> None:
-        line, (death, reason) = plain_line(self.progress, event), self._death
+        line, (death, reason), data = plain_line(self.progress, event), self._death, event.decoded()
         if not line:
             return
         self._death = ("", "")
-        if death and not (event.kind == "state" and reason and reason in event.data.get("reason", "")):
+        if death and not (isinstance(data, StateEvent) and reason and reason in data.reason):
             self._print(death)
-        if event.kind == "worker" and event.data["change"] == "died":
-            self._death = (line, event.data.get("reason", ""))
+        if isinstance(data, WorkerEvent) and data.change == "died":
+            self._death = (line, data.reason)
         else:
             self._print(line)
 
@@ -299,25 +304,23 @@ class PlainView:
 
 
 def plain_line(progress: Progress, event: Event) -> str:
-    """What ``event`` (which ``progress`` knows already) says in one line; empty when it is not worth one."""
-    data = event.data
-    match event.kind:
-        case "state":
-            return f"run {progress.name}: {data['state']}" + (f" ({data['reason']})" if data.get("reason") else "")
-        case "step":
+    """``event`` in one line, after ``progress`` has applied it; empty when it is not worth one."""
+    match data := event.decoded():
+        case StateEvent():
+            return f"run {progress.name}: {data.state}" + (f" ({data.reason})" if data.reason else "")
+        case StepEvent(metrics=metrics):
             return (
-                f"step {data['step'] + 1}/{progress.steps}  reward {number(data['reward_mean'], '.3f')}  "
-                f"loss {number(data['loss'], '.4f')}  kl {number(data.get('kl_behaviour'), '.2g')}  "
-                f"clipped {_percent(data.get('clip_fraction'))}  "
-                f"staleness {number(data['staleness_mean'], '.2f')} mean {number(data['staleness_max'], '.0f')} max "
+                f"step {data.step + 1}/{progress.steps}  reward {number(data.reward_mean, '.3f')}  "
+                f"loss {number(data.loss, '.4f')}  kl {number(metrics.get('kl_behaviour'), '.2g')}  "
+                f"clipped {_percent(metrics.get('clip_fraction'))}  "
+                f"staleness {number(data.staleness_mean, '.2f')} mean {number(data.staleness_max, '.0f')} max "
                 f"(bound {progress.bound})  {number(progress.tokens_per_second, ',.0f')} tokens/s  "
-                f"{number(data['seconds'], '.2f')} s  {duration(progress.seconds_left)} left"
+                f"{number(data.seconds, '.2f')} s  {duration(progress.seconds_left)} left"
             )
-        case "evaluation":
-            reward = number(data["reward_mean"], ".3f")
-            return f"evaluation v{data['version']}  reward {reward} of {data['count']} held-out prompts"
-        case "worker" if data["change"] == "died" and data.get("reason"):
-            return f"worker {data['worker']} died: {data['reason']}"
-        case "worker" if data["change"] in ("died", "restarted"):
-            return f"worker {data['worker']} {data['change']}"
+        case EvaluationEvent():
+            reward = number(data.reward_mean, ".3f")
+            return f"evaluation v{data.version}  reward {reward} of {data.count} held-out prompts"
+        case WorkerEvent(change="died" | "restarted"):
+            why = f": {data.reason}" if data.change == "died" and data.reason else ""
+            return f"worker {data.worker} {data.change}{why}"
     return ""

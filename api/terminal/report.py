@@ -1,4 +1,4 @@
-"""What a run leaves for people in its folder: every event, a summary, a plot, and samples before and after.
+"""Report of a run in its folder: all events, a summary, a plot, and samples before and after.
 
     events ──live──▶ metrics.jsonl ──at the end──▶ summary.json  reward.png  samples.md
 
@@ -18,6 +18,7 @@ from typing import Any
 from rich.table import Table
 
 from api.telemetry.progress import Progress
+from api.telemetry.totals import shares
 from api.terminal.live import duration, number
 from orchestration.events_file import METRICS, finite, read_metrics
 from orchestration.recipe.planner import Plan, prompt_limits
@@ -28,14 +29,14 @@ from stages.prompts.too_long import TOO_LONG_FILE
 SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
 TOO_LONG = {"skip": "longer ones are skipped", "cut": "longer ones are cut", "fail": "a longer one fails the run"}
 ENDS = 5  # steps at each end of a run that the summary compares
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Okabe and Ito's colours, which the colour-blind can distinguish.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and the summary itself. ``missing`` says which file could not be made, and why; ``notes`` what a
-    person should know of the run."""
+    """The files written and the summary. ``missing``: files that could not be made, and why; ``notes``: remarks for the
+    user."""
 
     summary: dict[str, Any]
     files: list[Path]
@@ -56,7 +57,7 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
     if progress.evaluations:
         (out_dir / SAMPLES).write_text(samples_markdown(progress), encoding="utf-8")
         files.append(out_dir / SAMPLES)
-    if progress.done:
+    if progress.made:
         try:
             write_plot(out_dir / PLOT, progress)
             files.append(out_dir / PLOT)
@@ -66,9 +67,9 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
 
 
 def _notes(progress: Progress) -> list[str]:
-    """Of a run whose rewards were all equal: the advantage of every response is then 0, and its steps taught nothing."""
+    """A remark when all rewards were equal: every advantage was 0 then, and the steps have trained nothing."""
     rewards = set(progress.rewards())
-    if len(rewards) != 1 or any(step.get("reward_std") != 0 for step in progress.history):
+    if len(rewards) != 1 or any(step.reward_std != 0 for step in progress.history):
         return []
     return [
         f"Every reward was {number(rewards.pop(), '.4g')}, in all {progress.steps_done} steps: there was nothing to learn "
@@ -92,13 +93,13 @@ def log_of(out_dir: Path, reason: str) -> Path | None:
 
 def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
     """The run in numbers, as ``summary.json`` keeps them."""
-    rewards, last = progress.rewards(), progress.last or {}
+    rewards, last = progress.rewards(), progress.last
     compared = min(ENDS, -(-len(rewards) // 2))  # a short run's two ends must not be the same steps
     first, final = _mean(rewards[:compared]), _mean(rewards[len(rewards) - compared :])
     evaluations = [progress.evaluations[version] for version in sorted(progress.evaluations)]
     history = progress.history
-    stepping = sum(step["seconds"] for step in history[1:])
-    generated = last.get("tokens_generated", 0) - (history[0]["tokens_generated"] if history else 0)
+    stepping = sum(progress.step_seconds)
+    generated = last.tokens_generated - history[0].tokens_generated if last else 0
     return {
         "name": progress.name,
         "state": progress.state,
@@ -106,36 +107,33 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "steps": progress.steps_done,
         "steps_planned": progress.steps,
         "seconds": seconds,
-        "seconds_per_step": statistics.median(step["seconds"] for step in history[1:]) if history[1:] else None,
+        "seconds_per_step": statistics.median(progress.step_seconds) if history[1:] else None,
         "reward_first_steps": first,
         "reward_last_steps": final,
         "reward_gain": None if first is None or final is None else final - first,
         "steps_compared": compared,
-        "held_out_first": evaluations[0]["reward_mean"] if evaluations else None,
-        "held_out_last": evaluations[-1]["reward_mean"] if evaluations else None,
-        "tokens_generated": last.get("tokens_generated", 0),
-        "tokens_trained": last.get("tokens_trained", 0),
-        "tokens_filtered": last.get("tokens_filtered", 0),
+        "held_out_first": evaluations[0].reward_mean if evaluations else None,
+        "held_out_last": evaluations[-1].reward_mean if evaluations else None,
+        "tokens_generated": last.tokens_generated if last else 0,
+        "tokens_trained": last.tokens_trained if last else 0,
+        "tokens_filtered": last.tokens_filtered if last else 0,
         "tokens_per_second": generated / stepping if stepping > 0 and generated > 0 else progress.tokens_per_second,
-        "staleness_mean": _mean([step["staleness_mean"] for step in history]),
+        "staleness_mean": _mean([step.staleness_mean or 0.0 for step in history]),
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
         "restarts": progress.restarts,
         "prompts_skipped": progress.prompts_skipped,
         "prompts_cut": progress.prompts_cut,
         "stages": {
-            worker: {**stage.shares(recent=False), "rows": stage.latest["rows"], "tokens": stage.latest["tokens"]}
-            for worker, stage in progress.stages.items()
+            name: {**shares(worker.totals), "rows": worker.totals["rows"], "tokens": worker.totals["tokens"]}
+            for name, worker in progress.workers.items()
         },
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The summary for a person."""
-    table = Table(title=f"{summary['name']}: {summary['state']}", title_justify="left", show_header=False, box=None)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    """The summary as a table."""
     compared, gain = summary["steps_compared"], summary["reward_gain"]
     first, last = number(summary["reward_first_steps"], ".3f"), number(summary["reward_last_steps"], ".3f")
     rows = [
@@ -162,21 +160,28 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         rows.append(("reason", summary["reason"]))
     if (saved := summary.get("resume_after_step")) is not None:
         rows.append(("resume", resume_text(saved, summary["steps_planned"], summary["steps"])))
-    for name, value in rows:
-        table.add_row(name, value)
+    return _table(f"{summary['name']}: {summary['state']}", rows)
+
+
+def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def resume_text(saved: int, steps: int, done: int = 0) -> str:
-    """Where a resume begins, of a run of ``steps`` whose newest checkpoint holds ``saved`` of the ``done`` ones.
+def resume_text(saved: int, steps: int, made: int = 0) -> str:
+    """Where a resumed run of ``steps`` begins, with ``saved`` of its ``made`` steps in the newest checkpoint.
 
     >>> resume_text(40, 200, 42)
     'after step 40 of 200; steps 41 to 42 are made again'
     """
     begins = f"after step {saved} of {steps}" if saved else "from the beginning"
-    if done <= saved:
+    if made <= saved:
         return begins
-    again = f"steps {saved + 1} to {done} are" if done > saved + 1 else f"step {done} is"
+    again = f"steps {saved + 1} to {made} are" if made > saved + 1 else f"step {made} is"
     return f"{begins}; {again} made again"
 
 
@@ -185,10 +190,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def plan_table(recipe: Recipe, plan: Plan) -> Table:
-    """What follows from a recipe, for a person: the answer of ``asyncdock check``."""
-    table = Table(title=f"{recipe.name}: sound", title_justify="left", show_header=False, box=None)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    """The plan of a recipe as a table, for ``asyncdock check``."""
     rows = [
         ("staleness bound", f"η = {plan.bound}; the oldest that can occur is {plan.max_age}"),
         ("window", f"{plan.window} groups" + (", strictly in admission order" if plan.window == 1 else "")),
@@ -228,9 +230,7 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             rows[-1] = ("each device", ", ".join(held))
         if plan.reference_bytes:
             rows.append(("reference", format_size(plan.reference_bytes)))
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+    return _table(f"{recipe.name}: sound", rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def write_plot(path: Path, progress: Progress) -> None:
     from matplotlib.ticker import MaxNLocator
 
     history, rewards = progress.history, progress.rewards()
-    steps = [int(step["version"]) for step in history]
+    steps = [step.version for step in history]
     figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     reward, stale = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
@@ -260,15 +260,15 @@ def write_plot(path: Path, progress: Progress) -> None:
     reward.plot(steps, smooth(rewards, span), color=BLUE, linewidth=2, label=f"mean of {span} steps")
     if progress.evaluations:
         versions = sorted(progress.evaluations)
-        held_out = [progress.evaluations[version]["reward_mean"] for version in versions]
+        held_out = [progress.evaluations[version].reward_mean for version in versions]
         style = {"color": ORANGE, "marker": "D", "linewidth": 1, "linestyle": "--", "markersize": 5}
         reward.plot(versions, held_out, label="held out, greedy", **style)
     reward.set_ylabel("reward")
     reward.set_title(f"{progress.name}: {progress.state} after {progress.steps_done} steps", loc="left", fontsize=11)
     reward.legend(loc="best", frameon=False, fontsize=9)
 
-    stale.step(steps, [step["staleness_max"] for step in history], where="mid", color=GREEN, label="max of a step")
-    means = [step["staleness_mean"] for step in history]
+    stale.step(steps, [step.staleness_max for step in history], where="mid", color=GREEN, label="max of a step")
+    means = [step.staleness_mean or 0.0 for step in history]
     stale.plot(steps, means, color=GREY, linewidth=1.5, linestyle=":", label="mean")
     stale.axhline(progress.bound, color=RED, linestyle="--", linewidth=1.2, label=f"bound η = {progress.bound}")
     stale.set_ylim(-0.1, max(progress.bound, progress.staleness_max()) + 0.6)
@@ -288,27 +288,27 @@ def write_plot(path: Path, progress: Progress) -> None:
 
 
 def samples_markdown(progress: Progress) -> str:
-    """The same held-out prompts answered by the first and by the last version that was evaluated, side by side."""
+    """The same held-out prompts answered by the first and the last evaluated version, side by side."""
     first, last = (progress.evaluations[pick(progress.evaluations)] for pick in (min, max))
-    after = {sample["prompt"]: sample for sample in last["samples"]}
+    after = {sample.prompt: sample for sample in last.samples}
     lines = [
         f"# {progress.name}: held-out prompts before and after",
         "",
-        f"Greedy answers. Mean reward of {first['count']} prompts: {number(first['reward_mean'], '.3f')} with version "
-        f"{first['version']}, {number(last['reward_mean'], '.3f')} with version {last['version']}.",
+        f"Greedy answers. Mean reward of {first.count} prompts: {number(first.reward_mean, '.3f')} with version "
+        f"{first.version}, {number(last.reward_mean, '.3f')} with version {last.version}.",
     ]
-    before = {sample["prompt"]: sample for sample in first["samples"]}  # a prompt asked twice is shown once
+    before = {sample.prompt: sample for sample in first.samples}  # a prompt asked twice is shown once
     for at, (prompt, sample) in enumerate(before.items(), start=1):
         other = after.get(prompt)
-        answers = [_cell(sample["response"]), _cell(other["response"]) if other else ""]
-        rewards = [number(sample["reward"], ".2f"), number(other["reward"], ".2f") if other else "–"]
+        answers = [_cell(sample.response), _cell(other.response) if other else ""]
+        rewards = [number(sample.reward, ".2f"), number(other.reward, ".2f") if other else "–"]
         lines += [
             "",
             f"## {at}",
             "",
             *("> " + line for line in prompt.splitlines() or [""]),
             "",
-            f"| before (version {first['version']}) | after (version {last['version']}) |",
+            f"| before (version {first.version}) | after (version {last.version}) |",
             "| --- | --- |",
             f"| {answers[0]} | {answers[1]} |",
             f"| reward {rewards[0]} | reward {rewards[1]} |",
@@ -317,15 +317,6 @@ def samples_markdown(progress: Progress) -> str:
 
 
 def _cell(text: str) -> str:
-    """``text`` inside a Markdown table: nothing in it may end the cell or become markup."""
-    for plain, safe in (
-        ("&", "&amp;"),
-        ("<", "&lt;"),
-        ("\\", "\\\\"),
-        ("|", "\\|"),
-        ("*", "\\*"),
-        ("_", "\\_"),
-        ("`", "\\`"),
-    ):
-        text = text.replace(plain, safe)
+    """``text`` as the content of a cell of a Markdown table, with all markup escaped."""
+    text = re.sub(r"[\\|*_`]", r"\\\g<0>", text.replace("&", "&amp;").replace("<", "&lt;"))
     return text.strip().replace("\n", "<br>") or "*(nothing)*"

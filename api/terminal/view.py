@@ -1,4 +1,4 @@
-"""The view that a run is shown in, here and from afar: a live picture, plain lines, or JSON.
+"""The choice of a view for a run, local or of a service: a live picture, plain lines, or JSON.
 
 a terminal ──▶ LiveView      --plain, or no terminal ──▶ PlainView      --json ──▶ JsonView
 """
@@ -15,7 +15,8 @@ from api.terminal.screen import Safe, write
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from api.telemetry.progress import Event, Progress
+    from api.telemetry.progress import Progress
+    from pipeline.events import Event
 
 REDRAWS_PER_SECOND = 4
 
@@ -37,7 +38,7 @@ class JsonView:
 def viewing(
     progress: Progress, console: Console, *, json: bool, plain: bool
 ) -> Iterator[tuple[View, Callable[[str], None]]]:
-    """A view of what ``progress`` is told, and how to say a line beside it."""
+    """A view of ``progress``, and a function that prints a line beside it."""
     from api.terminal.live import LiveView, PlainView
 
     if json:

@@ -28,7 +28,7 @@ from orchestration.recipe.values import (
 from stages.algorithms.grpo import GRPO
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
-from stages.json_schema import only_where, schema_of, unit
+from stages.json_schema import key, only_where, schema_of, unit
 
 INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
 DEVICE_MEANING = (
@@ -41,12 +41,6 @@ def _index_url(value: object) -> object:
     if isinstance(value, str) and value != "embedded" and not value.startswith(INDEX_SCHEMES):
         raise ValueError("not an index; use 'embedded', or a URL that begins with redis://, rediss:// or unix://")
     return value
-
-
-def key(default: Any, meaning: str, **limits: Any) -> Any:
-    """A key of a section: its default (``...``: required), its meaning for JSON Schema, OpenAPI and docs/recipe.md, and
-    arguments of pydantic's ``Field``."""
-    return Field(default=default, description=meaning, **limits)
 
 
 class Section(BaseModel):
@@ -81,14 +75,14 @@ class VllmSection(Section):
     )
     gpu_memory_utilization: float = key(0.9, "Share of the device's memory that vLLM may use in all.", gt=0, le=1)
     enforce_eager: bool = key(False, "Run without compiling the model: a faster start, slower tokens.")
-    tensor_parallel: Count = key(1, "Devices that one engine shares its matrices between.")
+    tensor_parallel: Count = key(1, "Devices over which the matrices of one engine are sharded.")
     pause: Literal["keep", "abort"] = key(
         "keep",
-        "Responses in flight when weights arrive: `keep` holds them and continues them, `abort` ends them, and "
-        "they are continued as new requests.",
+        "Responses in flight when weights arrive: `keep` pauses and continues them, `abort` ends them and continues "
+        "them as new requests.",
     )
     kv_cache: Literal["keep", "rebuild"] = key(
-        "keep", "KV cache of those responses: kept, or computed again with the new weights."
+        "keep", "KV cache of responses in flight: kept, or computed again with the new weights."
     )
 
 
@@ -115,22 +109,22 @@ class RolloutSection(Section):
     max_rows: Annotated[int, Field(ge=1), unit("responses")] = key(
         32, "Responses that one worker decodes at the same time."
     )
-    max_tokens: Tokens = key(64, "Longest response. A longer one is cut there: `truncated`.")
+    max_tokens: Tokens = key(64, "Longest response. A longer one is cut and counted as `truncated`.")
     temperature: float = key(1.0, "Sampling temperature of training responses, which must differ within a group.", gt=0)
     top_p: float = key(1.0, "Nucleus sampling: probability mass kept. 1.0: all.", gt=0, le=1)
-    top_k: TokensOrZero = key(0, "Sample from the so many likeliest tokens. 0: all.")
+    top_k: TokensOrZero = key(0, "Number of likeliest tokens to sample from. 0: all.")
     stop: list[str] = key([], "A response ends once it contains one of these texts.", max_length=64)
     budget: TokensOrZero = key(
         0,
-        "Tokens of a response in one visit to an engine; then it is parked, and the next free worker continues it. "
-        "0: no limit.",
+        "Tokens that a worker generates of a response before it parks it; the next free worker continues it. 0: no "
+        "limit.",
     )
     on_update: Literal["keep", "cut"] = key(
         "keep",
         "Responses in flight when weights arrive: `keep` continues them with the KV cache they have, `cut` parks "
         "them and continues them with a new one.",
     )
-    threads: CountOrZero = key(0, "CPU threads of one worker. 0: shared out by the launcher.")
+    threads: CountOrZero = key(0, "CPU threads of one worker. 0: the launcher divides the cores.")
     vllm: VllmSection = VllmSection()
     mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = key({}, 'Latency model of `engine = "mock"`.')
 
@@ -154,11 +148,11 @@ class RewardSection(Section):
     functions: list[RewardFunction] = key(
         ..., "Reward functions; their weighted scores add up.", min_length=1, max_length=64
     )
-    workers: Count = key(1, "Reward controllers, which score at the same time.")
+    workers: Count = key(1, "Reward controllers that score at the same time.")
 
 
 class AlgorithmSection(Section):
-    """What is learned from the rewards."""
+    """The algorithm: credit and loss."""
 
     name: str = key(
         "grpo",
@@ -190,11 +184,11 @@ class TrainSection(Section):
     )
     options: dict[str, Any] = key({}, "Keyword arguments of the engine's factory. The built-in engines take none.")
     device: Device = key("auto", DEVICE_MEANING)
-    dp: Count = key(1, "Data-parallel ranks: they share out a step's rows, and each layer's weights (FSDP2).")
-    tp: Count = key(1, "Tensor-parallel ranks: they cut each replica's matrices between them.")
+    dp: Count = key(1, "Data-parallel ranks, which divide a step's rows and each layer's weights (FSDP2).")
+    tp: Count = key(1, "Tensor-parallel ranks, over which each replica's matrices are sharded.")
     precision: Literal["model", "mixed"] = key(
         "model",
-        "`model`: weights, gradients and optimizer state in `model.dtype`. `mixed`: those in float32, and compute "
+        "`model`: weights, gradients and optimizer state in `model.dtype`. `mixed`: all three in float32, compute "
         "in `model.dtype`.",
     )
     steps: Steps = key(..., "Optimizer steps of the whole run.")
@@ -211,7 +205,7 @@ class TrainSection(Section):
     activation_checkpointing: bool = key(
         False, "Compute activations again in the backward pass instead of keeping them."
     )
-    threads: CountOrZero = key(0, "CPU threads of one rank. 0: shared out by the launcher.")
+    threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key({}, 'Latency model of `engine = "mock"`.')
 
     @property
@@ -231,10 +225,10 @@ class PipelineSection(Section):
         "Staleness bound (η): versions by which a sample's oldest token may be behind when it is trained. 0: the "
         "synchronous run, bit for bit.",
     )
-    window: Groups = key(1, "Groups within which a later one may pass a straggler (W). 1: strictly in admission order.")
+    window: Groups = key(1, "How many groups training may look past the oldest incomplete one (W). 1: admission order.")
     arena: Size = key(64 * 2**20, "Shared memory for the samples' bytes, on each node.")
     lease_seconds: Seconds = key(
-        60.0, "A worker's claim ends so long after its last sign of life; its rows are delivered again."
+        60.0, "Time after a worker's last heartbeat until its claim ends and its rows are delivered again."
     )
     keep_samples: SizeOrZero = key(64 * 2**20, "Disk space for the texts of the newest samples. 0: none are kept.")
     index: Annotated[str, BeforeValidator(_index_url)] = key(
@@ -243,12 +237,12 @@ class PipelineSection(Section):
         json_schema_extra={"pattern": f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"},
     )
     serve: str = key("", "Address on which other nodes reach the warehouse. Empty: it is not served.")
-    tls_certificate: str = key("", "PEM file of the warehouse's certificate. With it: TLS.")
+    tls_certificate: str = key("", "PEM file of the warehouse's certificate. If set, nodes connect by TLS.")
     tls_key: str = key("", "PEM file of its private key.")
-    tls_authority: str = key("", "PEM file that the other nodes' certificates are checked against.")
+    tls_authority: str = key("", "PEM file of the authority that signed the other nodes' certificates.")
 
     def tls_contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
-        """A server's and a client's context; None without TLS. Raises OSError (ssl.SSLError) for files that do not fit."""
+        """Return a server's and a client's context; None without TLS. Raises OSError (ssl.SSLError) for unusable files."""
         if not self.tls_certificate:
             return None
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -265,11 +259,11 @@ class SyncSection(Section):
         "torch.distributed, where trainer and engines have devices or nodes of their own.",
     )
     serve: str = key("127.0.0.1", 'Address of the trainer\'s node, for `transport = "collective"`.', min_length=1)
-    rolling: bool = key(True, "Several replicas swap one after the other, so that generation never stops as a whole.")
+    rolling: bool = key(True, "Replicas swap one after the other, so that some always generate.")
     prefetch: bool = key(
         True,
-        "In a colocated run: training's memory comes back as soon as nothing is left to generate, not only when a "
-        "batch is claimed.",
+        "In a colocated run: load training's memory as soon as nothing is left to generate, not only when a batch is "
+        "claimed.",
     )
     bucket: Annotated[int, size_from(1024), Field(ge=1024, le=LARGEST), unit("bytes")] = key(
         4 * 2**20, "In a colocated run: each of the two buffers through which ranks exchange weights."
@@ -299,19 +293,21 @@ class EvaluateSection(Section):
     """Evaluation: held-out prompts, answered greedily beside training."""
 
     every: StepsOrZero = key(0, "Steps between two evaluations. 0: none.")
-    prompts: Annotated[int, Field(ge=1), unit("prompts")] = key(32, "The first so many held-out prompts are answered.")
-    samples: Annotated[int, Field(ge=0), unit("prompts")] = key(4, "So many of them are shown with their responses.")
+    prompts: Annotated[int, Field(ge=1), unit("prompts")] = key(32, "Number of held-out prompts that are answered.")
+    samples: Annotated[int, Field(ge=0), unit("prompts")] = key(
+        4, "Number of those prompts that are shown with their responses."
+    )
 
 
 class CheckpointSection(Section):
     """Checkpoints. Rows of trained steps stay in the arena until one covers them."""
 
     every: Steps = key(20, "Steps between two checkpoints.")
-    keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(2, "The newest so many are kept.")
+    keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(2, "Number of newest checkpoints that are kept.")
 
 
 class LaunchSection(Section):
-    """Worker processes."""
+    """How worker processes start, restart and stop."""
 
     launcher: Literal["process", "inline"] = key(
         "process", "`process`: a process for each worker. `inline`: all in one process, to debug."
@@ -319,7 +315,7 @@ class LaunchSection(Section):
     start_method: Literal["forkserver", "spawn"] = key(
         "forkserver",
         "`forkserver`: workers are forked from a process that has imported everything (Linux only). `spawn`: each "
-        "starts from nothing.",
+        "starts a new interpreter.",
     )
     placement: Literal["separate", "colocated"] = key(
         "separate",
@@ -332,18 +328,17 @@ class LaunchSection(Section):
     startup_timeout: Seconds = key(300.0, "Longest time until all workers are ready.")
     stop_timeout: Seconds = key(
         60.0,
-        "Time that workers have, when the run is stopped, to finish what they hold, and the trainer to write a "
-        "checkpoint.",
+        "When the run is stopped: time for workers to finish their claims, and for the trainer to write a checkpoint.",
     )
-    collective_timeout: Seconds = key(300.0, "Longest wait of a rank for another in a call that they make together.")
+    collective_timeout: Seconds = key(300.0, "Longest wait of a rank for the others in a collective call.")
 
 
 ExternalStage = Literal["rollout", "reward", "reference", "update"]
 
 
 class ExternalSection(Section):
-    """Stages that other programs do (docs/external.md)."""
+    """Stages that other programs run (docs/external.md)."""
 
     stages: list[ExternalStage] = key(
-        [], "The run starts no workers for these: other programs join it and do them.", max_length=16
+        [], "Stages for which the run starts no workers: other programs join it and run them.", max_length=16
     )

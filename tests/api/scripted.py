@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestration.events_file import Recorded
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import RunResult
+from pipeline.events import Event
 
 STEPS, BOUND, BEGIN = 8, 2, 1_700_000_000.0
 
@@ -29,11 +29,11 @@ def recipe() -> Recipe:
     )
 
 
-def event(time: float, kind: str, **data: Any) -> Recorded:
-    return Recorded(id=f"{int(time * 1000)}-0", time=BEGIN + time, kind=kind, data=data)
+def event(time: float, kind: str, **data: Any) -> Event:
+    return Event(id=f"{int(time * 1000)}-0", time=BEGIN + time, kind=kind, data=data)
 
 
-def step(number: int, **changes: Any) -> Recorded:
+def step(number: int, **changes: Any) -> Event:
     """Step ``number`` takes 2 s, is rewarded number/10, and brings 500 tokens."""
     data = {
         "step": number,
@@ -60,7 +60,7 @@ def step(number: int, **changes: Any) -> Recorded:
     return event(10 + 2 * number, "step", **data | changes)
 
 
-def stage(time: float, worker: str, wall: float, busy: float, waiting: float, room: float, rows: int) -> Recorded:
+def stage(time: float, worker: str, wall: float, busy: float, waiting: float, room: float, rows: int) -> Event:
     kind = worker.rpartition("-")[0]
     return event(
         time,
@@ -79,13 +79,13 @@ def stage(time: float, worker: str, wall: float, busy: float, waiting: float, ro
     )
 
 
-def evaluation(time: float, version: int, reward: float, response: str) -> Recorded:
+def evaluation(time: float, version: int, reward: float, response: str) -> Event:
     prompt = "What is 2 | 3?\n*carefully*"
     samples = [{"prompt": prompt, "response": response, "reward": reward}]
     return event(time, "evaluation", version=version, step=version, reward_mean=reward, count=16, samples=samples)
 
 
-def events(ending: str = "finished", reason: str = "") -> list[Recorded]:
+def events(ending: str = "finished", reason: str = "") -> list[Event]:
     """A run with one death, two evaluations, and ``ending``."""
     worker = {"stage": "rollout", "worker": "rollout-0", "pid": 7}
     told = [
@@ -120,7 +120,7 @@ class ScriptedRun:
     """A run that does nothing but tell ``script``. With ``endless`` it goes on until it is stopped, and with ``deaf`` it
     does not even listen to that."""
 
-    def __init__(self, out_dir: Path, script: Sequence[Recorded], *, endless: bool = False, deaf: bool = False) -> None:
+    def __init__(self, out_dir: Path, script: Sequence[Event], *, endless: bool = False, deaf: bool = False) -> None:
         self.recipe, self.out_dir = recipe(), out_dir
         self.script, self.endless, self.deaf = script, endless, deaf
         self.waiting = asyncio.Event()  # execute has begun
@@ -140,6 +140,6 @@ class ScriptedRun:
             state, reason = "stopped", "stopped by request"
         return RunResult("scripted-1", state, reason, self.out_dir, None, 28.0)
 
-    async def events(self, after: str = "0") -> AsyncIterator[Recorded]:
+    async def events(self, after: str = "0") -> AsyncIterator[Event]:
         for item in self.script:
             yield item

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestration.events_file import METRICS, Recorded, read_metrics
+from orchestration.events_file import METRICS, read_metrics
 from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
 from orchestration.service.agent import Agent
@@ -122,7 +122,7 @@ class Service:
         finally:
             await index.close()
 
-    def metrics(self, record: RunRecord) -> list[Recorded]:
+    def metrics(self, record: RunRecord) -> list[Event]:
         return list(read_metrics(Path(record.folder) / METRICS))
 
 

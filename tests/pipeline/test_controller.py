@@ -117,20 +117,20 @@ async def test_a_controller_tells_what_it_does(dock: Dock) -> None:
     stage.gate.set()
     await until(lambda: len(stage.done) == 9, "all rows")
     await finish(controller, running)
-    told = [event.data for event in await dock.index.events() if event.kind == "stage"]
-    first = next(data for data in told if data["in_flight"])
+    reports = [event.data for event in await dock.index.events() if event.kind == "stage"]
+    first = next(data for data in reports if data["in_flight"])
     assert (first["worker"], first["stage"]) == ("double-7", "double")
     assert first["in_flight"] + first["queue_depth"] == 9
-    assert told[-1]["rows"] == 9
-    assert told[-1]["queue_depth"] == told[-1]["in_flight"] == 0
-    for data in told:
+    assert reports[-1]["rows"] == 9
+    assert reports[-1]["queue_depth"] == reports[-1]["in_flight"] == 0
+    for data in reports:
         parts = data["busy"] + data["waiting_input"] + data["waiting_room"] + data["other"]
         assert parts == pytest.approx(data["wall"])
-    assert told[-1]["busy"] > 0
+    assert reports[-1]["busy"] > 0
 
 
 async def test_a_controller_tells_what_it_did_and_when(dock: Dock) -> None:
-    """Each claim is a span; of more than fit a report, the longest are told, and how many are not."""
+    """Each claim is a span; when more were made than fit a report, it has the longest and the number left out."""
     most = 5
     controller = Controller(dock, Double(most=1), spans=Spans(most))
     began = time.time()
@@ -138,15 +138,15 @@ async def test_a_controller_tells_what_it_did_and_when(dock: Dock) -> None:
     await admit(dock, range(9))
     await until(lambda: controller.rows == 9, "all rows")
     await finish(controller, running)
-    told = [event.data for event in await dock.index.events() if event.kind == "span"]
-    spans = [span for data in told for span in data["spans"]]
-    assert all((data["stage"], data["worker"]) == ("double", "double-0") for data in told)
-    assert all(len(data["spans"]) <= most for data in told)
-    assert len(spans) + sum(data["left_out"] for data in told) == 9
+    reports = [event.data for event in await dock.index.events() if event.kind == "span"]
+    spans = [span for data in reports for span in data["spans"]]
+    assert all((data["stage"], data["worker"]) == ("double", "double-0") for data in reports)
+    assert all(len(data["spans"]) <= most for data in reports)
+    assert len(spans) + sum(data["left_out"] for data in reports) == 9
     for span in spans:
         assert (span["name"], span["rows"]) == ("double", 1)
         assert began <= span["start"] <= span["start"] + span["seconds"] <= time.time() + 0.001
-    assert controller.spans.take() == ([], 0), "what was told is told again"
+    assert controller.spans.take() == ([], 0), "reported spans are reported again"
 
 
 async def test_a_stage_that_raises_is_heard_at_once_and_its_rows_go_to_another(dock: Dock) -> None:
@@ -217,7 +217,7 @@ async def test_a_lease_that_is_gone_ends_the_work_on_it(dock: Dock) -> None:
     await until(lambda: bool(stage.claimed), "a claim")
     controller.pause()
     await dock.index.forget_worker("brief")
-    await until(lambda: stage.closed == 1, "the stage is told by cancellation")
+    await until(lambda: stage.closed == 1, "the stage is cancelled")
     assert not stage.done
     await finish(controller, running)
 
@@ -245,7 +245,7 @@ class Train:
 
 
 async def test_what_follows_a_step_may_outlast_its_lease(index: Index, tmp_path: Path) -> None:
-    """The step's rows are consumed when it is told: publishing and saving need no lease, and must not be cut short."""
+    """The step's rows are consumed when it is recorded: publishing and saving need no lease, and must not be cut short."""
     await index.init(RunConfig(STAGES, 2, 1, 1, 1), {"published": 0, "trained": 0, "admitted": 0})
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, lease=0.15)
     await dock.join(1 << 20)
@@ -262,8 +262,8 @@ async def test_what_follows_a_step_may_outlast_its_lease(index: Index, tmp_path:
     stage.published.set()
     await until(lambda: stage.ended == 2, "the next step follows")
     await finish(controller, running)
-    told = [event.data["step"] for event in await index.events() if event.kind == "step"]
-    assert told == [0, 1]
+    reports = [event.data["step"] for event in await index.events() if event.kind == "step"]
+    assert reports == [0, 1]
     assert controller.rows == 4
 
 

@@ -77,7 +77,7 @@ async def dock(index_url: str, tmp_path: Path) -> AsyncIterator[Dock]:
 
 
 async def killed(dock: Dock, home: Path, moment: str) -> None:
-    """Run the victim until the moment, kill it, and have the index told, as a supervisor does."""
+    """Run the victim until the moment, kill it, and forget it in the index, as a supervisor does."""
     arguments = [sys.executable, "-c", VICTIM, dock.index.url, dock.index.run, str(home), moment]
     victim = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
     assert victim.stdout is not None

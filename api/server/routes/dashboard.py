@@ -1,18 +1,18 @@
-"""The dashboard: one static page, its scripts and styles, and what they are built on (uPlot, MIT; Inter, OFL).
+"""Files of the dashboard: a page, its scripts and styles, and the vendored uPlot (MIT) and Inter (OFL).
 
-The files are open to everybody, as those of ``/docs`` are: what they show they ask of the API, with the token of
-whoever looks.
+The files need no token, as those of ``/docs``: the page gets what it shows from the API, with the token of its user.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from aiohttp import web
 from pydantic import Field
 
 from api.server.operations import Strict, operation
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from api.server.service import Service
 
 FOLDER = Path(__file__).parents[2] / "dashboard"
@@ -24,7 +24,7 @@ TYPES = {
     ".woff2": "font/woff2",
     ".LICENSE": "text/plain; charset=utf-8",
 }
-# Stricter than for other answers: no script, style or frame but its own files, and nothing is ever parsed as HTML.
+# Stricter than for other answers: scripts and styles only from its own files, no frames, and no text parsed as HTML.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -33,6 +33,10 @@ POLICY = (
 
 class FilePath(Strict):
     file: str = Field(pattern=r"^[A-Za-z]+\.[A-Za-z0-9]+$", max_length=40)
+
+
+class SubfolderPath(FilePath):
+    folder: Literal["pages", "charts", "vendor"]
 
 
 @operation("GET", "/", scope=None, summary="The dashboard", tag="service", produces="text/html", hidden=True)
@@ -49,20 +53,20 @@ async def dashboard_file(service: Service, path: FilePath) -> web.FileResponse:
 
 @operation(
     "GET",
-    "/dashboard/vendor/{file}",
+    "/dashboard/{folder}/{file}",
     scope=None,
-    summary="What it uses",
+    summary="Files in its folders",
     tag="service",
     produces="text/css",
     hidden=True,
 )
-async def vendored_file(service: Service, path: FilePath) -> web.FileResponse:
-    return _file(FOLDER / "vendor", path.file)
+async def dashboard_subfolder_file(service: Service, path: SubfolderPath) -> web.FileResponse:
+    return _file(FOLDER / path.folder, path.file)
 
 
 def _file(folder: Path, name: str) -> web.FileResponse:
-    """A browser asks each time whether it still has the newest one: after an update all files fit each other."""
+    """The answer with a file. Browsers revalidate it each time, so that all files are of one version after an update."""
     path = folder / name
     if path.suffix not in TYPES or not path.is_file():
-        raise Problem(404, "There is nothing at this path.", kind="no-such-path", fix="see /docs")
+        raise HTTPProblem(404, "There is nothing at this path.", kind="no-such-path", fix="see /docs")
     return web.FileResponse(path, headers={"Content-Type": TYPES[path.suffix], "Cache-Control": "no-cache"})

@@ -40,7 +40,7 @@ from api.external.schemas import (
 from api.external.upload import PIECE, WeightHeader, check_disk, longest_header, receive_weights
 from api.schemas.runs import RunPath
 from api.server.operations import BINARY, operation, read_body
-from api.server.problems import Problem, of_validation
+from api.server.problems import HTTPProblem, of_validation
 from api.server.service import Service
 from pipeline.index.client import BoundBroken, IndexRefused, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
@@ -135,7 +135,7 @@ async def put_experience(service: Service, request: web.Request, path: RunPath) 
             body = PutExperience.model_validate_json(control, strict=True)
         except Unreadable as error:
             fix = "send a safetensors file; docs/external.md describes its content"
-            raise Problem(400, f"The body cannot be read: {error}.", kind="body", field="body", fix=fix) from None
+            raise HTTPProblem(400, f"The body cannot be read: {error}.", kind="body", field="body", fix=fix) from None
         except ValidationError as error:
             raise of_validation(422, error) from None
         if body.step is not None:
@@ -276,18 +276,18 @@ def refusals() -> Iterator[None]:
     except Misfit as error:
         own = error.column in ("version", "rows", "park", "step", "columns")
         field = error.column if own else "body" if error.column == "weights" else f"columns.{error.column}"
-        raise Problem(422, str(error), kind="misfit", field=field, fix=error.fix) from None
+        raise HTTPProblem(422, str(error), kind="misfit", field=field, fix=error.fix) from None
     except ColumnError as error:
         named = re.match(r"column '(\w+)'", str(error))
         field = f"columns.{named[1]}" if named else "columns"
-        raise Problem(422, str(error), kind="misfit", field=field, fix=_fix_of(error)) from None
+        raise HTTPProblem(422, str(error), kind="misfit", field=field, fix=_fix_of(error)) from None
     except PromptError as error:
-        raise Problem(422, str(error), kind="prompt", field="prompts", fix=_fix_of(error)) from None
+        raise HTTPProblem(422, str(error), kind="prompt", field="prompts", fix=_fix_of(error)) from None
     except (ExternalPromptsFull, NoRoom, WarehouseUnreachable) as error:
-        raise Problem(503, str(error), kind="no-room", fix="try again", headers={"Retry-After": "5"}) from None
+        raise HTTPProblem(503, str(error), kind="no-room", fix="try again", headers={"Retry-After": "5"}) from None
     except tuple(kinds for kinds, *_ in conflicts[1:]) + conflicts[0][0] as error:
         kind, field, fix = next(found for kinds, *found in conflicts if isinstance(error, kinds))
-        raise Problem(409, str(error), kind=kind, field=field or None, fix=fix or _fix_of(error)) from None
+        raise HTTPProblem(409, str(error), kind=kind, field=field or None, fix=fix or _fix_of(error)) from None
 
 
 def _fix_of(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What a run does, as it happens and as it was: its event stream, its history, its trace, and what Prometheus reads."""
+"""Operations on a run's events: the stream, the history, the trace, and the metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pydantic_core import PydanticCustomError, to_json
 from api.schemas.events import MESSAGES
 from api.schemas.runs import MetricsView, RunPath
 from api.server.operations import JSON, Strict, operation
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from api.server.service import SERVICE, Service
-from api.telemetry.fanout import Ending, Feed, Feeds, Reader
+from api.telemetry.fanout import Ending, EventReader, Fanout, Fanouts
 from api.telemetry.history import History, id_at
 from api.telemetry.perfetto import REPORT_SECONDS, Trace, trace_json
 from api.telemetry.prometheus import Exposition, ServerMetrics
 from api.telemetry.series import SERIES, Series, TooMany, Wanted, names_like, width
 from orchestration.events_file import METRICS
-from orchestration.service.registry import ENDED, RunRecord
-from pipeline.events import Kind
+from orchestration.service.registry import RunRecord
+from pipeline.events import ENDED, Kind
 
 EVENT_ID = r"^([0-9]{1,18}(-[0-9]{1,18})?|\$)$"
 FINEST_SECONDS = 1e-3  # of a point; events have their times in milliseconds
@@ -32,37 +32,37 @@ MOST_NAMES = 60  # that an error lists
 Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
 
 
-class Watching:
+class Telemetry:
     """What the operations here share: the feeds of the runs that are watched, and the metrics."""
 
     def __init__(self, service: Service) -> None:
         self.server = ServerMetrics()
         self._service = service
-        self.feeds = Feeds(self._feed)
-        self.exposition = Exposition(service.registry, self.feeds, self.server)
+        self.fanouts = Fanouts(self._fanout)
+        self.exposition = Exposition(service.registry, self.fanouts, self.server)
 
     def history(self, record: RunRecord) -> History:
         return History(lambda: self._service.index(record.id), self._service.folder(record) / METRICS)
 
-    def _feed(self, record: RunRecord) -> Feed:
-        async def over() -> Ending | None:
+    def _fanout(self, record: RunRecord) -> Fanout:
+        async def ending() -> Ending | None:
             now = await self._service.registry.get(record.id)
             return Ending(now.state, now.reason, now.ended or 0.0) if now.state in ENDED else None
 
-        return Feed(self.history(record), over, delayed=self.server.delay.observe)
+        return Fanout(self.history(record), ending, observe_delay=self.server.delay.observe)
 
 
-WATCHING = web.AppKey("watching", Watching)
+TELEMETRY = web.AppKey("telemetry", Telemetry)
 
 
 def watch(app: web.Application) -> None:
     """Prepare ``app``, which has its service, for the operations here."""
-    app[WATCHING] = watching = Watching(app[SERVICE])
-    app.middlewares.insert(0, watching.server.count)
+    app[TELEMETRY] = telemetry = Telemetry(app[SERVICE])
+    app.middlewares.insert(0, telemetry.server.count)
 
     async def closing(app: web.Application) -> None:
-        watching.feeds.close()
-        await watching.exposition.close()
+        telemetry.fanouts.close()
+        await telemetry.exposition.close()
 
     app.on_shutdown.append(closing)
 
@@ -72,7 +72,7 @@ def watch(app: web.Application) -> None:
 
 
 def _listed(given: object) -> object:
-    """A key may be given several times, or once with commas."""
+    """The values of a key that is given several times, or once with commas."""
     return [name for text in given for name in str(text).split(",") if name] if isinstance(given, list) else given
 
 
@@ -95,7 +95,9 @@ class StreamQuery(Strict):
         [], description="Only events of these kinds; none: all. The key is repeated, or has them with commas."
     )
     last_event_id: str = Field(
-        "", pattern=f"^$|{EVENT_ID}", description="As the header Last-Event-ID, for who cannot set it; $: from now on."
+        "",
+        pattern=f"^$|{EVENT_ID}",
+        description="As the header Last-Event-ID, where it cannot be set; $: from now on.",
     )
 
 
@@ -122,23 +124,23 @@ async def stream(
     every ten seconds with the id up to which there is nothing more. The last message is `end` when the run has ended, or
     `dropped` when the server gives the stream up: connect again then."""
     record = await service.registry.get(path.run)
-    watching = request.app[WATCHING]
-    reader = Reader(request, frozenset(query.kinds) or None)
-    with service.held() as room, watching.server.reading() as dropped:
+    telemetry = request.app[TELEMETRY]
+    reader = EventReader(request, frozenset(query.kinds) or None)
+    with service.held() as room, telemetry.server.reading() as dropped:
         if not room:
-            raise Problem(503, "Too many readers.", kind="readers", fix="try again", headers={"Retry-After": "30"})
+            raise HTTPProblem(503, "Too many readers.", kind="readers", fix="try again", headers={"Retry-After": "30"})
         try:
             await reader.open()
-        except ConnectionResetError:  # it has gone already
+        except ConnectionResetError:  # the client has closed the connection
             return reader.response
         try:
-            async with watching.feeds.listening(record, reader) as feed:
-                await feed.join(reader, headers.last_event_id or query.last_event_id or "0")
-                dropped(await asyncio.shield(reader.done))
+            async with telemetry.fanouts.listening(record, reader) as fanout:
+                await fanout.join(reader, headers.last_event_id or query.last_event_id or "0")
+                dropped(await asyncio.shield(reader.closed))
         except (ConnectionError, LookupError):
             reader.drop("", "the index does not answer; connect again")
         except asyncio.CancelledError:
-            if not reader.done.done():
+            if not reader.closed.done():
                 reader.drop("token", "the token was revoked, or has expired")
                 dropped("token")
             raise
@@ -185,7 +187,7 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
                 if event.kind in kinds:
                     series.add(event)
     except TooMany as many:
-        raise Problem(
+        raise HTTPProblem(
             422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
         ) from None
     if missing := series.wanted.missing:
@@ -195,25 +197,25 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
 
 
 def _joined(view: MetricsView, series: Series) -> bytes:
-    """``view`` with the columns of ``series`` as JSON: one column after the other, as writing holds the interpreter."""
+    """``view`` with the columns of ``series`` as JSON, column by column: writing one holds the interpreter lock."""
     parts = []
     for name, columns in series.columns().items():
-        told = (to_json(key) + b":" + to_json(values, inf_nan_mode="null") for key, values in columns.items())
-        parts.append(to_json(name) + b":{" + b",".join(told) + b"}")
+        pairs = (to_json(key) + b":" + to_json(values, inf_nan_mode="null") for key, values in columns.items())
+        parts.append(to_json(name) + b":{" + b",".join(pairs) + b"}")
     head = view.model_dump_json(by_alias=True).encode()
     return head.removesuffix(b"{}}") + b"{" + b",".join(parts) + b"}}"
 
 
 async def _refuse_unknown(service: Service, record: RunRecord, names: frozenset[str]) -> None:
-    """Raise a Problem if one of ``names``, of which the range has nothing, is none of the run's: no worker of it, or no
-    number of its steps. Where there are no workers or steps yet, any may come."""
+    """Raise an HTTPProblem if one of ``names`` belongs to no worker and no step of the run. While a run has no workers or
+    steps, every name is allowed."""
     index = service.index(record.id)
-    newest, fold = await index.newest("step"), await service.watching.fold(index)
+    newest, status = await index.newest("step"), await service.run_statuses.of(index)
     for name in sorted(names):
-        allowed = names_like(name, fold.workers, newest.data if newest else {})
+        allowed = names_like(name, status.names, newest.data if newest else {})
         if allowed and name not in allowed:
             fix = f"use one of: {', '.join(allowed[:MOST_NAMES])}"
-            raise Problem(
+            raise HTTPProblem(
                 422, f"{name} is not known here.", kind="unknown-name", field="query.names", value=name, fix=fix
             )
 
@@ -244,7 +246,7 @@ async def trace(service: Service, path: RunPath, query: RangeQuery, request: web
             "Content-Disposition": f'attachment; filename="{record.id}.trace.json"',
         }
     )
-    with contextlib.suppress(ConnectionResetError):  # whoever asked has gone
+    with contextlib.suppress(ConnectionResetError):  # the client has closed the connection
         await response.prepare(request)
         async for piece in trace_json(pages, Trace(begin, end)):  # as it is made: a long run's trace is large
             await response.write(piece)
@@ -257,12 +259,12 @@ def _range(record: RunRecord, query: RangeQuery) -> tuple[float, float]:
     end = (record.ended + REPORT_SECONDS if record.ended else time.time()) if query.end is None else query.end
     if query.begin is not None and query.end is not None and end < begin:
         fix = "give a `to` that is not before `from`"
-        raise Problem(422, "The range ends before it begins.", kind="range", field="query.to", value=end, fix=fix)
+        raise HTTPProblem(422, "The range ends before it begins.", kind="range", field="query.to", value=end, fix=fix)
     return begin, max(begin, end)
 
 
 def _pages(request: web.Request, record: RunRecord, begin: float, end: float) -> AsyncIterator[Any]:
-    return request.app[WATCHING].history(record).pages(id_at(begin), end)
+    return request.app[TELEMETRY].history(record).pages(id_at(begin), end)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -271,5 +273,5 @@ def _pages(request: web.Request, record: RunRecord, begin: float, end: float) ->
 
 @operation("GET", "/metrics", scope="read", summary="For Prometheus", tag="metrics", produces="text/plain")
 async def metrics(service: Service, request: web.Request) -> web.Response:
-    text = await request.app[WATCHING].exposition.text()
+    text = await request.app[TELEMETRY].exposition.text()
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -31,9 +31,9 @@ from api.schemas.runs import (
     Warehouse,
 )
 from api.server.operations import Reply, operation
-from api.server.problems import Problem, without_password
+from api.server.problems import HTTPProblem, without_password
 from api.server.routes.recipes import checked
-from api.server.run_status import Fold
+from api.server.run_status import RunStatus
 from api.server.service import Service
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
@@ -65,7 +65,7 @@ async def submit_run(
     waiting, _ = await service.registry.list(state="created", limit=1)
     if waiting and (waiting[0].position or 0) >= service.settings.max_waiting:
         detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."
-        raise Problem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
+        raise HTTPProblem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
     content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
     fingerprint, owner = hashlib.sha256(content).hexdigest(), service.principal(request).name
     record, made = await service.registry.submit(recipe, owner=owner, key=headers.key, fingerprint=fingerprint)
@@ -122,7 +122,7 @@ async def delete_run(service: Service, request: web.Request, path: RunPath) -> N
     """Only a run that has ended, and only by who submitted it, or a token of scope admin."""
     token, record = service.principal(request), await service.registry.get(path.run)
     if record.owner != token.name and not token.may("admin"):
-        raise Problem(403, "This run belongs to another owner.", kind="owner", fix="ask its owner, or an admin")
+        raise HTTPProblem(403, "This run belongs to another owner.", kind="owner", fix="ask its owner, or an admin")
     await service.registry.delete(path.run)
     await service.forget(path.run)
 
@@ -135,7 +135,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
     except IndexRefused:  # the run has not started
         gate = Gate(admitted=0, allowed=0, open=0)
         return StagesView(stages=[], ledger={}, warehouses=[], published=0, trained=0, gate=gate)
-    fold = await service.watching.fold(index)
+    status = await service.run_statuses.of(index)
     return StagesView(
         stages=[
             Stage(
@@ -143,7 +143,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
                 takes=stage["takes"],
                 ready=int(stats["stages"][stage["name"]]["ready"]),
                 leased=int(stats["stages"][stage["name"]]["leased"]),
-                workers=list(_workers(fold, stage["name"])),
+                workers=list(_workers(status, stage["name"])),
             )
             for stage in config["stages"]
         ],
@@ -180,27 +180,27 @@ async def get_logs(service: Service, path: RunPath, query: LogsQuery) -> str:
     if text is None:
         fix = f"use one of: {', '.join(sorted(_log_files(folder))) or 'none yet'}"
         detail = "No worker of this run has a log by that name."
-        raise Problem(404, detail, kind="unknown-worker", field="query.worker", value=query.worker, fix=fix)
+        raise HTTPProblem(404, detail, kind="unknown-worker", field="query.worker", value=query.worker, fix=fix)
     return text
 
 
 async def _view(service: Service, record: RunRecord) -> RunView:
-    step = await service.watching.step(service.index(record.id), record) if record.state != "created" else None
+    step = await service.run_statuses.step(service.index(record.id), record) if record.state != "created" else None
     return RunView(
         **vars(record),
         steps=int(record.recipe["train"]["steps"]),
-        steps_done=int(step["step"]) + 1 if step else 0,
-        reward=step["reward_mean"] if step else None,
+        steps_done=step.step + 1 if step else 0,
+        reward=step.reward_mean if step else None,
     )
 
 
-def _workers(fold: Fold, stage: str) -> Iterator[StageWorker]:
-    for worker, figures in sorted(fold.stages.items()):
-        if figures["stage"] == stage:
-            process = fold.process(worker)
-            state, pid = fold.processes.get(process, ("", 0))
-            shares = {name: figures.get(name, 0) for name in SHARES}
-            yield StageWorker(worker=worker, process=process, state=state, pid=pid, **shares)
+def _workers(status: RunStatus, stage: str) -> Iterator[StageWorker]:
+    for name, worker in sorted(status.workers.items()):
+        if worker.latest.stage == stage:
+            process = status.process(name)
+            state, pid = status.processes.get(process, ("", 0))
+            shares = {share: getattr(worker.latest, share) or 0 for share in SHARES}
+            yield StageWorker(worker=name, process=process, state=state, pid=pid, **shares)
 
 
 def _checkpoint(step: Path) -> CheckpointView | None:

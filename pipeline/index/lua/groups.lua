@@ -31,7 +31,7 @@ local function make_ready(run, stage, home, list)
     call('HSET', run .. 'n', 'since:' .. place, near and t or 0)
   end
   if waits and own(config(run), value(run, 'since:' .. place), t) then
-    wake_idle(run, stage.name)  -- its claim tells the others, if it leaves something
+    wake_idle(run, stage.name)  -- that claim wakes the others, if it leaves rows
   else
     wake_stage(run, stage.name, t)
   end

@@ -151,13 +151,13 @@ define('stats', function(run, a)
         since = lease[6] / 1000, due = due[i + 1] / 1000,
       }
     end
-    local told = { ready = value(run, 'ready:' .. stage.name), leased = leased, takes = stage.takes }
-    out.stages[stage.name] = told
+    local queue = { ready = value(run, 'ready:' .. stage.name), leased = leased, takes = stage.takes }
+    out.stages[stage.name] = queue
     if stage.takes == 'groups' and stage.producer > 0 then
-      told.begun, told.parked = 0, value(run, 'parked:' .. stage.name)
+      queue.begun, queue.parked = 0, value(run, 'parked:' .. stage.name)
       for _, member in ipairs(call('ZRANGE', run .. 'begun:' .. stage.name, 0, -1)) do
         local first, last = ends(member)
-        told.begun = told.begun + last - first + 1
+        queue.begun = queue.begun + last - first + 1
       end
     end
   end

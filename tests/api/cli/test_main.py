@@ -243,7 +243,7 @@ async def test_a_view_that_breaks_does_not_end_the_run(tmp_path: Path) -> None:
     outcome = await local_run.watch_run(scripted.ScriptedRun(tmp_path, broken), console, json=False, plain=True)
     assert outcome is not None
     assert outcome.state == "finished"
-    assert "The view of the run failed: ValueError" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "The view of the run failed: TypeError" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 async def test_the_first_interrupt_stops_cleanly(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_every_field_of_a_sample_stays_text(browser: Browser) -> None:
               "step": HOSTILE, "group": HOSTILE, "place": HOSTILE, "tokens": 3, "versions": [[HOSTILE, HOSTILE]],
               "staleness": 0, "truncated": False}  # fmt: skip
     shown = browser.asynchronous(
-        module("samples")
+        module("pages/samples")
         + "const entry = new it.Samples(null, 'run').entry(arguments_[0]); document.body.append(entry);"
         "const shown = [entry.textContent, entry.querySelectorAll('img, script').length]; entry.remove(); return shown;",
         sample,
@@ -539,7 +539,7 @@ def test_the_overlap_of_the_timeline_is_that_of_its_instants(
     browser: Browser, one: list[list[int]], other: list[list[int]]
 ) -> None:
     found = browser.asynchronous(
-        module("timeline") + "const [a, b] = arguments_[0].map((list) => it.union(list));"
+        module("charts/timeline") + "const [a, b] = arguments_[0].map((list) => it.union(list));"
         "return [it.total(a), it.total(b), it.total(it.both(a, b)), Math.max(0, ...it.depth([a, b]).map((one) => one[1]))];",
         [one, other],
     )

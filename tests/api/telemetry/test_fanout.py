@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from api.telemetry import fanout as stream
 from api.telemetry import history as events
-from api.telemetry.fanout import NOW, Batch, Ending, Feed, Feeds, Reader
+from api.telemetry.fanout import NOW, Batch, Ending, EventReader, Fanout, Fanouts
 from api.telemetry.history import EventsFile, History, id_at, order
 from orchestration.events_file import MetricsFile, event_json
 from orchestration.service.registry import RunRecord
@@ -40,7 +40,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @dataclass
 class Site:
-    """A run's index and file, the feeds, and a server with the one path of their readers."""
+    """A run's index and file, the fanouts, and a server with the one path of their readers."""
 
     index: Index
     file: Path
@@ -51,8 +51,8 @@ class Site:
     base: str = ""
 
     def __post_init__(self) -> None:
-        self.feeds = Feeds(
-            lambda run: Feed(History(lambda: self.index, self.file), self.ended, delayed=self.delays.append)
+        self.fanouts = Fanouts(
+            lambda run: Fanout(History(lambda: self.index, self.file), self.ended, observe_delay=self.delays.append)
         )
 
     async def ended(self) -> Ending | None:
@@ -66,12 +66,12 @@ class Site:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         kinds = request.query.get("kinds")
-        reader = Reader(request, frozenset(kinds.split(",")) if kinds else None, most=self.most)
+        reader = EventReader(request, frozenset(kinds.split(",")) if kinds else None, most=self.most)
         await reader.open()
-        async with self.feeds.listening(RUN, reader) as feed:
+        async with self.fanouts.listening(RUN, reader) as fanout:
             try:
-                await feed.join(reader, request.headers.get("Last-Event-ID", request.query.get("after", "0")))
-                if why := await reader.done:
+                await fanout.join(reader, request.headers.get("Last-Event-ID", request.query.get("after", "0")))
+                if why := await reader.closed:
                     self.dropped.append(why)
             except ConnectionError:
                 pass
@@ -89,7 +89,7 @@ async def site(url: str, tmp_path: Path) -> AsyncIterator[Site]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     made.base = f"http://127.0.0.1:{runner.addresses[0][1]}/"
     yield made
-    made.feeds.close()
+    made.fanouts.close()
     await runner.cleanup()
     await index.erase()
     await index.close()
@@ -182,7 +182,7 @@ async def test_a_reader_goes_on_where_it_was_cut_off(site: Site) -> None:
 async def test_from_now_on_tells_nothing_of_the_past(site: Site) -> None:
     await site.tell(1)
     async with reading(site, after=NOW) as told:
-        await until(lambda: bool(site.feeds._feeds and next(iter(site.feeds._feeds.values()))._live))
+        await until(lambda: bool(site.fanouts._fanouts and next(iter(site.fanouts._fanouts.values()))._live))
         await site.tell(2)
         assert (await anext(told)).data["number"] == 2
 
@@ -191,7 +191,7 @@ async def test_kinds_are_told_apart_and_the_end_is_told_to_all(site: Site) -> No
     for number in range(6):
         await site.tell(number, "stage" if number % 2 else "step")
     everything, some = asyncio.create_task(numbers(site)), asyncio.create_task(numbers(site, kinds="stage,sync"))
-    await until(lambda: len(site.feeds._listeners) == 2)
+    await until(lambda: len(site.fanouts._listeners) == 2)
     for number in range(6, 10):
         await site.tell(number, "stage" if number % 2 else "step")
     await site.finish()
@@ -211,13 +211,13 @@ async def test_one_reader_of_the_index_whatever_the_number_of_listeners(site: Si
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(History, "wait", counted)
         readers = [asyncio.create_task(numbers(site)) for _ in range(20)]
-        await until(lambda: len(site.feeds._listeners) == 20)
+        await until(lambda: len(site.fanouts._listeners) == 20)
         for number in range(5):
             await site.tell(number)
         await site.finish()
         assert await asyncio.gather(*readers) == [list(range(5))] * 20
     assert waits <= 8
-    await until(lambda: not site.feeds._feeds)
+    await until(lambda: not site.fanouts._fanouts)
     assert site.delays
     assert max(site.delays) < 5
 
@@ -252,7 +252,7 @@ async def test_a_run_that_ends_without_saying_so_ends_for_its_readers(
     monkeypatch.setattr(stream, "HEARTBEAT_SECONDS", 0.2)
     await site.tell(0)
     reader = asyncio.create_task(numbers(site))
-    await until(lambda: bool(site.feeds._listeners))
+    await until(lambda: bool(site.fanouts._listeners))
     site.over = Ending("finished", "", time.time())
     assert await reader == [0]
 
@@ -283,7 +283,7 @@ async def test_a_reader_that_does_not_read_is_dropped_and_slows_nobody(site: Sit
     site.most = 64 << 10
     reader, writer = await asyncio.open_connection("127.0.0.1", int(site.base.rsplit(":")[-1].strip("/")), limit=1024)
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # and never reads: the transport stops at its limit
-    await until(lambda: len(site.feeds._listeners) == 1)
+    await until(lambda: len(site.fanouts._listeners) == 1)
     count, slowest = 0, 0.0
     async with reading(site) as told, asyncio.timeout(60):
         while not site.dropped:
@@ -305,10 +305,10 @@ async def test_a_reader_that_does_not_read_is_dropped_and_slows_nobody(site: Sit
 
 async def test_a_server_that_goes_down_says_so(site: Site) -> None:
     async with reading(site) as told:
-        await until(lambda: bool(site.feeds._listeners))
+        await until(lambda: bool(site.fanouts._listeners))
         await site.tell(0)
         assert (await anext(told)).data["number"] == 0
-        site.feeds.close()
+        site.fanouts.close()
         last = await anext(told)
         assert (last.kind, last.data["reason"]) == ("dropped", "the server goes down; connect again")
 
@@ -322,7 +322,7 @@ async def test_a_deleted_run_drops_its_readers(site: Site, monkeypatch: pytest.M
     await site.tell(0)
     async with reading(site) as told:
         await anext(told)
-        monkeypatch.setattr(next(iter(site.feeds._feeds.values())), "_over", gone)
+        monkeypatch.setattr(next(iter(site.fanouts._fanouts.values())), "_read_ending", gone)
         last = await anext(told)
         assert (last.kind, last.data["reason"]) == ("dropped", "the run was deleted")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from api.telemetry.progress import SHARES, Progress
+from api.telemetry.progress import Progress
+from api.telemetry.totals import SHARES, shares
+from pipeline.events import Event
 from tests.api import scripted
 
 
-def told(*events: scripted.Recorded) -> Progress:
+def applied(*events: Event) -> Progress:
     progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
     for event in events or scripted.events():
         progress.apply(event)
@@ -16,7 +18,7 @@ def told(*events: scripted.Recorded) -> Progress:
 
 
 def test_a_whole_run() -> None:
-    progress = told()
+    progress = applied()
     assert progress.ended
     assert progress.steps_done == scripted.STEPS
     assert progress.rewards() == [n / 10 for n in range(scripted.STEPS)]
@@ -25,22 +27,22 @@ def test_a_whole_run() -> None:
     assert progress.restarts == 1
     assert progress.published is not None
     assert progress.swapped is not None
-    assert progress.swapped["exposed_seconds"] == 0.002
+    assert progress.swapped.exposed_seconds == 0.002
     assert list(progress.evaluations) == [0, scripted.STEPS]
     assert any("signal 9" in message for message in progress.messages)
 
 
 def test_rates_and_time_left_leave_out_the_start() -> None:
     slow = scripted.step(0, seconds=1000.0)
-    progress = told(slow, scripted.step(1), scripted.step(2))
+    progress = applied(slow, scripted.step(1), scripted.step(2))
     assert progress.seconds_left == pytest.approx(2.0 * (scripted.STEPS - 3))
     assert progress.tokens_per_second == pytest.approx(1000 / 4)
-    assert told(slow).seconds_left is None
-    assert told(slow).tokens_per_second is None
+    assert applied(slow).seconds_left is None
+    assert applied(slow).tokens_per_second is None
 
 
 def test_a_replayed_step_counts_once() -> None:
-    progress = told(scripted.step(0), scripted.step(1), scripted.step(1, reward_mean=0.7))
+    progress = applied(scripted.step(0), scripted.step(1), scripted.step(1, reward_mean=0.7))
     assert progress.steps_done == 2
     assert progress.rewards() == [0.0, 0.7]
 
@@ -48,18 +50,19 @@ def test_a_replayed_step_counts_once() -> None:
 def test_shares_are_of_the_last_seconds_and_add_up() -> None:
     idle = scripted.stage(0, "rollout-0", 100.0, 0.0, 100.0, 0.0, 0)
     busy = [scripted.stage(n, "rollout-0", 100.0 + n, n * 0.9, 100.0, n * 0.1, 10 * n) for n in range(1, 31)]
-    stage = told(idle, *busy).stages["rollout-0"]
-    shares = stage.shares()
-    assert set(shares) == set(SHARES)
-    assert sum(shares.values()) == pytest.approx(1.0)
-    assert shares["busy"] == pytest.approx(0.9)
-    assert stage.rate("rows") == pytest.approx(10.0)
-    assert stage.shares(recent=False)["waiting_input"] == pytest.approx(100 / 130)
+    worker = applied(idle, *busy).workers["rollout-0"]
+    parts = shares(worker.recent)
+    assert set(parts) == set(SHARES)
+    assert sum(parts.values()) == pytest.approx(1.0)
+    assert parts["busy"] == pytest.approx(0.9)
+    assert worker.rate("rows") == pytest.approx(10.0)
+    assert shares(worker.totals)["waiting_input"] == pytest.approx(100 / 130)
 
 
-def test_a_restarted_worker_begins_anew() -> None:
+def test_the_totals_of_a_restarted_worker_go_on() -> None:
     before = scripted.stage(0, "rollout-0", 50.0, 40.0, 10.0, 0.0, 1000)
     after = scripted.stage(1, "rollout-0", 2.0, 1.0, 1.0, 0.0, 6)
-    stage = told(before, after).stages["rollout-0"]
-    assert stage.shares()["busy"] == pytest.approx(0.5)
-    assert stage.rate("rows") == pytest.approx(3.0)
+    worker = applied(before, after).workers["rollout-0"]
+    assert shares(worker.recent)["busy"] == pytest.approx(0.5)
+    assert worker.rate("rows") == pytest.approx(3.0)
+    assert (worker.totals["wall"], worker.totals["rows"], worker.latest.rows) == (52.0, 1006, 6)

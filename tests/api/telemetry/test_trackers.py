@@ -25,7 +25,7 @@ from api.telemetry.trackers import (
     events_of_folder,
     track,
 )
-from orchestration.events_file import METRICS, MetricsFile, Told
+from orchestration.events_file import METRICS, MetricsFile
 from pipeline.events import Event
 
 START = 1_700_000_000
@@ -100,7 +100,7 @@ async def test_tracking_goes_on_where_it_was(tmp_path: Path) -> None:
 async def test_what_was_shown_before_a_failure_is_not_shown_again(tmp_path: Path) -> None:
     kept = Kept()
 
-    async def broken(after: str) -> AsyncIterator[Told]:
+    async def broken(after: str) -> AsyncIterator[Event]:
         for number in range(5):
             if number == 3 and after == "0":
                 raise ConnectionError("cut off")

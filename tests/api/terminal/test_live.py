@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from api.telemetry.progress import SHARES, Progress
+from api.telemetry.progress import Progress
+from api.telemetry.totals import SHARES
 from api.terminal import live as terminal
 from tests.api import scripted
 

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from api.terminal.report import smooth, summary_table, write_report
 from orchestration.events_file import METRICS, MetricsFile, read_metrics
+from pipeline.events import Event
 from tests.api import scripted
 
 
-def record(folder: Path, events: list[scripted.Recorded]) -> None:
+def record(folder: Path, events: list[Event]) -> None:
     with MetricsFile(folder / METRICS) as file:
         for event in events:
             file.event(event)

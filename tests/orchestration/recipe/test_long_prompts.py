@@ -10,12 +10,12 @@ import pytest
 
 from api.telemetry.progress import Progress
 from api.terminal.report import summarize
+from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
-from orchestration.run.synchronous import synchronous_run
 from stages.prompts.too_long import TOO_LONG_FILE
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, Watched, complete, executing, recipe
@@ -58,9 +58,9 @@ async def test_one_prompt_too_long_is_skipped_and_the_rest_is_the_run_without_it
     assert (result.state, result.reason) == ("finished", "")
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert_equal(trained(of, result), weights)
-    [told] = watched.of("prompt")
-    assert (told["change"], told["skipped"], told["cut"]) == ("too long", 1, 0)
-    assert str(tmp_path / "run" / TOO_LONG_FILE) in told["reason"]
+    [event] = watched.of("prompt")
+    assert (event["change"], event["skipped"], event.get("cut", 0)) == ("too long", 1, 0)
+    assert str(tmp_path / "run" / TOO_LONG_FILE) in event["reason"]
     [listed] = [json.loads(line) for line in (tmp_path / "run" / TOO_LONG_FILE).read_text().splitlines()]
     assert listed == {"where": f"{of.prompts.path}, line 44", "length": "600 tokens", "done": "skipped"}
     assert summary_of(watched)["prompts_skipped"] == 1

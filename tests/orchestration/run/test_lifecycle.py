@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from orchestration.events_file import METRICS, MetricsFile, Recorded, read_metrics
+from orchestration.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.run import checkpoint
 from orchestration.run.lock import LOCK, RunLock, RunLocked
 from orchestration.run.run import Run, RunError
 from orchestration.service.lifecycle import WHERE
+from pipeline.events import Event
 from pipeline.index.embedded import EmbeddedIndex
 from stages.sample_log import SampleLog, read
 from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
@@ -198,8 +199,8 @@ async def test_stopping_a_run_that_starts_does_not_wait_for_it(tmp_path: Path) -
 def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
     """What was made after the checkpoint is removed: it is made again."""
 
-    def event(kind: str, number: int, **data: Any) -> Recorded:
-        return Recorded(f"{number}-0", float(number), kind, data)
+    def event(kind: str, number: int, **data: Any) -> Event:
+        return Event(f"{number}-0", float(number), kind, data)
 
     with MetricsFile(tmp_path / METRICS) as file:
         for step in range(5):

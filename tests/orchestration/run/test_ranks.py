@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from orchestration.recipe.planner import flow_of
+from benchmarks.synchronous import synchronous_run
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.kinds import workers_of
 from orchestration.run.launchers import EXIT_FATAL
 from orchestration.run.run import Run, RunError
 from orchestration.run.supervisor import Outcome, Supervisor
-from orchestration.run.synchronous import synchronous_run
 from pipeline.events import WorkerEvent
 from pipeline.index.client import Index
 from tests.orchestration.run.test_run import (

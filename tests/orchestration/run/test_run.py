@@ -18,12 +18,12 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.synchronous import synchronous_run
 from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint, launchers
 from orchestration.run.engines import tokenizer_of, train_engine
 from orchestration.run.run import WHERE, Run, RunError, RunResult, sweep_leftovers
-from orchestration.run.synchronous import synchronous_run
 from pipeline.index.client import RunConfig
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock

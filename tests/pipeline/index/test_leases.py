@@ -33,7 +33,7 @@ async def claim(dock: Dock, owner: str, stage: str = "rollout", lease: float = 6
 
 
 def disguised(claim: Claim, *, owner: str | None = None, token: str | None = None, stage: str | None = None) -> Claim:
-    """The same rows, as somebody would show them who has not claimed them."""
+    """A claim on the same rows, with parts of the lease replaced."""
     other = copy(claim)
     other.owner = claim.owner if owner is None else owner
     other.token = claim.token if token is None else token
@@ -42,7 +42,7 @@ def disguised(claim: Claim, *, owner: str | None = None, token: str | None = Non
 
 
 async def assert_untouched(dock: Dock, held: Claim) -> None:
-    """Every call that a claim's holder can make is refused or does nothing for whoever shows ``held``."""
+    """Check that every call with the lease of ``held`` is refused or changes nothing."""
     index = dock.index
     assert await index.renew(held.stage, [held.token], 3600, held.owner) == set()
     assert held.stage != "rollout" or await index.lease(held.token, held.owner) is None
@@ -87,7 +87,7 @@ async def test_a_token_holds_for_its_own_run_alone(dock: Dock, index: Index, tmp
         await other.join(1 << 20)
         await admit(other, range(2))
         held, there = await claim(dock, ""), await claim(other, "")
-        assert held.row.tolist() == there.row.tolist(), "only the token tells the two apart"
+        assert held.row.tolist() == there.row.tolist(), "only the token differs"
         await assert_untouched(dock, there)
         await respond(dock, held)
         await respond(other, there)

@@ -1,4 +1,4 @@
-"""Rows that a stage puts aside half made: whoever is free goes on with them, from what was acknowledged last."""
+"""Parked rows: any worker of the stage continues them, from the last acknowledged progress."""
 
 from __future__ import annotations
 

@@ -307,9 +307,9 @@ class Flow:
                 await dock.commit(lease.claim, positions, written, generated=generated)
             return
         double = {name: [*v, v[0]] if isinstance(v, list) else torch.cat([v, v[:1]]) for name, v in written.items()}
-        told = None if generated is None else [*generated, generated[0]]
+        made = None if generated is None else [*generated, generated[0]]
         with pytest.raises(WrittenTwice, match="given twice"):
-            await dock.commit(lease.claim, [*positions, positions[0]], double, generated=told)
+            await dock.commit(lease.claim, [*positions, positions[0]], double, generated=made)
         await dock.commit(lease.claim, positions, written, generated=generated)
         block = Block(pack(SCHEMA, written).nbytes, len(rows))
         self.blocks.add(block)
@@ -366,7 +366,7 @@ class Flow:
             row.progress, row.oldest, row.response = block, generated[slot][0], written["response"][slot].tolist()
             row.blocks.append(block)
             del lease.held[row.id]
-        with pytest.raises(LeaseLost):  # they are somebody else's from here on
+        with pytest.raises(LeaseLost):  # another worker may claim them from here on
             await dock.commit(lease.claim, positions, written, generated=generated)
         if not lease.held:
             self.leases.remove(lease)
@@ -430,7 +430,7 @@ class Flow:
             del self.steps[step]
 
     async def filter(self) -> None:
-        """Groups leave: those that gave nothing to learn from, or prompts that nobody wants."""
+        """Groups leave: they are dropped without being trained."""
         if (lease := self.some("advantage", "rollout")) is None:
             return
         whole = [g for g, rows in self.groups.items() if all(row.id in lease.held for row in rows)]
@@ -505,7 +505,7 @@ class Flow:
     # ── what always holds ──
 
     async def count_references(self) -> None:
-        """Each block is kept by the rows that point to it and by whoever writes to it, and by nothing else."""
+        """A block exists while rows point to it or a worker holds it open, and no longer."""
         index, pointing = self.docks["a"].index, Counter[int]()
         for group in self.groups:
             found = await index.inspect(group)
@@ -522,10 +522,10 @@ class Flow:
         stats = await self.docks["a"].index.stats()
         for stage in FLOW:
             held = sum(len(lease.held) for lease in self.leases if lease.claim.stage == stage)
-            told = stats["stages"][stage]
-            assert (told["ready"], told["leased"]) == (len(self.ready(stage)), held), stage
-        told = stats["stages"]["rollout"]
-        assert (told["begun"], told["parked"]) == (len(self.begun()), len(self.parked()))
+            queue = stats["stages"][stage]
+            assert (queue["ready"], queue["leased"]) == (len(self.ready(stage)), held), stage
+        queue = stats["stages"]["rollout"]
+        assert (queue["begun"], queue["parked"]) == (len(self.begun()), len(self.parked()))
         at = {"admitted": self.admitted, "published": self.published, "trained": self.trained}
         assert {name: stats[name] for name in at} == at
         assert stats["open"] == len(self.open())

@@ -1,4 +1,4 @@
-"""Prompts of another program that the run's own prompt form does not survive."""
+"""External prompts that make the run's chat template fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stages.prompts.external import ExternalPrompts, put_prompts
 
 
 class Alternating:
-    """A prompt form whose template raises what no one has foreseen, as chat templates do."""
+    """A formatter whose template raises an unexpected error, as chat templates do."""
 
     options = SimpleNamespace(too_long="skip")
 

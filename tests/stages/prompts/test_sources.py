@@ -406,15 +406,15 @@ def test_what_is_no_file_is_a_sentence_and_is_not_waited_for(tmp_path: Path, pla
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    said = {
+    sentences = {
         "pipe": "is a pipe",
         "folder": "is a folder",
         "none": "does not exist",
         "a\0b": "cannot be|does not exist",
         "loop": "cannot be|does not exist",
     }
-    said |= {"/dev/zero": "is a device", "~nobody-at-all/x": "cannot be", "x" * 5000: "cannot be"}
-    for name, sentence in said.items():
+    sentences |= {"/dev/zero": "is a device", "~nobody-at-all/x": "cannot be", "x" * 5000: "cannot be"}
+    for name, sentence in sentences.items():
         for source in ("jsonl", "parquet"):
             path = name if name.startswith(("/", "~")) else str(tmp_path / name)
             options = PromptOptions(source=source, path=path)
@@ -486,27 +486,27 @@ def test_a_check_reads_tables_and_tasks_too(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     pytest.importorskip("reasoning_gym")
 
-    def said(**options: Any) -> list[str]:
+    def faults(**options: Any) -> list[str]:
         return [str(fault) for fault in PromptCheck(PromptOptions(**options), Reading()).faults()]
 
     table = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": ""}, {"prompt": None}])
     table.to_parquet(str(tmp_path / "rows.parquet"))
     datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "saved"))
     parquet = {"source": "parquet", "path": str(tmp_path / "rows.parquet")}
-    assert ["row 2" in said(**parquet)[0], "row 3" in said(**parquet)[1]] == [True, True]
-    assert "has no column 'question'" in said(**parquet, column="question")[0]
+    assert ["row 2" in faults(**parquet)[0], "row 3" in faults(**parquet)[1]] == [True, True]
+    assert "has no column 'question'" in faults(**parquet, column="question")[0]
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-9])
-    assert "cannot be read" in said(source="parquet", path=str(tmp_path / "cut.parquet"))[0]
+    assert "cannot be read" in faults(source="parquet", path=str(tmp_path / "cut.parquet"))[0]
     saved = {"source": "datasets", "path": str(tmp_path / "saved")}
-    assert said(**saved, split="train") == []
-    assert "use one of ['train']" in said(**saved, split="test")[0]
-    assert "has no column 'question'" in said(**saved, split="train", column="question")[0]
-    assert "no state.json" in said(source="datasets", path=str(tmp_path))[0]
-    assert said(source="datasets", path=f"{__name__}:twenty_rows") == []
-    assert "cannot be imported" in said(source="datasets", path=f"{__name__}:none")[0]
-    assert "does not fit" in said(source="builtin", task="repeat", config={"length": 10**12})[0]
-    assert "does not fit" in said(source="reasoning_gym", task="chain_sum", config={"terms": 2})[0]
-    assert "prompts.config.size" in said(source="reasoning_gym", task="chain_sum", config={"size": 10**9})[0]
+    assert faults(**saved, split="train") == []
+    assert "use one of ['train']" in faults(**saved, split="test")[0]
+    assert "has no column 'question'" in faults(**saved, split="train", column="question")[0]
+    assert "no state.json" in faults(source="datasets", path=str(tmp_path))[0]
+    assert faults(source="datasets", path=f"{__name__}:twenty_rows") == []
+    assert "cannot be imported" in faults(source="datasets", path=f"{__name__}:none")[0]
+    assert "does not fit" in faults(source="builtin", task="repeat", config={"length": 10**12})[0]
+    assert "does not fit" in faults(source="reasoning_gym", task="chain_sum", config={"terms": 2})[0]
+    assert "prompts.config.size" in faults(source="reasoning_gym", task="chain_sum", config={"size": 10**9})[0]
 
 
 def test_a_table_with_nothing_to_hold_out_is_an_error(tmp_path: Path, plain: Tokenizer) -> None:

@@ -162,7 +162,7 @@ def prompts(path: str, **more: Any) -> dict[str, Any]:
 def test_a_path_that_leads_out_of_the_roots_is_refused(path: str, roots: tuple[Path, Path]) -> None:
     root, outside = roots
     problem = refused(prompts(path.format(root=root, outside=outside)), roots=(root,))["prompts.path"]
-    assert "exist" not in problem.wrong  # what is outside is not even told to be there, or not
+    assert "exist" not in problem.wrong  # the message must not reveal whether a path outside exists
 
 
 def test_a_home_directory_is_nobodys(roots: tuple[Path, Path]) -> None:

@@ -11,8 +11,8 @@
  */
 
 import { colour } from "./charts.js";
-import { announce, element, say } from "./element.js";
-import { clock, number, percent, seconds } from "./format.js";
+import { announce, element, say } from "../element.js";
+import { clock, number, percent, seconds } from "../format.js";
 
 const ORDER = ["rollout", "reward", "reference", "advantage", "sync", "update"];
 const LABELS = { sync: "weight sync" };

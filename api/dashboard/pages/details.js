@@ -1,9 +1,9 @@
 /* The other views of a run: its workers, checkpoints, logs and recipe. Each has `element`, `show()` when it is looked at, and
  * `update(progress)` while it is. */
 
-import { element, say } from "./element.js";
-import { ago, count, moment, number, percent, size } from "./format.js";
-import { SHARES, WORDS } from "./progress.js";
+import { element, say } from "../element.js";
+import { ago, count, moment, number, percent, size } from "../format.js";
+import { SHARES, WORDS } from "../progress.js";
 
 const LOG_SECONDS = 3;
 

@@ -1,8 +1,8 @@
 /* The list of runs, newest first, asked for again every few seconds while the page is seen. */
 
-import { announce, element, say } from "./element.js";
-import { ago, fixed } from "./format.js";
-import { ENDED, STATES } from "./progress.js";
+import { announce, element, say } from "../element.js";
+import { ago, fixed } from "../format.js";
+import { ENDED, STATES } from "../progress.js";
 
 const SECONDS = 3;
 const PAGE = 50;

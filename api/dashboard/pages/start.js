@@ -1,8 +1,8 @@
 /* The form that starts a run: a stored recipe with some keys changed, or a recipe as JSON. What is wrong stands beside its field. */
 
 import { flat } from "./details.js";
-import { element, say } from "./element.js";
-import { count, size } from "./format.js";
+import { element, say } from "../element.js";
+import { count, size } from "../format.js";
 
 // What one changes most; every other key can be added.
 const USUAL = ["name", "train.steps", "train.groups_per_step", "algorithm.group_size", "pipeline.staleness", "rollout.max_tokens", "train.learning_rate", "seed"];

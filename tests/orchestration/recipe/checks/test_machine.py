@@ -49,7 +49,7 @@ def problems(data: dict[str, Any], **options: Any) -> list[Problem]:
     return []
 
 
-def said(data: dict[str, Any], **options: Any) -> dict[str, str]:
+def messages(data: dict[str, Any], **options: Any) -> dict[str, str]:
     return {problem.key: f"{problem.wrong}; {problem.fix}" for problem in problems(data, **options)}
 
 
@@ -93,13 +93,13 @@ def test_everything_wrong_is_said_in_one_round(tmp_path: Path) -> None:
 
 
 def test_one_wrong_key_of_the_prompts_hides_no_other(tmp_path: Path) -> None:
-    found = said(of_rows(tmp_path / "none.jsonl", template="x", chat=False, system="be short", too_long="drop"))
+    found = messages(of_rows(tmp_path / "none.jsonl", template="x", chat=False, system="be short", too_long="drop"))
     assert set(found) == {"prompts.template", "prompts.system", "prompts.too_long", "prompts.path"}
     assert found["prompts.path"].startswith("does not exist, seen from")
     assert "'skip'" in found["prompts.too_long"]
 
 
-# What people do: how the folder of prompts is made, and what they are told.
+# Common mistakes: how the file of prompts is made, and what the problem says.
 HABITS: dict[str, tuple[Callable[[Path], object], str]] = {
     "UTF-16": (lambda path: path.write_text('{"prompt": "a"}\n', encoding="utf-16"), "is UTF-16"),
     "Latin-1": (lambda path: path.write_text('{"prompt": "é"}\n', encoding="latin1"), "line 1 is not UTF-8"),
@@ -123,14 +123,14 @@ def test_a_prompts_file_that_is_none_is_one_sentence_and_no_traceback(habit: str
     make, sentence = HABITS[habit]
     make(tmp_path / "rows.jsonl")
     began = time.monotonic()
-    [(key, told)] = said(of_rows(tmp_path / "rows.jsonl")).items()
-    assert (key, sentence in told) == ("prompts.path", True), told
+    [(key, message)] = messages(of_rows(tmp_path / "rows.jsonl")).items()
+    assert (key, sentence in message) == ("prompts.path", True), message
     assert time.monotonic() - began < 30, "it has waited for something"
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
-    assert said(of_rows(tmp_path / "rows.jsonl")) == {}
+    assert messages(of_rows(tmp_path / "rows.jsonl")) == {}
 
 
 def needs_the_question(completions: list[str], question: list[str], level: int = 1) -> list[float]:
@@ -142,17 +142,17 @@ def test_rewards_and_the_columns_of_the_prompts_are_compared(tmp_path: Path) -> 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "about": "b"}\n')
     data = of_rows(path) | {"reward": {"functions": [{"name": "spelling"}, {"name": f"{__name__}:needs_the_question"}]}}
-    found = said(data)
+    found = messages(data)
     assert found["reward.functions.0.name"].startswith(f"needs the column 'answer', which no row of {path} has")
     assert "needs the column 'question'" in found["reward.functions.1.name"]
     path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "question": "b"}\n')
-    assert said(data) == {}
+    assert messages(data) == {}
     path.write_text('{"prompt": "a", "answer": "b", "question": "c", "completions": "d"}\n')
-    assert said(data) == {
+    assert messages(data) == {
         "prompts.path": "has columns ['completions'], which reward functions get from the run; rename them"
     }
-    assert said({**data, "external": {"stages": ["reward"]}}) == {}
-    assert "needs the column 'question'" in said(of(reward=data["reward"]))["reward.functions.1.name"]
+    assert messages({**data, "external": {"stages": ["reward"]}}) == {}
+    assert "needs the column 'question'" in messages(of(reward=data["reward"]))["reward.functions.1.name"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,34 +211,36 @@ BROKEN_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("damage", BROKEN_MODELS)
 def test_a_model_that_is_not_whole_is_said(damage: str, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
-    assert said(of(model={"source": str(folder)})) == {}
+    assert messages(of(model={"source": str(folder)})) == {}
     damaging, sentence = BROKEN_MODELS[damage]
     damaging(folder)
-    assert sentence in said(of(model={"source": str(folder)}))["model.source"]
+    assert sentence in messages(of(model={"source": str(folder)}))["model.source"]
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "~nobody-at-all/x", "/dev/null", "\u202e", "a" + "/a" * 3000])
 def test_odd_paths_are_problems_and_no_tracebacks(path: str) -> None:
-    found = said(of(model={"source": path}, pipeline={"tls_certificate": path, "tls_key": path, "tls_authority": path}))
+    found = messages(
+        of(model={"source": path}, pipeline={"tls_certificate": path, "tls_key": path, "tls_authority": path})
+    )
     assert found["model.source"].startswith("is neither a known model nor a directory")
     assert found["pipeline.tls_certificate"].startswith("is no file")
     for source in ("jsonl", "parquet", "datasets"):
-        assert set(said(of_rows(path, source=source))) == {"prompts.path"}
+        assert set(messages(of_rows(path, source=source))) == {"prompts.path"}
 
 
 def test_a_folder_of_parquet_is_not_looked_through_without_end(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    assert "without *.parquet" in said(of_rows(tmp_path, source="parquet"))["prompts.path"]
+    assert "without *.parquet" in messages(of_rows(tmp_path, source="parquet"))["prompts.path"]
     for at in range(300):
         (tmp_path / str(at)).mkdir()
-    assert said(of_rows(tmp_path, source="parquet"), reading=Reading(rows=100)) == {}
+    assert messages(of_rows(tmp_path, source="parquet"), reading=Reading(rows=100)) == {}
 
 
 def test_a_model_of_others_needs_no_weights_of_ours(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     (folder / INDEX).unlink()
     data = of(model={"source": str(folder)}, external={"stages": ["rollout", "update"]})
-    assert said({**data, "evaluate": {"every": 0}}) == {}
+    assert messages({**data, "evaluate": {"every": 0}}) == {}
 
 
 def test_a_recipe_of_real_files_is_checked_without_torch(tmp_path: Path) -> None:
@@ -285,34 +287,34 @@ def test_devices_are_looked_for_without_torch(tmp_path: Path, monkeypatch: pytes
 
 def test_only_devices_that_this_machine_will_use_must_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "device_fault", lambda name: None if name == "auto" else ("is not here", ""))
-    assert set(said(of(rollout={"device": "npu"}, train={"device": "npu"}))) == {"rollout.device", "train.device"}
-    assert said(of(rollout={"device": "npu"}, train={"device": "npu"}), devices=False) == {}
-    assert said(of(MOCK, rollout={"device": "npu"}, train={"device": "npu"})) == {}
+    assert set(messages(of(rollout={"device": "npu"}, train={"device": "npu"}))) == {"rollout.device", "train.device"}
+    assert messages(of(rollout={"device": "npu"}, train={"device": "npu"}), devices=False) == {}
+    assert messages(of(MOCK, rollout={"device": "npu"}, train={"device": "npu"})) == {}
     external = of(rollout={"device": "npu"}, external={"stages": ["rollout"]}, evaluate={"every": 0})
-    assert said(external) == {}
+    assert messages(external) == {}
 
 
 def test_what_a_run_writes_must_have_room_on_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"keep_samples": "1GiB"}
-    assert said(of(pipeline=kept), folder=tmp_path / "not" / "there" / "yet") == {}
-    assert "100 TiB, and" in said(of(pipeline={"keep_samples": "100TiB"}), folder=tmp_path)["pipeline.keep_samples"]
+    assert messages(of(pipeline=kept), folder=tmp_path / "not" / "there" / "yet") == {}
+    assert "100 TiB, and" in messages(of(pipeline={"keep_samples": "100TiB"}), folder=tmp_path)["pipeline.keep_samples"]
     monkeypatch.setattr(machine, "free_bytes", lambda folder: 500 * 2**20)
-    found = said(of(pipeline=kept), folder=tmp_path)
+    found = messages(of(pipeline=kept), folder=tmp_path)
     assert "500 MiB are free" in found["pipeline.keep_samples"]
     assert "use at most '24" in found["pipeline.keep_samples"]
     monkeypatch.setattr(machine, "free_bytes", lambda folder: 20 * 2**20)
-    assert said(of(), folder=tmp_path) == {}, "what is kept by default is kept as far as there is room"
-    found = said(of(train={"steps": 10**6}), folder=tmp_path)
+    assert messages(of(), folder=tmp_path) == {}, "what is kept by default is kept as far as there is room"
+    found = messages(of(train={"steps": 10**6}), folder=tmp_path)
     assert "metrics and logs" in found["train.steps"]
-    found = said(of(checkpoint={"keep": 50}), folder=tmp_path)
+    found = messages(of(checkpoint={"keep": 50}), folder=tmp_path)
     assert "20 MiB are free" in found["checkpoint.keep"]
     fits = int(found["checkpoint.keep"].partition("use a value <= ")[2].partition(",")[0])
-    assert said(of(checkpoint={"keep": fits}), folder=tmp_path) == {}, "the fix mends it"
-    assert set(said(of(checkpoint={"keep": fits + 1}), folder=tmp_path)) == {"checkpoint.keep"}
+    assert messages(of(checkpoint={"keep": fits}), folder=tmp_path) == {}, "the fix mends it"
+    assert set(messages(of(checkpoint={"keep": fits + 1}), folder=tmp_path)) == {"checkpoint.keep"}
 
 
 def test_an_arena_must_have_room_in_shared_memory() -> None:
-    found = said(of(pipeline={"arena": "900TiB"}))
+    found = messages(of(pipeline={"arena": "900TiB"}))
     assert "of shared memory are free" in found["pipeline.arena"]
 
 
@@ -364,11 +366,11 @@ def test_a_check_of_a_request_can_be_ended_from_another_thread(tmp_path: Path) -
 def test_a_check_by_default_reads_a_bounded_part(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n' * Reading().rows + "broken\n")
-    assert said(of_rows(path)) == {}
+    assert messages(of_rows(path)) == {}
     with path.open("wb") as file:  # a terabyte, of which nothing lies on the disk
         file.truncate(2**40)
     began = time.monotonic()
-    assert said(of_rows(path)) == {}
+    assert messages(of_rows(path)) == {}
     assert time.monotonic() - began < 30
 
 
@@ -393,7 +395,7 @@ def test_code_that_cannot_be_imported_is_a_problem_with_its_line(
     name = f"mine_{kind}:f"
     data = of(reward={"functions": [{"name": name}]}, algorithm={"name": name}, rollout={"engine": name})
     data |= {"external": {"stages": ["reference"]}}
-    found = said(data)
+    found = messages(data)
     assert {"reward.functions.0.name", "algorithm.name", "rollout.engine"} <= set(found)
     assert f"mine_{kind}.py, line " in found["reward.functions.0.name"]
     assert f"mine_{kind}.py, line " in found["algorithm.name"]
@@ -402,15 +404,15 @@ def test_code_that_cannot_be_imported_is_a_problem_with_its_line(
 @pytest.mark.parametrize("name", [":", ":f", "..x:f", "json:", "json:loads.x", "a b:c", "\u202e:f", "é" * 300 + ":f"])
 def test_odd_names_are_problems(name: str) -> None:
     data = of(reward={"functions": [{"name": name}]}, algorithm={"name": name}, rollout={"engine": name})
-    assert {"reward.functions.0.name", "algorithm.name", "rollout.engine"} <= set(said(data))
+    assert {"reward.functions.0.name", "algorithm.name", "rollout.engine"} <= set(messages(data))
 
 
 def test_the_recipe_of_a_folder_that_was_checked_can_be_loaded(tmp_path: Path) -> None:
     """The command reads what lies beside the recipe as the run will."""
-    (tmp_path / "mine.toml").write_text(
+    (tmp_path / "own.toml").write_text(
         '[model]\nsource = "tiny"\n[prompts]\nsource = "jsonl"\npath = "%s"\n[reward]\nfunctions = [{ name = "spelling" }]\n'
         "[train]\nsteps = 1\n" % (tmp_path / "rows.jsonl")
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    assert load_recipe(tmp_path / "mine.toml", folder=tmp_path / "runs").name == "mine"
+    assert load_recipe(tmp_path / "own.toml", folder=tmp_path / "runs").name == "own"
     assert model_files.has_chat_template(tmp_path) is False

@@ -5,17 +5,17 @@
  *    stream ──┘   (steps are told by number, so that it does not matter which of them comes first)
  */
 
-import { Chart, smooth } from "./charts.js";
+import { Chart, smooth } from "../charts/charts.js";
 import { Checkpoints, Logs, RecipeView, Workers } from "./details.js";
-import { confirmed } from "./dialog.js";
-import { announce, element, paced, say } from "./element.js";
-import { count, duration, fixed, number, percent } from "./format.js";
-import { Picture } from "./picture.js";
-import { ENDED, Progress, STATES } from "./progress.js";
+import { confirmed } from "../dialog.js";
+import { announce, element, paced, say } from "../element.js";
+import { count, duration, fixed, number, percent } from "../format.js";
+import { Picture } from "../picture.js";
+import { ENDED, Progress, STATES } from "../progress.js";
 import { setState, stateBadge } from "./runs.js";
 import { Samples } from "./samples.js";
-import { Stream } from "./stream.js";
-import { Timeline } from "./timeline.js";
+import { Stream } from "../stream.js";
+import { Timeline } from "../charts/timeline.js";
 
 const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span";
 const BEFORE = 130; // seconds of the past that the stream begins with, for the timeline and the shares

@@ -1,8 +1,8 @@
 /* Line charts over the steps of a run, drawn by uPlot. Each is a figure with its newest figures in words, and the same data as a
  * table for whoever cannot see it. The pointer (or the arrow keys, when a chart has the focus) reads all charts at one step. */
 
-import uPlot from "./vendor/uPlot.js";
-import { announce, element, say } from "./element.js";
+import uPlot from "../vendor/uPlot.js";
+import { announce, element, say } from "../element.js";
 
 const HEIGHT = 148;
 const TABLE_ROWS = 50; // newest steps in the table

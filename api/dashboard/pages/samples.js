@@ -1,7 +1,7 @@
 /* The samples browser: prompts and responses with what was computed of them, by reward, step and staleness. */
 
-import { announce, element, say } from "./element.js";
-import { fixed, number } from "./format.js";
+import { announce, element, say } from "../element.js";
+import { fixed, number } from "../format.js";
 
 const PAGE = 25;
 const FIELDS = [

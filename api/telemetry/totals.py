@@ -1,0 +1,123 @@
+"""Totals of a run, added up from its events. Views, reports, metrics, trackers and REST read them; nothing here does I/O.
+
+Event ──▶ RunTotals.apply ──▶ state, newest step, weights, restarts
+              └─ stage ──▶ WorkerTotals: times and counts over all lives of a worker, shares, rates
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.events import Event, EventData, PromptEvent, StageEvent, StateEvent, StepEvent, SyncEvent, WorkerEvent
+
+RATE_SECONDS = 10.0  # recent rates and shares are those of this long a past
+SHARES = ("busy", "waiting_input", "waiting_room", "other")
+COUNTED = (*SHARES, "wall", "rows", "tokens")
+
+
+class WorkerTotals:
+    """Times and counts of one worker. A restarted worker reports its own from 0 on, which shows in a smaller ``wall``; the
+    totals go on from those of its former processes. ``latest`` is its newest event."""
+
+    def __init__(self, first: StageEvent) -> None:
+        self.latest = first
+        self.totals: dict[str, float] = dict.fromkeys(COUNTED, 0)
+        self._former = self.totals  # of processes that have ended
+        self._recent: deque[dict[str, float]] = deque()
+        self.apply(first)
+
+    def apply(self, event: StageEvent) -> None:
+        if (event.wall or 0.0) < (self.latest.wall or 0.0):
+            self._former = self.totals
+        self.latest = event
+        self.totals = {name: self._former[name] + (getattr(event, name) or 0) for name in COUNTED}
+        self._recent.append(self.totals)
+        while len(self._recent) > 2 and self.totals["wall"] - self._recent[1]["wall"] >= RATE_SECONDS:
+            self._recent.popleft()
+
+    def since(self, before: Mapping[str, float]) -> dict[str, float]:
+        """What was added to the totals ``before``; {}: to none."""
+        return {name: total - before.get(name, 0) for name, total in self.totals.items()}
+
+    @property
+    def recent(self) -> dict[str, float]:
+        """What was added within the last :data:`RATE_SECONDS`."""
+        return self.since(self._recent[0] if len(self._recent) > 1 else {})
+
+    def rate(self, name: str) -> float:
+        """Recent ``rows`` or ``tokens`` per second."""
+        return per_second(self.recent, name)
+
+
+def per_second(counts: Mapping[str, float], name: str) -> float:
+    return counts[name] / counts["wall"] if counts["wall"] > 0 else 0.0
+
+
+def shares(counts: Mapping[str, float]) -> dict[str, float]:
+    """Parts of the wall time, which add up to 1 (all 0 before any time has passed)."""
+    return {name: per_second(counts, name) for name in SHARES}
+
+
+class RunTotals:
+    """One run's totals. ``step``, ``published`` and ``swapped`` are its newest events of these kinds; ``processes`` has the
+    last change and the pid of each worker process, ``names`` all workers that events named."""
+
+    def __init__(self) -> None:
+        self.state, self.reason = "created", ""
+        self.step: StepEvent | None = None
+        self.workers: dict[str, WorkerTotals] = {}
+        self.names: set[str] = set()
+        self.processes: dict[str, tuple[str, int]] = {}
+        self.published: SyncEvent | None = None
+        self.swapped: SyncEvent | None = None
+        self.sync_seconds = {"publish": 0.0, "exposed": 0.0, "hidden": 0.0}
+        self.published_bytes = self.restarts = 0
+        self.prompts_skipped = self.prompts_cut = 0  # as they were too long
+
+    def apply(self, event: Event) -> EventData | None:
+        """Add ``event``; returns its payload."""
+        data = event.decoded()
+        match data:
+            case StateEvent():
+                self.state, self.reason = data.state, data.reason or ""
+            case StepEvent():
+                self.step = data
+            case StageEvent():
+                self.names.add(data.worker)
+                if data.worker in self.workers:
+                    self.workers[data.worker].apply(data)
+                else:
+                    self.workers[data.worker] = WorkerTotals(data)
+            case SyncEvent():
+                self.names.add(data.worker)
+                self._sync(data)
+            case WorkerEvent():
+                self.names.add(data.worker)
+                _, pid = self.processes.get(data.worker, ("", 0))
+                self.processes[data.worker] = data.change, data.pid or pid
+                self.restarts += data.change == "restarted"
+            case PromptEvent(change="too long"):  # counted by one worker, which begins at 0 after a restart
+                self.prompts_skipped = max(self.prompts_skipped, data.skipped)
+                self.prompts_cut = max(self.prompts_cut, data.cut)
+        return data
+
+    def _sync(self, data: SyncEvent) -> None:
+        if data.publish_seconds:
+            self.published = data
+            self.published_bytes += data.bytes
+        else:  # an engine has loaded the same bytes
+            self.swapped = data
+        for part in self.sync_seconds:
+            self.sync_seconds[part] += getattr(data, f"{part}_seconds") or 0.0
+
+
+def finite_numbers(data: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among the values of ``data``, without those that are not finite."""
+    return {
+        name: float(value)
+        for name, value in data.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }

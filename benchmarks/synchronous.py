@@ -1,0 +1,117 @@
+"""The synchronous run: the same stages in a plain loop, without dock, index or workers.
+
+The asynchronous run with η = 0 must equal it bit for bit, and speed-ups are measured against it.
+
+    for each step:  prompts ▶ generate all ▶ reward all ▶ (reference) ▶ credit ▶ optimizer steps ▶ swap weights
+                       ▲                                                  │ groups that are dropped
+                       └──────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from orchestration.recipe.planner import prompt_limits
+from orchestration.recipe.schema import Recipe
+from orchestration.run.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
+from stages.algorithms import Drop, build_algorithm
+from stages.engines.protocols import Completion, GroupRequest, TrainEngine
+from stages.flow.adapter import outputs_of
+from stages.gate import columns
+from stages.prompts.sources import Prompt, load_prompts
+from stages.rewards.stage import RewardSet, score_rows
+from stages.rollout.stage import group_seed
+from stages.training.advantage import credits
+
+
+@dataclass(frozen=True)
+class SynchronousStep:
+    """One step of the loop: its rows as they were trained, what the engine measured, and seconds."""
+
+    step: int
+    batch: TensorDict
+    metrics: dict[str, float]
+    reward_mean: float
+    generate_seconds: float
+    train_seconds: float
+    engine: TrainEngine
+
+
+async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, None]:
+    """Train ``recipe`` step by step, and yield each step with the engine that has its weights. The bound is not used. Raises
+    ValueError for a recipe with stages of its own."""
+    if recipe.stages:
+        raise ValueError("stages: the plain loop has only the product's stages; take [[stages]] out of the recipe")
+    tokenizer = tokenizer_of(recipe)
+    prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)).train
+    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    rewards = RewardSet([(function.name, function.weight) for function in recipe.reward.functions])
+    sampling, size, per_step = sampling_of(recipe, tokenizer), recipe.algorithm.group_size, recipe.train.groups_per_step
+    rollout, trainer = rollout_engine(recipe, version=0), train_engine(recipe)
+    reference = reference_engine(recipe) if recipe.needs_reference else None
+    admitted = 0
+    try:
+        for step in range(recipe.train.steps):
+            generating = 0.0
+            groups: list[int] = []
+            asked: dict[int, Prompt] = {}
+            completions: dict[tuple[int, int], Completion] = {}
+            while len(groups) < per_step:  # once, unless credit drops groups
+                fresh = range(admitted, admitted + per_step - len(groups))
+                admitted, generation_began = fresh.stop, time.monotonic()
+                asked |= {group: prompts.prompt(group) for group in fresh}
+                requests = [
+                    GroupRequest(group, tuple(range(size)), asked[group].ids, sampling, group_seed(recipe.seed, group))
+                    for group in fresh
+                ]
+                async with aclosing(rollout.generate(requests)) as ended:  # type: ignore[type-var]
+                    async for completion in ended:
+                        completions[completion.group, completion.place] = completion
+                generating += time.monotonic() - generation_began
+                groups += fresh
+                batch = _batch([completions[group, place] for group in groups for place in range(size)])
+                given: dict[str, Any] = columns([asked[group] for group in groups for _ in range(size)])
+                batch["prompt_ids"] = torch.nested.nested_tensor(given["prompt_ids"], layout=torch.jagged)
+                batch["given"], batch["fields"] = NonTensorStack(*given["given"]), NonTensorStack(*given["fields"])
+                batch["reward"] = (await score_rows(rewards, tokenizer, batch)).total
+                if reference is not None:
+                    batch["ref_logprobs"] = await asyncio.to_thread(reference.logprobs, batch)
+                members, results = credits(algorithm, batch, batch["group"].tolist())
+                groups = [g for g, result in zip(groups, results, strict=True) if not isinstance(result, Drop)]
+            for name, column in next(outputs_of(members, results, [0] * len(batch))).rows.items():  # type: ignore[union-attr]
+                jagged = isinstance(column, list)
+                batch[name] = torch.nested.nested_tensor(column, layout=torch.jagged) if jagged else column
+            scored = time.monotonic()
+            metrics = await asyncio.to_thread(trainer.train_batch, batch, algorithm)
+            await rollout.load_weights(step + 1, {name: value.clone() for name, value in trainer.weights()})
+            yield SynchronousStep(
+                step,
+                batch,
+                dict(metrics),
+                float(batch["reward"].double().mean()),
+                generating,
+                time.monotonic() - scored,
+                trainer,
+            )
+    finally:
+        await rollout.close()
+        for engine in (trainer, reference):
+            if engine is not None:
+                engine.close()
+
+
+def _batch(completions: list[Completion]) -> TensorDict:
+    rows = TensorDict({}, batch_size=[len(completions)])
+    rows["group"] = torch.tensor([c.group for c in completions])
+    rows["place"] = torch.tensor([c.place for c in completions])
+    rows["response_ids"] = torch.nested.nested_tensor([c.token_ids for c in completions], layout=torch.jagged)
+    rows["rollout_logprobs"] = torch.nested.nested_tensor([c.logprobs for c in completions], layout=torch.jagged)
+    return rows
