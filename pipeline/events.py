@@ -40,7 +40,7 @@ Seconds = Annotated[Number, Doc("Seconds.")]
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """Base of what events carry."""
+    """Base of events' data: dataclasses with a form on the wire."""
 
     _defaults: ClassVar[tuple[tuple[str, Any], ...]]
 
@@ -279,22 +279,7 @@ class PromptEvent(EventData):
     cut: int = 0
 
 
-EVENTS: dict[str, type[EventData]] = {
-    event.kind: event
-    for event in (
-        StateEvent,
-        StepEvent,
-        EvaluationEvent,
-        LedgerEvent,
-        StageEvent,
-        SpanEvent,
-        SyncEvent,
-        TurnEvent,
-        CheckpointEvent,
-        WorkerEvent,
-        PromptEvent,
-    )
-}
+EVENTS: dict[str, type[EventData]] = {event.kind: event for event in EventData.__subclasses__()}
 _NESTED: dict[str, type[Payload]] = {"samples": Answer, "spans": Span}  # fields that are lists of payloads
 
 

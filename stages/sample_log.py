@@ -1,4 +1,4 @@
-"""The newest samples that a run was trained on, as text on disk, for people to look at.
+"""Sample log: the newest samples that a run was trained on, as text files in the run's folder.
 
     update ── while the step is trained ──▶ Recorder.read: columns, texts ── once it is ──▶ SampleLog.add
     FOLDER/samples/  00000001.jsonl … 00000008.jsonl  00000009.jsonl ◀── written to         newest first ──▶ read
@@ -50,15 +50,15 @@ class SampleLog:
         self._sizes: dict[int, int] | None = None  # bytes of the files, by their numbers
 
     def add(self, samples: Sequence[Sample]) -> bool:
-        """Add what one step was made of; False when the disk has no room for it. Raises OSError."""
+        """Add the samples of a step; returns False when the disk has no room for them. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         sizes = self._sizes
         if sizes is None:
             sizes = self._sizes = {number: _path(self.folder, number).stat().st_size for number in _files(self.folder)}
         lines = [json.dumps(s, ensure_ascii=False, separators=(",", ":")).encode() + b"\n" for s in reversed(samples)]
         added, room = sum(map(len, lines)), self._room(sum(sizes.values()))
-        if room < self.most:  # the disk decides: what goes must go before
-            self._forget(sizes, room - added)
+        if room < self.most:  # the disk is nearly full: remove files before writing
+            self._remove_oldest(sizes, room - added)
             if added > self._room(sum(sizes.values())):
                 return False
         number, at = max(sizes, default=1), 0
@@ -72,7 +72,7 @@ class SampleLog:
                     at += 1
             sizes[number] = size
             number += 1
-        self._forget(sizes, room)
+        self._remove_oldest(sizes, room)
         return True
 
     def rewind(self, step: int) -> None:
@@ -93,8 +93,8 @@ class SampleLog:
         disk = shutil.disk_usage(self.folder)
         return min(self.most, max(0, taken + disk.free - min(RESERVED, int(disk.total * RESERVED_SHARE))))
 
-    def _forget(self, sizes: dict[int, int], room: int) -> None:
-        """Remove the oldest files that there is no ``room`` for; the newest one stays."""
+    def _remove_oldest(self, sizes: dict[int, int], room: int) -> None:
+        """Remove the oldest files until the others fit in ``room``; the newest one stays."""
         total = sum(sizes.values())
         for number in sorted(sizes)[:-1]:
             if total <= room:
@@ -106,9 +106,9 @@ class SampleLog:
 def read(
     folder: Path, wanted: Callable[[Sample], bool], *, after: str = "", limit: int = 50, oldest_step: int = 0
 ) -> tuple[list[Sample], str]:
-    """Samples below ``folder`` that are ``wanted``, newest step first, and where to go on ("": that was all). ``after``: an
-    earlier answer's. Looking ends at a step before ``oldest_step``, and pauses after :data:`MOST_SCANNED` bytes, so an
-    answer may have few samples and more to come. Raises ValueError for an ``after`` that is none."""
+    """Samples below ``folder`` that are ``wanted``, newest step first, and the cursor of the next page ("": no more).
+    ``after``: cursor of an earlier page. Reading ends at a step before ``oldest_step``, and pauses after
+    :data:`MOST_SCANNED` bytes, so that a page may hold few samples. Raises ValueError for an invalid ``after``."""
     found: list[Sample] = []
     scanned = 0
     for number, place, line in _backwards(folder, after):
@@ -127,18 +127,16 @@ def read(
 
 
 def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
-    """Lines from the last to the first, each with its file's number and where it begins."""
+    """Lines from the last to the first, each with its file's number and its offset."""
     last, _, until = after.partition(":")
     if after and not (after.isascii() and last.isdigit() and until.isdigit()):
-        raise ValueError(
-            f"after: {after!r} is no place in the samples; give one that an earlier page ended with, or none"
-        )
+        raise ValueError(f"after: {after!r} is no cursor; give the one that an earlier page ended with, or none")
     for number in reversed(_files(folder)):
         if after and number > int(last):
             continue
         try:
             data = _path(folder, number).read_bytes()
-        except FileNotFoundError:  # it was let go meanwhile, and older ones before it
+        except FileNotFoundError:  # removed meanwhile, after all older ones
             return
         place = min(len(data), int(until)) if after and number == int(last) else data.rfind(b"\n") + 1
         while place > 0:
@@ -163,18 +161,20 @@ def _path(folder: Path, number: int) -> Path:
 
 
 class Recorder:
-    """Puts what steps are made of into ``book``. ``rewards`` are the names of the reward functions. Recording never ends a
-    run: when the disk refuses, it says so and stops."""
+    """Writes the samples of steps into ``book``. ``rewards`` are the names of the reward functions. A failing disk does not
+    end the run: it is logged, and recording stops."""
 
     def __init__(self, dock: Dock, tokenizer: Tokenizer, rewards: Sequence[str], book: SampleLog) -> None:
         self.dock, self.tokenizer, self.rewards, self.book = dock, tokenizer, tuple(rewards), book
         self.stopped = self._full = False
 
     async def read(self, step: int, claim: Claim, stale: Sequence[int]) -> list[Sample]:
-        """The claim's samples, in order of group and place; what they lie in is not needed afterwards."""
+        """Copies of the claim's samples, in order of group and place."""
         if self.stopped:
             return []
-        rows = await self.dock.fetch(claim, COLUMNS)
+        schema = self.dock.schema
+        names = [name for name in COLUMNS if name in schema and (name != "advantage" or schema[name].shape == ())]
+        rows = await self.dock.fetch(claim, names)
         return await asyncio.to_thread(self._samples, step, claim, stale, rows)
 
     async def write(self, samples: Sequence[Sample]) -> None:
@@ -192,7 +192,8 @@ class Recorder:
         ids = [row.tolist() for row in rows["response_ids"].unbind()]
         versions = [row.tolist() for row in rows["versions"].unbind()]
         given = [shown(json.loads(text)) for text in rows["given"]]
-        columns = {name: rows[name].tolist() for name in ("truncated", "reward", "scores", "advantage")}
+        columns = {name: rows[name].tolist() for name in ("truncated", "reward", "scores")}
+        advantage = rows["advantage"].tolist() if "advantage" in rows else [None] * len(claim)
         handles = claim.rows
         return [
             {
@@ -206,7 +207,7 @@ class Recorder:
                     name: None if math.isnan(score) else score
                     for name, score in zip(self.rewards, columns["scores"][at], strict=True)
                 },
-                "advantage": columns["advantage"][at],
+                "advantage": advantage[at],
                 "tokens": handles[at].tokens,
                 "versions": [list(pair) for pair in zip(versions[at][::2], versions[at][1::2], strict=True)],
                 "staleness": int(stale[at]),
@@ -217,7 +218,7 @@ class Recorder:
 
 
 def shown(given: str | Sequence[dict[str, str]]) -> str:
-    """A prompt as its row gave it, as one text: of a conversation with more than one message, with who said what.
+    """A prompt as one text; a conversation of several messages is shown with the roles.
 
     >>> shown([{"role": "user", "content": "2 + 2?"}])
     '2 + 2?'

@@ -1,4 +1,4 @@
-"""What requests and answers are made of: pydantic models, from which the OpenAPI document is made too."""
+"""Models of requests and answers; the OpenAPI document is made from them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
 from api.schemas.text import Text
 from orchestration.recipe.planner import Plan
 from orchestration.recipe.schema import Recipe
+from pipeline.events import RunState
 from stages.json_schema import schema_of
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-State = Literal["created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
+State = RunState
 Seconds = Annotated[float, Field(description="Unix seconds")]
 
 
 class Strict(BaseModel):
-    """A base for what requests carry: keys that are not known are errors."""
+    """Base of requests: unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=False)
 
@@ -38,7 +39,7 @@ class RunView(BaseModel):
     created: Seconds
     started: Seconds | None
     ended: Seconds | None
-    agent: str = Field(description="Who runs it.")
+    agent: str = Field(description="The agent that runs it.")
     attempts: int = Field(description="How often a runner was started for it.")
     folder: str = Field(description="Where its files lie, on the machine that runs it.")
     steps: int = Field(description="Optimizer steps that the recipe asks for.")
@@ -75,7 +76,7 @@ class SubmitHeaders(Strict):
     )
 
 
-# The recipe's own checks say more of what is wrong with a table than a schema does.
+# A plain table in requests: the recipe's own checks give better errors than a schema.
 RecipeTable = Annotated[dict[str, Any], schema_of(Recipe)]
 Overrides = Annotated[
     dict[str, Any], Field(description='Dotted keys and their values, as {"train.steps": 5}, which change single keys.')
@@ -121,7 +122,7 @@ class StageWorker(BaseModel):
 
     worker: str
     process: str = Field(description="The worker process that it runs in; empty for an external one.")
-    state: str = Field(description="What was last said of that process: started, ready, died, restarted, stopped.")
+    state: str = Field(description="Last change of that process: started, ready, died, restarted, stopped.")
     pid: int
     busy: float
     waiting_input: float
@@ -203,7 +204,7 @@ class RecipesView(BaseModel):
 
 
 class StoredRecipe(BaseModel):
-    """A stored recipe as it is written: what is left out has a default."""
+    """A stored recipe as it is written; keys that are left out have defaults."""
 
     name: str
     description: str

@@ -1,4 +1,4 @@
-"""Text that UTF-8 carries, whatever came in."""
+"""Text that can be encoded as UTF-8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BeforeValidator
 
 
 def sendable(value: object) -> object:
-    """``value``; a text without what UTF-8 cannot carry (surrogates, which headers and arguments may hold)."""
+    """``value``; in a text, surrogates (which headers and arguments may hold) are replaced."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 

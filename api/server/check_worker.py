@@ -44,7 +44,7 @@ def accepted(
     recipe_name: str = "",
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> Recipe:
-    """Return the recipe that is submitted. Raises RecipeError, and Problem when no stored recipe has its name."""
+    """Return the recipe that is submitted. Raises RecipeError, and HTTPProblem when no stored recipe has its name."""
     if recipe is None:
         try:
             recipe = stored_recipe(settings, recipe_name)

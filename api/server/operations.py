@@ -26,7 +26,7 @@ from pydantic import BaseModel, RootModel
 
 from api.schemas.runs import Strict as Strict  # the base class of request models
 from api.server.access.tokens import Scope
-from api.server.problems import Problem, Wrong, of_validation, several
+from api.server.problems import HTTPProblem, Wrong, of_validation, several
 from api.server.service import SERVICE, Service
 
 T = TypeVar("T")
@@ -140,11 +140,11 @@ class Operation:
             if not deadline.expired():
                 raise
             detail = f"This took more than {seconds:.0f} s and was given up."
-            raise Problem(503, detail, kind="timeout", fix="try again", headers={"Retry-After": "5"}) from None
+            raise HTTPProblem(503, detail, kind="timeout", fix="try again", headers={"Retry-After": "5"}) from None
         return self._response(answer)
 
     async def _arguments(self, request: web.Request) -> dict[str, Any]:
-        """Return the handler's arguments. Raises one Problem with all errors of the request."""
+        """Return the handler's arguments. Raises one HTTPProblem with all errors of the request."""
         arguments: dict[str, Any] = {"request": request} if "request" in self.hints else {}
         errors: list[Wrong] = []
         status = 400
@@ -216,23 +216,25 @@ async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         while not (await asyncio.wait([task], timeout=GONE_SECONDS))[0]:
             if request.transport is None or request.transport.is_closing():
-                raise Problem(400, "The client has gone.", kind="gone")
+                raise HTTPProblem(400, "The client has gone.", kind="gone")
             if closing.is_set():
-                raise Problem(503, "The server is going down.", kind="closing", headers={"Retry-After": "5"})
+                raise HTTPProblem(503, "The server is going down.", kind="closing", headers={"Retry-After": "5"})
         return task.result()
     finally:
         task.cancel()
 
 
 async def read_body(request: web.Request, *, limit: int | None = None, media_type: str = JSON) -> bytes:
-    """Return the request's body. Raises a Problem: 413 past ``limit`` bytes (default: the server's ``body_limit``), 408 when
-    it does not arrive in time, 415 when it is not ``media_type``, 400 when it is incomplete."""
+    """Return the request's body. Raises an HTTPProblem: 413 past ``limit`` bytes (default: the server's), 408 when it does
+    not arrive in time, 415 when it is not ``media_type``, 400 when it is incomplete."""
     settings = request.app[SERVICE].settings
     limit = settings.body_limit if limit is None else limit
     if request.content_type != media_type or request.headers.get("Content-Encoding", "identity") != "identity":
         sent = request.headers.get("Content-Type", "")
         fix = f"send the header 'Content-Type: {media_type}', and no Content-Encoding"
-        raise Problem(415, "The body is of another media type.", kind="media-type", field="body", value=sent, fix=fix)
+        raise HTTPProblem(
+            415, "The body is of another media type.", kind="media-type", field="body", value=sent, fix=fix
+        )
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
     body = bytearray()
@@ -244,20 +246,22 @@ async def read_body(request: web.Request, *, limit: int | None = None, media_typ
                     raise _too_large(limit)
     except TimeoutError:
         detail = f"The body did not arrive within {settings.body_seconds:.0f} s."
-        raise Problem(408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}) from None
+        raise HTTPProblem(
+            408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}
+        ) from None
     except (web.RequestPayloadError, ConnectionError) as error:
         detail = f"The body cannot be read ({type(error).__name__})."
-        raise Problem(400, detail, kind="broken-body", fix="send all of it") from None
+        raise HTTPProblem(400, detail, kind="broken-body", fix="send all of it") from None
     return bytes(body)
 
 
-def _too_large(limit: int) -> Problem:
+def _too_large(limit: int) -> HTTPProblem:
     fix = f"send at most {limit} bytes"
-    return Problem(413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix)
+    return HTTPProblem(413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix)
 
 
 def _refuse_many_values(body: bytes, most: int) -> None:
-    """Raise a Problem (413) for JSON that takes long to parse. Counts these characters inside of texts too."""
+    """Raise an HTTPProblem (413) for JSON that takes long to parse. Counts these characters inside of texts too."""
     count = body.count
     for found, limit, kind in (
         (count(b","), most, "values"),
@@ -267,7 +271,7 @@ def _refuse_many_values(body: bytes, most: int) -> None:
         if found > limit:
             detail = f"The body holds {found} {kind}; at most {limit} are read."
             fix = "send it in parts, or as bytes where that can be"
-            raise Problem(413, detail, kind="too-large", field="body", fix=fix)
+            raise HTTPProblem(413, detail, kind="too-large", field="body", fix=fix)
 
 
 def _without_none(hint: Any) -> Any:

@@ -1,7 +1,7 @@
 """Errors of the REST server as RFC 9457 problems: ``application/problem+json`` with field, value and fix.
 
-exception below a handler ──▶ problem_of ──▶ Problem ──▶ response
-  Problem: unchanged     pydantic, RecipeError: all errors at once     unexpected: 500, logged, without details
+exception below a handler ──▶ problem_of ──▶ HTTPProblem ──▶ response
+  HTTPProblem: unchanged     pydantic, RecipeError: all errors at once     unexpected: 500, logged, without details
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ProblemDetails(BaseModel):
     errors: list[Wrong] = []
 
 
-class Problem(Exception):
+class HTTPProblem(Exception):
     """An answer that is a problem. ``kind`` is a stable short name for programs (``urn:asyncdock:KIND``)."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Problem(Exception):
         return json.dumps(details, ensure_ascii=False, allow_nan=False).encode()
 
     @classmethod
-    def from_details(cls, details: Mapping[str, Any]) -> Problem:
+    def from_details(cls, details: Mapping[str, Any]) -> HTTPProblem:
         """Return the problem that another process created."""
         problem = cls(details["status"], details["detail"])
         problem.details = ProblemDetails.model_validate(details)
@@ -131,7 +131,7 @@ def without_password(text: str) -> str:
     return _PASSWORD.sub("***@", text)
 
 
-def of_validation(status: int, error: pydantic.ValidationError, prefix: str = "") -> Problem:
+def of_validation(status: int, error: pydantic.ValidationError, prefix: str = "") -> HTTPProblem:
     """Return all of pydantic's errors in one part of a request. Values of headers are not sent back."""
     title = "The request is not valid"
     if (count := error.error_count()) > TOO_MANY_ERRORS:
@@ -148,11 +148,11 @@ def of_validation(status: int, error: pydantic.ValidationError, prefix: str = ""
     return several(status, "request", title, errors)
 
 
-def several(status: int, kind: str, title: str, errors: Sequence[Wrong]) -> Problem:
+def several(status: int, kind: str, title: str, errors: Sequence[Wrong]) -> HTTPProblem:
     """Return one problem with ``errors``; its field, value and fix are those of the first one."""
     first, more = errors[0], len(errors) - 1
     detail = f"{first.field} {first.wrong}" + (f", and {more} more" if more else "")
-    return Problem(
+    return HTTPProblem(
         status, detail, title=title, kind=kind, field=first.field, value=first.value, fix=first.fix, errors=errors
     )
 
@@ -170,10 +170,10 @@ def _wrong_and_fix(kind: str, message: str) -> tuple[str, str]:
     return f"is refused ({message})", "see /docs for what it takes"
 
 
-def problem_of(error: Exception) -> Problem:
+def problem_of(error: Exception) -> HTTPProblem:
     """Return ``error`` as a problem. An unexpected one is logged, and the problem has no details of it."""
     match error:
-        case Problem():
+        case HTTPProblem():
             return error
         case RecipeError():
             errors = [
@@ -184,26 +184,30 @@ def problem_of(error: Exception) -> Problem:
         case IndexUnreachable():
             detail = "The index does not answer; runs go on by themselves as soon as it does."
             headers = {"Retry-After": str(RETRY_SECONDS)}
-            return Problem(503, detail, kind="index-unreachable", fix="try again shortly", headers=headers)
+            return HTTPProblem(503, detail, kind="index-unreachable", fix="try again shortly", headers=headers)
         case UnknownRun():
-            return Problem(404, "There is no such run.", kind="unknown-run", field="path.run", fix="see GET /v1/runs")
+            return HTTPProblem(
+                404, "There is no such run.", kind="unknown-run", field="path.run", fix="see GET /v1/runs"
+            )
         case WrongState():
             fix = "wait until it is in a state in which it can, or leave it"
-            return Problem(409, str(error), kind="wrong-state", field="state", value=error.state, fix=fix)
+            return HTTPProblem(409, str(error), kind="wrong-state", field="state", value=error.state, fix=fix)
         case KeyReused():
             field, fix = "header.Idempotency-Key", "give another key, or repeat the first request exactly"
-            return Problem(422, "This key came with another request before.", kind="key-reused", field=field, fix=fix)
+            return HTTPProblem(
+                422, "This key came with another request before.", kind="key-reused", field=field, fix=fix
+            )
         case web.HTTPException():  # aiohttp's own: no such path, wrong method, too large
             headers = {name: value for name, value in error.headers.items() if name.lower() in ("allow", "location")}
             if error.status == 404:
                 detail, kind, fix = "There is nothing at this path.", "no-such-path", "see /docs"
-                return Problem(404, detail, kind=kind, fix=fix, headers=headers)
+                return HTTPProblem(404, detail, kind=kind, fix=fix, headers=headers)
             if error.status == 405:
                 detail, fix = "This path has no such method.", f"use {headers.get('Allow', 'another method')}"
-                return Problem(405, detail, kind="method", fix=fix, headers=headers)
-            return Problem(error.status, error.reason or "The request was refused.", headers=headers)
+                return HTTPProblem(405, detail, kind="method", fix=fix, headers=headers)
+            return HTTPProblem(error.status, error.reason or "The request was refused.", headers=headers)
     log.error("a request failed", error=type(error).__name__, exc_info=error)
-    return Problem(500, "Something went wrong here; the server's log has the reason.", kind="internal")
+    return HTTPProblem(500, "Something went wrong here; the server's log has the reason.", kind="internal")
 
 
 @web.middleware

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from api.server.access.sessions import Sessions
 from api.server.access.tokens import Scope, Token, Tokens
 from api.server.external_sessions import ExternalSessions
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from api.server.recipe_checks import Checks
 from api.server.run_status import RunStatuses
 from orchestration.service.registry import ENDED, Registry, RunRecord, UnknownRun
@@ -134,8 +134,8 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def authorised(self, request: web.Request, scope: Scope) -> AsyncIterator[None]:
-        """Surround the handling of a request. Raises a Problem (401, 403) when its token is not valid or lacks ``scope``, or
-        when it becomes so while the request is handled."""
+        """Surround the handling of a request. Raises an HTTPProblem (401, 403) when its token is not valid or lacks
+        ``scope``, or when it becomes so while the request is handled."""
         request[PRINCIPAL] = token = await self._token(request, scope)
         if token is LOCAL:
             yield
@@ -151,10 +151,12 @@ class Service:
         if token is None:
             wrong = "The token is not valid." if kind else "A token is needed."
             fix = "send the header 'Authorization: Bearer TOKEN'; `asyncdock token create` makes one"
-            raise Problem(401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'})
+            raise HTTPProblem(
+                401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'}
+            )
         if not token.may(scope):
             detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
-            raise Problem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
+            raise HTTPProblem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
         return token
 
     @contextlib.contextmanager

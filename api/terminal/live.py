@@ -24,7 +24,7 @@ from orchestration.recipe.values import format_size
 from pipeline.events import EvaluationEvent, Event, StateEvent, StepEvent, WorkerEvent
 
 SPARKS = "▁▂▃▄▅▆▇█"
-# Each share of time has its own glyph and its own colour, so that either is enough to tell it from the others.
+# Each share of time has its own glyph and its own colour; either of them identifies it.
 GLYPHS = {
     "busy": ("█", "cyan"),
     "waiting_input": ("▒", "yellow"),
@@ -56,7 +56,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def share_bar(shares: dict[str, float], width: int) -> Text:
-    """Where the time went, as ``width`` glyphs; the parts are rounded such that they fill it."""
+    """Bar of ``width`` glyphs with the shares of time, rounded so that they fill it."""
     exact = [shares[name] * width for name in SHARES]
     cells = [int(value) for value in exact]
     for at in sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])[: max(0, round(sum(exact)) - sum(cells))]:
@@ -82,7 +82,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: Any, form: str = ".3g") -> str:
-    """A number for a person, ``–`` when there is none."""
+    """``value`` formatted; ``–`` for None and for numbers that are not finite."""
     if value is None or not math.isfinite(value):
         return "–"
     return format(value, form)
@@ -117,7 +117,7 @@ class LiveView:
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self.progress, self.console = progress, console
-        self.notice = ""  # one line for the person at the keyboard, such as what Ctrl-C has begun
+        self.notice = ""  # one line for the user, such as what Ctrl-C does
 
     def event(self, event: Event) -> None:
         """Does nothing: the next redraw shows what ``progress`` has become."""
@@ -158,7 +158,7 @@ def _header(progress: Progress, width: int) -> RenderableType:
 
 
 def _learning(progress: Progress, width: int) -> RenderableType:
-    """Two columns of pairs: what is learned on the left, how the samples flow on the right."""
+    """Two columns of pairs: learning on the left, the flow of samples on the right."""
     step = progress.last
     measured = step.metrics if step else {}
     rewards, rate = progress.rewards(), number(measured.get("learning_rate"), ".2g")
@@ -221,7 +221,7 @@ def _tokens(step: StepEvent | None) -> Text:
 
 
 def _weights(progress: Progress, width: int) -> Text:
-    """The newest version published, and the newest that a rollout engine has taken."""
+    """The newest version published, and the newest that a rollout engine has loaded."""
     if progress.published is None:
         return Text("–")
     used = "–" if progress.swapped is None else f"v{progress.swapped.version}"
@@ -230,7 +230,7 @@ def _weights(progress: Progress, width: int) -> Text:
 
 
 def _swap(progress: Progress) -> Text:
-    """Of the last weight update: seconds in which no token was made, and seconds beside generation."""
+    """Exposed and hidden seconds of the last weight update."""
     swap = progress.swapped
     if swap is None:
         return Text("–")

@@ -1,4 +1,4 @@
-"""What a run leaves for people in its folder: every event, a summary, a plot, and samples before and after.
+"""Report of a run in its folder: all events, a summary, a plot, and samples before and after.
 
     events ──live──▶ metrics.jsonl ──at the end──▶ summary.json  reward.png  samples.md
 
@@ -29,14 +29,14 @@ from stages.prompts.too_long import TOO_LONG_FILE
 SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
 TOO_LONG = {"skip": "longer ones are skipped", "cut": "longer ones are cut", "fail": "a longer one fails the run"}
 ENDS = 5  # steps at each end of a run that the summary compares
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Okabe and Ito's colours, which the colour-blind can distinguish.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and the summary itself. ``missing`` says which file could not be made, and why; ``notes`` what a
-    person should know of the run."""
+    """The files written and the summary. ``missing``: files that could not be made, and why; ``notes``: remarks for the
+    user."""
 
     summary: dict[str, Any]
     files: list[Path]
@@ -67,7 +67,7 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
 
 
 def _notes(progress: Progress) -> list[str]:
-    """Of a run whose rewards were all equal: the advantage of every response is then 0, and its steps taught nothing."""
+    """A remark when all rewards were equal: every advantage was 0 then, and the steps have trained nothing."""
     rewards = set(progress.rewards())
     if len(rewards) != 1 or any(step.reward_std != 0 for step in progress.history):
         return []
@@ -133,10 +133,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The summary for a person."""
-    table = Table(title=f"{summary['name']}: {summary['state']}", title_justify="left", show_header=False, box=None)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    """The summary as a table."""
     compared, gain = summary["steps_compared"], summary["reward_gain"]
     first, last = number(summary["reward_first_steps"], ".3f"), number(summary["reward_last_steps"], ".3f")
     rows = [
@@ -163,21 +160,28 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         rows.append(("reason", summary["reason"]))
     if (saved := summary.get("resume_after_step")) is not None:
         rows.append(("resume", resume_text(saved, summary["steps_planned"], summary["steps"])))
-    for name, value in rows:
-        table.add_row(name, value)
+    return _table(f"{summary['name']}: {summary['state']}", rows)
+
+
+def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def resume_text(saved: int, steps: int, done: int = 0) -> str:
-    """Where a resume begins, of a run of ``steps`` whose newest checkpoint holds ``saved`` of the ``done`` ones.
+def resume_text(saved: int, steps: int, made: int = 0) -> str:
+    """Where a resumed run of ``steps`` begins, with ``saved`` of its ``made`` steps in the newest checkpoint.
 
     >>> resume_text(40, 200, 42)
     'after step 40 of 200; steps 41 to 42 are made again'
     """
     begins = f"after step {saved} of {steps}" if saved else "from the beginning"
-    if done <= saved:
+    if made <= saved:
         return begins
-    again = f"steps {saved + 1} to {done} are" if done > saved + 1 else f"step {done} is"
+    again = f"steps {saved + 1} to {made} are" if made > saved + 1 else f"step {made} is"
     return f"{begins}; {again} made again"
 
 
@@ -186,10 +190,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def plan_table(recipe: Recipe, plan: Plan) -> Table:
-    """What follows from a recipe, for a person: the answer of ``asyncdock check``."""
-    table = Table(title=f"{recipe.name}: sound", title_justify="left", show_header=False, box=None)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    """The plan of a recipe as a table, for ``asyncdock check``."""
     rows = [
         ("staleness bound", f"η = {plan.bound}; the oldest that can occur is {plan.max_age}"),
         ("window", f"{plan.window} groups" + (", strictly in admission order" if plan.window == 1 else "")),
@@ -229,9 +230,7 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             rows[-1] = ("each device", ", ".join(held))
         if plan.reference_bytes:
             rows.append(("reference", format_size(plan.reference_bytes)))
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+    return _table(f"{recipe.name}: sound", rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,7 +288,7 @@ def write_plot(path: Path, progress: Progress) -> None:
 
 
 def samples_markdown(progress: Progress) -> str:
-    """The same held-out prompts answered by the first and by the last version that was evaluated, side by side."""
+    """The same held-out prompts answered by the first and the last evaluated version, side by side."""
     first, last = (progress.evaluations[pick(progress.evaluations)] for pick in (min, max))
     after = {sample.prompt: sample for sample in last.samples}
     lines = [
@@ -318,15 +317,6 @@ def samples_markdown(progress: Progress) -> str:
 
 
 def _cell(text: str) -> str:
-    """``text`` inside a Markdown table: nothing in it may end the cell or become markup."""
-    for plain, safe in (
-        ("&", "&amp;"),
-        ("<", "&lt;"),
-        ("\\", "\\\\"),
-        ("|", "\\|"),
-        ("*", "\\*"),
-        ("_", "\\_"),
-        ("`", "\\`"),
-    ):
-        text = text.replace(plain, safe)
+    """``text`` as the content of a cell of a Markdown table, with all markup escaped."""
+    text = re.sub(r"[\\|*_`]", r"\\\g<0>", text.replace("&", "&amp;").replace("<", "&lt;"))
     return text.strip().replace("\n", "<br>") or "*(nothing)*"

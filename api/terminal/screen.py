@@ -1,4 +1,4 @@
-"""Terminal output of the commands. Control characters in text from others (samples, logs, names) are escaped.
+"""Terminal output of the commands; control characters in samples, logs and names are escaped.
 
 text ──▶ write, complain ──▶ standard output, standard error        a picture, a table ──▶ safe_console ──▶ the same
 """
@@ -14,23 +14,22 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
     from rich.measure import Measurement
 
-PIPE_WIDTH = 4096  # columns where there is no terminal: a program reads lines, and no path is cut
+PIPE_WIDTH = 4096  # columns without a terminal: programs read whole lines
 
 
 def write(text: str) -> None:
-    """A line of what was asked for, on standard output."""
+    """Print a line on standard output."""
     print(escaped(text), flush=True)
 
 
 def complain(text: str) -> None:
-    """A line to the person, on standard error."""
+    """Print a line on standard error."""
     print(escaped(text), file=sys.stderr, flush=True)
 
 
 def safe_console(**options: Any) -> Console:
-    """A console of Rich's that shows text of others safely, wherever in a renderable it stands, and takes none of it for
-    markup unless ``markup`` is given to it or to its ``print``. It is as wide as its terminal; without one, lines are not
-    broken."""
+    """A Rich console that escapes control characters in everything it prints. Text is markup only where ``markup`` is given
+    to it or to its ``print``. It is as wide as its terminal; without a terminal it does not wrap lines."""
     from rich.console import Console
 
     stream = sys.stderr if options.get("stderr") else sys.stdout
@@ -40,7 +39,7 @@ def safe_console(**options: Any) -> Console:
 
 
 class Safe:
-    """``renderable`` with its text escaped. For what no hook sees, as what a live view asks for."""
+    """``renderable`` with its text escaped, for renderables that no render hook sees, such as those of a live view."""
 
     def __init__(self, renderable: RenderableType) -> None:
         self._renderable = renderable

@@ -128,7 +128,7 @@ def test_looking_ends_where_nothing_more_can_be(tmp_path: Path, monkeypatch: pyt
     assert after, "a long look must pause and say where to go on"
     assert read(tmp_path / "absent", lambda sample: True) == ([], "")
     for wrong in ("x", "1", "1:", ":1", "1:-1"):
-        with pytest.raises(ValueError, match="no place in the samples"):
+        with pytest.raises(ValueError, match="is no cursor"):
             read(tmp_path, lambda sample: True, after=wrong)
 
 

@@ -24,7 +24,7 @@ from aiohttp.http_exceptions import BadHttpMethod, BadStatusLine, HttpProcessing
 from aiohttp.streams import StreamReader
 
 from api.server.access.limits import SECURITY_HEADERS, client_of
-from api.server.problems import MEDIA_TYPE, Problem, problem_of
+from api.server.problems import MEDIA_TYPE, HTTPProblem, problem_of
 from api.server.service import SERVICE, Settings
 
 log = structlog.get_logger()
@@ -67,14 +67,14 @@ def most_connections(settings: Settings, descriptors: int) -> tuple[int, int]:
     return total, min(total, settings.max_connections_per_address or total - total // 8)
 
 
-def _version_problem() -> Problem:
-    return Problem(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", kind="http", fix="send METHOD PATH HTTP/1.1")
+def _version_problem() -> HTTPProblem:
+    return HTTPProblem(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", kind="http", fix="send METHOD PATH HTTP/1.1")
 
 
 class _NoRequest(web.Response):
     """The answer to data that is not an HTTP request; :meth:`Connection.send` writes it."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: HTTPProblem) -> None:
         super().__init__(status=problem.status)
         self.problem = problem
 
@@ -150,25 +150,25 @@ class Connection(web.RequestHandler):
         """Answer data that is not HTTP, and a failure outside of the middlewares. Raises ConnectionError, which ends the
         connection, when an answer has begun."""
         if request.writer.output_size > 0:
-            if isinstance(exc, Exception) and not isinstance(exc, Problem | ConnectionError):
+            if isinstance(exc, Exception) and not isinstance(exc, HTTPProblem | ConnectionError):
                 log.error("an answer broke off", error=type(exc).__name__, exc_info=exc)
             raise ConnectionError("an answer broke off")
         if isinstance(exc, HttpProcessingError):
             return _NoRequest(_malformed(exc))
-        return _NoRequest(problem_of(exc) if isinstance(exc, Exception) else Problem(status, "The request failed."))
+        return _NoRequest(problem_of(exc) if isinstance(exc, Exception) else HTTPProblem(status, "The request failed."))
 
     def log_exception(self, *args: Any, **options: Any) -> None:
         """Log the server's own errors only: a client's request may contain a token, and clients may send millions."""
         if not isinstance(options.get("exc_info"), HttpProcessingError | web.RequestPayloadError | ConnectionError):
             super().log_exception(*args, **options)
 
-    async def _refuse(self, problem: Problem) -> None:
+    async def _refuse(self, problem: HTTPProblem) -> None:
         """Answer, then read for a moment: the system discards the answer of a socket that is closed with unread data."""
         self.close()  # further data is read and not handled as requests
         self.send(problem)
         await asyncio.wait([self.ended], timeout=LINGER_SECONDS)
 
-    def send(self, problem: Problem) -> None:
+    def send(self, problem: HTTPProblem) -> None:
         """Write ``problem`` as the connection's last answer, without aiohttp, which would add its name."""
         if self.transport is None or self.transport.is_closing():
             return
@@ -181,7 +181,7 @@ class Connection(web.RequestHandler):
             self.transport.write_eof()
 
 
-def _malformed(error: HttpProcessingError) -> Problem:
+def _malformed(error: HttpProcessingError) -> HTTPProblem:
     """Return the problem of data that is not HTTP. It does not quote the data, which may contain a token."""
     match error:
         case LineTooLong():
@@ -192,7 +192,7 @@ def _malformed(error: HttpProcessingError) -> Problem:
             detail, fix = "A header is not valid.", "send NAME: VALUE, without control characters"
         case _:
             detail, fix = "This is not HTTP/1.1.", "speak HTTP/1.1"
-    return Problem(400, detail, kind="http", fix=fix)
+    return HTTPProblem(400, detail, kind="http", fix=fix)
 
 
 class Connections(web.BaseSite):
@@ -339,10 +339,10 @@ class Connections(web.BaseSite):
         if oldest is None:
             return False
         log.warning("too many connections; one that waits for its client is closed", open=len(self._open))
-        self._end(oldest, Problem(503, "Too many connections.", kind="connections", fix="try again"))
+        self._end(oldest, HTTPProblem(503, "Too many connections.", kind="connections", fix="try again"))
         return True
 
-    def _end(self, connection: Connection, why: Problem) -> None:
+    def _end(self, connection: Connection, why: HTTPProblem) -> None:
         """Close a connection at once; ``why`` answers a request that has begun."""
         opening = self._open[connection]
         writable = connection not in self._stalled and not connection.between_requests
@@ -359,7 +359,7 @@ class Connections(web.BaseSite):
         loop = asyncio.get_running_loop()
         log.warning("no connection can be accepted", reason=str(error), open=len(self._open))
         for connection in list(self._waiting)[:ACCEPTED_AT_ONCE]:
-            self._end(connection, Problem(503, "Too many connections.", kind="connections", fix="try again"))
+            self._end(connection, HTTPProblem(503, "Too many connections.", kind="connections", fix="try again"))
         loop.remove_reader(listening)
 
         def resume() -> None:
@@ -376,7 +376,7 @@ class Connections(web.BaseSite):
         for connection in late:
             if connection in self._open:
                 detail = f"The request's headers did not come within {self.header_seconds:g} s."
-                self._end(connection, Problem(408, detail, kind="slow-headers", fix="send them faster"))
+                self._end(connection, HTTPProblem(408, detail, kind="slow-headers", fix="send them faster"))
         self._sweeping = loop.call_later(min(SWEEP_SECONDS, self.header_seconds / 4), self._sweep)
 
 
@@ -390,5 +390,5 @@ async def admit_connection(request: web.Request, handler: Any) -> web.StreamResp
             raise _version_problem()
         if connection.surplus:
             headers = {"Retry-After": "1"}
-            raise Problem(503, "Too many connections.", kind="connections", fix="try again", headers=headers)
+            raise HTTPProblem(503, "Too many connections.", kind="connections", fix="try again", headers=headers)
     return await handler(request)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from api.server.problems import BEGAN, Problem
+from api.server.problems import BEGAN, HTTPProblem
 from api.server.service import LOOPBACK, Settings
 
 CLIENTS = 10_000  # whose rates are kept; then the one that was inactive for longest is dropped
@@ -109,16 +109,16 @@ def admission(settings: Settings) -> Any:
     async def admit(request: web.Request, handler: Any) -> web.StreamResponse:
         if not known_host(request.host, settings):
             fix = "ask for 127.0.0.1 or localhost, or let the server know its other names with --host-name"
-            raise Problem(403, "This server is not known by that name.", kind="host", field="header.Host", fix=fix)
+            raise HTTPProblem(403, "This server is not known by that name.", kind="host", field="header.Host", fix=fix)
         if not own_origin(request):
             fix = "other sites are refused; there is no CORS"
-            raise Problem(403, "This comes from another site.", kind="origin", field="header.Origin", fix=fix)
+            raise HTTPProblem(403, "This comes from another site.", kind="origin", field="header.Origin", fix=fix)
         wait = rates.wait(client_of(request.remote or ""), time.monotonic())
         if wait > 0:
             seconds = math.ceil(wait)
             fix = f"wait {seconds} s; at most {settings.rate:g} requests a second"
             headers = {"Retry-After": str(seconds)}
-            raise Problem(429, "Too many requests.", kind="rate", fix=fix, headers=headers)
+            raise HTTPProblem(429, "Too many requests.", kind="rate", fix=fix, headers=headers)
         return await handler(request)
 
     return admit

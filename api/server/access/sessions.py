@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from api.server.access.tokens import Scope, Token, Tokens
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from pipeline.index.client import IndexUnreachable
 
 log = structlog.get_logger()
@@ -31,7 +31,7 @@ class Sessions:
 
     @asynccontextmanager
     async def session(self, token: Token, scope: Scope) -> AsyncIterator[None]:
-        """Surround what is done with ``token`` under ``scope``. Raises a Problem (401) when the token loses the scope."""
+        """Surround work under ``token`` and ``scope``. Raises an HTTPProblem (401) when the token loses the scope."""
         left = None if token.expires is None else token.expires - time.time()
         try:
             async with asyncio.timeout(left) as ending:
@@ -44,7 +44,7 @@ class Sessions:
             if not ending.expired():
                 raise
             detail = "The token was revoked, or has expired."
-            raise Problem(401, detail, kind="token", fix="ask for another token") from None
+            raise HTTPProblem(401, detail, kind="token", fix="ask for another token") from None
 
     async def watch(self) -> None:
         """End the requests of revoked tokens, until cancelled."""

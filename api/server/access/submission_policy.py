@@ -53,10 +53,10 @@ def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
     return data
 
 
-def unknown_recipe(settings: Settings, name: str, status: int, field: str) -> answers.Problem:
+def unknown_recipe(settings: Settings, name: str, status: int, field: str) -> answers.HTTPProblem:
     """Return the answer to a request whose ``field`` names no stored recipe."""
     fix, detail = suggest(name, list(stored_recipes(settings))), "No stored recipe is called that."
-    return answers.Problem(status, detail, kind="unknown-recipe", field=field, value=name, fix=fix)
+    return answers.HTTPProblem(status, detail, kind="unknown-recipe", field=field, value=name, fix=fix)
 
 
 def accept(

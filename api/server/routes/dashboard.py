@@ -1,4 +1,4 @@
-"""The dashboard: one static page, its scripts and styles, and what they are built on (uPlot, MIT; Inter, OFL).
+"""Files of the dashboard: a page, its scripts and styles, and the vendored uPlot (MIT) and Inter (OFL).
 
 The files need no token, as those of ``/docs``: the page gets what it shows from the API, with the token of its user.
 """
@@ -12,7 +12,7 @@ from aiohttp import web
 from pydantic import Field
 
 from api.server.operations import Strict, operation
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from api.server.service import Service
 
 FOLDER = Path(__file__).parents[2] / "dashboard"
@@ -68,5 +68,5 @@ def _file(folder: Path, name: str) -> web.FileResponse:
     """The answer with a file. Browsers revalidate it each time, so that all files are of one version after an update."""
     path = folder / name
     if path.suffix not in TYPES or not path.is_file():
-        raise Problem(404, "There is nothing at this path.", kind="no-such-path", fix="see /docs")
+        raise HTTPProblem(404, "There is nothing at this path.", kind="no-such-path", fix="see /docs")
     return web.FileResponse(path, headers={"Content-Type": TYPES[path.suffix], "Cache-Control": "no-cache"})

@@ -50,7 +50,7 @@ from api.external.weight_header import (
 )
 from api.schemas.runs import RunPath
 from api.server.operations import BINARY, operation, read_body
-from api.server.problems import Problem, of_validation
+from api.server.problems import HTTPProblem, of_validation
 from api.server.service import Service
 from pipeline.index.client import BoundBroken, IndexRefused, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
@@ -161,7 +161,7 @@ async def put_experience(service: Service, request: web.Request, path: RunPath) 
         body = PutExperience.model_validate_json(control, strict=True)
     except Unreadable as error:
         fix = "send a safetensors file; docs/external.md describes its content"
-        raise Problem(400, f"The body cannot be read: {error}.", kind="body", field="body", fix=fix) from None
+        raise HTTPProblem(400, f"The body cannot be read: {error}.", kind="body", field="body", fix=fix) from None
     except ValidationError as error:
         raise of_validation(422, error) from None
     with refusals():
@@ -280,7 +280,9 @@ async def publish_weights(
         await external.may_publish(path.version, header.layout)
         if header.nbytes > (free := shutil.disk_usage(service.settings.data).free - SPARE_DISK):
             detail = f"The file has {header.nbytes} bytes, and the server's disk has room for {max(0, free)}."
-            raise Problem(503, detail, kind="no-room", fix="ask the operator for room", headers={"Retry-After": "60"})
+            raise HTTPProblem(
+                503, detail, kind="no-room", fix="ask the operator for room", headers={"Retry-After": "60"}
+            )
 
     with refusals():
         wanted = await external.may_publish(path.version)
@@ -311,11 +313,11 @@ async def _spooled(
 
 async def _receive(request: web.Request, file: IO[bytes], longest: int, expect: Expect) -> None:
     """Writes the body, a safetensors file, to ``file``. ``expect`` may refuse its header, of at most ``longest`` bytes,
-    before the payload is read. Raises a Problem for another number of bytes than the header declares, and below SLOWEST
+    before the payload is read. Raises an HTTPProblem for another number of bytes than the header declares, and below SLOWEST
     bytes a second."""
     if request.content_type != BINARY:
         fix = f"send the header 'Content-Type: {BINARY}'"
-        raise Problem(415, "The body is of another media type.", kind="media-type", field="body", fix=fix)
+        raise HTTPProblem(415, "The body is of another media type.", kind="media-type", field="body", fix=fix)
     received, parts, beginning, header = 0, request.content.iter_chunked(PIECE), bytearray(), None
     began = time.monotonic()
     try:
@@ -339,9 +341,13 @@ async def _receive(request: web.Request, file: IO[bytes], longest: int, expect: 
             await asyncio.to_thread(file.write, part)
     except TimeoutError:
         detail = f"The body stopped for {SILENT_SECONDS:.0f} s, or came at less than {SLOWEST} bytes a second."
-        raise Problem(408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}) from None
+        raise HTTPProblem(
+            408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}
+        ) from None
     except (web.RequestPayloadError, ConnectionError):
-        raise Problem(400, "The body was cut off.", kind="broken-body", field="body", fix="send all of it") from None
+        raise HTTPProblem(
+            400, "The body was cut off.", kind="broken-body", field="body", fix="send all of it"
+        ) from None
     except HeaderUnreadable as error:
         raise _unreadable(str(error)) from None
     if header is None or received != header.nbytes:
@@ -356,9 +362,9 @@ def _weight_header(beginning: bytearray, longest: int) -> WeightHeader | None:
     return parse_header(beginning)
 
 
-def _unreadable(why: str) -> Problem:
+def _unreadable(why: str) -> HTTPProblem:
     fix = "send a safetensors file of the model's parameters"
-    return Problem(400, f"The body cannot be read: {why}.", kind="body", field="body", fix=fix)
+    return HTTPProblem(400, f"The body cannot be read: {why}.", kind="body", field="body", fix=fix)
 
 
 @operation(
@@ -398,30 +404,32 @@ def refusals() -> Iterator[None]:
     except Misfit as error:
         own = error.column in ("version", "rows", "park", "step", "columns")
         field = error.column if own else "body" if error.column == "weights" else f"columns.{error.column}"
-        raise Problem(422, str(error), kind="misfit", field=field, fix=error.fix) from None
+        raise HTTPProblem(422, str(error), kind="misfit", field=field, fix=error.fix) from None
     except ColumnError as error:
         named = re.match(r"column '(\w+)'", str(error))
         fix = str(error).rpartition("; ")[2]
         field = f"columns.{named[1]}" if named else "columns"
-        raise Problem(422, str(error), kind="misfit", field=field, fix=fix) from None
+        raise HTTPProblem(422, str(error), kind="misfit", field=field, fix=fix) from None
     except PromptError as error:
-        raise Problem(422, str(error), kind="prompt", field="prompts", fix=str(error).rpartition("; ")[2]) from None
+        raise HTTPProblem(422, str(error), kind="prompt", field="prompts", fix=str(error).rpartition("; ")[2]) from None
     except (WeightsTooOld, BoundBroken) as error:
         fix = "load the newest version: GET …/weights"
-        raise Problem(409, str(error), kind="weights-too-old", field="version", fix=fix) from None
+        raise HTTPProblem(409, str(error), kind="weights-too-old", field="version", fix=fix) from None
     except WeightsGone as error:
         fix = "get the newest version from GET …/weights"
-        raise Problem(409, str(error), kind="weights-gone", field="path.version", fix=fix) from None
+        raise HTTPProblem(409, str(error), kind="weights-gone", field="path.version", fix=fix) from None
     except LeaseLost as error:
         fix = "discard the columns of these rows, and claim again"
-        raise Problem(409, str(error), kind="lease-lost", field="token", fix=fix) from None
+        raise HTTPProblem(409, str(error), kind="lease-lost", field="token", fix=fix) from None
     except NotExternal as error:
-        raise Problem(409, str(error), kind="not-external", field="stage", fix=str(error).rpartition("; ")[2]) from None
+        raise HTTPProblem(
+            409, str(error), kind="not-external", field="stage", fix=str(error).rpartition("; ")[2]
+        ) from None
     except NotBegun as error:
-        raise Problem(409, str(error), kind="not-begun", field="path.run", fix="wait until it is running") from None
+        raise HTTPProblem(409, str(error), kind="not-begun", field="path.run", fix="wait until it is running") from None
     except StaleHandle as error:
-        raise Problem(409, str(error), kind="released", field="rows", fix="claim again") from None
+        raise HTTPProblem(409, str(error), kind="released", field="rows", fix="claim again") from None
     except (ExternalPromptsFull, NoRoom, WarehouseUnreachable) as error:
-        raise Problem(503, str(error), kind="no-room", fix="try again", headers={"Retry-After": "5"}) from None
+        raise HTTPProblem(503, str(error), kind="no-room", fix="try again", headers={"Retry-After": "5"}) from None
     except IndexRefused as error:
-        raise Problem(409, str(error), kind="refused", fix="follow the detail") from None
+        raise HTTPProblem(409, str(error), kind="refused", fix="follow the detail") from None

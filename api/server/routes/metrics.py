@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError, to_json
 from api.schemas.events import MESSAGES
 from api.schemas.runs import MetricsView, RunPath
 from api.server.operations import JSON, Strict, operation
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from api.server.service import SERVICE, Service
 from api.telemetry.fanout import Ending, EventReader, Fanout, Fanouts
 from api.telemetry.history import History, id_at
@@ -95,7 +95,9 @@ class StreamQuery(Strict):
         [], description="Only events of these kinds; none: all. The key is repeated, or has them with commas."
     )
     last_event_id: str = Field(
-        "", pattern=f"^$|{EVENT_ID}", description="As the header Last-Event-ID, for who cannot set it; $: from now on."
+        "",
+        pattern=f"^$|{EVENT_ID}",
+        description="As the header Last-Event-ID, where it cannot be set; $: from now on.",
     )
 
 
@@ -126,7 +128,7 @@ async def stream(
     reader = EventReader(request, frozenset(query.kinds) or None)
     with service.held() as room, telemetry.server.reading() as dropped:
         if not room:
-            raise Problem(503, "Too many readers.", kind="readers", fix="try again", headers={"Retry-After": "30"})
+            raise HTTPProblem(503, "Too many readers.", kind="readers", fix="try again", headers={"Retry-After": "30"})
         try:
             await reader.open()
         except ConnectionResetError:  # the client has closed the connection
@@ -185,7 +187,7 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
                 if event.kind in kinds:
                     series.add(event)
     except TooMany as many:
-        raise Problem(
+        raise HTTPProblem(
             422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
         ) from None
     if missing := series.wanted.missing:
@@ -205,15 +207,15 @@ def _joined(view: MetricsView, series: Series) -> bytes:
 
 
 async def _refuse_unknown(service: Service, record: RunRecord, names: frozenset[str]) -> None:
-    """Raise a Problem if one of ``names`` belongs to no worker and no step of the run. While a run has no workers or steps,
-    every name is allowed."""
+    """Raise an HTTPProblem if one of ``names`` belongs to no worker and no step of the run. While a run has no workers or
+    steps, every name is allowed."""
     index = service.index(record.id)
     newest, status = await index.newest("step"), await service.run_statuses.of(index)
     for name in sorted(names):
         allowed = names_like(name, status.names, newest.data if newest else {})
         if allowed and name not in allowed:
             fix = f"use one of: {', '.join(allowed[:MOST_NAMES])}"
-            raise Problem(
+            raise HTTPProblem(
                 422, f"{name} is not known here.", kind="unknown-name", field="query.names", value=name, fix=fix
             )
 
@@ -257,7 +259,7 @@ def _range(record: RunRecord, query: RangeQuery) -> tuple[float, float]:
     end = (record.ended + REPORT_SECONDS if record.ended else time.time()) if query.end is None else query.end
     if query.begin is not None and query.end is not None and end < begin:
         fix = "give a `to` that is not before `from`"
-        raise Problem(422, "The range ends before it begins.", kind="range", field="query.to", value=end, fix=fix)
+        raise HTTPProblem(422, "The range ends before it begins.", kind="range", field="query.to", value=end, fix=fix)
     return begin, max(begin, end)
 
 

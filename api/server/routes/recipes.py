@@ -21,7 +21,7 @@ from api.schemas.runs import (
 )
 from api.server.access.submission_policy import stored_recipe, stored_recipes, unknown_recipe
 from api.server.operations import operation, while_wanted
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from api.server.recipe_checks import CheckLost
 from api.server.service import Service
 from orchestration.recipe.schema import Recipe
@@ -69,14 +69,14 @@ async def check_recipe(service: Service, request: web.Request, body: RecipeSubmi
 
 async def checked(service: Service, request: web.Request, submission: bytes, *, plan: bool) -> dict[str, Any]:
     """Return ``recipe``, the one that the body ``submission`` names or contains, as JSON with all defaults, and its ``plan``
-    if ``plan`` is true. Raises a Problem with every error of the recipe."""
+    if ``plan`` is true. Raises an HTTPProblem with every error of the recipe."""
     check = service.checks.ask({"settings": service.settings.model_dump(mode="json"), "plan": plan}, submission)
     try:
         answer = await while_wanted(request, check)
     except CheckLost as lost:
         log.error("the process of a check was lost", reason=str(lost))
         detail, retry = "The recipe could not be checked: the process that does it ended.", {"Retry-After": "5"}
-        raise Problem(503, detail, kind="check-lost", fix="try again", headers=retry) from None
+        raise HTTPProblem(503, detail, kind="check-lost", fix="try again", headers=retry) from None
     if "problem" in answer:
-        raise Problem.from_details(answer["problem"])
+        raise HTTPProblem.from_details(answer["problem"])
     return answer

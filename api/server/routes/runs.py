@@ -31,7 +31,7 @@ from api.schemas.runs import (
     Warehouse,
 )
 from api.server.operations import Reply, operation
-from api.server.problems import Problem, without_password
+from api.server.problems import HTTPProblem, without_password
 from api.server.routes.recipes import checked
 from api.server.run_status import RunStatus
 from api.server.service import Service
@@ -65,7 +65,7 @@ async def submit_run(
     waiting, _ = await service.registry.list(state="created", limit=1)
     if waiting and (waiting[0].position or 0) >= service.settings.max_waiting:
         detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."
-        raise Problem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
+        raise HTTPProblem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
     content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
     fingerprint, owner = hashlib.sha256(content).hexdigest(), service.principal(request).name
     record, made = await service.registry.submit(recipe, owner=owner, key=headers.key, fingerprint=fingerprint)
@@ -122,7 +122,7 @@ async def delete_run(service: Service, request: web.Request, path: RunPath) -> N
     """Only a run that has ended, and only by who submitted it, or a token of scope admin."""
     token, record = service.principal(request), await service.registry.get(path.run)
     if record.owner != token.name and not token.may("admin"):
-        raise Problem(403, "This run belongs to another owner.", kind="owner", fix="ask its owner, or an admin")
+        raise HTTPProblem(403, "This run belongs to another owner.", kind="owner", fix="ask its owner, or an admin")
     await service.registry.delete(path.run)
     await service.forget(path.run)
 
@@ -180,7 +180,7 @@ async def get_logs(service: Service, path: RunPath, query: LogsQuery) -> str:
     if text is None:
         fix = f"use one of: {', '.join(sorted(_log_files(folder))) or 'none yet'}"
         detail = "No worker of this run has a log by that name."
-        raise Problem(404, detail, kind="unknown-worker", field="query.worker", value=query.worker, fix=fix)
+        raise HTTPProblem(404, detail, kind="unknown-worker", field="query.worker", value=query.worker, fix=fix)
     return text
 
 

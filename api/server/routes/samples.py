@@ -1,4 +1,4 @@
-"""What a run's samples say: the texts, rewards and versions of the newest ones that it was trained on."""
+"""Samples of a run: texts, rewards and versions of the newest ones that it was trained on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 
 from api.schemas.runs import RunPath, SamplePage, SampleView
 from api.server.operations import Strict, operation
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from api.server.service import Service
 from stages.sample_log import FOLDER, Sample, read
 
@@ -40,7 +40,7 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
         found, after = await asyncio.to_thread(read, folder, query.wants, **options)
     except ValueError as wrong:
         fix = "give `next` of the page before, or nothing"
-        raise Problem(
+        raise HTTPProblem(
             400, "This is no cursor.", kind="cursor", field="query.after", value=query.after, fix=fix
         ) from wrong
     return SamplePage(samples=[SampleView.model_validate(sample) for sample in found], next=after)

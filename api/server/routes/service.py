@@ -11,7 +11,7 @@ from aiohttp import web
 from pydantic import BaseModel, RootModel
 
 from api.server.operations import Strict, operation
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from api.server.service import DOCUMENT, Service
 
 PAGES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
@@ -36,7 +36,7 @@ async def healthz(service: Service) -> Health:
 @operation("GET", "/readyz", scope=None, summary="Whether the server can work: its index answers", tag="service")
 async def readyz(service: Service) -> Health:
     if service.closing.is_set():
-        raise Problem(503, "The server is going down.", kind="closing", headers={"Retry-After": "5"})
+        raise HTTPProblem(503, "The server is going down.", kind="closing", headers={"Retry-After": "5"})
     await service.tokens.ping()
     return await healthz(service)
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from api.server.openapi import openapi_document
 from api.server.operations import Reply, Strict, operation, operations_of, read_body
-from api.server.problems import Problem
+from api.server.problems import HTTPProblem
 from api.server.service import Service
 from tests.api.serving import Client, problem, serving
 
@@ -51,7 +51,7 @@ class Thing(BaseModel):
 async def get_thing(service: Service, path: ThingPath, query: ThingQuery, headers: ThingHeaders) -> Thing:
     """More about it."""
     if path.thing == "absent":
-        raise Problem(404, "No thing is called that.", kind="unknown-thing", field="path.thing", value=path.thing)
+        raise HTTPProblem(404, "No thing is called that.", kind="unknown-thing", field="path.thing", value=path.thing)
     if path.thing == "bug":
         raise RuntimeError("the password is hunter2")
     if path.thing == "slow":
