@@ -96,7 +96,7 @@ FAULTS = [
     ("reward.functions=[{name='spelling'},{name='spelling'}]", "reward.functions.1.name", "add up the weights"),
     ("reward.functions=[{name='spelling',weight=0}]", "reward.functions", "another weight"),
     ("algorithm.name=ppo", "algorithm.name", "grpo"),
-    ("algorithm.name=collections:Counter", "algorithm.name", "no loss"),
+    ("algorithm.name=collections:Counter", "algorithm.name", "stages.algorithms.Algorithm"),
     ("algorithm.name=nowhere.at.all:A", "algorithm.name", "PYTHONPATH"),
     ("algorithm.options.kl_coeff=0.1", "algorithm.options.kl_coeff", "did you mean 'kl_coef'?"),
     ("algorithm.options.kl_coef=-1", "algorithm.options.kl_coef", ">= 0"),
