@@ -142,7 +142,9 @@ class OurSide:
                 "prompt_ids": jagged([prompts[completion.group] for completion in made]),
                 "response_ids": jagged([completion.token_ids for completion in made]),
                 "rollout_logprobs": jagged([completion.logprobs for completion in made]),
-                "advantage": torch.cat([self.algorithm.advantages(group) for group in rewards.split(ROWS)]),
+                "advantage": torch.cat(
+                    [self.algorithm.credit({"reward": g})["advantage"] for g in rewards.split(ROWS)]
+                ),
             },
             batch_size=[len(made)],
         )

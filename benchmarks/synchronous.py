@@ -2,7 +2,9 @@
 
 The asynchronous run with η = 0 must equal it bit for bit, and speed-ups are measured against it.
 
-    for each step:  prompts ▶ generate all ▶ reward all ▶ (reference) ▶ advantage ▶ one optimizer step ▶ swap weights
+    for each step:  prompts ▶ generate all ▶ reward all ▶ (reference) ▶ credit ▶ optimizer steps ▶ swap weights
+                       ▲                                                  │ groups that are dropped
+                       └──────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from tensordict import NonTensorStack, TensorDict
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
-from stages.algorithms import build_algorithm
+from stages.algorithms import Drop, build_algorithm
 from stages.engines.protocols import Completion, GroupRequest, TrainEngine
+from stages.flow.adapter import outputs_of
 from stages.gate import columns
-from stages.prompts.sources import load_prompts
+from stages.prompts.sources import Prompt, load_prompts
 from stages.rewards.stage import RewardSet, score_rows
 from stages.rollout.stage import group_seed
-from stages.training.advantage import advantages
+from stages.training.advantage import credits
 
 
 @dataclass(frozen=True)
@@ -43,36 +46,49 @@ class SynchronousStep:
 
 
 async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, None]:
-    """Train ``recipe`` step by step, and yield each step with the engine that has its weights. The bound is not used."""
+    """Train ``recipe`` step by step, and yield each step with the engine that has its weights. The bound is not used. Raises
+    ValueError for a recipe with stages of its own."""
+    if recipe.stages:
+        raise ValueError("stages: the plain loop has only the product's stages; take [[stages]] out of the recipe")
     tokenizer = tokenizer_of(recipe)
     prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)).train
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     rewards = RewardSet([(function.name, function.weight) for function in recipe.reward.functions])
     sampling, size, per_step = sampling_of(recipe, tokenizer), recipe.algorithm.group_size, recipe.train.groups_per_step
     rollout, trainer = rollout_engine(recipe, version=0), train_engine(recipe)
-    reference = reference_engine(recipe) if algorithm.needs_reference else None
+    reference = reference_engine(recipe) if recipe.needs_reference else None
+    admitted = 0
     try:
         for step in range(recipe.train.steps):
-            groups = range(step * per_step, (step + 1) * per_step)
-            asked = [prompts.prompt(group) for group in groups]
-            requests = [
-                GroupRequest(group, tuple(range(size)), prompt.ids, sampling, group_seed(recipe.seed, group))
-                for group, prompt in zip(groups, asked, strict=True)
-            ]
-            began = time.monotonic()
-            done: dict[tuple[int, int], Completion] = {}
-            async with aclosing(rollout.generate(requests)) as completions:  # type: ignore[type-var]
-                async for completion in completions:
-                    done[completion.group, completion.place] = completion
-            generated = time.monotonic()
-            batch = _batch([done[group, place] for group in groups for place in range(size)])
-            given: dict[str, Any] = columns([prompt for prompt in asked for _ in range(size)])
-            batch["prompt_ids"] = torch.nested.nested_tensor(given["prompt_ids"], layout=torch.jagged)
-            batch["given"], batch["fields"] = NonTensorStack(*given["given"]), NonTensorStack(*given["fields"])
-            batch["reward"] = (await score_rows(rewards, tokenizer, batch)).total
-            if reference is not None:
-                batch["ref_logprobs"] = await asyncio.to_thread(reference.logprobs, batch)
-            batch["advantage"] = advantages(algorithm, batch["reward"], batch["group"].tolist())
+            generating = 0.0
+            groups: list[int] = []
+            asked: dict[int, Prompt] = {}
+            completions: dict[tuple[int, int], Completion] = {}
+            while len(groups) < per_step:  # once, unless credit drops groups
+                fresh = range(admitted, admitted + per_step - len(groups))
+                admitted, generation_began = fresh.stop, time.monotonic()
+                asked |= {group: prompts.prompt(group) for group in fresh}
+                requests = [
+                    GroupRequest(group, tuple(range(size)), asked[group].ids, sampling, group_seed(recipe.seed, group))
+                    for group in fresh
+                ]
+                async with aclosing(rollout.generate(requests)) as ended:  # type: ignore[type-var]
+                    async for completion in ended:
+                        completions[completion.group, completion.place] = completion
+                generating += time.monotonic() - generation_began
+                groups += fresh
+                batch = _batch([completions[group, place] for group in groups for place in range(size)])
+                given: dict[str, Any] = columns([asked[group] for group in groups for _ in range(size)])
+                batch["prompt_ids"] = torch.nested.nested_tensor(given["prompt_ids"], layout=torch.jagged)
+                batch["given"], batch["fields"] = NonTensorStack(*given["given"]), NonTensorStack(*given["fields"])
+                batch["reward"] = (await score_rows(rewards, tokenizer, batch)).total
+                if reference is not None:
+                    batch["ref_logprobs"] = await asyncio.to_thread(reference.logprobs, batch)
+                members, results = credits(algorithm, batch, batch["group"].tolist())
+                groups = [g for g, result in zip(groups, results, strict=True) if not isinstance(result, Drop)]
+            for name, column in next(outputs_of(members, results, [0] * len(batch))).rows.items():  # type: ignore[union-attr]
+                jagged = isinstance(column, list)
+                batch[name] = torch.nested.nested_tensor(column, layout=torch.jagged) if jagged else column
             scored = time.monotonic()
             metrics = await asyncio.to_thread(trainer.train_batch, batch, algorithm)
             await rollout.load_weights(step + 1, {name: value.clone() for name, value in trainer.weights()})
@@ -81,7 +97,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 batch,
                 dict(metrics),
                 float(batch["reward"].double().mean()),
-                generated - began,
+                generating,
                 time.monotonic() - scored,
                 trainer,
             )

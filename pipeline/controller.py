@@ -41,7 +41,7 @@ class Output:
     ``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version, tokens) of each row when the
     stage makes responses; with ``parked`` the responses are unfinished, and the rows can be claimed again to continue them.
     ``step``: all rows of the claim were trained in that optimizer step, and ``event`` becomes a `step` event atomically.
-    ``tokens`` is the number to report.
+    ``tokens`` is the number to report. ``dropped``: the reason for which the groups of the rows leave the run untrained.
     """
 
     positions: Sequence[int] = ()
@@ -51,6 +51,7 @@ class Output:
     event: EventData | None = None
     tokens: int = 0
     parked: bool = False
+    dropped: str = ""
 
 
 class Stage(Protocol):
@@ -175,6 +176,10 @@ class Controller:
             assert output.generated is not None
             await self.dock.park(claim, output.positions, output.rows, generated=output.generated)
             self.parked += len(output.positions)
+            self._held[claim.token] -= len(output.positions)
+        elif output.dropped:
+            groups = sorted(set(claim.group[list(output.positions)].tolist()))
+            await self.dock.index.drop_groups(claim, groups)
             self._held[claim.token] -= len(output.positions)
         elif output.positions:
             await self.dock.commit(claim, output.positions, output.rows, generated=output.generated)

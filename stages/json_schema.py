@@ -14,6 +14,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 from pydantic.fields import FieldInfo
 
 
+def key(default: Any, meaning: str, **limits: Any) -> Any:
+    """Declare a key of a table: its default (``...``: required), its meaning for JSON Schema and the documentation, and
+    arguments of pydantic's ``Field``."""
+    return Field(default=default, description=meaning, **limits)
+
+
 def unit(name: str) -> FieldInfo:
     """Annotation of a number with its unit: ``x-unit`` in the JSON Schema, a column of docs/recipe.md."""
     field: FieldInfo = Field(json_schema_extra={"x-unit": name})

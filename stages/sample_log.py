@@ -172,7 +172,9 @@ class Recorder:
         """Copies of the claim's samples, in order of group and place."""
         if self.stopped:
             return []
-        rows = await self.dock.fetch(claim, COLUMNS)
+        schema = self.dock.schema
+        names = [name for name in COLUMNS if name in schema and (name != "advantage" or schema[name].shape == ())]
+        rows = await self.dock.fetch(claim, names)
         return await asyncio.to_thread(self._samples, step, claim, stale, rows)
 
     async def write(self, samples: Sequence[Sample]) -> None:
@@ -190,7 +192,8 @@ class Recorder:
         ids = [row.tolist() for row in rows["response_ids"].unbind()]
         versions = [row.tolist() for row in rows["versions"].unbind()]
         given = [shown(json.loads(text)) for text in rows["given"]]
-        columns = {name: rows[name].tolist() for name in ("truncated", "reward", "scores", "advantage")}
+        columns = {name: rows[name].tolist() for name in ("truncated", "reward", "scores")}
+        advantage = rows["advantage"].tolist() if "advantage" in rows else [None] * len(claim)
         handles = claim.rows
         return [
             {
@@ -204,7 +207,7 @@ class Recorder:
                     name: None if math.isnan(score) else score
                     for name, score in zip(self.rewards, columns["scores"][at], strict=True)
                 },
-                "advantage": columns["advantage"][at],
+                "advantage": advantage[at],
                 "tokens": handles[at].tokens,
                 "versions": [list(pair) for pair in zip(versions[at][::2], versions[at][1::2], strict=True)],
                 "staleness": int(stale[at]),

@@ -1,24 +1,49 @@
-"""The code of a user, named as ``module:attribute``: how it is imported, and how its errors are reported."""
+"""Code of a user, named as ``module:attribute``: imports it, and reports where its errors come from."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import inspect
 import operator
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
+def find(
+    what: str,
+    name: str,
+    built_in: Mapping[str, Any],
+    installed: Callable[[], importlib.metadata.EntryPoints],
+    form: str = "module:Class",
+) -> Any:
+    """The object called ``name``: one of ``built_in``, an ``installed`` entry point, or ``module:attribute``. Raises
+    ValueError with the reason and a fix; its message begins with ``what`` and the name."""
+    if name in built_in:
+        return built_in[name]
+    place = name
+    if ":" not in name:
+        entries = installed()
+        if name not in entries.names:
+            names = sorted({*built_in, *entries.names})
+            raise ValueError(f"{what} {name!r} is not known; use {form!r} or one of {names}")
+        place = f"{entries[name].module}:{entries[name].attr}"
+    try:
+        return imported(place)
+    except ImportError as error:
+        raise ValueError(f"{what} {name!r} {error}") from error
+
+
 def imported(name: str) -> Any:
-    """The attribute that ``name``, ``module:attribute``, names. Raises ImportError, whose text says what went wrong, in
-    which line, and what to do."""
+    """The attribute that ``name``, ``module:attribute``, names. Raises ImportError, whose text has the reason, the line and
+    a fix."""
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # whatever a module does that is imported
+    except (Exception, SystemExit) as error:  # a module may do anything while it is imported
         fix = "put its directory on PYTHONPATH, or correct the name"
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{module}.".startswith(f"{missing}."):  # it was found, and failed
@@ -42,14 +67,14 @@ def _shown(error: BaseException) -> str:
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """File and line at which ``error`` left the file of ``function``, innermost first; where ``function`` begins, when it
-    never came so far, as with wrong arguments."""
+    """File and line at which ``error`` left the file of ``function``; the line where ``function`` begins when the error was
+    raised before it, as with wrong arguments."""
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     if code is not None:
         lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
         return _named(code.co_filename, lines[-1] if lines else code.co_firstlineno)
-    return _named(frames[-1].filename, frames[-1].lineno) if frames else "in a place that is not known"
+    return _named(frames[-1].filename, frames[-1].lineno) if frames else "unknown place"
 
 
 def _named(file: str, line: int | None) -> str:

@@ -60,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made / "questions.parquet")
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(made / "questions"))
     engines = next(code for code in blocks(ROOT / "docs" / "engines.md", "python") if "def fast(" in code)
-    for name, code in {**MODULES, "my_engines": engines}.items():
+    stages = next(code for code in blocks(ROOT / "docs" / "flow.md", "python") if "class Judge(" in code)
+    for name, code in {**MODULES, "my_engines": engines, "my_stages": stages}.items():
         (made / f"{name}.py").write_text(f"from __future__ import annotations\n\n{code}")
     model, tokenizer = load_model("tiny", dtype=torch.float32, seed=0)
     model.config.max_position_embeddings = 4096  # README.md asks for responses of 2048 tokens
@@ -77,7 +78,7 @@ def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     yield folder
-    for name in (*MODULES, "my_engines"):
+    for name in (*MODULES, "my_engines", "my_stages"):
         sys.modules.pop(name, None)
 
 

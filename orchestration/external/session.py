@@ -24,13 +24,12 @@ from orchestration.external.accounting import OVER, PREFIX, StageTimes
 from orchestration.external.errors import NotExternal, WeightsTooOld
 from orchestration.external.experience import Experience, ExperienceRow
 from orchestration.external.weights import DIRECT, WAIT_SECONDS, ExternalWeights, loaded_key
-from orchestration.recipe.planner import flow_of
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
 from pipeline.columns import Packed, Schema
 from pipeline.events import LedgerEvent
 from pipeline.index.client import Claim, Index, LeaseLost, redacted
 from pipeline.warehouse.dock import Dock
-from stages.columns import RESPONSE
 from stages.external_checks import (
     Columns,
     Misfit,
@@ -39,6 +38,7 @@ from stages.external_checks import (
     check_responses,
     check_rewards,
 )
+from stages.flow.catalogue import RESPONSE
 from stages.prompts.external import put_prompts
 from stages.rollout.stage import PROGRESS, group_seed
 from stages.training.update import step_event
@@ -248,7 +248,7 @@ class External(ExternalWeights):
                 check_logprobs("ref_logprobs", columns["ref_logprobs"], torch.from_numpy(part.tokens.astype("int64")))
             await dock.commit(claim, positions, columns)
             return self._put(part, left - len(positions), int(part.tokens.sum()))
-        wanted = PROGRESS if park else tuple(column.name for column in RESPONSE)
+        wanted = PROGRESS if park else tuple(RESPONSE)
         check_columns(dock.schema, columns, wanted, len(positions))
         newest = (await self.index.status()).published
         made = check_responses(columns, await self.terms(), newest, parked=park)

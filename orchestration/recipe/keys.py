@@ -51,7 +51,8 @@ def sections() -> list[Section]:
     for name, table in tables.items():
         if table is not None:
             meaning = table.get("description", "").partition("\n")[0]
-            found.append(Section(name, meaning, tuple(_keys(name, table, root))))
+            prefix = name if _type(root["properties"][name], root) == "table" else f"{name}.N"
+            found.append(Section(name, meaning, tuple(_keys(prefix, table, root))))
     return found
 
 

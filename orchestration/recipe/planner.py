@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from orchestration.recipe.flow import column_bytes
 from orchestration.recipe.model_files import parameters_in, text_config
 from stages.prompts.options import PromptLimits
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
-    from stages.columns import Flow
     from stages.resharding.layout import Layout, ModelState, Names
     from stages.resharding.plan import ReshardPlan
 
@@ -121,13 +121,6 @@ def _slots(recipe: Recipe) -> int:
     return WEIGHT_SLOTS + VLLM_SLOTS * engines
 
 
-def flow_of(recipe: Recipe) -> Flow:
-    """What this recipe's samples are made of."""
-    from stages.columns import Flow
-
-    return Flow(rewards=len(recipe.reward.functions), reference=recipe.needs_reference)
-
-
 def _trained_item_bytes(recipe: Recipe) -> int:
     return ITEM_BYTES["float32" if recipe.train.precision == "mixed" else recipe.model.dtype]
 
@@ -156,7 +149,7 @@ def _response_bytes(recipe: Recipe, *, parked: bool) -> int:
     flow, tokens = recipe.staleness_plan, recipe.rollout.max_tokens
     retained = _steps_retained(recipe) * flow.groups_per_step
     # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that writes.
-    response = (8 + 4 + 4) * tokens + 4 * BLOCK_BYTES
+    response = (8 + 4 + 4) * tokens + column_bytes(recipe) + (4 + len(recipe.stages)) * BLOCK_BYTES
     # A block of parked rows is released with the last of them.
     progress = 2 * ((8 + 4) * tokens + BLOCK_BYTES) if parked else 0
     groups_bytes = (flow.groups_in_flight + retained) * response + flow.groups_in_flight * progress

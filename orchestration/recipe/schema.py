@@ -26,6 +26,7 @@ from orchestration.recipe.sections import (
     SyncSection,
     TrainSection,
 )
+from orchestration.recipe.stages_section import StageSection
 from orchestration.recipe.values import CountOrZero
 from pipeline.staleness import StalenessPlan
 from stages.prompts.options import PromptOptions
@@ -51,6 +52,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     launch: LaunchSection = LaunchSection()
     external: ExternalSection = ExternalSection()
+    stages: list[StageSection] = Field(default=[], max_length=8, description="Stages of your own, in any order.")
 
     def runs_stage(self, stage: ExternalStage) -> bool:
         """Whether the run starts workers for ``stage``, instead of leaving it to another program."""
@@ -72,10 +74,10 @@ class Recipe(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the algorithm needs logprobs under the frozen reference policy (for example with ``kl_coef`` > 0)."""
-        from stages.algorithms import build_algorithm
+        """Whether the flow has the reference stage: some stage reads logprobs under the frozen reference policy."""
+        from orchestration.recipe.flow import flow_of
 
-        return build_algorithm(self.algorithm.name, self.algorithm.options).needs_reference
+        return "reference" in flow_of(self)
 
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with absolute paths, so that it can be used from any folder."""

@@ -28,7 +28,7 @@ from orchestration.recipe.values import (
 from stages.algorithms.grpo import GRPO
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
-from stages.json_schema import only_where, schema_of, unit
+from stages.json_schema import key, only_where, schema_of, unit
 
 INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
 DEVICE_MEANING = (
@@ -41,12 +41,6 @@ def _index_url(value: object) -> object:
     if isinstance(value, str) and value != "embedded" and not value.startswith(INDEX_SCHEMES):
         raise ValueError("not an index; use 'embedded', or a URL that begins with redis://, rediss:// or unix://")
     return value
-
-
-def key(default: Any, meaning: str, **limits: Any) -> Any:
-    """A key of a section: its default (``...``: required), its meaning for JSON Schema, OpenAPI and docs/recipe.md, and
-    arguments of pydantic's ``Field``."""
-    return Field(default=default, description=meaning, **limits)
 
 
 class Section(BaseModel):

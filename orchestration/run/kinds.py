@@ -72,11 +72,21 @@ _ALL = (
         ends_by_itself=True,
         writes=False,
     ),
+    # a stage that the recipe names; its workers go by the stage's name
+    WorkerKind("stage", f"{_BUILDERS}.stage:StageJob", lambda recipe: range(sum(s.workers for s in recipe.stages))),
 )
 KINDS = {kind.name: kind for kind in _ALL}
 
 
+def kind_of(name: str) -> WorkerKind:
+    """The kind of the workers called ``name``: a name that is no kind is that of a recipe's stage."""
+    return KINDS.get(name, KINDS["stage"])
+
+
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
     """Returns the workers that ``recipe`` needs, as (kind, number): none for stages that other programs run."""
-    own = [kind for kind in _ALL if kind.name not in recipe.external.stages]
-    return [(kind.name, number) for kind in own for number in kind.numbers(recipe)]
+    from orchestration.recipe.flow import stages_of
+
+    own = [kind for kind in _ALL if kind.name not in (*recipe.external.stages, "stage")]
+    stages = [(declared.name, number) for _, declared in stages_of(recipe) for number in range(declared.workers)]
+    return [*((kind.name, number) for kind in own for number in kind.numbers(recipe)), *stages]

@@ -33,8 +33,8 @@ from orchestration.private_files import write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.load import change_recipe
-from orchestration.recipe.planner import flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
@@ -314,7 +314,7 @@ class Run:
 
     async def _prepare(self, index: Index) -> None:
         # It imports torch, for seconds in which the loop would hear no signal.
-        await run_in_thread(lambda: importlib.import_module("stages.columns"), "imports")
+        await run_in_thread(lambda: importlib.import_module("pipeline.columns"), "imports")
         config = flow_of(self.recipe).config(self.recipe.staleness_plan)
         begun = not await index.init(config, *self._beginning())
         if begun and not self.shared.is_dir():  # the machine was started anew, or is another one: the samples are gone

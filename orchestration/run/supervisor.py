@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from orchestration.run.kinds import KINDS
+from orchestration.run.kinds import kind_of
 from orchestration.run.launchers import EXIT_FATAL, EXIT_NOT_STARTED, Launcher, Life
 from pipeline.events import WorkerEvent
 from pipeline.index.client import Index, worker_name
@@ -102,8 +102,8 @@ class Supervisor:
         stopped: asyncio.Task = asyncio.create_task(stop.wait())
         told = asyncio.create_task(self._stopped_from_outside())
         watchers = {stopped, told, asyncio.create_task(self._start())}
-        ending = [task for (kind, _), task in keepers.items() if KINDS[kind].ends_by_itself]
-        if not any(KINDS[kind].is_rank_group for kind, _ in keepers):  # nobody of ours trains
+        ending = [task for (kind, _), task in keepers.items() if kind_of(kind).ends_by_itself]
+        if not any(kind_of(kind).is_rank_group for kind, _ in keepers):  # nobody of ours trains
             ending.append(asyncio.create_task(self._last_published()))
             watchers.add(ending[-1])
         try:
@@ -143,7 +143,7 @@ class Supervisor:
         """The workers by who lives and dies together: most of them alone."""
         rank_groups: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for kind, number in self.workers:
-            rank_groups.setdefault((kind, 0 if KINDS[kind].is_rank_group else number), []).append((kind, number))
+            rank_groups.setdefault((kind, 0 if kind_of(kind).is_rank_group else number), []).append((kind, number))
         return list(rank_groups.values())
 
     async def _keep(self, rank_group: list[tuple[str, int]]) -> None:

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 import structlog
 
 from orchestration.logs import Current, configure
-from orchestration.recipe.planner import flow_of, slab_bytes
+from orchestration.recipe.flow import flow_of
+from orchestration.recipe.planner import slab_bytes
 from orchestration.recipe.schema import Recipe
 from orchestration.run.builders.job import Job, WorkerContext
-from orchestration.run.kinds import KINDS
+from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.launchers import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.paths import RunPaths
 from pipeline.columns import ColumnError
@@ -33,6 +34,7 @@ from stages.algorithms import AlgorithmError
 from stages.device import DeviceMissing
 from stages.engines.protocols import EngineMissing
 from stages.engines.registry import EngineUnknown
+from stages.flow.adapter import StageError
 from stages.models import ModelNotFound
 from stages.prompts.files import PromptError
 from stages.rewards.registry import RewardError
@@ -83,6 +85,7 @@ FATAL = (
     ModelNotFound,
     PromptError,
     RewardError,
+    StageError,
 )
 
 
@@ -115,7 +118,7 @@ class Worker:
             )
             await dock.join(recipe.pipeline.arena)
             context = WorkerContext(recipe, paths, self.index, dock, secret, self.kind, self.number)
-            self._job = job = JOBS[self.kind](context)
+            self._job = job = JOBS[kind_of(self.kind).name](context)
             await self._build(job, paths)
             await self._emit("ready")
             log.info("ready")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from stages.algorithms import LossOutput, TokenBatch
-
-if TYPE_CHECKING:  # its options are checked without torch
-    import torch
+from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.flow.declarations import Columns, Drop, RunsOn
 
 ADVANTAGE_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up
 # Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio overflows float32, and the
@@ -17,14 +16,14 @@ ADVANTAGE_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being 
 MOST_LOG_RATIO = 20.0
 
 
-class GRPO(BaseModel):
+class GRPO(Algorithm):
     """Clipped policy gradient with group-normalised advantages, corrected for staleness.
 
     The ratio of each token is taken against the policy that really generated it (``rollout_logprobs``), so samples of
     older versions carry their own importance weights, and no separate "old policy" pass is needed.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    least_group_size: ClassVar[int] = 2  # one response alone has no one to be compared with
 
     clip_low: float = Field(
         default=0.2, ge=0, lt=1, description="The ratio gains nothing below `1 - clip_low` (negative advantages)."
@@ -55,26 +54,35 @@ class GRPO(BaseModel):
         "each row's mean.",
     )
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
+    drop_equal: bool = Field(
+        default=False,
+        description="Drop groups whose rewards are all equal: they teach nothing. Others are generated in their place.",
+    )
 
-    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages float32 [N] of one group: ``(r - mean) / (std + 1e-4)``, where std has N - 1 in its denominator as
-        in TRL. Equal rewards, and a group of one, give zeros."""
-        rewards = rewards.float()
+    @property
+    def scores(self) -> Mapping[str, RunsOn]:
+        return {"ref_logprobs": "frozen model"} if self.kl_coef else {}
+
+    @property
+    def loss_reads(self) -> Columns:
+        return {**super().loss_reads, **dict.fromkeys(self.scores, "float32 ragged")}
+
+    def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
+        """``(r - mean) / (std + 1e-4)``, where std has N - 1 in its denominator as in TRL. Equal rewards, and a group of
+        one, give zeros."""
+        rewards = group["reward"].float()
         if bool((rewards == rewards[0]).all()):  # exact zeros, where rounding of the mean would leave noise
-            return rewards.new_zeros(rewards.shape)
+            return Drop("equal rewards") if self.drop_equal else {"advantage": rewards.new_zeros(rewards.shape)}
         centred = rewards - rewards.mean()
-        return centred / (rewards.std() + ADVANTAGE_EPS) if self.scale_rewards else centred
+        return {"advantage": centred / (rewards.std() + ADVANTAGE_EPS) if self.scale_rewards else centred}
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        """The micro-batch's share of the loss; metrics but ``max_ratio`` are means over the train batch's tokens."""
-        log_ratio = (tokens.logprobs - tokens.rollout_logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+        """The micro-batch's share of the loss; metrics but ``max_ratio`` are means over the mini-batch's tokens."""
+        log_ratio = (tokens.logprobs - tokens["rollout_logprobs"]).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
         ratio = log_ratio.exp()
         weight = ratio if self.max_ratio is None else ratio.clamp(max=self.max_ratio)
-        unclipped = weight * tokens.advantage
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
+        unclipped = weight * tokens["advantage"]
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens["advantage"]
         per_token = -unclipped.minimum(clipped)
 
         means = {
@@ -83,20 +91,13 @@ class GRPO(BaseModel):
             "ratio_mean": ratio,
             "ratio_square": ratio.square(),
         }
-        if self.needs_reference:
-            if tokens.ref_logprobs is None:
-                raise ValueError(
-                    f"kl_coef={self.kl_coef} needs the column ref_logprobs; add the reference stage, or set kl_coef=0"
-                )
-            to_reference = (tokens.ref_logprobs - tokens.logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+        if self.kl_coef:
+            to_reference = (tokens["ref_logprobs"] - tokens.logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
             kl_reference = to_reference.exp() - 1 - to_reference
             per_token = per_token + self.kl_coef * kl_reference
             means["kl_reference"] = kl_reference
 
-        if self.loss_normalization == "token":
-            loss = per_token.sum() / tokens.total_tokens
-        else:
-            loss = (per_token / tokens.row_tokens[tokens.row]).sum() / tokens.total_rows
+        loss = tokens.mean(per_token) if self.loss_normalization == "token" else tokens.mean_of_rows(per_token)
         metrics = {name: value.detach().sum() / tokens.total_tokens for name, value in means.items()}
         metrics["max_ratio"] = ratio.detach().max()
         return LossOutput(loss, metrics)
@@ -104,5 +105,5 @@ class GRPO(BaseModel):
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds ``ess``, the effective sample size of the importance weights as a share of the tokens, in (0, 1]:
         ``(sum w)^2 / (T sum w^2)``."""
-        done = {name: value for name, value in metrics.items() if name != "ratio_square"}
-        return done | {"ess": metrics["ratio_mean"] ** 2 / metrics["ratio_square"]}
+        shown = {name: value for name, value in metrics.items() if name != "ratio_square"}
+        return shown | {"ess": metrics["ratio_mean"] ** 2 / metrics["ratio_square"]}

@@ -56,11 +56,14 @@ class Piece:
     rows: tuple[int, ...]
 
 
-def plan_micro_batches(groups: Sequence[GroupShape], token_budget: int | None) -> list[list[Piece]]:
+def plan_micro_batches(
+    groups: Sequence[GroupShape], token_budget: int | None, *, whole: bool = False
+) -> list[list[Piece]]:
     """Put every row of ``groups`` into exactly one micro-batch, in order, each with at most ``token_budget`` fed tokens.
 
     A group is split only when it does not fit the budget alone, and a micro-batch exceeds the budget only when it is one
-    row. Longer rows come first, so that neighbours have similar lengths and attention pads little. None: no limit.
+    row, or one group that must stay ``whole``. Longer rows come first, so that neighbours have similar lengths and attention
+    pads little. None: no limit.
 
     >>> groups = [GroupShape(10, (5, 9)), GroupShape(5, (1,)), GroupShape(30, (3, 3))]
     >>> for micro_batch in plan_micro_batches(groups, 32):
@@ -73,7 +76,7 @@ def plan_micro_batches(groups: Sequence[GroupShape], token_budget: int | None) -
     micro_batches: list[list[Piece]] = []
     room = -math.inf
     for number, group in enumerate(groups):
-        for piece in _split(group, _longest_first(group), budget):
+        for piece in _split(group, _longest_first(group), math.inf if whole else budget):
             tokens = group.tokens(piece)
             if tokens > room:
                 micro_batches.append([])
@@ -97,11 +100,12 @@ EVEN = 1.02  # times the fair share: a largest share that needs no finer pieces
 FINEST = 16  # parts that the fair share of a rank is split into, at most, to even out what the ranks have
 
 
-def deal(groups: Sequence[GroupShape], parts: int) -> list[list[Piece]]:
+def deal(groups: Sequence[GroupShape], parts: int, *, whole: bool = False) -> list[list[Piece]]:
     """Deal every row of ``groups`` to exactly one of ``parts`` shares, none of them empty, so that the largest share has few
-    tokens to feed. Groups stay whole where the shares are even enough; each piece of a split group computes the prompt once.
+    tokens to feed. Groups stay whole where the shares are even enough, or where they must (``whole``); each piece of a split
+    group computes the prompt once.
 
-    Raises ValueError when there are fewer rows than parts.
+    Raises ValueError when there are fewer rows (or ``whole`` groups) than parts.
 
     >>> deal([GroupShape(4, (9, 9)), GroupShape(4, (9, 9))], 2)
     [[Piece(group=0, rows=(0, 1))], [Piece(group=1, rows=(0, 1))]]
@@ -109,11 +113,12 @@ def deal(groups: Sequence[GroupShape], parts: int) -> list[list[Piece]]:
     [[Piece(group=0, rows=(0, 3))], [Piece(group=0, rows=(1, 2))]]
     """
     rows = sum(len(group.responses) for group in groups)
-    if rows < parts:
-        raise ValueError(f"{rows} rows cannot be dealt to {parts} ranks: give each at least one")
+    if (len(groups) if whole else rows) < parts:
+        what = f"{len(groups)} whole groups" if whole else f"{rows} rows"
+        raise ValueError(f"{what} cannot be dealt to {parts} ranks: give each at least one")
     fair = sum(group.tokens(range(len(group.responses))) for group in groups) / parts
     best: list[list[Piece]] = []
-    for limit in (math.inf, *(fair / split for split in range(1, FINEST + 1)), 0.0):
+    for limit in (math.inf, *(() if whole else (*(fair / split for split in range(1, FINEST + 1)), 0.0))):
         shares = _dealt(groups, parts, limit)
         if all(shares) and (not best or _largest(groups, shares) < _largest(groups, best)):
             best = shares

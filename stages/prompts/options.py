@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from stages.json_schema import only_where, schema_of, unit
+from stages.json_schema import key, only_where, schema_of, unit
 from stages.prompts.tasks import CONFIGS, TASKS
 from stages.prompts.templates import parse_template
 
@@ -45,50 +45,44 @@ class PromptOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "external"] = Field(
-        description="Kind of source. `external`: other programs put prompts into the run while it goes on."
+    source: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "external"] = key(
+        ..., "Kind of source. `external`: other programs put prompts into the run while it goes on."
     )
-    path: str | None = Field(
-        default=None,
-        description="`jsonl`, `parquet`: the file. `datasets`: a folder written by `save_to_disk`, or `module:function` "
-        "that returns a data set (anything with `len` and rows as mappings).",
+    path: str | None = key(
+        None,
+        "`jsonl`, `parquet`: the file. `datasets`: a folder written by `save_to_disk`, or `module:function` that "
+        "returns a data set (anything with `len` and rows as mappings).",
     )
-    task: str | None = Field(default=None, description="`reasoning_gym`: the name of its task. `builtin`: `repeat`.")
-    config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = Field(
-        default_factory=dict,
-        description="Options of the task. With `size` a reasoning_gym task is a table of that many rows; without, it has no "
+    task: str | None = key(None, "`reasoning_gym`: the name of its task. `builtin`: `repeat`.")
+    config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = key(
+        {},
+        "Options of the task. With `size` a reasoning_gym task is a table of that many rows; without, it has no "
         "end. Those of `repeat` follow.",
     )
-    split: str | None = Field(default=None, description="`datasets`: name of the split, where there are several.")
-    column: str = Field(
-        default="prompt",
-        description="Column with the prompt: a string, or a list of messages with `role` and `content`. The other columns "
-        "go to the reward functions.",
+    split: str | None = key(None, "`datasets`: name of the split, where there are several.")
+    column: str = key(
+        "prompt",
+        "Column with the prompt: a string, or a list of messages with `role` and `content`. The other columns go "
+        "to the reward functions.",
     )
-    template: str = Field(
-        default="{prompt}", description="Template of string prompts: `{prompt}`, and any other column by its name."
+    template: str = key("{prompt}", "Template of string prompts: `{prompt}`, and any other column by its name.")
+    system: str | None = key(
+        None, "System message before each conversation that does not begin with one. Needs a chat template."
     )
-    system: str | None = Field(
-        default=None,
-        description="System message before each conversation that does not begin with one. Needs a chat template.",
+    chat: bool | None = key(
+        None, "Put string prompts into the tokenizer's chat template as the user's message. Default: if it has one."
     )
-    chat: bool | None = Field(
-        default=None,
-        description="Put string prompts into the tokenizer's chat template as the user's message. Default: if it has one.",
-    )
-    max_prompt_tokens: Annotated[int, Field(ge=1), unit("tokens")] | None = Field(
-        default=None, description="Longest prompt. Default: no limit."
+    max_prompt_tokens: Annotated[int, Field(ge=1), unit("tokens")] | None = key(
+        None, "Longest prompt. Default: no limit."
     )
     too_long: Annotated[
         Literal["skip", "cut", "fail"], BeforeValidator(lambda value: "fail" if value == "error" else value)
-    ] = Field(
-        default="skip",
-        description="A prompt longer than `max_prompt_tokens`, or than the model has room for: `skip` it, `cut` its "
-        "beginning off, or `fail` the run. Those skipped or cut are counted, and listed in `too-long.jsonl`.",
+    ] = key(
+        "skip",
+        "A prompt longer than `max_prompt_tokens`, or than the model has room for: `skip` it, `cut` its beginning "
+        "off, or `fail` the run. Those skipped or cut are counted, and listed in `too-long.jsonl`.",
     )
-    held_out: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="Share of distinct prompts that training never sees, for evaluation."
-    )
+    held_out: float = key(0.0, "Share of distinct prompts that training never sees, for evaluation.", ge=0.0, lt=1.0)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -96,24 +90,24 @@ class PromptOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check_keys(self) -> PromptOptions:
-        """Raises one error with all keys that do not fit together."""
+        """Raises one ValidationError with all keys that do not fit together."""
         errors = [
-            InitErrorDetails(type=PydanticCustomError("fault", message), loc=(key,), input=getattr(self, key))
-            for key, message in self._faults()
+            InitErrorDetails(type=PydanticCustomError("fault", message), loc=(name,), input=getattr(self, name))
+            for name, message in self._faults()
         ]
         if errors:
             raise ValidationError.from_exception_data("prompts", errors)
         return self
 
     def _faults(self) -> Iterator[tuple[str, Any]]:
-        """Keys that do not fit to the others, with what is wrong and what to do."""
+        """Yield keys that do not fit the others, each with what is wrong and what to do."""
         needed = {"external": None, "reasoning_gym": "task", "builtin": "task"}.get(self.source, "path")
         unused = {"task": ["path"], "path": ["task", "config"], None: ["path", "task", "config", "held_out"]}[needed]
         if needed and not getattr(self, needed):
             yield needed, f"is missing; source = {self.source!r} needs it"
-        for key in unused if self.source == "datasets" else [*unused, "split"]:
-            if getattr(self, key):
-                yield key, f"means nothing for source = {self.source!r}; take it out"
+        for name in unused if self.source == "datasets" else [*unused, "split"]:
+            if getattr(self, name):
+                yield name, f"means nothing for source = {self.source!r}; take it out"
         if self.source == "builtin" and self.task and self.task not in TASKS:
             yield "task", f"is not known; use one of {sorted(TASKS)}"
         if "{prompt}" not in self.template:

@@ -1,12 +1,12 @@
-"""Rewards: several functions with weights, in TRL's signature, over a batch of finished responses.
+"""The reward stage: calls several weighted functions, in TRL's signature, with a batch of finished responses.
 
     prompts, completions, token ids, columns ── each function (a thread, or the loop when async) ──▶ scores [B, K]
                                                                         scores · weights ──▶ total [B]
 
-A reward function is ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or async. It
-takes what it names, or everything with ``**columns``; ``columns`` are the other columns of the prompts' rows, one value
-per response. Where a prompt is a conversation, its completion is one too: ``[{"role": "assistant", "content": ...}]``.
-``None`` says that the function does not apply to a response.
+A reward function is ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or async. It gets
+the arguments that it names, or all of them with ``**columns``. ``columns`` are the other columns of the prompts' rows, one
+value per response, and those columns of the recipe's own stages that a function names. Where a prompt is a conversation, its
+completion is one too: ``[{"role": "assistant", "content": ...}]``. ``None``: the function does not apply to the response.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import numbers
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -30,6 +31,7 @@ from stages.models import Tokenizer
 from stages.rewards.registry import RESERVED, RewardError, RewardFunctions
 from stages.user_code import place_of
 
+FETCHES = ("given", "fields", "response_ids")
 ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
 
 log = structlog.get_logger()
@@ -71,14 +73,16 @@ class RewardSet:
         completions: Sequence[str],
         completion_ids: Sequence[Sequence[int]],
         fields: Sequence[Mapping[str, Any]],
+        columns: Mapping[str, list[Any]] = MappingProxyType({}),
     ) -> RewardScores:
         """Scores of B responses by all functions, which run at the same time. ``prompts`` are the rows' own
-        (:attr:`stages.prompts.formatter.Prompt.given`), ``fields`` their other columns. Raises :class:`RewardError`."""
-        given = _arguments(prompts, completions, completion_ids, fields)
-        columns = await asyncio.gather(
+        (:attr:`stages.prompts.formatter.Prompt.given`), ``fields`` their other columns, ``columns`` those of stages. Raises
+        :class:`RewardError`."""
+        given = _arguments(prompts, completions, completion_ids, fields, columns)
+        scored = await asyncio.gather(
             *(self._column(name, f, given) for name, f in zip(self.names, self._functions, strict=True))
         )
-        scores = torch.stack(columns, dim=1)
+        scores = torch.stack(scored, dim=1)
         for row in scores.isnan().all(dim=1).nonzero()[:, 0].tolist():
             log.warning("no reward function applies; the response gets 0", row=row, functions=self.names)
         return RewardScores(scores, scores.nan_to_num(nan=0.0) @ self.weights)
@@ -99,15 +103,15 @@ class RewardSet:
         return _checked(name, result, _rows(given))
 
     async def _culprit(self, function: Callable[..., Any], given: dict[str, list[Any]]) -> str:
-        """Which row makes ``function`` raise, found by handing it one row after the other."""
+        """The row that makes ``function`` raise, found by calling it with one row after the other."""
         try:
             async with asyncio.timeout(self._timeout):
                 for row in range(_rows(given)):
                     try:
                         await _call(function, {name: [values[row]] for name, values in given.items()})
                     except Exception:
-                        asked, said = given["prompts"][row], given["completions"][row]
-                        return f"row {row}: prompt {asked!r:.200}, completion {said!r:.200}"
+                        prompt, completion = given["prompts"][row], given["completions"][row]
+                        return f"row {row}: prompt {prompt!r:.200}, completion {completion!r:.200}"
         except TimeoutError:
             pass
         return f"a batch of {_rows(given)} rows, though at none of them alone"
@@ -117,10 +121,9 @@ class Reward:
     """The stage: claims finished responses one by one or many at once, as they come, and scores them."""
 
     name = "reward"
-    fetches: tuple[str, ...] = ("given", "fields", "response_ids")
 
-    def __init__(self, rewards: RewardSet, tokenizer: Tokenizer) -> None:
-        self.rewards, self.tokenizer = rewards, tokenizer
+    def __init__(self, rewards: RewardSet, tokenizer: Tokenizer, fetches: tuple[str, ...] = FETCHES) -> None:
+        self.rewards, self.tokenizer, self.fetches = rewards, tokenizer, fetches
 
     def room(self, held: int) -> int:
         return ROWS_AT_ONCE
@@ -129,7 +132,8 @@ class Reward:
         return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        scores = await score_rows(self.rewards, self.tokenizer, rows)
+        reads = [name for name in self.fetches if name not in FETCHES]
+        scores = await score_rows(self.rewards, self.tokenizer, rows, reads)
         yield Output(
             range(len(claim)),
             {"reward": scores.total, "scores": scores.scores},
@@ -137,15 +141,26 @@ class Reward:
         )
 
 
-async def score_rows(rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict) -> RewardScores:
-    """Scores of rows with the columns ``given`` and ``fields`` (JSON texts) and ``response_ids`` int64 jagged."""
+async def score_rows(
+    rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict, reads: Sequence[str] = ()
+) -> RewardScores:
+    """Scores of rows with the columns ``given`` and ``fields`` (JSON texts) and ``response_ids`` int64 jagged. The
+    columns ``reads`` are arguments of the functions by their names."""
     ids = [row.tolist() for row in rows["response_ids"].unbind()]
     return await rewards.score(
         [json.loads(text) for text in rows["given"]],
         [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids],
         ids,
         [json.loads(text) for text in rows["fields"]],
+        {name: _values(rows[name]) for name in reads},
     )
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column, one for each row, as plain Python values."""
+    if isinstance(column, torch.Tensor):
+        return [row.tolist() for row in column.unbind()] if column.is_nested else column.tolist()
+    return list(column)
 
 
 def _arguments(
@@ -153,20 +168,21 @@ def _arguments(
     completions: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
     fields: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, list[Any]],
 ) -> dict[str, list[Any]]:
     """The arguments of a reward function by name, each a list of B values; a column that a row lacks is None there."""
     names = dict.fromkeys(name for row in fields for name in row)
-    if taken := [name for name in RESERVED if name in names]:
+    if taken := [name for name in (*RESERVED, *columns) if name in names]:
         raise RewardError(f"rewards: the prompts have columns {taken}, which reward functions get from the run; rename")
     given: dict[str, list[Any]] = {
         "prompts": list(prompts),
         "completions": [
-            said if isinstance(prompt, str) else [{"role": "assistant", "content": said}]
-            for prompt, said in zip(prompts, completions, strict=True)
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions, strict=True)
         ],
         "completion_ids": [list(ids) for ids in completion_ids],
     }
-    given |= {name: [row.get(name) for row in fields] for name in names}
+    given |= {name: [row.get(name) for row in fields] for name in names} | dict(columns)
     lengths = {name: len(values) for name, values in given.items()}
     if len(set(lengths.values())) != 1:
         raise RewardError(f"rewards: as many values are needed of each, but there are {lengths}")

@@ -1,25 +1,29 @@
-"""Advantage: claims groups whose rows all have their reward, and says how much better each is than its group."""
+"""Advantage: the algorithm's credit. Claims groups whose rows have all columns that credit reads.
+
+whole groups ─▶ algorithm.credit, group by group ─▶ its columns, committed together; or dropped with the reason
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 
-import torch
 from tensordict import TensorDict
 
 from pipeline.controller import Output
 from pipeline.index.client import Claim
-from stages.algorithms import Algorithm
-
-GROUPS_AT_ONCE = 256
+from stages.algorithms.named import AlgorithmLike
+from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, plain_columns, rows_at
+from stages.flow.catalogue import CREDIT
 
 
 class Advantage:
-    name = "advantage"
-    fetches: tuple[str, ...] = ("reward",)
+    """The stage of an algorithm's credit."""
 
-    def __init__(self, algorithm: Algorithm) -> None:
+    name = CREDIT
+
+    def __init__(self, algorithm: AlgorithmLike) -> None:
         self.algorithm = algorithm
+        self.fetches = tuple(algorithm.credit_reads)
 
     def room(self, held: int) -> int:
         return GROUPS_AT_ONCE
@@ -28,16 +32,12 @@ class Advantage:
         return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        advantage = advantages(self.algorithm, rows["reward"], claim.group.tolist())
-        yield Output(range(len(claim)), {"advantage": advantage}, tokens=int(claim.tokens.sum()))
+        members, results = credits(self.algorithm, rows, claim.group.tolist())
+        for output in outputs_of(members, results, claim.tokens.tolist()):
+            yield output
 
 
-def advantages(algorithm: Algorithm, rewards: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
-    """Advantages float32 [B] of rows with ``rewards`` float32 [B]; ``groups`` names the group of each row."""
-    out = torch.empty_like(rewards)
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    for at in members.values():
-        out[at] = algorithm.advantages(rewards[at])
-    return out
+def credits(algorithm: AlgorithmLike, rows: TensorDict, groups: Sequence[int]) -> tuple[list[list[int]], list[Result]]:
+    """The credit of each group of ``rows``, and the positions of its rows; ``groups`` names the group of each row."""
+    columns, members = plain_columns(rows, tuple(algorithm.credit_reads)), groups_of(groups)
+    return members, [algorithm.credit({n: rows_at(c, at) for n, c in columns.items()}) for at in members]

@@ -24,7 +24,8 @@ from tensordict import TensorDict
 
 from pipeline.index.client import Claim, Index
 from pipeline.warehouse.dock import Dock
-from stages.algorithms import Algorithm
+from stages.algorithms.batch import trained_columns
+from stages.algorithms.named import AlgorithmLike
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.protocols import TrainEngine
 from stages.training.device_lease import DeviceLease
@@ -65,9 +66,9 @@ class RankGroup:
         self._number += 1
         return msgpack.unpackb(said)
 
-    async def deal(self, dock: Dock, claim: Claim) -> list[list[int]]:
+    async def deal(self, dock: Dock, claim: Claim, *, whole: bool = False) -> list[list[int]]:
         """The claim's positions for each replica, balanced by tokens; a function of the claim alone, so that a replay deals
-        the same."""
+        the same. ``whole``: no group is cut."""
         if self.ranks.dp == 1:
             return [list(range(len(claim)))]
         groups: dict[int, list[int]] = {}
@@ -79,7 +80,7 @@ class RankGroup:
             GroupShape(int(length), tuple(claim.tokens[positions].tolist()))
             for length, positions in zip(prompts["prompt_ids"].lengths(), members, strict=True)
         ]
-        shares = deal(shapes, self.ranks.dp)
+        shares = deal(shapes, self.ranks.dp, whole=whole)
         return [[members[piece.group][row] for piece in share for row in piece.rows] for share in shares]
 
     async def fetch(
@@ -98,7 +99,7 @@ class RankWorker:
         self,
         dock: Dock,
         engine: TrainEngine,
-        algorithm: Algorithm,
+        algorithm: AlgorithmLike,
         rank_group: RankGroup,
         *,
         version: int,
@@ -127,7 +128,8 @@ class RankWorker:
                 await self.device.follow(order)
 
     async def _train(self, claim: Claim, shares: Sequence[Sequence[int]]) -> None:
-        batch = await self.rank_group.fetch(self.dock, claim, shares, trained_columns(self.algorithm))
+        columns = trained_columns(self.algorithm, self.dock.schema)
+        batch = await self.rank_group.fetch(self.dock, claim, shares, columns)
         await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
         self.trained += 1
 
@@ -137,12 +139,6 @@ class RankWorker:
             probed(self.engine, probe)
         for _ in self.engine.weights() if weights else ():
             pass
-
-
-def trained_columns(algorithm: Algorithm) -> tuple[str, ...]:
-    """The columns that ``TrainEngine.train_batch`` needs beside a row's group and place."""
-    reference = ("ref_logprobs",) if algorithm.needs_reference else ()
-    return ("prompt_ids", "response_ids", "rollout_logprobs", "advantage", *reference)
 
 
 def train_batch(claim: Claim, rows: TensorDict) -> TensorDict:

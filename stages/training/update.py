@@ -26,12 +26,13 @@ from pipeline.first_of import first_of
 from pipeline.index.client import BoundBroken, Claim
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
-from stages.algorithms import Algorithm
+from stages.algorithms.batch import trained_columns
+from stages.algorithms.named import AlgorithmLike
 from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
 from stages.sample_log import Recorder, Sample
 from stages.training.device_lease import DeviceLease
-from stages.training.ranks import RankGroup, trained_columns
+from stages.training.ranks import RankGroup
 from stages.weights.store import TAKEN, Probe, Published, Publisher, WeightsDamaged, damaged, done_with, probed
 
 log = structlog.get_logger()
@@ -53,7 +54,7 @@ class Update:
         self,
         dock: Dock,
         engine: TrainEngine,
-        algorithm: Algorithm,
+        algorithm: AlgorithmLike,
         store: Publisher | None,
         *,
         steps: int,
@@ -69,7 +70,8 @@ class Update:
         device: DeviceLease | None = None,
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
-        self.fetches: tuple[str, ...] = ("reward",)  # what is trained on, each rank fetches itself
+        # For the step's event; each rank fetches the columns that it trains on.
+        self.fetches = tuple(name for name in ("reward",) if name in dock.schema)
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
@@ -117,7 +119,7 @@ class Update:
             ledger = await self.dock.index.ledger()
             now = time.monotonic()
             spent = (now - self._since, seconds)
-            event = step_event(self.trained, claim, rows["reward"], stale, metrics, ledger, spent)
+            event = step_event(self.trained, claim, rows.get("reward", None), stale, metrics, ledger, spent)
             self._since = now
             yield Output(step=self.trained, event=event, tokens=int(claim.tokens.sum()))
             self.trained += 1
@@ -151,9 +153,9 @@ class Update:
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
         """One optimizer step on the claim's rows, by all ranks."""
-        shares = await self.rank_group.deal(self.dock, claim)
+        shares = await self.rank_group.deal(self.dock, claim, whole=self.algorithm.unit == "group")
         await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
-        batch = await self.rank_group.fetch(self.dock, claim, shares, trained_columns(self.algorithm))
+        batch = await self.rank_group.fetch(self.dock, claim, shares, trained_columns(self.algorithm, self.dock.schema))
         if self._probe_tokens:
             self._probe = probe_rows(self._probe, batch, self._probe_tokens)
         with self.spans.during("train", rows=len(claim), version=self.trained):
@@ -243,16 +245,17 @@ def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
 def step_event(
     step: int,
     claim: Claim,
-    reward: torch.Tensor,
+    reward: torch.Tensor | None,
     stale: list[int],
     metrics: Mapping[str, float],
     ledger: Mapping[str, int],
     seconds: tuple[float, float],
 ) -> StepEvent:
     """The event of a step on the rows of ``claim``. ``metrics`` are what the engine measured, ``ledger`` the counts before
-    the step, ``seconds`` those since the last step and those of training."""
+    the step, ``seconds`` those since the last step and those of training. ``reward`` is None in a flow without."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.from_numpy(claim.tokens.astype("float64"))
+    rewards = torch.full((1,), torch.nan) if reward is None else reward
     measured = {name: float(value) for name, value in metrics.items()}
     return StepEvent(
         step=step,
@@ -260,8 +263,8 @@ def step_event(
         rows=len(claim),
         groups=sorted(set(claim.group.tolist())),
         loss=measured.pop("loss", math.nan),
-        reward_mean=float(reward.double().mean()),
-        reward_std=float(reward.double().std(correction=0)),
+        reward_mean=float(rewards.double().mean()),
+        reward_std=float(rewards.double().std(correction=0)),
         staleness_mean=float(staleness.mean()),
         staleness_p95=float(staleness.quantile(0.95)),
         staleness_max=float(staleness.max()),

@@ -66,11 +66,11 @@ class Loss(GRPO):
     def loss(self, tokens):
         return {}["missing"]
 
-class Advantages(GRPO):
-    def advantages(self, rewards):
-        return self.helper(rewards)
+class Credit(GRPO):
+    def credit(self, group):
+        return self.helper(group)
 
-    def helper(self, rewards):
+    def helper(self, group):
         raise ValueError("by; my helper")
 
 class Finish(GRPO):
@@ -86,12 +86,12 @@ class Nothing(GRPO):
         pass
 
 class Rows(GRPO):
-    def advantages(self, rewards):
-        return rewards.tolist()
+    def credit(self, group):
+        return {"advantage": group["reward"].tolist()}
 
 class Infinite(GRPO):
-    def advantages(self, rewards):
-        return rewards + float("inf")
+    def credit(self, group):
+        return {"advantage": group["reward"] + float("inf")}
 
 class Texts(GRPO):
     def finish(self, metrics):
@@ -101,7 +101,8 @@ class Made(GRPO):
     def __init__(self, **options):
         raise RuntimeError("cannot be made")
 
-class Forgetful:
+class Earlier:
+    needs_reference = False
     def advantages(self, rewards): ...
     def loss(self, tokens): ...
     def finish(self, metrics): ...
@@ -144,12 +145,12 @@ def asyncdock(*arguments: str) -> tuple[int, str, str]:
     ("name", "said", "line"),
     [
         ("Loss", "raised KeyError('missing') in loss", 6),
-        ("Advantages", "raised ValueError('by; my helper') in advantages", 13),
+        ("Credit", "raised ValueError('by; my helper') in credit", 13),
         ("Finish", "raised ZeroDivisionError('division by zero') in finish", 17),
         ("Arguments", "raised TypeError('Arguments.loss() takes 1 positional argument but 2 were given') in loss", 20),
         ("Nothing", "returned None from loss", 24),
-        ("Rows", "returned [0.5, 0.5, 0.5, 0.5] from advantages", 28),
-        ("Infinite", "returned [inf, inf, inf, inf] from advantages", 32),
+        ("Rows", "returned [0.5, 0.5, 0.5, 0.5] from credit", 28),
+        ("Infinite", "returned tensor([inf, inf, inf, inf]) from credit", 32),
         ("Texts", "returned {'kl': 'much'} from finish", 36),
     ],
 )
@@ -251,7 +252,7 @@ def test_a_module_that_cannot_be_imported(person: Path, key: str, name: str, sai
     ("name", "said"),
     [
         ("Made", "RuntimeError('cannot be made') was raised ({}/habits_algorithm.py, line 41); correct its code"),
-        ("Forgetful", "give the class a property needs_reference"),
+        ("Earlier", "has the interface of an earlier version; write `credit` in place of `advantages`"),
     ],
 )
 def test_check_finds_an_algorithm_that_cannot_be_made(person: Path, name: str, said: str) -> None:

@@ -108,20 +108,10 @@ def algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
     except ValueError as error:
         yield problem(recipe, "algorithm.name", *_split(error, name))
         return
-    if missing := [method for method in ("advantages", "loss", "finish") if not hasattr(algorithm, method)]:
-        wrong = f"is not an algorithm: it has no {' and no '.join(missing)}"
-        yield problem(recipe, "algorithm.name", wrong, "see stages.algorithms.Algorithm")
-        return
-    refused = list(option_problems("algorithm.options", algorithm, recipe.algorithm.options))
-    yield from refused
-    if not refused:
-        try:
-            _ = recipe.needs_reference
-        except Exception as error:
-            fix = "give the class a property needs_reference: whether its loss reads ref_logprobs"
-            yield problem(recipe, "algorithm.name", f"has no needs_reference that can be read ({error!r})", fix)
-    if name == "grpo" and recipe.algorithm.group_size < 2:
-        yield problem(recipe, "algorithm.group_size", "leaves no other response to compare with", "use a value >= 2")
+    yield from option_problems("algorithm.options", algorithm, recipe.algorithm.options)
+    least = algorithm.least_group_size
+    if recipe.algorithm.group_size < least:
+        yield problem(recipe, "algorithm.group_size", f"is too small for {name}", f"use a value >= {least}")
 
 
 def option_problems(key: str, target: Callable[..., Any], options: Mapping[str, Any]) -> Iterator[Problem]:

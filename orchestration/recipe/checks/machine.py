@@ -10,7 +10,6 @@ is imported only to ask its engines whether they can run a model of the user's.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
+from orchestration.recipe.flow import stage_columns
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.planner import checkpoint_bytes, context_of
 from orchestration.recipe.problems import Problem, split_fix, suggest
@@ -27,7 +27,7 @@ from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
 from stages.prompts.file_checks import PromptCheck
-from stages.rewards.registry import RESERVED, RewardError, RewardFunctions
+from stages.rewards.registry import RESERVED, RewardError, RewardFunctions, parameters_of
 
 FEW_SAMPLES = 64 * 2**20  # bytes; pipeline.keep_samples up to this needs no free room
 STEP_BYTES = 8 * 2**10  # of metrics.jsonl and the logs, for each step
@@ -107,24 +107,24 @@ def _prompt_problem(recipe: Recipe, text: str) -> Problem:
     return problem(recipe, "prompts.path", *split_fix(text.removeprefix(prompts.path).lstrip(", ")))
 
 
-@machine_check("reward.functions", "external")
+@machine_check("reward.functions", "external", "stages")
 def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     """Checks that the rows have the columns that the run's own reward functions are called with."""
     columns = environment.prompts.columns if environment.prompts else set()
     if not recipe.runs_stage("reward") or not columns:
         return
-    if reserved := sorted(columns & set(RESERVED)):
+    made = stage_columns(recipe).keys()
+    if reserved := sorted(columns & {*RESERVED, *made}):
         wrong = f"has columns {reserved}, which reward functions get from the run"
         yield problem(recipe, "prompts.path", wrong, "rename them")
     rewards, source = RewardFunctions(), recipe.prompts.path or recipe.prompts.task
     for index, function in enumerate(recipe.reward.functions):
         try:
-            parameters = inspect.signature(rewards.find(function.name)).parameters.values()
+            parameters = parameters_of(rewards.find(function.name))
         except (RewardError, TypeError, ValueError):  # reported for the name itself, or not known
             continue
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        needed = [each.name for each in parameters if each.kind in by_name and each.default is each.empty]
-        if missing := [name for name in needed if name not in columns and name not in RESERVED]:
+        needed = [name for name, needs_value in parameters.items() if needs_value]
+        if missing := [name for name in needed if name not in {*columns, *RESERVED, *made}]:
             wrong = f"needs the column {missing[0]!r}, which no row of {source} has (they have {sorted(columns)})"
             fix = "add the column, or give the parameter a default"
             yield Problem(f"reward.functions.{index}.name", function.name, wrong, fix)

@@ -152,7 +152,7 @@ def external_stages_fit(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, key, wrong, f"set {key} = 1")
 
 
-@check("external", "algorithm")
+@check("external", "algorithm", "stages")
 def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
     if recipe.runs_stage("reference"):
         return

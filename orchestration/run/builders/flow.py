@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import structlog
 
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import prompt_limits
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import terms_of
 from stages.external_checks import TERMS
+from stages.flow.catalogue import CREDIT
 from stages.gate import Gate
 from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import PromptFormatter
@@ -43,9 +45,11 @@ class FlowJob(Job):
             steps=recipe.train.steps,
             groups_per_step=recipe.train.groups_per_step,
         )
-        if recipe.runs_stage("reward"):
-            self.control(Reward(self.rewards(), self.tokenizer))
-        self.control(Advantage(self.algorithm()))
+        flow = flow_of(recipe)
+        if recipe.runs_stage("reward") and "reward" in flow:
+            self.control(Reward(self.rewards(), self.tokenizer, tuple(flow["reward"].needs)))
+        if CREDIT in flow:
+            self.control(Advantage(self.algorithm()))
 
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)

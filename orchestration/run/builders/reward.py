@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orchestration.recipe.flow import flow_of
 from orchestration.run.builders.job import Job
 from stages.rewards.stage import Reward
 
@@ -10,4 +11,4 @@ class RewardJob(Job):
     """Computes the rewards of the rows that it claims, beside the reward stage of the `flow` worker."""
 
     async def build(self) -> None:
-        self.control(Reward(self.rewards(), self.tokenizer))
+        self.control(Reward(self.rewards(), self.tokenizer, tuple(flow_of(self.recipe)["reward"].needs)))

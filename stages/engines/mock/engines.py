@@ -27,7 +27,9 @@ import torch
 from safetensors.torch import save_file
 from tensordict import TensorDictBase
 
-from stages.algorithms import TokenBatch, split_gap
+from stages.algorithms import TokenBatch
+from stages.algorithms.batch import TrainBatch
+from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes, WeightMismatch
 from stages.engines.responses import Responses
@@ -293,8 +295,9 @@ class MockRolloutEngine:
 class MockTrainEngine:
     """A :class:`~stages.engines.protocols.TrainEngine` that takes time and learns nothing.
 
-    Each step changes the weights by noise drawn from the bytes of the batch (token ids and advantages, in their order): two
-    runs have the same weights exactly when they trained on the same data in the same order.
+    Each train batch changes the weights by noise drawn from its bytes (token ids and advantages, in their order): two runs
+    have the same weights exactly when they trained on the same data in the same order. It takes the time of the algorithm's
+    epochs and mini-batches; as policy scores it gives the rollout's logprobs.
     """
 
     def __init__(self, options: MockTrainOptions, *, seed: int = 0) -> None:
@@ -307,14 +310,16 @@ class MockTrainEngine:
         if options.parameters > head:
             self._weights["body.weight"] = torch.from_numpy(values[head:].copy())
 
-    def train_batch(self, batch: TensorDictBase, algorithm: Any) -> Mapping[str, float]:
+    def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
         began = time.perf_counter()
-        tokens = _packed(batch)
+        by_policy = [name for name, by in algorithm.scores.items() if by == "policy"]
+        given = TrainBatch(batch, algorithm, computed={name: batch["rollout_logprobs"].unbind() for name in by_policy})
+        tokens = _tokens(batch, given)
         with torch.no_grad():
             output = algorithm.loss(tokens)
-        told = {**output.metrics, **tokens.behaviour_gap()}
-        gap, metrics = split_gap({name: float(value) for name, value in told.items()})
-        digest = _digest((batch["response_ids"].values(), batch["advantage"]))
+        measured = {**output.metrics, **tokens.behaviour_gap()}
+        gap, metrics = split_gap({name: float(value) for name, value in measured.items()})
+        digest = _digest((batch["response_ids"].values(), *(given[name] for name in tokens.rows)))
         random = np.random.default_rng([3, self._step, digest])
         norm = 0.0
         for name, tensor in self._weights.items():
@@ -322,7 +327,8 @@ class MockTrainEngine:
             self._weights[name] = tensor - self._options.learning_rate * change
             norm += float(change.square().sum())
         self._step += 1
-        self._sleep(self._options.step_seconds + self._options.token_seconds * _trained_tokens(batch), began)
+        seconds = self._options.step_seconds * algorithm.mini_batches + self._options.token_seconds * _fed_tokens(batch)
+        self._sleep(seconds * algorithm.epochs, began)
         return {
             "loss": float(output.loss),
             "grad_norm": math.sqrt(norm),
@@ -335,7 +341,7 @@ class MockTrainEngine:
         began = time.perf_counter()
         responses = batch["response_ids"]
         values = _logprobs(responses.values(), _digest(tensor for _, tensor in sorted(self._weights.items())))
-        self._sleep(self._options.logprob_token_seconds * _trained_tokens(batch), began)
+        self._sleep(self._options.logprob_token_seconds * _fed_tokens(batch), began)
         return torch.nested.nested_tensor_from_jagged(values, responses.offsets())
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -361,21 +367,18 @@ class MockTrainEngine:
         time.sleep(max(0.0, seconds * self._options.time_scale - (time.perf_counter() - began)))
 
 
-def _packed(batch: TensorDictBase) -> TokenBatch:
-    """The whole batch as the algorithm's loss sees it, under weights that have not moved since rollout."""
-    behaviour = batch["rollout_logprobs"]
-    lengths = behaviour.offsets().diff()
-    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    reference = batch.get("ref_logprobs", None)
-    return TokenBatch(
-        logprobs=behaviour.values(),
-        rollout_logprobs=behaviour.values(),
-        ref_logprobs=None if reference is None else reference.values(),
-        advantage=batch["advantage"][row],
-        row=row,
-        row_tokens=lengths,
-        total_tokens=len(row),
-        total_rows=len(lengths),
+def _tokens(batch: TensorDictBase, given: TrainBatch) -> TokenBatch:
+    """The whole batch as the algorithm's loss takes it, under weights that have not moved since rollout."""
+    groups = batch["group"].unique(return_inverse=True)[1]
+    behaviour = batch.get("rollout_logprobs", None)
+    logprobs = torch.zeros(int(given.lengths.sum())) if behaviour is None else behaviour.values()
+    return given.tokens(
+        range(len(given.lengths)),
+        groups.tolist(),
+        logprobs,
+        total_tokens=int(given.trained.sum()),
+        total_rows=len(given.lengths),
+        total_groups=int(groups.max()) + 1,
     )
 
 
@@ -384,7 +387,7 @@ def _logprobs(token_ids: torch.Tensor, digest: int) -> torch.Tensor:
     return -2.0 * ((token_ids * 2654435761 + digest % 1_000_003) % 1009).to(torch.float32) / 1009
 
 
-def _trained_tokens(batch: TensorDictBase) -> int:
+def _fed_tokens(batch: TensorDictBase) -> int:
     prompts = batch["prompt_ids"].offsets().diff().tolist()
     once = dict(zip(batch["group"].tolist(), prompts, strict=True))
     return len(batch["response_ids"].values()) + sum(once.values())

@@ -142,11 +142,14 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _compute(self, packed: PackedBatch) -> torch.Tensor:
         return self.model(packed)  # type: ignore[no-any-return]
 
-    def _agree(self, tokens: int, rows: int, passes: int) -> tuple[int, int, int]:
+    def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         if not passes:
             raise ValueError(f"batch: rank {self.ranks.rank} has no rows; deal each replica at least one")
-        counts = self._gathered(torch.tensor([tokens, rows, passes], dtype=torch.int64))
-        return int(counts[:, 0].sum()), int(counts[:, 1].sum()), int(counts[:, 2].max())
+        counts = self._gathered(torch.tensor([tokens, rows, groups, passes], dtype=torch.int64))
+        return int(counts[:, 0].sum()), int(counts[:, 1].sum()), int(counts[:, 2].sum()), int(counts[:, 3].max())
+
+    def _total(self, values: torch.Tensor) -> torch.Tensor:
+        return self._gathered(values.flatten()).sum(0).view_as(values).cpu()
 
     def _add_up(self, sums: dict[str, float], largest: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         names = [*sorted(sums), *sorted(largest)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from stages import device as devices
-from stages.algorithms import Algorithm, TokenBatch, split_gap
+from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
+from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at
 from stages.engines.torch.packing import ATTENTION, PackedBatch, pack, shared_prompt_attention
@@ -30,13 +32,18 @@ from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.resharding.swap import training_state
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Group:
     """One group of a batch: its prompt, and the batch's row numbers of its responses, by place."""
 
     prompt: torch.Tensor
     numbers: tuple[int, ...]
     shape: GroupShape
+
+    def part(self, places: Sequence[int]) -> _Group:
+        """The group with the rows at ``places`` alone."""
+        shape = GroupShape(self.shape.prompt, tuple(self.shape.responses[at] for at in places))
+        return _Group(self.prompt, tuple(self.numbers[at] for at in places), shape)
 
 
 class TorchTrainEngine:
@@ -109,9 +116,13 @@ class TorchTrainEngine:
         self._take_over(self.device)
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def _agree(self, tokens: int, rows: int, passes: int) -> tuple[int, int, int]:
-        """Response tokens and rows of the whole train batch, and the passes through the model that each rank makes."""
-        return tokens, rows, passes
+    def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
+        """Tokens, rows and groups of the whole mini-batch, and the passes through the model that each rank makes."""
+        return tokens, rows, groups, passes
+
+    def _total(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` added up over all ranks."""
+        return values
 
     def _idle_pass(self) -> torch.Tensor:
         """One pass through the model on one token, while other ranks have work. Returns a logprob [1]."""
@@ -133,73 +144,87 @@ class TorchTrainEngine:
         """``value``, of the same shape as the optimizer's parameter ``name``, in the form that a checkpoint stores."""
         return value
 
-    def train_batch(self, batch: TensorDictBase, algorithm: Algorithm) -> Mapping[str, float]:
-        """One optimizer step; see :class:`stages.engines.protocols.TrainEngine`. ``fed_tokens`` in the result counts
-        the tokens that went through the model. Raises ``FloatingPointError``, and takes no step, when the loss or the
-        gradient is not finite."""
+    def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
+        """The algorithm's epochs and mini-batches; see :class:`stages.engines.protocols.TrainEngine`. ``fed_tokens`` in the
+        result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
+        a loss or a gradient is not finite."""
         self._set_threads()
         groups, responses = _groups(batch)
-        rollout_logprobs = _column(batch, "rollout_logprobs", like=responses)
-        ref_logprobs = _column(batch, "ref_logprobs", like=responses) if algorithm.needs_reference else None
-        advantage = batch["advantage"].cpu()
-        plan = plan_micro_batches([group.shape for group in groups], self._token_budget)
-        tokens = sum(len(response) for response in responses)
-        total_tokens, total_rows, passes = self._agree(tokens, len(responses), len(plan))
+        by_policy = [name for name, by in algorithm.scores.items() if by == "policy"]
+        computed = dict.fromkeys(by_policy, self.logprobs(batch).unbind()) if by_policy else {}
+        given = TrainBatch(batch, algorithm, self._total, computed)
+        whole = algorithm.unit == "group"
+        parts = [
+            (part, plan_micro_batches([group.shape for group in part], self._token_budget, whole=whole))
+            for part in _mini_batches(groups, algorithm.mini_batches, whole)
+        ]
+        learning_rate = learning_rate_at(self.step // (algorithm.epochs * len(parts)), **self._schedule)
+        for options in self._optimizer.param_groups:
+            options["lr"] = learning_rate
+        steps = []
+        for part, plan in parts * algorithm.epochs:
+            metrics = self._optimize(part, plan, responses, given, algorithm)
+            steps.append({**metrics, "learning_rate": learning_rate})
+        return over_steps(steps)
+
+    def _optimize(
+        self,
+        groups: Sequence[_Group],
+        plan: Sequence[Sequence[Piece]],
+        responses: Sequence[torch.Tensor],
+        given: TrainBatch,
+        algorithm: AlgorithmLike,
+    ) -> dict[str, float]:
+        """One optimizer step on ``groups``, whose micro-batches are ``plan``."""
+        rows = [number for group in groups for number in group.numbers]
+        own = int(given.trained[rows].sum())
+        if not own:
+            raise ValueError("loss_mask: leaves no token of a mini-batch to train on; drop such groups before training")
+        total_tokens, total_rows, total_groups, passes = self._agree(own, len(rows), len(groups), len(plan))
         fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
-        seen: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
+        sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:
             for pieces in plan:
                 numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
-                lengths = torch.tensor([len(responses[n]) for n in numbers])
-                row = torch.arange(len(numbers)).repeat_interleave(lengths)
-                given = TokenBatch(
-                    logprobs=self._piece_logprobs(groups, pieces, responses),
-                    rollout_logprobs=self._flat(rollout_logprobs, numbers),
-                    ref_logprobs=None if ref_logprobs is None else self._flat(ref_logprobs, numbers),
-                    advantage=advantage[torch.tensor(numbers)][row].to(self.device),
-                    row=row.to(self.device),
-                    row_tokens=lengths.to(self.device),
+                tokens = given.tokens(
+                    numbers,
+                    [at for at, piece in enumerate(pieces) for _ in piece.rows],
+                    self._piece_logprobs(groups, pieces, responses),
                     total_tokens=total_tokens,
                     total_rows=total_rows,
+                    total_groups=total_groups,
                 )
-                output = algorithm.loss(given)
+                if not len(tokens.row):  # all are left out: nothing to learn, but other ranks compute with this one
+                    tokens.logprobs.sum().backward()
+                    continue
+                output = algorithm.loss(tokens)
                 output.loss.backward()
-                told = {"loss": output.loss.detach(), **output.metrics, **given.behaviour_gap()}
-                for name, value in told.items():
-                    before = seen.get(name)
+                measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
+                for name, value in measured.items():
+                    before = sums.get(name)
                     together = torch.maximum if name.startswith("max_") else torch.add
-                    seen[name] = value if before is None else together(before, value)
+                    sums[name] = value if before is None else together(before, value)
             for _ in range(passes - len(plan)):
                 idle = self._idle_pass()
                 idle.backward(torch.zeros_like(idle))
-            sums, largest = self._add_up(
-                {name: value.item() for name, value in seen.items() if not name.startswith("max_")}
+            added, largest = self._add_up(
+                {name: value.item() for name, value in sums.items() if not name.startswith("max_")}
                 | {"fed_tokens": float(fed)},
-                {name: value.item() for name, value in seen.items() if name.startswith("max_")},
+                {name: value.item() for name, value in sums.items() if name.startswith("max_")},
             )
-            loss, fed_tokens = sums.pop("loss"), sums.pop("fed_tokens")
-            gap, metrics = split_gap(sums | largest)
+            loss, fed_tokens = added.pop("loss"), added.pop("fed_tokens")
+            gap, metrics = split_gap(added | largest)
             grad_norm = self._clip()
             if not (math.isfinite(grad_norm) and math.isfinite(loss)):
                 raise FloatingPointError(
                     f"gradient norm is {grad_norm} at step {self.step} (loss {loss}): no step was taken; lower "
                     "learning_rate or look for logprobs that are not finite in the batch"
                 )
-            learning_rate = learning_rate_at(self.step, **self._schedule)
-            for options in self._optimizer.param_groups:
-                options["lr"] = learning_rate
             self._optimizer.step()
             self.step += 1
         finally:
             self._forget_gradients()
-        return {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "fed_tokens": fed_tokens,
-            **gap,
-            **algorithm.finish(metrics),
-        }
+        return {"loss": loss, "grad_norm": grad_norm, "fed_tokens": fed_tokens, **gap, **algorithm.finish(metrics)}
 
     @torch.no_grad()
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
@@ -210,7 +235,7 @@ class TorchTrainEngine:
         rows: list[torch.Tensor] = [torch.empty(0)] * len(responses)
         alone = [plan_micro_batches([group.shape], self._token_budget) for group in groups]
         plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
-        *_, passes = self._agree(0, 0, len(plan))
+        *_, passes = self._agree(0, 0, 0, len(plan))
         for piece in plan:
             numbers = [groups[piece.group].numbers[row] for row in piece.rows]
             values = self._piece_logprobs(groups, [piece], responses).cpu()
@@ -275,9 +300,6 @@ class TorchTrainEngine:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
 
-    def _flat(self, rows: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
-        return torch.cat([rows[number] for number in numbers]).to(self.device)
-
     def _piece_logprobs(
         self, groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor]
     ) -> torch.Tensor:
@@ -328,7 +350,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 
 def _groups(batch: TensorDictBase) -> tuple[list[_Group], list[torch.Tensor]]:
     """Returns the groups of ``batch`` in the order of their numbers, rows by place, and all responses by row number."""
-    prompts, responses = _column(batch, "prompt_ids"), _column(batch, "response_ids")
+    prompts, responses = jagged_rows(batch, "prompt_ids"), jagged_rows(batch, "response_ids")
     by_group: dict[int, list[tuple[int, int]]] = {}
     for number, (group, place) in enumerate(zip(batch["group"].tolist(), batch["place"].tolist(), strict=True)):
         by_group.setdefault(group, []).append((place, number))
@@ -345,12 +367,18 @@ def _groups(batch: TensorDictBase) -> tuple[list[_Group], list[torch.Tensor]]:
     return groups, responses
 
 
-def _column(batch: TensorDictBase, name: str, like: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """The rows of jagged column ``name``, on the CPU, each as long as the row of ``like``."""
-    if name not in batch:
-        raise ValueError(f"batch: column {name} is missing; it has {sorted(batch.keys())}")
-    rows = list(batch[name].cpu().unbind())
-    for number, (row, other) in enumerate(zip(rows, rows if like is None else like, strict=True)):
-        if len(row) != len(other):
-            raise ValueError(f"{name}: row {number} has {len(row)} values for a response of {len(other)} tokens")
-    return rows
+def _mini_batches(groups: Sequence[_Group], count: int, whole: bool) -> list[list[_Group]]:
+    """``groups`` in ``count`` parts, in order, of as many groups each as can be; where there are fewer groups than parts, of
+    as many rows. ``whole``: no group may be cut."""
+    if len(groups) >= count:
+        edges = [len(groups) * at // count for at in range(count + 1)]
+        return [list(groups[a:b]) for a, b in pairwise(edges)]
+    rows = [(group, at) for group in groups for at in range(len(group.numbers))]
+    if whole or len(rows) < count:
+        what = f"{len(groups)} groups" if whole else f"{len(rows)} rows"
+        raise ValueError(f"mini_batches: {count} are more than the {what} of this rank; lower mini_batches")
+    parts = []
+    for a, b in pairwise([len(rows) * at // count for at in range(count + 1)]):
+        members = [(group, [at for _, at in some]) for group, some in groupby(rows[a:b], key=lambda row: row[0])]
+        parts.append([group.part(places) for group, places in members])
+    return parts

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from orchestration.external.errors import NotExternal, WeightsGone, WeightsTooOld
 from orchestration.external.experience import Experience
 from orchestration.external.session import External
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.builders.flow import EXTERNAL_PROMPTS
 from orchestration.run.engines import train_engine
@@ -27,9 +28,9 @@ from orchestration.run.run import WHERE, Run
 from pipeline.columns import ColumnError, Packed
 from pipeline.index.client import LeaseLost
 from stages.algorithms import build_algorithm
+from stages.algorithms.batch import trained_columns
 from stages.external_checks import Misfit, Terms, check_responses
 from stages.prompts.too_long import TOO_LONG_FILE
-from stages.training.ranks import trained_columns
 from tests.orchestration.run.test_run import assert_each_sample_once
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 
@@ -401,9 +402,8 @@ async def train(external: External, of: Any) -> None:
     """A trainer: it publishes what it begins with, then a version after each step."""
     engine, algorithm = train_engine(of), build_algorithm(of.algorithm.name, of.algorithm.options)
     await external.publish(0, engine.weights())
-    while not (
-        answer := await external.get_experience("update", "trainer", 1, columns=trained_columns(algorithm), wait=5)
-    ).over:
+    names = trained_columns(algorithm, flow_of(of).schema)
+    while not (answer := await external.get_experience("update", "trainer", 1, columns=names, wait=5)).over:
         if not answer:
             continue
         columns = answer.columns
@@ -411,9 +411,7 @@ async def train(external: External, of: Any) -> None:
             "group": torch.tensor([row.group for row in answer.rows]),
             "place": torch.tensor([row.place for row in answer.rows]),
             "advantage": columns["advantage"].values,
-            **{
-                name: columns[name].jagged() for name in trained_columns(algorithm) if columns[name].offsets is not None
-            },
+            **{name: columns[name].jagged() for name in names if columns[name].offsets is not None},
         }
         metrics = await asyncio.to_thread(engine.train_batch, TensorDict(batch, [len(answer.rows)]), algorithm)
         with pytest.raises(Exception, match="is not next"):

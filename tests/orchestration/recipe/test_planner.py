@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, parameters_of, plan
 from orchestration.recipe.schema import Recipe
 from pipeline.blocks import pack
-from stages.columns import Flow
+from stages.algorithms.grpo import GRPO
+from stages.flow.catalogue import catalogue
+from stages.flow.resolver import resolve
 from stages.models import tiny_model
 
 
@@ -148,7 +150,7 @@ def test_the_arena_holds_every_sample_that_may_be_alive(
         pipeline={"staleness": staleness},
         checkpoint={"every": every},
     )
-    schema = Flow(rewards=4, reference=True).schema
+    schema = resolve(GRPO(kl_coef=0.1), catalogue(rewards=4)).schema
     asked = {
         "prompt_ids": [torch.zeros(prompt, dtype=torch.int64)],
         "given": ["x" * 4 * prompt],

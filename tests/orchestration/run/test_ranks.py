@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.synchronous import synchronous_run
-from orchestration.recipe.planner import flow_of
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.kinds import workers_of
 from orchestration.run.launchers import EXIT_FATAL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from itertools import pairwise
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from stages.algorithms import TokenBatch, build_algorithm
+from stages.algorithms import Drop, TokenBatch, build_algorithm
 from stages.algorithms.grpo import GRPO
 
 Row = dict[str, Any]  # logprobs, rollout, ref: lists of floats; advantage: float
@@ -42,9 +43,16 @@ def pack(rows: list[Row], total_rows: int, total_tokens: int, dtype: torch.dtype
     logprobs = torch.tensor([x for row in rows for x in row["logprobs"]], dtype=dtype, requires_grad=True)
     row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
     advantage = torch.tensor([r["advantage"] for r in rows], dtype=dtype)[row]
-    return TokenBatch(
-        logprobs, flat["rollout"], flat["ref"], advantage, row, torch.tensor(lengths), total_tokens, total_rows
-    )
+    columns = {"rollout_logprobs": flat["rollout"], "ref_logprobs": flat["ref"], "advantage": advantage}
+    return TokenBatch(logprobs, columns, row, torch.tensor(lengths), total_tokens, total_rows)
+
+
+def credit(algorithm: GRPO, rewards: torch.Tensor) -> torch.Tensor:
+    """The advantages of one group."""
+    made = algorithm.credit({"reward": rewards})
+    assert not isinstance(made, Drop)
+    advantage: torch.Tensor = made["advantage"]
+    return advantage
 
 
 def whole(rows: list[Row], dtype: torch.dtype = torch.float64) -> TokenBatch:
@@ -165,14 +173,14 @@ def test_advantages_have_mean_zero_and_unit_sample_std() -> None:
     mean = sum(rewards.tolist()) / 4
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards.tolist()) / 3)
     expected = [(r - mean) / (std + 1e-4) for r in rewards.tolist()]
-    assert GRPO().advantages(rewards).tolist() == pytest.approx(expected, rel=1e-6)
-    assert GRPO(scale_rewards=False).advantages(rewards).tolist() == pytest.approx([r - mean for r in rewards.tolist()])
+    assert credit(GRPO(), rewards).tolist() == pytest.approx(expected, rel=1e-6)
+    assert credit(GRPO(scale_rewards=False), rewards).tolist() == pytest.approx([r - mean for r in rewards.tolist()])
 
 
 @pytest.mark.parametrize("rewards", [[0.7] * 8, [0.1], [-3.0, -3.0]])
 def test_equal_rewards_teach_nothing(rewards: list[float]) -> None:
     for scale in (True, False):
-        advantages = GRPO(scale_rewards=scale).advantages(torch.tensor(rewards))
+        advantages = credit(GRPO(scale_rewards=scale), torch.tensor(rewards))
         assert advantages.dtype == torch.float32
         assert not advantages.any()
     rows = [row | {"advantage": 0.0} for row in random_rows(1)]
@@ -192,12 +200,31 @@ def test_a_sample_of_the_current_policy_has_full_effective_sample_size() -> None
     assert metrics["ratio_mean"] == pytest.approx(1.0)
 
 
-def test_the_reference_is_asked_for_only_with_kl_and_its_absence_is_named() -> None:
-    assert not GRPO().needs_reference
-    assert GRPO(kl_coef=0.1).needs_reference
-    tokens = whole(random_rows(0))
-    with pytest.raises(ValueError, match="ref_logprobs"):
-        GRPO(kl_coef=0.1).loss(TokenBatch(**{**vars(tokens), "ref_logprobs": None}))
+def test_the_reference_is_asked_for_only_with_kl() -> None:
+    assert not GRPO().scores
+    assert "ref_logprobs" not in GRPO().loss_reads
+    assert GRPO(kl_coef=0.1).scores == {"ref_logprobs": "frozen model"}
+    assert GRPO(kl_coef=0.1).loss_reads["ref_logprobs"] == "float32 ragged"
+
+
+@pytest.mark.parametrize("rewards", [[0.0] * 4, [0.7] * 8])
+def test_groups_with_equal_rewards_are_dropped_on_request(rewards: list[float]) -> None:
+    assert GRPO(drop_equal=True).credit({"reward": torch.tensor(rewards)}) == Drop("equal rewards")
+    assert not isinstance(GRPO(drop_equal=True).credit({"reward": torch.tensor([*rewards, 0.1])}), Drop)
+
+
+def test_a_row_weight_scales_the_row() -> None:
+    rows = random_rows(5, rows=4)
+    plain, half = whole(rows), whole(rows)
+    weight = torch.tensor([0.5, 1.0, 2.0, 0.0], dtype=torch.float64)
+    weighted = dataclasses.replace(half, weight=weight[half.row])
+    for algorithm in (GRPO(), GRPO(loss_normalization="sequence")):
+        gradients = []
+        for tokens in (plain, weighted):
+            tokens.logprobs.grad = None
+            algorithm.loss(tokens).loss.backward()
+            gradients.append(tokens.logprobs.grad)
+        torch.testing.assert_close(gradients[1], gradients[0] * weighted.weight)
 
 
 def test_options_are_validated_all_at_once_by_name() -> None:

@@ -16,8 +16,10 @@ from pipeline.index.client import Claim, Index
 from pipeline.spans import Spans
 from pipeline.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
-from stages.columns import Flow
+from stages.algorithms.grpo import GRPO
 from stages.engines.plans import Ranks
+from stages.flow.catalogue import catalogue
+from stages.flow.resolver import resolve
 from stages.resharding.swap import State
 from stages.training.colocated import Turn
 from stages.training.ranks import RankGroup, RankWorker
@@ -88,7 +90,7 @@ class Answers:
 
 @pytest.fixture
 async def dock(index: Index, tmp_path: Path) -> AsyncIterator[Dock]:
-    flow = Flow()
+    flow = resolve(GRPO(), catalogue())
     await index.init(flow.config(StalenessPlan(0, P, 1)), {"published": 0, "trained": 0, "admitted": 0})
     dock = Dock(index, flow.schema, worker="test", directory=tmp_path, lease=30.0, slab=2**16, secret=b"x")
     await dock.join(2**22)

@@ -16,8 +16,9 @@ from pipeline.index.client import Claim, Index, IndexRefused
 from pipeline.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.grpo import GRPO
-from stages.columns import Flow
 from stages.engines.plans import Ranks
+from stages.flow.catalogue import catalogue
+from stages.flow.resolver import resolve
 from stages.training.ranks import RankGroup, RankWorker
 from stages.weights.store import probed
 from tests.batches import make_batch, unstack
@@ -27,7 +28,7 @@ GROUPS = [(6, (5, 3)), (40, (2, 2)), (3, (12, 30)), (4, (1, 1))]
 
 @pytest.fixture
 async def dock(index: Index, tmp_path: Path) -> AsyncIterator[Dock]:
-    flow = Flow()
+    flow = resolve(GRPO(), catalogue())
     plan = StalenessPlan(0, len(GROUPS), 1)
     await index.init(flow.config(plan), {"published": 0, "trained": 0, "admitted": 0})
     dock = Dock(index, flow.schema, worker="test", directory=tmp_path, lease=30.0, slab=2**16, secret=b"x")

@@ -27,7 +27,7 @@ from stages.weights import secret_socket
 from stages.weights.collective import Credentials, WeightReceiver, WeightSender
 from stages.weights.secret_socket import connect
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
-from tests.pipeline.warehouse.test_wire import certificate
+from tests.pipeline.warehouse.wire.served import certificate
 
 CPU = torch.device("cpu")
 TIMEOUT = 20.0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from stages.algorithms import LossOutput, TokenBatch
+from stages.algorithms import Algorithm, LossOutput, TokenBatch
 from stages.algorithms.grpo import GRPO
 from stages.engines.plans import GroupShape, plan_micro_batches
 from stages.engines.torch import token_logprobs
@@ -69,9 +69,11 @@ def plain_tokens(model: LlamaForCausalLM, batch: TensorDict, temperature: float 
     row = torch.arange(len(rows)).repeat_interleave(lengths)
     return TokenBatch(
         logprobs=torch.cat(logprobs),
-        rollout_logprobs=torch.cat([r["rollout_logprobs"] for r in rows]),
-        ref_logprobs=torch.cat([r["ref_logprobs"] for r in rows]),
-        advantage=batch["advantage"][row],
+        columns={
+            "rollout_logprobs": torch.cat([r["rollout_logprobs"] for r in rows]),
+            "ref_logprobs": torch.cat([r["ref_logprobs"] for r in rows]),
+            "advantage": batch["advantage"][row],
+        },
         row=row,
         row_tokens=lengths,
         total_tokens=int(lengths.sum()),
@@ -375,7 +377,7 @@ def test_a_bandit_is_learned() -> None:
         logprobs = engine.logprobs(every).values()
         chances.append(float(logprobs[7].exp()))
         drawn = torch.multinomial(logprobs.exp(), 64, replacement=True, generator=rng)
-        advantage = algorithm.advantages((drawn == 7).float())
+        advantage = algorithm.credit({"reward": (drawn == 7).float()})["advantage"]
         batch = stack(
             [
                 {
@@ -452,19 +454,11 @@ def test_close_can_be_repeated() -> None:
     engine.close()
 
 
-class SumOfLogprobs:
-    """The smallest algorithm there is: shows that the engine takes any, not only GRPO."""
-
-    needs_reference = False
-
-    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
-        return rewards
+class SumOfLogprobs(Algorithm):
+    """The smallest algorithm: shows that the engine takes any, not only GRPO."""
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        return LossOutput(-(tokens.logprobs * tokens.advantage).sum(), {"max_row": tokens.row_tokens.max()})
-
-    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        return metrics
+        return LossOutput(-(tokens.logprobs * tokens["advantage"]).sum(), {"max_row": tokens.row_tokens.max()})
 
 
 def test_an_algorithm_of_ones_own_is_enough() -> None:

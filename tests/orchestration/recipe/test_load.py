@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from orchestration.recipe.field_problems import FUTURE_KEYS
-from orchestration.recipe.keys import sections
-from orchestration.recipe.load import load_recipe, parse_recipe, read_recipe
-from orchestration.recipe.planner import plan
-from orchestration.recipe.problems import Problem, RecipeError
+from orchestration.recipe.load import load_recipe, parse_recipe
+from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.values import format_size, parse_size
 from stages.resharding.layout import parse_layout
+from tests.orchestration.recipe.minimal import MINIMAL, problems
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
-MINIMAL = """
-[model]
-source = "tiny"
-[prompts]
-source = "builtin"
-task = "repeat"
-[reward]
-functions = [{ name = "spelling" }]
-[train]
-steps = 10
-"""
-
-
-@pytest.fixture
-def minimal(tmp_path: Path) -> Path:
-    path = tmp_path / "minimal.toml"
-    path.write_text(MINIMAL)
-    return path
-
-
-def problems(path: Path, *overrides: str) -> list[Problem]:
-    with pytest.raises(RecipeError) as raised:
-        load_recipe(path, overrides)
-    return raised.value.problems
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -58,7 +29,7 @@ def test_the_recipes_of_the_package_are_sound_and_described(path: Path) -> None:
     assert Recipe.from_json(recipe.to_json()) == recipe
 
 
-def test_what_a_recipe_does_not_say_has_a_default(minimal: Path) -> None:
+def test_keys_that_are_left_out_have_defaults(minimal: Path) -> None:
     recipe = load_recipe(minimal)
     assert (recipe.name, recipe.seed) == ("minimal", 0)
     assert recipe.algorithm.name == "grpo"
@@ -125,7 +96,7 @@ FAULTS = [
     ("reward.functions=[{name='spelling'},{name='spelling'}]", "reward.functions.1.name", "add up the weights"),
     ("reward.functions=[{name='spelling',weight=0}]", "reward.functions", "another weight"),
     ("algorithm.name=ppo", "algorithm.name", "grpo"),
-    ("algorithm.name=collections:Counter", "algorithm.name", "no loss"),
+    ("algorithm.name=collections:Counter", "algorithm.name", "stages.algorithms.Algorithm"),
     ("algorithm.name=nowhere.at.all:A", "algorithm.name", "PYTHONPATH"),
     ("algorithm.options.kl_coeff=0.1", "algorithm.options.kl_coeff", "did you mean 'kl_coef'?"),
     ("algorithm.options.kl_coef=-1", "algorithm.options.kl_coef", ">= 0"),
@@ -182,103 +153,6 @@ def test_a_fault_names_its_key_its_value_and_its_fix(minimal: Path, override: st
     assert str(blamed).startswith(key)
 
 
-MOCK: dict[str, Any] = {
-    "model": {"source": "mock"},
-    "rollout": {"engine": "mock"},
-    "train": {"engine": "mock", "steps": 1},
-}
-# For each table that another model checks: values that are accepted, and some that are refused.
-TABLES: list[tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = [
-    (
-        MOCK,
-        {"rollout": {"mock": {"sigma": 0.0}}},
-        [{"rollout": {"mock": wrong}} for wrong in ({"sigma": -1}, {"sgma": 1})],
-    ),
-    (MOCK, {"train": {"mock": {"parameters": 8}}}, [{"train": {"mock": {"parameters": 0}}}]),
-    ({}, {"algorithm": {"options": {"kl_coef": 0.1}}}, [{"algorithm": {"options": {"kl_coef": "a lot"}}}]),
-    (
-        {},
-        {"prompts": {"config": {"length": 2}}},
-        [{"prompts": {"config": wrong}} for wrong in ({"length": 0}, {"len": 2})],
-    ),
-    ({}, {"rollout": {"options": {}}}, [{"rollout": {"options": {"cache": 1}}}]),
-    ({}, {"rollout": {"device": "cpu"}}, [{"rollout": {"device": "cpu;rm"}}]),
-]
-
-
-@pytest.mark.parametrize(("base", "taken", "refused"), TABLES)
-def test_the_json_schema_of_a_table_is_that_of_what_checks_it(
-    minimal: Path, base: dict[str, Any], taken: dict[str, Any], refused: list[dict[str, Any]]
-) -> None:
-    schema = Recipe.model_json_schema()
-
-    def merged(*parts: dict[str, Any]) -> dict[str, Any]:
-        made = copy.deepcopy(read_recipe(minimal)[0])
-        for part in parts:
-            for section, keys in part.items():
-                made.setdefault(section, {}).update(keys)
-        return made
-
-    sound = merged(base, taken)
-    parse_recipe(sound)
-    jsonschema.validate(sound, schema)
-    for wrong in refused:
-        with pytest.raises(RecipeError):
-            parse_recipe(merged(base, wrong))
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(merged(base, wrong), schema)
-
-
-# Of every type, in and out of most ranges.
-VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    1,
-    3,
-    2**60,
-    0.5,
-    -0.5,
-    "",
-    "x",
-    "a b",
-    "embedded",
-    "redis://h",
-    "http://h",
-    "cuda:1",
-]
-VALUES += ["cpu;rm", "64MiB", "64 mib", "1.5GB", "64XB", "0", "0MiB", "-1MiB", [], [1], ["x"], ["rollout"], ["x", "x"]]
-VALUES += [[0.9], [0.9, 0.95], [0.9, 1.0], [0.1, 0.2, 0.3], {}]
-
-
-def test_the_json_schema_takes_what_the_recipe_takes_of_every_key(minimal: Path) -> None:
-    """Key by key; how keys fit together is more than a schema can say."""
-    schema, base = Recipe.model_json_schema(), read_recipe(minimal)[0]
-    by_schema = jsonschema.Draft202012Validator(schema)
-    keys = [tuple(key.key.split(".")) for section in sections() for key in section.keys]
-    differ = []
-    for path in keys:
-        if {"N", "mock", "options", "config"} & set(path):
-            continue
-        for value in VALUES:
-            data = at = copy.deepcopy(base)
-            for part in path[:-1]:
-                at = at.setdefault(part, {})
-            at[path[-1]] = value
-            if by_schema.is_valid(data) != _fields_are_sound(data):
-                differ.append((".".join(path), value))
-    assert differ == []
-
-
-def _fields_are_sound(data: dict[str, Any]) -> bool:
-    try:
-        Recipe.model_validate(data, strict=True)
-    except ValidationError as error:  # of [prompts] as a whole: how its keys fit together
-        return all(item["type"] == "fault" and item["loc"][0] == "prompts" for item in error.errors())
-    return True
-
-
 @pytest.mark.parametrize("key", sorted(FUTURE_KEYS))
 def test_the_layout_that_is_named_instead_of_what_is_not_there_yet_can_be_planned(minimal: Path, key: str) -> None:
     [blamed] = [problem for problem in problems(minimal, f"{key}=2") if problem.key == key]
@@ -286,55 +160,7 @@ def test_the_layout_that_is_named_instead_of_what_is_not_there_yet_can_be_planne
     assert getattr(found, key.removeprefix("train."), found.dp_shard // 2) == 2
 
 
-# And for what cannot take turns.
-TURN_FAULTS = [
-    (("rollout.engine=vllm",), "rollout.engine", "set rollout.engine = 'torch', or launch.placement = 'separate'"),
-    (("rollout.workers=3",), "rollout.workers", "leave it out: it follows from train.dp and train.tp"),
-    (("train.dp=2", "rollout.workers=3"), "rollout.workers", "is not the 2 ranks that train"),
-    (("rollout.device=cpu",), "rollout.device", "set rollout.device = 'auto'"),
-    (('external.stages=["rollout"]',), "external.stages", "set launch.placement = 'separate'"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "key", "fix"), TURN_FAULTS)
-def test_what_cannot_take_turns_is_told(minimal: Path, overrides: tuple[str, ...], key: str, fix: str) -> None:
-    found = problems(minimal, "launch.placement=colocated", *overrides)
-    [blamed] = [problem for problem in found if problem.key == key]
-    assert fix in blamed.wrong + "; " + blamed.fix
-    assert str(blamed).startswith(key)
-
-
-def test_a_colocated_run_has_as_many_rollout_engines_as_ranks(minimal: Path) -> None:
-    assert load_recipe(minimal, ["rollout.workers=3"]).replicas == 3
-    colocated = ["launch.placement=colocated", "train.dp=2"]
-    assert load_recipe(minimal, colocated).replicas == 2
-    assert load_recipe(minimal, [*colocated, "rollout.workers=2"]).replicas == 2
-
-
-# The same for settings of the vLLM engine.
-VLLM_FAULTS = [
-    (("rollout.vllm.max_model_len=64", "rollout.max_tokens=64"), "rollout.vllm.max_model_len", ">= "),
-    (("rollout.vllm.max_model_length=64",), "rollout.vllm.max_model_length", "did you mean 'max_model_len'?"),
-    (("rollout.vllm.kv_cache_bytes=1GigaB",), "rollout.vllm.kv_cache_bytes", "'64MiB'"),
-    (("rollout.vllm.gpu_memory_utilization=1.5",), "rollout.vllm.gpu_memory_utilization", "<= 1"),
-    (("rollout.vllm.pause=wait",), "rollout.vllm.pause", "'keep'"),
-    (("rollout.vllm.pause=abort", "rollout.vllm.kv_cache=keep"), "rollout.vllm.kv_cache", "remove it"),
-    (("rollout.vllm.pause=abort", 'rollout.stop=["."]'), "rollout.vllm.pause", "'keep'"),
-    (("rollout.top_k=5", "rollout.temperature=0.7"), "rollout.temperature", "rollout.temperature = 1.0"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "key", "fix"), VLLM_FAULTS)
-def test_a_fault_of_the_vllm_engine_is_told_without_vllm(
-    minimal: Path, overrides: tuple[str, ...], key: str, fix: str
-) -> None:
-    found = problems(minimal, "prompts.max_prompt_tokens=64", "rollout.engine=vllm", *overrides)
-    [blamed] = [problem for problem in found if problem.key == key]
-    assert fix in blamed.wrong + "; " + blamed.fix
-    assert str(blamed).startswith(key)
-
-
-def test_what_the_vllm_engine_is_told_is_read(minimal: Path) -> None:
+def test_settings_of_the_vllm_engine_are_read(minimal: Path) -> None:
     sets = ["rollout.engine=vllm", "rollout.vllm.kv_cache_bytes=1GiB", "rollout.vllm.pause=abort"]
     options = load_recipe(minimal, sets).rollout.vllm
     assert (options.kv_cache_bytes, options.pause, options.max_model_len) == (2**30, "abort", None)
@@ -346,7 +172,7 @@ def test_what_the_vllm_engine_is_told_is_read(minimal: Path) -> None:
         st.sampled_from(FAULTS[:31]), min_size=2, max_size=6, unique_by=lambda fault: fault[1].split(".")[0]
     )
 )
-def test_faults_are_told_all_at_once(
+def test_problems_are_reported_all_at_once(
     chosen: list[tuple[str, str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Faults in different sections never hide one another."""
@@ -356,7 +182,7 @@ def test_faults_are_told_all_at_once(
     assert {key for _, key, _ in chosen} <= found
 
 
-def test_relations_are_told_beside_faults_of_other_keys(minimal: Path) -> None:
+def test_relations_are_reported_beside_problems_of_other_keys(minimal: Path) -> None:
     found = problems(minimal, "train.stepz=1", "rollout.max_rows=2", "rollout.temperature=0", "prompts.held_out='x'")
     assert {p.key for p in found} == {"train.stepz", "rollout.max_rows", "rollout.temperature", "prompts.held_out"}
 
@@ -398,31 +224,12 @@ def test_prompt_files_must_exist(minimal: Path, tmp_path: Path) -> None:
     assert load_recipe(minimal, [sets[0] % (tmp_path / "yes.jsonl")]).prompts.path == str(tmp_path / "yes.jsonl")
 
 
-def test_an_arena_that_is_refused_is_accepted_with_the_size_that_the_fix_names(minimal: Path) -> None:
-    sets = ["checkpoint.every=10", "rollout.max_tokens=500"]
-    fix = problems(minimal, *sets, "pipeline.arena=1MiB")[0].fix
-    size = fix.split("'")[1]
-    recipe = load_recipe(minimal, [*sets, f"pipeline.arena={size}"])
-    assert plan(recipe).arena_bytes <= recipe.pipeline.arena
-
-
 def test_a_reward_beside_the_recipe_is_found(minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_own_reward.py").write_text("def short(completions, **_):\n    return [0.0 for _ in completions]\n")
     monkeypatch.syspath_prepend(tmp_path)
     recipe = load_recipe(minimal, ["reward.functions=[{name='my_own_reward:short'}]"])
     assert recipe.reward.functions[0].name == "my_own_reward:short"
     assert "no attribute 'long'" in problems(minimal, "reward.functions=[{name='my_own_reward:long'}]")[0].wrong
-
-
-def test_a_reference_is_needed_exactly_with_a_kl_term(minimal: Path) -> None:
-    assert not load_recipe(minimal).needs_reference
-    assert load_recipe(minimal, ["algorithm.options.kl_coef=0.05"]).needs_reference
-
-
-def test_a_recipe_cannot_be_changed(minimal: Path) -> None:
-    recipe = load_recipe(minimal)
-    with pytest.raises(ValueError, match="frozen"):
-        recipe.train.steps = 3  # type: ignore[misc]
 
 
 def test_a_recipe_may_be_given_as_tables() -> None:
@@ -435,57 +242,3 @@ def test_a_recipe_may_be_given_as_tables() -> None:
     }
     assert parse_recipe(tables).train.steps == 1
     assert "train" in tables  # left as it was
-
-
-@settings(deadline=None)
-@given(size=st.integers(1, 2**45))
-def test_a_size_is_read_as_it_is_written(size: int) -> None:
-    assert parse_size(str(size)) == size
-    assert parse_size(f"{size} B") == size
-    assert parse_size(f"{size}KiB") == 1024 * size
-    shown = parse_size(format_size(size))
-    assert isinstance(shown, int)
-    assert abs(shown - size) <= size * 1e-3
-
-
-@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 2", "1e3", "64 mebibytes", "0x10"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not a size"):
-        parse_size(text)
-
-
-def test_tls_files_are_checked_together(minimal: Path, tmp_path: Path) -> None:
-    here, nowhere = str(minimal), str(tmp_path / "nowhere.pem")
-    found = problems(minimal, f"pipeline.tls_certificate={here}", f"pipeline.tls_key={nowhere}")
-    assert [(problem.key, problem.wrong) for problem in found] == [
-        ("pipeline.tls_key", "is no file"),
-        ("pipeline.tls_authority", "is missing"),
-        ("pipeline.serve", "is empty: no other node connects, so that TLS protects nothing"),
-    ]
-    files = [f"pipeline.tls_{name}={here}" for name in ("certificate", "key", "authority")]
-    [found_one] = problems(minimal, "pipeline.serve=0.0.0.0", *files)
-    assert found_one.key == "pipeline.tls_certificate"
-    assert "cannot be used" in found_one.wrong
-
-
-def test_ranks_are_processes(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    recipe = load_recipe(minimal, ["train.dp=2", "train.tp=2", "train.precision=mixed", "model.dtype=bfloat16"])
-    assert recipe.train.ranks == 4
-    [inline] = problems(minimal, "train.dp=2", "train.tp=2", "launch.launcher=inline")
-    assert inline.key == "launch.launcher"
-    assert "train.dp = 2 times train.tp = 2 is 4 ranks" in inline.wrong
-    one_device, *_ = problems(minimal, "train.dp=2", "train.device=cuda:0")
-    assert (one_device.key, one_device.fix) == ("train.device", "write 'cuda': each rank takes one of them")
-    mock = ["model.source=mock", "rollout.engine=mock", "train.engine=mock", "train.tp=2"]
-    assert [(p.key, p.fix) for p in problems(minimal, *mock)] == [("train.tp", "set train.tp = 1")]
-
-
-def test_heads_are_read_from_a_checkpoint(minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    (tmp_path / "config.json").write_text('{"num_attention_heads": 12, "num_key_value_heads": 4}')
-    sets = [f"model.source={tmp_path}"]
-    assert not [problem for problem in problems(minimal, *sets, "train.tp=4") if problem.key == "train.tp"]
-    [uneven] = [problem for problem in problems(minimal, *sets, "train.tp=8") if problem.key == "train.tp"]
-    assert uneven.wrong == "cannot share the model's num_attention_heads = 12 and num_key_value_heads = 4 evenly"
-    assert uneven.fix == "use one of: 1, 2, 4"

@@ -1,0 +1,50 @@
+"""Checks of a recipe's own stages, and of the flow that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestration.recipe.checks.code import option_problems
+from orchestration.recipe.checks.registry import check
+from orchestration.recipe.flow import flow_of, reward_reads, stages_of
+from orchestration.recipe.problems import Problem, split_fix
+from orchestration.recipe.schema import Recipe
+from stages.flow.declarations import FlowError
+from stages.flow.user_stage import stage_class
+
+
+@check("stages")
+def stages_resolve(recipe: Recipe) -> Iterator[Problem]:
+    for at, section in enumerate(recipe.stages):
+        try:
+            found = stage_class(section.use)
+        except ValueError as error:
+            yield Problem(f"stages.{at}.use", section.use, *split_fix(str(error).partition(f"{section.use!r} ")[2]))
+            continue
+        yield from option_problems(f"stages.{at}", found, section.options)
+
+
+@check("stages", "algorithm", "reward.functions", "external", "evaluate.every", "train.groups_per_step", "train.dp")
+def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
+    try:
+        flow_of(recipe)
+        reads = reward_reads(recipe, [declared for _, declared in stages_of(recipe)], required=True)
+    except FlowError as error:
+        for problem in error.problems:
+            yield Problem(problem.key, problem.value, problem.wrong, problem.fix)
+        return
+    except Exception:  # reported for the algorithm, the reward or the stage itself
+        return
+    if reads and recipe.evaluate.every:
+        wrong = (
+            f"asks for evaluations, which score responses without the stage that makes {' and '.join(sorted(reads))}"
+        )
+        fix = "set evaluate.every = 0, or give the reward's parameter a default"
+        yield Problem("evaluate.every", recipe.evaluate.every, wrong, fix)
+    mini_batches = recipe.algorithm.options.get("mini_batches", 1)
+    if mini_batches * recipe.train.dp > recipe.train.groups_per_step:
+        wrong = (
+            f"are more than the {recipe.train.groups_per_step} groups of a step have for train.dp = {recipe.train.dp}"
+        )
+        fix = f"use at most {max(1, recipe.train.groups_per_step // recipe.train.dp)}, or more train.groups_per_step"
+        yield Problem("algorithm.options.mini_batches", mini_batches, wrong, fix)

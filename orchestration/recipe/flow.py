@@ -1,0 +1,80 @@
+"""The flow of a recipe: the stages that it names, and what its algorithm and its reward functions read of them.
+
+[[stages]], algorithm, reward.functions ──▶ declarations ──▶ stages.flow.resolver ──▶ Flow
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from stages.algorithms import build_algorithm
+from stages.flow.catalogue import PROMPT, RESPONSE, catalogue
+from stages.flow.declarations import Columns, StageDeclaration, itemsize
+from stages.flow.resolver import Flow, resolve
+from stages.flow.user_stage import UserStage, declaration_of, stage_class
+from stages.rewards.registry import RewardFunctions, parameters_of
+
+TEXT_BYTES = 8  # of a text column, for each token of the longest response
+
+if TYPE_CHECKING:
+    from orchestration.recipe.schema import Recipe
+
+
+def flow_of(recipe: Recipe) -> Flow:
+    """The stages and columns of a run of ``recipe``. Raises FlowError, ValueError for a name that is not found."""
+    declared = [declaration for _, declaration in stages_of(recipe)]
+    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    return resolve(
+        algorithm,
+        catalogue(
+            rewards=len(recipe.reward.functions),
+            reward_reads=reward_reads(recipe, declared),
+            stages=declared,
+        ),
+    )
+
+
+def stages_of(recipe: Recipe) -> list[tuple[UserStage, StageDeclaration]]:
+    """The recipe's own stages, and what they declare."""
+    found = []
+    for at, section in enumerate(recipe.stages):
+        stage = stage_class(section.use)(**section.options)
+        found.append((stage, declaration_of(stage, workers=section.workers, place=f"stages.{at}.use")))
+    return found
+
+
+def reward_reads(recipe: Recipe, declared: Iterable[StageDeclaration], *, required: bool = False) -> Columns:
+    """The columns of the recipe's own stages that its reward functions have parameters for; ``required``: those alone that
+    have no default. Empty where another program scores."""
+    if not recipe.runs_stage("reward") or not recipe.stages:
+        return {}
+    made = {name: kind for stage in declared for name, kind in stage.makes.items()}
+    functions = RewardFunctions()
+    parameters = [parameters_of(functions.find(function.name)) for function in recipe.reward.functions]
+    asked = {name for each in parameters for name, needed in each.items() if needed or not required}
+    return {name: kind for name, kind in made.items() if name in asked}
+
+
+def stage_columns(recipe: Recipe) -> Columns:
+    """The columns that the recipe's own stages make; none where a stage cannot be made, which is reported elsewhere."""
+    try:
+        return {name: kind for _, declared in stages_of(recipe) for name, kind in declared.makes.items()}
+    except Exception:  # code of a user may raise anything
+        return {}
+
+
+def column_bytes(recipe: Recipe) -> int:
+    """Bytes of a sample, at most, in the ragged columns and texts beside those of prompts, responses and a reference. 0 for
+    a flow that cannot be resolved, which is reported elsewhere."""
+    try:
+        columns = flow_of(recipe).columns
+    except Exception:  # code of a user may raise anything
+        return 0
+    others = [kind for name, kind in columns.items() if name not in (*PROMPT, *RESPONSE, "ref_logprobs")]
+    tokens = recipe.rollout.max_tokens
+    return sum(TEXT_BYTES * tokens if kind == "text" else itemsize(kind) * tokens for kind in others if _long(kind))
+
+
+def _long(kind: str) -> bool:
+    return kind == "text" or " ragged" in kind

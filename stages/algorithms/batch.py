@@ -1,0 +1,136 @@
+"""A train batch as algorithms see it: the columns that the loss reads, cut into the tokens of micro-batches.
+
+TensorDict of whole groups ─▶ TrainBatch ─▶ algorithm.prepare (whitening …) ─▶ TokenBatch for each micro-batch
+                                               tokens that loss_mask leaves out end here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDictBase
+
+from stages.algorithms.interface import TokenBatch
+from stages.flow.catalogue import OPTIONAL
+
+if TYPE_CHECKING:
+    from pipeline.columns import Schema
+    from stages.algorithms.named import AlgorithmLike
+
+MASK, WEIGHT = OPTIONAL
+
+
+def trained_columns(algorithm: AlgorithmLike, schema: Schema) -> tuple[str, ...]:
+    """The columns of samples that :class:`TrainBatch` is made from: what the loss reads of them, what every train engine
+    reads, and the optional ones where a stage makes them."""
+    read = [name for name in algorithm.loss_reads if algorithm.scores.get(name) != "policy"]
+    return tuple(dict.fromkeys(["prompt_ids", "response_ids", *read, *(name for name in OPTIONAL if name in schema)]))
+
+
+class TrainBatch:
+    """The columns that the loss reads of B rows: the share of one rank. ``batch[name]`` is [B, …] for a column with one
+    value in each row, and [T, …] for a ragged one, row after row. ``row`` int64 [T] is the row of each token.
+
+    ``total`` adds a tensor up over all ranks, for statistics of the whole train batch."""
+
+    def __init__(
+        self,
+        batch: TensorDictBase,
+        algorithm: AlgorithmLike,
+        total: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+        computed: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    ) -> None:
+        self.lengths = torch.tensor([len(row) for row in jagged_rows(batch, "response_ids")])
+        self.row = torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
+        self.total = total
+        self._rows: dict[str, torch.Tensor] = {}
+        self._tokens: dict[str, list[torch.Tensor]] = {name: list(rows) for name, rows in (computed or {}).items()}
+        for name in algorithm.loss_reads:
+            if name not in self._tokens:
+                self._read(batch, name)
+        self.mask = self._optional(batch, MASK)
+        self.weight = batch[WEIGHT].cpu() if WEIGHT in batch else None
+        self._replace(algorithm.prepare(self))
+        self.trained = self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._rows[name] if name in self._rows else torch.cat(self._tokens[name])
+
+    def _read(self, batch: TensorDictBase, name: str) -> None:
+        if name not in batch:
+            raise ValueError(f"batch: column {name} is missing; it has {sorted(batch.keys())}")
+        if batch[name].is_nested:
+            self._tokens[name] = jagged_rows(batch, name, self.lengths)
+        else:
+            self._rows[name] = batch[name].cpu()
+
+    def _optional(self, batch: TensorDictBase, name: str) -> list[torch.Tensor] | None:
+        return jagged_rows(batch, name, self.lengths) if name in batch else None
+
+    def _replace(self, columns: Mapping[str, torch.Tensor]) -> None:
+        for name, values in columns.items():
+            if values.shape != self[name].shape:
+                raise ValueError(f"prepare: {name} has shape {list(values.shape)}, not {list(self[name].shape)}")
+            if name in self._rows:
+                self._rows[name] = values
+            else:
+                self._tokens[name] = list(values.split(self.lengths.tolist()))
+
+    def tokens(
+        self,
+        numbers: Sequence[int],
+        groups: Sequence[int],
+        logprobs: torch.Tensor,
+        *,
+        total_tokens: int,
+        total_rows: int,
+        total_groups: int,
+    ) -> TokenBatch:
+        """The rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes them. ``logprobs`` are those of
+        all their response tokens, on the device to compute on."""
+        at, device = torch.tensor(numbers), logprobs.device
+        row = torch.arange(len(numbers)).repeat_interleave(self.lengths[at])
+        flat = {name: torch.cat([rows[number] for number in numbers]) for name, rows in self._tokens.items()}
+        if self.mask is not None:
+            kept = torch.cat([self.mask[number] for number in numbers])
+            row, logprobs = row[kept], logprobs[kept.to(device)]
+            flat = {name: values[kept] for name, values in flat.items()}
+        single = {name: values[at] for name, values in self._rows.items()}
+        flat |= {name: values[row] for name, values in single.items()}
+        return TokenBatch(
+            logprobs=logprobs,
+            columns={name: values.to(device) for name, values in flat.items()},
+            row=row.to(device),
+            row_tokens=self.trained[at].to(device),
+            total_tokens=total_tokens,
+            total_rows=total_rows,
+            total_groups=total_groups,
+            rows={name: values.to(device) for name, values in single.items()},
+            group=torch.tensor(groups).to(device),
+            weight=None if self.weight is None else self.weight[at][row].to(device),
+        )
+
+
+def jagged_rows(batch: TensorDictBase, name: str, lengths: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The rows of the ragged column ``name``, on the CPU. Raises ValueError where one is not as long as ``lengths`` says."""
+    if name not in batch:
+        raise ValueError(f"batch: column {name} is missing; it has {sorted(batch.keys())}")
+    rows = list(batch[name].cpu().unbind())
+    for number, (row, length) in enumerate(zip(rows, [] if lengths is None else lengths.tolist(), strict=False)):
+        if len(row) != length:
+            raise ValueError(f"{name}: row {number} has {len(row)} values for a response of {length} tokens")
+    return rows
+
+
+def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several optimizer steps as one: their mean, of maxima the largest, of counted tokens the sum."""
+    if len(steps) == 1:
+        return dict(steps[0])
+    out = {}
+    for name in steps[0]:
+        values = [step[name] for step in steps if name in step]
+        largest = name.startswith("max_") or name == "gap_max"
+        out[name] = max(values) if largest else sum(values) / (1 if name == "fed_tokens" else len(values))
+    return out

@@ -1,0 +1,146 @@
+"""What an algorithm is: the columns that it reads and makes, its credit, its loss. Importing this needs no torch.
+
+scores: columns that a model computes ─┐
+reward … ─▶ credit(one group) ─▶ columns ─┴▶ prepare(one train batch) ─▶ loss(tokens of a micro-batch) ─▶ finish(metrics)
+               └▶ Drop: the group leaves the run            └── epochs × mini_batches optimizer steps of each batch ──┘
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from stages.flow.declarations import Columns, Drop, RunsOn
+
+if TYPE_CHECKING:  # a recipe's algorithm and its options are checked without torch
+    import torch
+
+    from stages.algorithms.batch import TrainBatch
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The response tokens of one micro-batch, packed: T tokens of R rows, and the sizes of the whole mini-batch.
+
+    Tokens that the column ``loss_mask`` leaves out are not in it. Sums over micro-batches divided by the ``total_*`` equal
+    the loss of the mini-batch computed at once, so gradient accumulation is exact however rows are packed."""
+
+    logprobs: torch.Tensor  # float32 [T], under the weights being trained, with gradient
+    columns: Mapping[
+        str, torch.Tensor
+    ]  # what the loss reads, [T, …]: a row's single value stands at each of its tokens
+    row: torch.Tensor  # int64 [T], which of the R rows a token belongs to
+    row_tokens: torch.Tensor  # int64 [R], tokens of each row
+    total_tokens: int  # of the whole mini-batch
+    total_rows: int  # of the whole mini-batch
+    total_groups: int = 1  # of the whole mini-batch
+    rows: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # the columns with a single value in each row, [R, …]
+    group: torch.Tensor | None = None  # int64 [R], which of the micro-batch's groups a row belongs to
+    weight: torch.Tensor | None = None  # float32 [T], the column row_weight at each token, where a stage makes one
+    values: torch.Tensor | None = None  # float32 [T], with gradient, where a critic is trained with the policy
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The column ``name`` at each token, [T, …]."""
+        return self.columns[name]
+
+    def mean(self, per_token: torch.Tensor) -> torch.Tensor:
+        """This micro-batch's share of the mean over the mini-batch's tokens, each times its row's weight."""
+        return (per_token if self.weight is None else per_token * self.weight).sum() / self.total_tokens
+
+    def mean_of_rows(self, per_token: torch.Tensor) -> torch.Tensor:
+        """This micro-batch's share of the mean over rows of each row's mean, each row times its weight."""
+        weighted = per_token if self.weight is None else per_token * self.weight
+        return (weighted / self.row_tokens[self.row]).sum() / self.total_rows
+
+    def row_sums(self, per_token: torch.Tensor) -> torch.Tensor:
+        """The sum over each row's tokens, [R]."""
+        return per_token.new_zeros(len(self.row_tokens)).index_add(0, self.row, per_token)
+
+    def behaviour_gap(self) -> dict[str, torch.Tensor]:
+        """Differences of the trainer's logprobs from those that the rollout engine recorded, as metrics of the mini-batch:
+        mean, maximum, and the k3 estimate of the KL divergence (http://joschu.net/blog/kl-approx.html). Of tokens made by
+        the weights that are trained now it shows how two engines compute one policy; of older ones also how far the policy
+        has moved. Empty where the loss does not read ``rollout_logprobs``."""
+        if "rollout_logprobs" not in self.columns:
+            return {}
+        difference = (self.logprobs - self.columns["rollout_logprobs"]).detach()
+        size = difference.abs()
+        return {
+            "gap_mean": size.sum() / self.total_tokens,
+            "gap_k3": (difference.exp() - 1 - difference).sum() / self.total_tokens,
+            "max_gap": size.max(),
+        }
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """``loss`` is this micro-batch's share of the mini-batch's loss: the shares add up. ``metrics`` are detached scalars;
+    those of all micro-batches are added (``mean`` of the batch: divide by a ``total_*`` inside), except names that begin
+    with ``max_``, of which the largest is kept."""
+
+    loss: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Algorithm(BaseModel, ABC):
+    """The base of every algorithm. Its fields are the options of a recipe. The declarations below are attributes, or
+    properties where they depend on options; types are those of :mod:`stages.flow.declarations`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    epochs: int = Field(
+        default=1, ge=1, description="Times that each train batch is trained on before the next version."
+    )
+    mini_batches: int = Field(
+        default=1,
+        ge=1,
+        description="Optimizer steps of one epoch, each on its part of the train batch. The policy version counts train "
+        "batches, not these steps.",
+    )
+
+    unit: ClassVar[Literal["row", "group"]] = "row"  # what no micro-batch and no rank may cut in two
+    least_group_size: ClassVar[int] = 1
+
+    @property
+    def scores(self) -> Mapping[str, RunsOn]:
+        """Columns that a model computes, and which one: a frozen model or a critic, each a stage of the flow; or the policy,
+        before the first optimizer step of a train batch."""
+        return {}
+
+    @property
+    def credit_reads(self) -> Columns:
+        """The columns that :meth:`credit` is called with."""
+        return {"reward": "float32"}
+
+    @property
+    def credit_makes(self) -> Columns:
+        """The columns that :meth:`credit` returns; empty for an algorithm without credit."""
+        return {"advantage": "float32 finite"}
+
+    @property
+    def loss_reads(self) -> Columns:
+        """The columns of ``tokens`` in :meth:`loss`. A ragged one has a value for each response token."""
+        return {"rollout_logprobs": "float32 ragged", "advantage": "float32"}
+
+    def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
+        """Columns of one group's N rows from those that :attr:`credit_reads` names: [N, …] for a column with one value in
+        each row, a list of N tensors for a ragged one. Or a :class:`Drop`."""
+        raise NotImplementedError
+
+    def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
+        """Columns to put in the place of those of the whole train batch, before its first optimizer step."""
+        return {}
+
+    @abstractmethod
+    def loss(self, tokens: TokenBatch) -> LossOutput:
+        """The micro-batch's share of the loss."""
+
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        """What is reported of an optimizer step, from its summed metrics: the place for quotients of sums."""
+        return metrics

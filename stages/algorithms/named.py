@@ -1,0 +1,105 @@
+"""An algorithm whose mistakes are reported with its name, the method and the line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.flow.declarations import Drop
+from stages.user_code import place_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from stages.algorithms.batch import TrainBatch
+
+
+class AlgorithmError(RuntimeError):
+    """An algorithm raised, or returned what its method does not promise; the message names it, the method and the line."""
+
+
+class NamedAlgorithm:
+    """``algorithm`` under the name that the recipe gives it. Its methods raise :class:`AlgorithmError`; what it declares is
+    passed through."""
+
+    def __init__(self, name: str, algorithm: Algorithm) -> None:
+        self.name, self.algorithm = name, algorithm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.algorithm, name)
+
+    def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
+        import torch
+
+        out: Any = self._call("credit", group)
+        if isinstance(out, Drop):
+            return out
+        names = self.algorithm.credit_makes.keys()
+        if not isinstance(out, Mapping) or out.keys() != names:
+            raise self._wrong("credit", out, f"a dict with the columns {sorted(names)}, or a Drop")
+        rows = len(next(iter(group.values())))
+        for name, column in out.items():
+            tensors = isinstance(column, torch.Tensor) or all(isinstance(value, torch.Tensor) for value in column)
+            if not tensors or len(column) != rows:
+                wanted = f"a tensor of {rows} values (a list of {rows} tensors where it is ragged)"
+                raise self._wrong("credit", column, f"{wanted} in {name!r}, one for each row of the group")
+            if not all(bool(value.isfinite().all()) for value in column):
+                raise self._wrong("credit", column, f"finite numbers in {name!r}, for {_short(group)}")
+        return out
+
+    def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
+        out: Any = self._call("prepare", batch)
+        if not isinstance(out, Mapping) or not out.keys() <= self.algorithm.loss_reads.keys():
+            raise self._wrong("prepare", out, f"a dict with some of the columns {sorted(self.algorithm.loss_reads)}")
+        return out
+
+    def loss(self, tokens: TokenBatch) -> LossOutput:
+        import torch
+
+        out: Any = self._call("loss", tokens)
+        if not isinstance(out, LossOutput):
+            raise self._wrong("loss", out, "a stages.algorithms.LossOutput")
+        if not isinstance(out.loss, torch.Tensor) or out.loss.numel() != 1:
+            raise self._wrong("loss", out.loss, "a tensor of one number in LossOutput.loss")
+        if tokens.logprobs.requires_grad and not out.loss.requires_grad:
+            raise self._wrong("loss", out.loss, "a loss with gradient: it must depend on tokens.logprobs")
+        return out
+
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        out: Any = self._call("finish", metrics)
+        if not isinstance(out, dict) or not all(isinstance(value, int | float) for value in out.values()):
+            raise self._wrong("finish", out, "a dict of numbers")
+        return out
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        function = getattr(self.algorithm, method)
+        try:
+            return function(*arguments)
+        except MemoryError:
+            raise
+        except Exception as error:
+            if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):  # a failure of the device
+                raise
+            place = place_of(error, function)
+            raise AlgorithmError(f"algorithm {self.name!r} raised {error!r} in {method} ({place})") from error
+
+    def _wrong(self, method: str, out: Any, wanted: str) -> AlgorithmError:
+        place = place_of(AlgorithmError(), getattr(self.algorithm, method))
+        return AlgorithmError(
+            f"algorithm {self.name!r} returned {out!r:.200} from {method} ({place}); wanted is {wanted}"
+        )
+
+
+AlgorithmLike = Algorithm | NamedAlgorithm
+
+
+def split_gap(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """The metrics of :meth:`TokenBatch.behaviour_gap`, as they are reported, and the rest of ``metrics``."""
+    names = {"max_gap": "gap_max", "gap_mean": "gap_mean", "gap_k3": "gap_k3"}
+    gap = {new: metrics[name] for name, new in names.items() if name in metrics}
+    return gap, {name: value for name, value in metrics.items() if name not in names}
+
+
+def _short(group: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {getattr(value, 'tolist', lambda v=value: v)()!r:.100}" for name, value in group.items())

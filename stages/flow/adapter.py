@@ -1,0 +1,172 @@
+"""Adapters: a user's stage, and an algorithm's credit, as stages that a controller runs.
+
+rows of a claim ─▶ process(rows) ─▶ columns ─────────▶ committed
+its groups      ─▶ process(group) ─▶ columns or Drop ─▶ committed together, or dropped with the reason
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from pipeline.controller import Output
+from pipeline.index.client import Claim
+from stages.flow.declarations import Drop, StageDeclaration
+from stages.flow.resolver import passed_column
+from stages.flow.user_stage import UserStage
+from stages.models import Tokenizer
+from stages.user_code import place_of
+
+ROWS_AT_ONCE = 64
+GROUPS_AT_ONCE = 256
+USER_GROUPS_AT_ONCE = 8  # of a user's stage, which may take long over each
+
+Result = Mapping[str, Any] | Drop
+
+
+class StageError(RuntimeError):
+    """A user's stage raised, or returned something else than it declares. The message names the stage and the line."""
+
+
+class StageRows(Mapping[str, Any]):
+    """The columns that a stage needs, of B rows: a tensor [B, …] of a column with one value in each row, a list of B tensors
+    of a ragged one, a list of B strings of a text."""
+
+    def __init__(self, columns: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> None:
+        self._columns, self._tokenizer = columns, tokenizer
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @cached_property
+    def completions(self) -> list[str]:
+        """The responses as texts, of a stage that needs ``response_ids``."""
+        assert self._tokenizer is not None
+        return [str(self._tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in self["response_ids"]]
+
+    @cached_property
+    def prompts(self) -> list[Any]:
+        """The prompts as their source gave them, texts or conversations, of a stage that needs ``given``."""
+        return [json.loads(text) for text in self["given"]]
+
+    @cached_property
+    def fields(self) -> list[dict[str, Any]]:
+        """The other columns of the prompts' rows, of a stage that needs ``fields``."""
+        return [json.loads(text) for text in self["fields"]]
+
+
+def plain_columns(rows: TensorDict, names: Sequence[str]) -> dict[str, Any]:
+    """The columns of fetched rows, ragged ones as lists of tensors and texts as lists of strings."""
+    return {name: _plain(rows[name]) for name in names}
+
+
+def _plain(column: Any) -> Any:
+    if isinstance(column, torch.Tensor):
+        return list(column.unbind()) if column.is_nested else column
+    return list(column)
+
+
+def rows_at(column: Any, positions: Sequence[int]) -> Any:
+    return column[positions] if isinstance(column, torch.Tensor) else [column[at] for at in positions]
+
+
+def groups_of(groups: Sequence[int]) -> list[list[int]]:
+    """The positions of each group's rows, where ``groups`` names the group of each row."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    return list(members.values())
+
+
+def outputs_of(members: Sequence[Sequence[int]], results: Sequence[Result], tokens: Sequence[int]) -> Iterator[Output]:
+    """What is committed of groups at the positions ``members``: one output of all that stay, one for each reason to drop."""
+    kept = [(at, result) for at, result in zip(members, results, strict=True) if not isinstance(result, Drop)]
+    if kept:
+        positions = [row for at, _ in kept for row in at]
+        columns = {name: _joined([result[name] for _, result in kept]) for name in kept[0][1]}
+        yield Output(positions, columns, tokens=sum(tokens[row] for row in positions))
+    dropped: dict[str, list[int]] = {}
+    for at, result in zip(members, results, strict=True):
+        if isinstance(result, Drop):
+            dropped.setdefault(result.reason, []).extend(at)
+    for reason, rows in dropped.items():
+        yield Output(rows, dropped=reason, tokens=sum(tokens[row] for row in rows))
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """The same column of several groups as one."""
+    if isinstance(parts[0], torch.Tensor) and not parts[0].is_nested:
+        return torch.cat(list(parts))
+    return [value for part in parts for value in part]
+
+
+class StageAdapter:
+    """``stage`` as a stage of the pipeline: it holds no policy version and takes what is ready."""
+
+    def __init__(self, stage: UserStage, declared: StageDeclaration, tokenizer: Tokenizer | None = None) -> None:
+        self.stage, self.declared, self.tokenizer = stage, declared, tokenizer
+        self.name, self.fetches = declared.name, tuple(declared.needs)
+
+    def room(self, held: int) -> int:
+        if self.declared.takes == "rows":
+            return max(0, ROWS_AT_ONCE - held)
+        return 0 if held else USER_GROUPS_AT_ONCE
+
+    def version(self) -> int | None:
+        return None
+
+    async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
+        columns, tokens = plain_columns(rows, self.fetches), claim.tokens.tolist()
+        if self.declared.takes == "rows":
+            made = await self._process(columns, len(claim))
+            if isinstance(made, Drop):
+                raise self._wrong(made, "columns: only a stage with takes = 'groups' can drop a group")
+            yield Output(range(len(claim)), made, tokens=sum(tokens))
+            return
+        members = groups_of(claim.group.tolist())
+        calls = [self._process({n: rows_at(c, at) for n, c in columns.items()}, len(at)) for at in members]
+        for output in outputs_of(members, await asyncio.gather(*calls), tokens):
+            yield output
+
+    async def _process(self, columns: Mapping[str, Any], rows: int) -> Result:
+        function = self.stage.process
+        try:
+            made = await call(function, StageRows(columns, self.tokenizer))
+        except Exception as error:
+            place = place_of(error, function)
+            raise StageError(f"stage {self.name!r} raised {error!r} in process ({place})") from error
+        if isinstance(made, Drop):
+            return made
+        if not self.declared.makes or list(self.declared.makes) == [passed_column(self.name)]:
+            return {passed_column(self.name): torch.ones(rows, dtype=torch.bool)}
+        if not isinstance(made, Mapping) or made.keys() != self.declared.makes.keys():
+            raise self._wrong(made, f"a dict with the columns {sorted(self.declared.makes)}")
+        for name, column in made.items():
+            if not hasattr(column, "__len__") or len(column) != rows:
+                raise self._wrong(column, f"{rows} values in {name!r}, one for each row")
+        return made
+
+    def _wrong(self, made: Any, wanted: str) -> StageError:
+        place = place_of(StageError(), self.stage.process)
+        return StageError(f"stage {self.name!r} returned {made!r:.200} from process ({place}); wanted is {wanted}")
+
+
+async def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``function``, plain or async; a plain one in a thread, as it may be slow."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    result = await asyncio.to_thread(function, *arguments)
+    return await result if isinstance(result, Awaitable) else result

@@ -1,0 +1,75 @@
+"""The catalogue: the stages that a flow can be resolved from, the product's own and those that a recipe names.
+
+source ▶ prompt_ids given fields          advantage ▶ what the algorithm's credit makes
+rollout ▶ response_ids rollout_logprobs   update: reads what the algorithm's loss reads
+          versions truncated
+reward ▶ reward scores                    reference ▶ ref_logprobs          a recipe's [[stages]] ▶ columns of their own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from stages.flow.declarations import Columns, StageDeclaration
+
+if TYPE_CHECKING:
+    from stages.algorithms.interface import Algorithm
+
+SOURCE, CREDIT, UPDATE = "source", "advantage", "update"
+PROMPT: Columns = {"prompt_ids": "int64 ragged", "given": "text", "fields": "text"}
+RESPONSE: Columns = {
+    "response_ids": "int64 ragged",
+    "rollout_logprobs": "float32 ragged",
+    "versions": "int64 ragged",  # run-length encoded: version, tokens, version, tokens, …
+    "truncated": "bool",
+}
+# Read by every update where a stage makes them: tokens that are trained on, and a factor of each row's loss.
+OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32"}
+PRODUCT = (SOURCE, "rollout", "reward", "reference", CREDIT, UPDATE)
+
+
+def catalogue(
+    *,
+    rewards: int = 1,
+    reward_reads: Columns | None = None,
+    source: Columns = PROMPT,
+    stages: Iterable[StageDeclaration] = (),
+) -> list[StageDeclaration]:
+    """The catalogue of a run with ``rewards`` reward functions, which read the columns ``reward_reads`` beside responses.
+    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings is left out."""
+    own = [
+        StageDeclaration(SOURCE, "groups", {}, source, workers=0),
+        StageDeclaration("rollout", "groups", {"prompt_ids": "int64 ragged"}, RESPONSE, "policy"),
+        StageDeclaration(
+            "reward",
+            "rows",
+            {"given": "text", "fields": "text", "response_ids": "int64 ragged", **(reward_reads or {})},
+            {"reward": "float32 finite", "scores": f"float32 [{rewards}]"},
+            workers=0,
+        ),
+        StageDeclaration(
+            "reference",
+            "groups",
+            {"prompt_ids": "int64 ragged", "response_ids": "int64 ragged"},
+            {"ref_logprobs": "float32 ragged"},
+            "frozen model",
+        ),
+    ]
+    brought = set(source)
+    return [own[0], *(stage for stage in own[1:] if not brought & set(stage.makes)), *stages]
+
+
+def credit_stage(algorithm: Algorithm) -> StageDeclaration | None:
+    """The stage that computes the algorithm's credit; None for an algorithm without one."""
+    if not algorithm.credit_makes:
+        return None
+    return StageDeclaration(CREDIT, "groups", algorithm.credit_reads, algorithm.credit_makes, workers=0)
+
+
+def update_stage(algorithm: Algorithm) -> StageDeclaration:
+    """The stage that trains: the columns that the loss reads, but for those that the policy computes in training."""
+    computed = {name for name, by in algorithm.scores.items() if by == "policy"}
+    reads = {name: kind for name, kind in algorithm.loss_reads.items() if name not in computed}
+    needs = {"prompt_ids": "int64 ragged", "response_ids": "int64 ragged", **reads}
+    return StageDeclaration(UPDATE, "batch", needs, {}, "policy", optional=OPTIONAL)

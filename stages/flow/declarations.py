@@ -1,0 +1,109 @@
+"""What stages and algorithms declare of the columns that they read and write. Importing this needs no torch.
+
+{"reward": "float32", "scores": "float32 [3]", "advantage": "float32 ragged", "given": "text"}
+   name      dtype, and how much of it a sample has: one value, a fixed shape, a length of its own, a text
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pipeline.columns import Column
+
+Takes = Literal["rows", "groups", "batch"]
+RunsOn = Literal["cpu", "frozen model", "policy", "critic"]
+Columns = Mapping[str, str]  # type of each column, by name; "": any type
+
+DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "float64"]
+TYPE = re.compile(rf"text|({'|'.join(DTYPES)})( ragged| \[\d+(, ?\d+)*\])?( finite)?")
+TYPE_HELP = "write a dtype, alone or with a shape, as 'float32', 'float32 [3]', 'float32 ragged'; or 'text'"
+
+
+@dataclass(frozen=True)
+class FlowProblem:
+    """One thing that is wrong with a flow: the recipe's ``key`` that it is about, its ``value``, what is wrong, a fix."""
+
+    key: str
+    value: object
+    wrong: str
+    fix: str
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f" {self.value!r}"
+        return f"{self.key}:{shown} {self.wrong}; {self.fix}"
+
+
+class FlowError(ValueError):
+    """Stages that do not fit together, with all of the ``problems``."""
+
+    def __init__(self, problems: Sequence[FlowProblem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = tuple(problems)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Returned in the place of columns: the group leaves the run untrained, and the gate admits another one. ``reason`` is
+    a short text under which the ledger counts the group."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StageDeclaration:
+    """A stage: what it takes, the columns that it needs and makes, and what computes it.
+
+    ``workers``: how many processes run it; 0 where it shares the process of the light stages. ``optional``: columns that it
+    reads where another stage makes them. ``place`` names the recipe's key that asks for the stage, in error messages."""
+
+    name: str
+    takes: Takes
+    needs: Columns
+    makes: Columns
+    runs_on: RunsOn = "cpu"
+    workers: int = 1
+    optional: Columns = field(default_factory=dict)
+    place: str = ""
+
+
+def type_problems(key: str, columns: Columns) -> list[FlowProblem]:
+    """Names and types in a declaration that are none."""
+    wrong = [
+        (name, "is not the name of a column", "write an identifier") for name in columns if not name.isidentifier()
+    ]
+    wrong += [(n, f"has the type {t!r}", TYPE_HELP) for n, t in columns.items() if t and not TYPE.fullmatch(t)]
+    return [FlowProblem(key, *problem) for problem in wrong]
+
+
+def columns_of(declared: Any) -> Columns:
+    """A declaration as a mapping: names alone (a tuple or a list) mean that any type will do."""
+    return dict(declared) if isinstance(declared, Mapping) else dict.fromkeys(declared, "")
+
+
+def column(name: str, kind: str) -> Column:
+    """The pipeline's column of a declaration such as ``"float32 [3]"``. Imports torch."""
+    import torch
+
+    from pipeline.columns import Column
+
+    if kind == "text":
+        return Column.text(name)
+    kind, finite = kind.removesuffix(" finite"), kind.endswith(" finite")
+    dtype, _, shape = kind.partition(" ")
+    sizes = None if shape == "ragged" else tuple(int(size) for size in shape.strip("[]").split(",") if size)
+    return Column(name, getattr(torch, dtype), sizes, finite)
+
+
+def itemsize(kind: str) -> int:
+    """Bytes of one element of a column that is no text."""
+    bits = re.match(r"[a-z]+(\d*)", kind)
+    return int(bits[1] or 8) // 8 if bits else 1
+
+
+def same_type(wanted: str, made: str) -> bool:
+    """Whether a column declared as ``made`` is what a reader declares as ``wanted``."""
+    return not wanted or wanted.replace(" finite", "") == made.replace(" finite", "")

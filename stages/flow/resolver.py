@@ -1,0 +1,226 @@
+"""Resolves a flow backwards, like a build: from the columns that training reads to the stages that make them.
+
+update needs advantage ▶ made by advantage, which needs reward ▶ made by reward, which needs response_ids ▶ … ▶ source
+what is wrong (a column that no stage makes, or two; a type; a cycle; a stage that nothing reads) ▶ FlowError, all at once
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from stages.flow.catalogue import SOURCE, UPDATE, credit_stage, update_stage
+from stages.flow.declarations import Columns, FlowError, FlowProblem, StageDeclaration, column, same_type
+
+if TYPE_CHECKING:
+    from pipeline.columns import Schema
+    from pipeline.index.client import RunConfig
+    from pipeline.staleness import StalenessPlan
+    from stages.algorithms.interface import Algorithm
+
+MOST_STAGES, MOST_COLUMNS = 16, 31  # that the index has bits for
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The columns that one stage makes and another one needs. ``direct``: no other way leads from the one to the other."""
+
+    maker: str
+    reader: str
+    columns: tuple[str, ...]
+    direct: bool
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The stages of a run in an order in which each comes after those that it reads from; the first is the source."""
+
+    stages: tuple[StageDeclaration, ...]
+
+    def __contains__(self, name: str) -> bool:
+        return any(stage.name == name for stage in self.stages)
+
+    def __getitem__(self, name: str) -> StageDeclaration:
+        return next(stage for stage in self.stages if stage.name == name)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Every column of a sample with its type, in the order in which they are made."""
+        return {name: kind for stage in self.stages for name, kind in stage.makes.items()}
+
+    @cached_property
+    def schema(self) -> Schema:
+        """The columns as the warehouses store them."""
+        from pipeline.columns import Schema
+
+        return Schema([column(name, kind) for name, kind in self.columns.items()])
+
+    def config(self, plan: StalenessPlan) -> RunConfig:
+        """What the index needs to know of the stages and of the staleness bound."""
+        from pipeline.index.client import RunConfig, StageSpec
+
+        mask = self.schema.mask
+        return RunConfig(
+            stages=tuple(StageSpec(s.name, s.takes, mask(s.needs), mask(s.makes)) for s in self.stages[1:]),
+            groups_per_step=plan.groups_per_step,
+            slack=plan.slack,
+            window=plan.window,
+            staleness=plan.bound,
+        )
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        maker = {name: stage.name for stage in self.stages for name in stage.makes}
+        between: dict[tuple[str, str], list[str]] = {}
+        for stage in self.stages:
+            for name in stage.needs:
+                between.setdefault((maker[name], stage.name), []).append(name)
+        after: dict[str, set[str]] = {}  # all stages behind a stage, over at least one edge
+        for stage in reversed(self.stages):
+            readers = {reader for made_by, reader in between if made_by == stage.name}
+            after[stage.name] = readers.union(*(after[reader] for reader in readers))
+        ways = {pair: any(pair[1] in after[r] for a, r in between if a == pair[0] and r != pair[1]) for pair in between}
+        return tuple(Edge(a, b, tuple(names), not ways[a, b]) for (a, b), names in between.items())
+
+
+def resolve(algorithm: Algorithm, catalogue: Sequence[StageDeclaration]) -> Flow:
+    """The flow of ``algorithm`` over ``catalogue``: every stage on the way to what its loss reads, and no other. A stage
+    that makes nothing (it can only drop groups) is on the way too: training waits for it. Raises FlowError."""
+    credit, update = credit_stage(algorithm), update_stage(algorithm)
+    stages = [*catalogue, *([credit] if credit else [])]
+    made = {name for stage in stages for name in stage.makes}
+    waits = {name: "bool" for at, stage in enumerate(stages) if not stage.makes for name in [_passed(stages, at)]}
+    optional = {name: kind for name, kind in update.optional.items() if name in made}
+    update = replace(update, needs={**update.needs, **optional, **waits})
+    problems = [*_twice_named([*stages, update]), *_scores(algorithm, stages)]
+    found = _backwards(update, stages, problems)
+    order = _in_order([stage for stage in stages if stage.name in found], update, problems)
+    problems += _twice_made(order)
+    for stage in stages:
+        if stage.place and stage.name not in found:
+            names = " and ".join(map(repr, stage.makes))
+            fix = "let a reward function, another stage or the algorithm read it, or take the stage out"
+            problems.append(FlowProblem(stage.place, stage.name, f"makes {names}, which nothing reads", fix))
+    flow = Flow(tuple(order))
+    for what, count, most in (("stages", len(order) - 1, MOST_STAGES), ("columns", len(flow.columns), MOST_COLUMNS)):
+        if count > most:
+            problems.append(FlowProblem("stages", None, f"make {count} {what} in all, at most {most} fit", "join some"))
+    if problems:
+        raise FlowError(problems)
+    return flow
+
+
+def passed_column(stage: str) -> str:
+    """The column that a stage which declares none writes of each sample that it lets pass."""
+    return f"passed_{stage}"
+
+
+def _passed(stages: list[StageDeclaration], at: int) -> str:
+    name = passed_column(stages[at].name)
+    stages[at] = replace(stages[at], makes={name: "bool"})
+    return name
+
+
+def _makers(stages: Iterable[StageDeclaration]) -> Mapping[str, list[StageDeclaration]]:
+    makers: dict[str, list[StageDeclaration]] = {}
+    for stage in stages:
+        for name in stage.makes:
+            makers.setdefault(name, []).append(stage)
+    return makers
+
+
+def _backwards(update: StageDeclaration, stages: Sequence[StageDeclaration], problems: list[FlowProblem]) -> set[str]:
+    """The names of the stages on the way to ``update``; what is wrong goes to ``problems``."""
+    makers = _makers(stages)
+    waiting, found = [update], {SOURCE}
+    while waiting:
+        reader = waiting.pop()
+        for name, kind in reader.needs.items():
+            made_by = makers.get(name, [])
+            if len(made_by) != 1:
+                problems.append(_unmade(name, reader, makers) if not made_by else _many(name, reader.name, made_by))
+            for maker in made_by[:1]:
+                if not same_type(kind, maker.makes[name]):
+                    wrong = f"needs {name!r} as {kind}, but stage {maker.name!r} makes it as {maker.makes[name]}"
+                    problems.append(FlowProblem(_key(reader), reader.name, wrong, "declare the same type in both"))
+                if maker.name not in found:
+                    found.add(maker.name)
+                    waiting.append(maker)
+    return found
+
+
+def _key(stage: StageDeclaration) -> str:
+    return stage.place or {"reward": "reward.functions"}.get(stage.name, "algorithm.name")
+
+
+def _unmade(name: str, reader: StageDeclaration, makers: Mapping[str, list[StageDeclaration]]) -> FlowProblem:
+    wrong = f"needs the column {name!r}, which no stage makes"
+    close = difflib.get_close_matches(name, makers, n=1)
+    fix = f"did you mean {close[0]!r}, of stage {makers[close[0]][0].name!r}" if close else ""
+    other = f"add a [[stages]] entry whose class makes {name!r}, or prompts that bring it"
+    return FlowProblem(_key(reader), reader.name, wrong, f"{fix}? Or {other}" if fix else other)
+
+
+def _many(name: str, reader: str, made_by: Sequence[StageDeclaration]) -> FlowProblem:
+    makers = " and ".join(repr(stage.name) for stage in made_by)
+    key = next((stage.place for stage in made_by if stage.place), "stages")
+    wrong = f"the column {name!r}, which {reader!r} needs, is made by more than one stage: {makers}"
+    return FlowProblem(key, None, wrong, "rename the column of one of them, or take one out")
+
+
+def _twice_named(stages: Sequence[StageDeclaration]) -> list[FlowProblem]:
+    names = [stage.name for stage in stages]
+    fix = "give its class another `name`"
+    return [
+        FlowProblem(stage.place or "stages", stage.name, "is the name of another stage too", fix)
+        for at, stage in enumerate(stages)
+        if stage.name in names[:at] or (stage.place and stage.name == UPDATE)
+    ]
+
+
+def _twice_made(order: Sequence[StageDeclaration]) -> list[FlowProblem]:
+    """Columns that no stage reads, but two on the way make."""
+    needed = {name for stage in order for name in stage.needs}
+    made = _makers(order)
+    return [_many(n, "the warehouse", by) for n, by in made.items() if len(by) > 1 and n not in needed]
+
+
+def _scores(algorithm: Algorithm, stages: Sequence[StageDeclaration]) -> Iterable[FlowProblem]:
+    """Whether what computes a column is what the algorithm wants it computed by."""
+    makers = _makers(stages)
+    for name, by in algorithm.scores.items():
+        reads = name in algorithm.loss_reads or (by != "policy" and name in algorithm.credit_reads)
+        if not reads:
+            where = "loss_reads" if by == "policy" else "credit_reads or loss_reads"
+            yield FlowProblem("algorithm.name", None, f"scores has {name!r}, which is not read", f"add it to {where}")
+        if by == "policy" and name in makers:
+            wrong = f"has {name!r} computed by the policy in training, but stage {makers[name][0].name!r} makes it"
+            yield FlowProblem("algorithm.name", None, wrong, "rename one of the two")
+        for maker in () if by == "policy" else makers.get(name, [])[:1]:
+            if maker.runs_on != by:
+                wrong = f"wants {name!r} from a {by}, but stage {maker.name!r}, which makes it, runs on {maker.runs_on}"
+                yield FlowProblem("algorithm.name", None, wrong, f"name a stage with runs_on = {by!r}")
+
+
+def _in_order(
+    stages: Sequence[StageDeclaration], update: StageDeclaration, problems: list[FlowProblem]
+) -> list[StageDeclaration]:
+    """``stages`` so that each comes after those that it reads from, otherwise as they are; ``update`` is the last."""
+    order: list[StageDeclaration] = []
+    left, made = list(stages), set[str]()
+    known = {name for stage in stages for name in stage.makes}
+    while left:
+        ready = next((stage for stage in left if not (stage.needs.keys() & known) - made), None)
+        if ready is None:
+            names = " and ".join(repr(stage.name) for stage in left)
+            key = next((stage.place for stage in left if stage.place), "stages")
+            wrong = f"the stages {names} wait for columns of one another"
+            problems.append(FlowProblem(key, None, wrong, "let one of them need a column that is made before"))
+            return [*order, *left, update]
+        left.remove(ready)
+        order.append(ready)
+        made |= set(ready.makes)
+    return [*order, update]

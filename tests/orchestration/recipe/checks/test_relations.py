@@ -1,0 +1,99 @@
+"""Keys that do not fit together are problems that name key, value and fix."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from orchestration.recipe.load import load_recipe
+from orchestration.recipe.planner import plan
+from tests.orchestration.recipe.minimal import problems
+
+# Keys that do not fit a colocated run.
+TURN_FAULTS = [
+    (("rollout.engine=vllm",), "rollout.engine", "set rollout.engine = 'torch', or launch.placement = 'separate'"),
+    (("rollout.workers=3",), "rollout.workers", "leave it out: it follows from train.dp and train.tp"),
+    (("train.dp=2", "rollout.workers=3"), "rollout.workers", "is not the 2 ranks that train"),
+    (("rollout.device=cpu",), "rollout.device", "set rollout.device = 'auto'"),
+    (('external.stages=["rollout"]',), "external.stages", "set launch.placement = 'separate'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "fix"), TURN_FAULTS)
+def test_keys_that_do_not_fit_a_colocated_run_are_reported(
+    minimal: Path, overrides: tuple[str, ...], key: str, fix: str
+) -> None:
+    found = problems(minimal, "launch.placement=colocated", *overrides)
+    [blamed] = [problem for problem in found if problem.key == key]
+    assert fix in blamed.wrong + "; " + blamed.fix
+    assert str(blamed).startswith(key)
+
+
+# The same for settings of the vLLM engine.
+VLLM_FAULTS = [
+    (("rollout.vllm.max_model_len=64", "rollout.max_tokens=64"), "rollout.vllm.max_model_len", ">= "),
+    (("rollout.vllm.max_model_length=64",), "rollout.vllm.max_model_length", "did you mean 'max_model_len'?"),
+    (("rollout.vllm.kv_cache_bytes=1GigaB",), "rollout.vllm.kv_cache_bytes", "'64MiB'"),
+    (("rollout.vllm.gpu_memory_utilization=1.5",), "rollout.vllm.gpu_memory_utilization", "<= 1"),
+    (("rollout.vllm.pause=wait",), "rollout.vllm.pause", "'keep'"),
+    (("rollout.vllm.pause=abort", "rollout.vllm.kv_cache=keep"), "rollout.vllm.kv_cache", "remove it"),
+    (("rollout.vllm.pause=abort", 'rollout.stop=["."]'), "rollout.vllm.pause", "'keep'"),
+    (("rollout.top_k=5", "rollout.temperature=0.7"), "rollout.temperature", "rollout.temperature = 1.0"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "fix"), VLLM_FAULTS)
+def test_problems_of_the_vllm_engine_are_reported_without_vllm(
+    minimal: Path, overrides: tuple[str, ...], key: str, fix: str
+) -> None:
+    found = problems(minimal, "prompts.max_prompt_tokens=64", "rollout.engine=vllm", *overrides)
+    [blamed] = [problem for problem in found if problem.key == key]
+    assert fix in blamed.wrong + "; " + blamed.fix
+    assert str(blamed).startswith(key)
+
+
+def test_an_arena_that_is_refused_is_accepted_with_the_size_that_the_fix_names(minimal: Path) -> None:
+    sets = ["checkpoint.every=10", "rollout.max_tokens=500"]
+    fix = problems(minimal, *sets, "pipeline.arena=1MiB")[0].fix
+    size = fix.split("'")[1]
+    recipe = load_recipe(minimal, [*sets, f"pipeline.arena={size}"])
+    assert plan(recipe).arena_bytes <= recipe.pipeline.arena
+
+
+def test_tls_files_are_checked_together(minimal: Path, tmp_path: Path) -> None:
+    here, nowhere = str(minimal), str(tmp_path / "nowhere.pem")
+    found = problems(minimal, f"pipeline.tls_certificate={here}", f"pipeline.tls_key={nowhere}")
+    assert [(problem.key, problem.wrong) for problem in found] == [
+        ("pipeline.tls_key", "is no file"),
+        ("pipeline.tls_authority", "is missing"),
+        ("pipeline.serve", "is empty: no other node connects, so that TLS protects nothing"),
+    ]
+    files = [f"pipeline.tls_{name}={here}" for name in ("certificate", "key", "authority")]
+    [found_one] = problems(minimal, "pipeline.serve=0.0.0.0", *files)
+    assert found_one.key == "pipeline.tls_certificate"
+    assert "cannot be used" in found_one.wrong
+
+
+def test_ranks_are_processes(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    recipe = load_recipe(minimal, ["train.dp=2", "train.tp=2", "train.precision=mixed", "model.dtype=bfloat16"])
+    assert recipe.train.ranks == 4
+    [inline] = problems(minimal, "train.dp=2", "train.tp=2", "launch.launcher=inline")
+    assert inline.key == "launch.launcher"
+    assert "train.dp = 2 times train.tp = 2 is 4 ranks" in inline.wrong
+    one_device, *_ = problems(minimal, "train.dp=2", "train.device=cuda:0")
+    assert (one_device.key, one_device.fix) == ("train.device", "write 'cuda': each rank takes one of them")
+    mock = ["model.source=mock", "rollout.engine=mock", "train.engine=mock", "train.tp=2"]
+    assert [(p.key, p.fix) for p in problems(minimal, *mock)] == [("train.tp", "set train.tp = 1")]
+
+
+def test_heads_are_read_from_a_checkpoint(minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 12, "num_key_value_heads": 4}')
+    sets = [f"model.source={tmp_path}"]
+    assert not [problem for problem in problems(minimal, *sets, "train.tp=4") if problem.key == "train.tp"]
+    [uneven] = [problem for problem in problems(minimal, *sets, "train.tp=8") if problem.key == "train.tp"]
+    assert uneven.wrong == "cannot share the model's num_attention_heads = 12 and num_key_value_heads = 4 evenly"
+    assert uneven.fix == "use one of: 1, 2, 4"
