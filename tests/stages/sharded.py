@@ -13,7 +13,7 @@ from orchestration.run import checkpoint
 from stages.algorithms.grpo import GRPO
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch import sharded as torch_sharded
-from stages.engines.torch.decoder import TorchDecoder
+from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.sharded import ShardedTrainEngine, _whole, placement
 from stages.models import load_model
 from stages.resharding.layout import Layout, model_state, place

@@ -50,7 +50,7 @@ def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side) -> str:
 def _build(side: Side, model: Any) -> None:
     """Run the part of each engine that refuses a model."""
     if side == "rollout":
-        from stages.engines.torch.decoder import TorchDecoder
+        from stages.engines.torch.decoding.decoder import TorchDecoder
 
         TorchDecoder(model, torch.device("cpu"))
     else:

@@ -32,10 +32,10 @@ from stages import device as devices
 from stages.engines.protocols import Completion, EngineClosed, EngineFailed, GroupRequest, SwapTimes
 from stages.engines.requests import check_request
 from stages.engines.responses import Responses
-from stages.engines.torch.batch import ContinuousBatch, Decodes
-from stages.engines.torch.decoder import TorchDecoder
-from stages.engines.torch.decoder_weights import WeightSet
-from stages.engines.torch.rows import PendingGroup, ResponseRow, Submission, engine_failed, start_row
+from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
+from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission, engine_failed, start_row
+from stages.engines.torch.decoding.weights import WeightSet
 from stages.threads import run_in_temporary_thread, run_in_thread
 
 log = structlog.get_logger()

@@ -29,7 +29,7 @@ import torch
 from stages.engines.protocols import Completion, EngineClosed, EngineFailed, FinishReason, GroupRequest, SwapTimes
 from stages.engines.responses import Responses
 from stages.engines.vllm.library import import_vllm, vllm_environment
-from stages.engines.vllm.rows import VllmRow, check_request, seed_of
+from stages.engines.vllm.rows import VllmRow, check_request, sampling_params
 from stages.engines.vllm.weights import COLLECTIVE, HALF_LOADED, SHARED_MEMORY, Landed, VllmWeights
 from stages.weights.store import Published, WeightsDamaged, WeightsUnreachable
 
@@ -241,11 +241,11 @@ class VllmRolloutEngine:
 
     async def _request(self, row: VllmRow) -> FinishReason | None:
         """Generate the rest of the row. Returns None when it was aborted before its end."""
-        begun, row.cut = len(row.tokens), False
+        row.cut = False
         row.asked = f"{row.request.group}-{row.place}-{next(self._numbers)}"
         version = self._version
         prompt = {"prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens, "cache_salt": str(version)}
-        async with aclosing(self._llm.generate(prompt, self._sampling(row, begun), row.asked)) as outputs:
+        async with aclosing(self._llm.generate(prompt, sampling_params(self._vllm, row), row.asked)) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]
                 if not row.tokens and version != self._version:
@@ -260,24 +260,6 @@ class VllmRolloutEngine:
                 if piece.finish_reason not in (None, "abort"):
                     raise RuntimeError(f"vLLM ended a request with {piece.finish_reason!r}")
         return None
-
-    def _sampling(self, row: VllmRow, begun: int) -> Any:
-        params = row.request.params
-        return self._vllm.SamplingParams(
-            max_tokens=row.limit - begun,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            stop=list(params.stop),
-            stop_token_ids=list(params.stop_token_ids),
-            ignore_eos=True,  # stop_token_ids has all that ends a response
-            detokenize=bool(params.stop),
-            skip_special_tokens=False,  # a stop string may be one
-            spaces_between_special_tokens=False,
-            seed=seed_of(row.request.seed, row.place, begun),
-            logprobs=0,  # of the sampled token
-            output_kind=self._vllm.RequestOutputKind.DELTA,
-        )
 
     def _abort(self, responses: Responses) -> None:
         for row, task in list(self._rows.items()):

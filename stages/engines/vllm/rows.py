@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -74,6 +75,26 @@ def check_request(
         raise ValueError(f"{where}{params}; top_k and top_p need an engine made with filters=True")
     if filters and params.temperature not in (0.0, 1.0):
         raise ValueError(f"{where}{params}; an engine made with filters=True gives logprobs at temperature 0 or 1")
+
+
+def sampling_params(vllm: Any, row: VllmRow) -> Any:
+    """Returns vLLM's ``SamplingParams`` for the rest of ``row``."""
+    params, begun = row.request.params, len(row.tokens)
+    return vllm.SamplingParams(
+        max_tokens=row.limit - begun,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        stop=list(params.stop),
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,  # stop_token_ids has all that ends a response
+        detokenize=bool(params.stop),
+        skip_special_tokens=False,  # a stop string may be one
+        spaces_between_special_tokens=False,
+        seed=seed_of(row.request.seed, row.place, begun),
+        logprobs=0,  # of the sampled token
+        output_kind=vllm.RequestOutputKind.DELTA,
+    )
 
 
 def seed_of(seed: int, place: int, begun: int) -> int:

@@ -16,7 +16,7 @@ from orchestration.run.worker import FATAL
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.mock.options import MockRolloutOptions
 from stages.engines.protocols import Completion, EngineMissing, GroupRequest, RolloutEngine
-from stages.engines.torch.decoder import TorchDecoder
+from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.rollout import TorchRolloutEngine
 from tests.stages.engines.contract_rollout import ModelContract, RolloutContract, SleepContract
 from tests.stages.engines.echo import EchoRolloutEngine

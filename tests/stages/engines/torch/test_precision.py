@@ -24,7 +24,7 @@ from transformers import (
 from pipeline.index.client import Index, RunConfig
 from stages.algorithms.grpo import GRPO
 from stages.engines.protocols import GroupRequest, SamplingParams, SwapTimes
-from stages.engines.torch.decoder import TorchDecoder
+from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.head import PIECE, float32_logits
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine

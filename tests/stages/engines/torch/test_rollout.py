@@ -30,9 +30,9 @@ from transformers import (
 
 from stages.engines.protocols import Completion, EngineClosed, GroupRequest, SamplingParams
 from stages.engines.torch import rollout as torch_rollout
-from stages.engines.torch.decoder import TorchDecoder
+from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.decoding.sampling import draw, invert, keep_from, uniform
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.engines.torch.sampling import draw, invert, keep_from, uniform
 
 VOCABULARY = 97
 DEADLINE = 60.0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stages.engines.protocols import Completion, EngineFailed, FinishReason, GroupRequest
-from stages.engines.torch.decoder import Prompt
+from stages.engines.torch.decoding.decoder import Prompt
 
 
 @dataclass(eq=False)

@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from stages import device as devices
-from stages.engines.torch.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
-from stages.engines.torch.decoder_weights import DecoderWeights
+from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
+from stages.engines.torch.decoding.llama_forward import LlamaForward
+from stages.engines.torch.decoding.weights import DecoderWeights
 from stages.engines.torch.head import use_float32
-from stages.engines.torch.llama_forward import LlamaForward
 
 ATTENTION = "asyncdock_two_part"
 STATIC_ROWS, STATIC_TOKENS = 8, 64  # smallest sizes of a static step; larger ones are doubled from these

@@ -22,9 +22,9 @@ import torch
 
 from stages import device as devices
 from stages.engines.protocols import Completion, FinishReason
-from stages.engines.torch.decoder import TorchDecoder
-from stages.engines.torch.rows import PendingGroup, ResponseRow, Submission
-from stages.engines.torch.sampling import Drawn, draw, uniform
+from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
+from stages.engines.torch.decoding.sampling import Drawn, draw, uniform
 
 STOP_SLACK = 8  # tokens decoded beyond a stop string's length: its first byte may be inside a token
 

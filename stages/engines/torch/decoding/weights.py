@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from stages.engines.protocols import WeightMismatch
-from stages.engines.torch.llama_forward import LlamaForward, PackedLinear, own_places
+from stages.engines.torch.decoding.llama_forward import LlamaForward, PackedLinear, own_places
 
 WeightSet = list[tuple[Any, str, torch.Tensor]]  # holder, attribute, its new tensor
 
