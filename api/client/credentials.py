@@ -1,4 +1,4 @@
-"""The user's tokens by server, in ``~/.config/asyncdock/tokens.json``, which only its owner can read.
+"""Tokens by server, in ``~/.config/asyncdock/tokens.json``, which only its owner can read.
 
 asyncdock login ──▶ remember ──▶ tokens.json (mode 600) ──▶ find_token ◀── ASYNCDOCK_TOKEN, which comes first
 """
@@ -39,7 +39,7 @@ def server_key(server: str) -> str:
 
 
 def find_token(server: str, file: Path | None = None) -> str | None:
-    """Returns the token for ``server``: from the environment, else from the file, else None. Raises :class:`KeyringError`."""
+    """The token for ``server``: from the environment, else from the file, else None. Raises :class:`KeyringError`."""
     return os.environ.get(TOKEN_VARIABLE) or _read(file or keyring_file()).get(server_key(server))
 
 
@@ -78,7 +78,7 @@ def _read(file: Path) -> dict[str, str]:
             f"{file} cannot be read ({why}); repair it, or remove it and run `asyncdock login`"
         ) from None
     if not isinstance(tokens, dict) or not all(isinstance(token, str) for token in tokens.values()):
-        raise KeyringError(f"{file} is not a table of tokens by server; remove it and run `asyncdock login`")
+        raise KeyringError(f"{file} is no table of tokens by server; remove it and run `asyncdock login`")
     return tokens
 
 

@@ -35,7 +35,7 @@ class Weights:
 
 
 class ExternalSession:
-    """The interface of one run, and the files of the newest versions that were requested. An upload of weights holds the lock
+    """The interface of one run, and the files of the newest requested versions. An upload of weights holds the lock
     ``publishing``, so that the disk holds one upload of a run at a time."""
 
     def __init__(self, external: External, folder: Path) -> None:
