@@ -123,8 +123,8 @@ def fill(path: Path, cases: Sequence[Case]) -> list[Placed]:
     return placed
 
 
-def serve(path: Path, told: Connection) -> None:
-    """The other process: tells the ports of its warehouse and of its raw socket, and serves until it is killed."""
+def serve(path: Path, ports: Connection) -> None:
+    """The other process: sends the ports of its warehouse and of its raw socket, and serves until it is killed."""
     torch.set_num_threads(1)
 
     def raw(listening: socket.socket) -> None:
@@ -141,7 +141,7 @@ def serve(path: Path, told: Connection) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             threading.Thread(target=raw, args=(listening,), daemon=True).start()
             async with WarehouseServer(Arena(path), schema(), secret=SECRET) as server:
-                told.send((server.address[1], listening.getsockname()[1]))
+                ports.send((server.address[1], listening.getsockname()[1]))
                 await asyncio.Event().wait()
 
     asyncio.run(main())

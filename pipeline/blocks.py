@@ -323,7 +323,8 @@ class BlockReader:
 
     def gather(self, runs: Runs, unit: int) -> np.ndarray:
         """A copy of ``runs`` as an array of words of ``unit`` bytes, which must divide all starts and lengths."""
-        starts, lengths = runs.starts // unit, runs.lengths // unit
+        shift = unit.bit_length() - 1  # faster than a division
+        starts, lengths = runs.starts >> shift, runs.lengths >> shift
         ends = np.cumsum(lengths)
         if ends[-1] == len(starts):
             return self._views[unit][starts]
@@ -390,7 +391,7 @@ class BlockReader:
     def _scattered(self, blocks: np.ndarray, offsets: np.ndarray, slots: np.ndarray, names: Sequence[str]) -> Found:
         at, head_of, rows, table = self._headers(blocks, offsets, slots)
         known = [self._known[name] for name in names]
-        bits, sizes, widths = np.array([(c.bit, c.size, c.width or 0) for c in known]).T[:, :, None]
+        bits, shifts, widths = np.array([(c.bit, c.size.bit_length() - 1, c.width or 0) for c in known]).T[:, :, None]
         ragged = [i for i, c in enumerate(known) if c.width is None]
         # Arrays are [columns, blocks] up to the first check, then [columns, n].
         here = table[:, :, 0] == bits[:, :, None]
@@ -400,7 +401,7 @@ class BlockReader:
         place = table[np.arange(len(at)), here.argmax(2)]
         offsets_at, values_at, nbytes = place[ragged, :, 1], place[:, :, 2], place[:, :, 3]
         room = len(self.memory) - at
-        bad = (values_at < 32) | (values_at > room) | (values_at % sizes != 0) | (nbytes < 0)
+        bad = (values_at < 32) | (values_at > room) | (values_at & (1 << shifts) - 1 != 0) | (nbytes < 0)
         bad |= (nbytes > room - values_at) | ((nbytes != rows * widths) & (widths > 0))
         if ragged:
             bad[ragged] |= (offsets_at < 32) | (offsets_at & 7 != 0) | (offsets_at > room - 8 * (rows + 1))
@@ -412,7 +413,7 @@ class BlockReader:
         if ragged:
             index = ((at + offsets_at) >> 3)[:, head_of] + slots
             begins, ends = self.words[index], self.words[index + 1]
-            bad = (begins < 0) | (begins > ends) | (ends > (nbytes // sizes)[ragged][:, head_of])
+            bad = (begins < 0) | (begins > ends) | (ends > (nbytes >> shifts)[ragged][:, head_of])
             if bad.any():
                 name = names[ragged[int(bad.any(1).argmax())]]
                 raise BlockError(f"read: offsets of column {name!r} are not in order; the arena is damaged")
@@ -434,13 +435,11 @@ class BlockReader:
         """The headers of the rows' blocks, all read at once: the byte that each begins at, the header of each row, rows of
         each, and its columns [headers, most columns, 4], with bit -1 where a header has fewer."""
         words, room = self.words, len(self.memory)
+        # One header for each stretch of rows in one block: reading some twice costs less than sorting.
         head_of = np.zeros(len(offsets), np.int64)
         np.cumsum(offsets[1:] != offsets[:-1], out=head_of[1:])
-        if len(offsets) < 2 * head_of[-1] and len(offsets) > 64:
-            at, head_of = np.unique(offsets, return_inverse=True)
-        else:  # reading the header of a block again for each stretch of its rows costs less than sorting
-            at = np.empty(head_of[-1] + 1, np.int64)
-            at[head_of] = offsets
+        at = np.empty(head_of[-1] + 1, np.int64)
+        at[head_of] = offsets
         wrong = (at < 0) | (at > room - _ALIGN) | (at & 7 != 0)
         if wrong.any():
             raise BlockError(

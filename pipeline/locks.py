@@ -1,7 +1,7 @@
 """Lock files: one process at a time holds a lock; a waiting process logs the holder's number, and has a deadline.
 
-The kernel frees a lock when its holder ends, even when it is killed. The library `filelock` does not fit: it truncates the
-file when it opens it, which removes the holder's number, and it follows symbolic links.
+The kernel frees a lock when its holder ends, even when it is killed. The library `filelock` does not name the holder, and
+changes to another kind of lock on file systems without flock, where callers here must decide.
 """
 
 from __future__ import annotations

@@ -60,26 +60,11 @@ class RunEvent(Event):
 
 
 class Client(Transport):
-    """An AsyncDock service at ``server`` (``http://HOST:PORT`` or ``https://…``, with a path where a proxy adds one).
+    """An AsyncDock service. Arguments as for :class:`Transport`.
 
-    ``token``: a bearer token, needed unless the service listens on loopback only. ``timeout``: seconds for one attempt at a
-    call. ``patience``: seconds for which a call, or a stream that has lost its connection, is repeated before it raises; 0
-    means one attempt. ``on_retry``: called with each failure that leads to another attempt, and the seconds until then.
-
-    Calls raise :class:`ApiProblem` and its kinds, :class:`Unreachable` and :class:`NotAsyncDock`. A client belongs to the
-    event loop in which it is first used; close it, or use it as ``async with Client(...) as client``.
+    Calls raise :class:`ApiProblem` and its kinds, :class:`Unreachable` and :class:`NotAsyncDock`. Close a client, or use it
+    as ``async with Client(...) as client``.
     """
-
-    def __init__(
-        self,
-        server: str = DEFAULT_SERVER,
-        token: str | None = None,
-        *,
-        timeout: float = 30.0,
-        patience: float = 60.0,
-        on_retry: OnRetry | None = None,
-    ) -> None:
-        super().__init__(server, token, timeout=timeout, patience=patience, on_retry=on_retry)
 
     # --- recipes
 

@@ -33,6 +33,7 @@ from stages.prompts.external import ExternalPromptsFull
 
 PATIENCE = 60.0  # seconds for which a server that does not answer is asked again
 LONGEST_WAIT = 60.0
+SILENCE = LONGEST_WAIT + 30.0  # seconds without a byte after which an attempt is given up
 Columns = Mapping[str, Packed | torch.Tensor]
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -63,9 +64,7 @@ class ExternalStage:
         ``worker``: a name that no other worker of the stage has. On the index, leases that an earlier process of that name
         held end at once."""
         if where.startswith(("http://", "https://")):
-            async with Transport(
-                where, token or None, timeout=None, silence=LONGEST_WAIT + 30, patience=PATIENCE
-            ) as http:
+            async with Transport(where, token or None, patience=PATIENCE) as http:
                 yield ExternalStage(HttpRun(http, run), stage, worker)
             return
         external = await External.open(where, run, worker=f"external-{worker}")
@@ -153,11 +152,12 @@ class HttpRun:
         ServiceError."""
         try:
             if value is not None:
-                return await self._http.send_json(method, self._path + path, value)
-            return await self._http.send(method, self._path + path, headers={"Content-Type": BINARY}, **options)
+                return await self._http.send_json(method, self._path + path, value, silence=SILENCE)
+            kind = {"Content-Type": BINARY}
+            return await self._http.send(method, self._path + path, headers=kind, silence=SILENCE, **options)
         except ApiProblem as problem:
-            if kind := _EXCEPTIONS.get(problem.type.rpartition(":")[2]):
-                raise kind(problem.detail) from None
+            if error := _EXCEPTIONS.get(problem.type.rpartition(":")[2]):
+                raise error(problem.detail) from None
             raise
 
     async def put_prompts(

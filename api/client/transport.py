@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from yarl import URL
 
+from api.client.credentials import DEFAULT_SERVER
 from api.client.errors import NotAsyncDock, ServiceError, Unreachable, problem_from
 
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds between attempts: the first wait, and the longest one
@@ -56,27 +57,26 @@ class Message(NamedTuple):
 
 
 class Transport:
-    """Sends requests to ``server``, with ``token`` as the bearer.
+    """Sends requests to ``server`` (``http://HOST:PORT`` or ``https://…``, with a path where a proxy adds one).
 
-    ``timeout``: seconds for one attempt; None: no limit except ``silence``, the seconds without a byte. ``patience``:
-    seconds for which a failing request is repeated. ``on_retry``: called with each failure that leads to another attempt,
-    and the seconds until that attempt.
+    ``token``: a bearer token, needed unless the service listens on loopback only. ``timeout``: seconds for one attempt at a
+    call. ``patience``: seconds for which a call, or a stream that has lost its connection, is repeated before it raises; 0
+    means one attempt. ``on_retry``: called with each failure that leads to another attempt, and the seconds until then.
+    A transport belongs to the event loop in which it is first used.
     """
 
     def __init__(
         self,
-        server: str,
-        token: str | None,
+        server: str = DEFAULT_SERVER,
+        token: str | None = None,
         *,
-        timeout: float | None,
-        silence: float | None = None,
-        patience: float,
+        timeout: float = 30.0,
+        patience: float = 60.0,
         on_retry: OnRetry | None = None,
     ) -> None:
         if token is not None and not re.fullmatch(r"[\x21-\x7e]+", token):
             raise ValueError("token: is empty, or holds a space, a line end or another character that no token has")
         self.server, self.timeout, self.patience, self.on_retry = checked_server(server), timeout, patience, on_retry
-        self._silence = silence
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None  # belongs to the event loop in which it is first used
 
@@ -103,12 +103,13 @@ class Transport:
         *,
         body: bytes = b"",
         headers: Mapping[str, str] | None = None,
+        silence: float | None = None,
     ) -> Answer:
-        """Returns the answer. Raises ServiceError when the service refuses, or ``patience`` is over."""
+        """Returns the answer. ``silence``: seconds without a byte that end an attempt, in place of ``timeout``. Raises
+        ServiceError when the service refuses, or ``patience`` is over."""
         headers = dict(headers or {}) | ({"Content-Length": str(len(body))} if body else {})
-        timeout = aiohttp.ClientTimeout(
-            self.timeout, sock_connect=10 if self.timeout is None else None, sock_read=self._silence
-        )
+        total = self.timeout if silence is None else None
+        timeout = aiohttp.ClientTimeout(total, sock_connect=self.timeout, sock_read=silence)
         retries = Retries(self.patience, self.on_retry)
         while True:
             data = _pieces(body) if body else None
@@ -118,10 +119,12 @@ class Transport:
             except ServiceError as failure:
                 await retries.wait(failure)
 
-    async def send_json(self, method: str, path: str, value: Any, headers: Mapping[str, str] | None = None) -> Answer:
+    async def send_json(
+        self, method: str, path: str, value: Any, headers: Mapping[str, str] | None = None, **options: Any
+    ) -> Answer:
         """Sends ``value`` as JSON. As :meth:`send` otherwise."""
         body, kind = json.dumps(value, allow_nan=False).encode(), {"Content-Type": "application/json"}
-        return await self.send(method, path, body=body, headers={**kind, **(headers or {})})
+        return await self.send(method, path, body=body, headers={**kind, **(headers or {})}, **options)
 
     async def stream(self, path: str, query: Query, after: str) -> AsyncGenerator[Message]:
         """Yields the server-sent events of one connection, from event id ``after`` on, until the connection ends."""
@@ -169,8 +172,8 @@ class Transport:
             why = f"it does not speak TLS as https:// needs ({error}); if it listens without TLS, write http://"
             raise Unreachable(self.server, why, is_temporary=False) from None
         except TimeoutError:
-            seconds = self._silence if self.timeout is None else self.timeout
-            raise Unreachable(self.server, f"no answer within {seconds:g} s") from None
+            limit: aiohttp.ClientTimeout = options["timeout"]
+            raise Unreachable(self.server, f"no answer within {limit.total or limit.sock_read:g} s") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise Unreachable(self.server, _reason(error)) from None
         except aiohttp.ClientError as error:

@@ -3,7 +3,7 @@
 
 import { element } from "./element.js";
 
-/** Whether the person said yes. */
+/** Resolves to whether the person confirmed. */
 export function confirmed({ title, text, yes }) {
   return new Promise((resolve) => {
     const close = (answer) => {

@@ -30,7 +30,7 @@ export function say(node, text) {
 
 let spoken = 0;
 
-/** Tell a screen reader, now, what a glance would tell others. */
+/** Announce a text to screen readers at once. */
 export function announce(text) {
   const region = document.getElementById("spoken");
   spoken += 1;

@@ -1,8 +1,8 @@
-/* What is known of a run from its record and its events so far. Views read it; nothing here draws or calls.
+/* Progress of a run: added up from its record and its events so far. Views read it; nothing here draws or calls.
  *
  *    history, events ──▶ Progress ──▶ series of the charts, stages with shares and rates, spans, what to notice
  *
- * Telling it a step again (history and stream overlap; a trainer replays after a death) changes nothing.
+ * Applying a step again (history and stream overlap; a trainer replays after a death) changes nothing.
  */
 
 export const SHARES = ["busy", "waiting_input", "waiting_room", "other"];
@@ -24,7 +24,7 @@ const RATE_STEPS = 8; // steps that tokens per second and the time left look bac
 const SPAN_SECONDS = 660; // how long spans are kept
 const GONE = 6; // seconds without a `stage` event after which a worker is not shown as at work
 
-/** One worker's accounts: totals since its process started, and from them what it did lately. */
+/** One worker: its newest `stage` events, and the shares and rates of the last seconds. */
 class Worker {
   constructor(name, stage) {
     Object.assign(this, { name, stage, past: [], process: "", time: 0 });
@@ -35,7 +35,7 @@ class Worker {
   }
 
   apply(time, data) {
-    if (this.latest && data.wall < this.latest.wall) this.past = []; // its process began anew
+    if (this.latest && data.wall < this.latest.wall) this.past = []; // a restarted worker counts from 0 again
     this.past.push(data);
     this.time = time;
     while (this.past.length > 2 && data.wall - this.past[1].wall >= RECENT) this.past.shift();
@@ -64,7 +64,7 @@ function shares(workers) {
 }
 
 export class Progress {
-  /** `clock` tells the server's time in Unix seconds. */
+  /** `clock` returns the server's time in Unix seconds. */
   constructor(record, clock) {
     this.clock = clock;
     this.steps = new Map(); // by step
@@ -82,11 +82,11 @@ export class Progress {
     this.received = 0; // and of its arrival: the stream begins in the past
     this.changed = 0;
     this.sorted = [];
-    this.tell(record);
+    this.update(record);
   }
 
   /** The run's record as the server has it now. */
-  tell(record) {
+  update(record) {
     this.record = record;
     this.state = record.state;
     this.reason = record.reason ?? "";
@@ -169,10 +169,10 @@ export class Progress {
   }
 
   /** The pipeline as the server sees it now (GET …/stages). */
-  pipeline(told) {
-    if (!this.ledger || !this.ended) this.ledger = told.ledger;
-    this.gate = told.gate;
-    for (const stage of told.stages) {
+  pipeline(view) {
+    if (!this.ledger || !this.ended) this.ledger = view.ledger;
+    this.gate = view.gate;
+    for (const stage of view.stages) {
       for (const { worker, process, state, pid } of stage.workers) {
         this.worker(worker, stage.name).process = process;
         if (state) this.processes.set(process, { change: state, reason: "", pid });

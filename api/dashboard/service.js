@@ -4,22 +4,22 @@ const KEY = "asyncdock.token";
 
 /** An answer other than success: RFC 9457, with the field, its value and the fix where there is one. */
 export class Problem extends Error {
-  constructor(status, told = {}) {
-    super(told.detail || told.title || (status ? `The server answered ${status}.` : "The server cannot be reached."));
+  constructor(status, body = {}) {
+    super(body.detail || body.title || (status ? `The server answered ${status}.` : "The server cannot be reached."));
     this.status = status;
-    this.title = told.title || "";
-    this.errors = (told.errors?.length ? told.errors : told.field ? [told] : []).map((one) => ({
+    this.title = body.title || "";
+    this.errors = (body.errors?.length ? body.errors : body.field ? [body] : []).map((one) => ({
       field: String(one.field ?? ""),
       value: one.value,
       wrong: String(one.wrong ?? one.detail ?? ""),
       fix: String(one.fix ?? ""),
     }));
-    this.fix = told.errors?.length ? "" : String(told.fix ?? "");
+    this.fix = body.errors?.length ? "" : String(body.fix ?? "");
   }
 }
 
 export class Service {
-  /** `onUnauthorized` is told when the server wants a (better) token. */
+  /** `onUnauthorized` is called when the server wants a (better) token. */
   constructor(onUnauthorized) {
     this.onUnauthorized = onUnauthorized;
     this.skew = 0; // seconds by which the server's clock is ahead of this one's
@@ -63,9 +63,9 @@ export class Service {
     const date = Date.parse(response.headers.get("Date"));
     if (Number.isFinite(date)) this.skew = Math.abs(date - Date.now()) < 2000 ? 0 : (date - Date.now()) / 1000;
     if (response.ok) return response;
-    const told = await response.json().catch(() => ({}));
+    const problem = await response.json().catch(() => ({}));
     if (response.status === 401) this.onUnauthorized();
-    throw new Problem(response.status, told);
+    throw new Problem(response.status, problem);
   }
 
   async json(path, options) {

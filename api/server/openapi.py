@@ -40,7 +40,7 @@ def openapi_document(modules: Iterable[types.ModuleType], *, version: str, token
         },
         "paths": paths,
         "components": {
-            "schemas": _without_null_defaults(components["$defs"]),
+            "schemas": _without_empty_defaults(components["$defs"]),
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "tags": [{"name": tag} for tag in dict.fromkeys(o.tag for o in operations)],
@@ -108,7 +108,7 @@ def _header(text: str, kind: str) -> dict[str, Any]:
 
 
 def _parameters(part: str, o: Operation) -> list[dict[str, Any]]:
-    schema = _without_null_defaults(o.parts[part].model_json_schema(ref_template=_REFERENCE))
+    schema = _without_empty_defaults(o.parts[part].model_json_schema(ref_template=_REFERENCE))
     required = schema.get("required", ())
     parameters = []
     for name, field in schema["properties"].items():
@@ -120,9 +120,9 @@ def _parameters(part: str, o: Operation) -> list[dict[str, Any]]:
     return parameters
 
 
-def _without_null_defaults(schema: Any) -> Any:
-    """Return ``schema`` without ``default: null``, which generators of clients take for a value to send."""
+def _without_empty_defaults(schema: Any) -> Any:
+    """Return ``schema`` without the defaults null and {}, which generators of clients send or refuse."""
     if isinstance(schema, dict):
-        kept = {key: value for key, value in schema.items() if not (key == "default" and value is None)}
-        return {key: _without_null_defaults(value) for key, value in kept.items()}
-    return [_without_null_defaults(value) for value in schema] if isinstance(schema, list) else schema
+        kept = {key: value for key, value in schema.items() if not (key == "default" and value in (None, {}))}
+        return {key: _without_empty_defaults(value) for key, value in kept.items()}
+    return [_without_empty_defaults(value) for value in schema] if isinstance(schema, list) else schema

@@ -103,7 +103,7 @@ class Service:
         self.closing = asyncio.Event()
         self.run_statuses = RunStatuses()
         self._in_use: Counter[str] = Counter()
-        self.outside = ExternalSessions(settings.data, registry, self._in_use)
+        self.external_sessions = ExternalSessions(settings.data, registry, self._in_use)
         self.most_held, self._held = MOST_HELD, 0
         self._indexes: dict[str, tuple[Index, float]] = {}
 
@@ -193,7 +193,7 @@ class Service:
     async def forget(self, run: str) -> None:
         """Close what is open for a deleted run."""
         self.run_statuses.forget(run)
-        await self.outside.forget(run)
+        await self.external_sessions.forget(run)
         found = self._indexes.pop(run, None)
         if found:
             await found[0].close()
@@ -203,7 +203,7 @@ class Service:
         for index, _ in self._indexes.values():
             await index.close()
         self._indexes.clear()
-        await self.outside.close()
+        await self.external_sessions.close()
         await self.tokens.close()
         if self._owns_checks:
             await asyncio.to_thread(self.checks.close)

@@ -1,12 +1,12 @@
-"""Checkpoints: all that a run needs to go on from step k as if it had never stopped.
+"""Checkpoints: files from which a run continues at step k as if it had never stopped.
 
     checkpoints/step-00000020/   model/     a Hugging Face checkpoint
                                  train/     optimizer's state and weights, bit for bit: a shard of each rank
                                  run.json   version, prompt position, ledger, groups still to be made
 
-``train/`` is a distributed checkpoint of torch: ranks of any number and layout read what any others have written. The
-folder is written beside its final name and renamed at the end: one that is there is whole. Prompts are a pure function of
-the group's number, so the prompt position is a number, and groups in flight are simply made again.
+``train/`` is a distributed checkpoint of torch: ranks of any number and layout read what any others have written. A
+checkpoint is written under another name and renamed at the end, so one with its final name is complete. Prompts are a pure
+function of the group's number, so the prompt position is a number, and groups in flight are generated again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Checkpoint:
         return self.path / "model"
 
     def load_into(self, engine: TrainEngine) -> None:
-        """Give ``engine`` the state that was saved, by whatever ranks. All ranks of an engine make this call."""
+        """Load the saved state into ``engine``, whose ranks may be others than those that saved it. All ranks call this."""
         import torch.distributed.checkpoint as dcp
 
         state = engine.state_dict()
@@ -67,7 +67,7 @@ def save(
 
 
 def begin(directory: Path, version: int) -> Path:
-    """An empty folder to :func:`write` the checkpoint of ``version`` into."""
+    """Make and return an empty folder to :func:`write` the checkpoint of ``version`` into."""
     partial = _partial(directory, version)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -75,8 +75,8 @@ def begin(directory: Path, version: int) -> Path:
 
 
 def write(partial: Path, engine: TrainEngine) -> None:
-    """Put the engine's weights and state into ``partial``: each rank its shard, in one collective call. Returns, on the
-    first rank, when all is written."""
+    """Write the engine's weights and state into ``partial``: each rank its shard, in one collective call. On rank 0 it
+    returns when all shards are written."""
     import torch.distributed.checkpoint as dcp
 
     engine.save_pretrained(partial / "model")
@@ -88,7 +88,7 @@ def write(partial: Path, engine: TrainEngine) -> None:
 def finish(
     directory: Path, tokenizer: Tokenizer, version: int, index_state: Mapping[str, Any], keep: int
 ) -> Checkpoint:
-    """Add what is not of the engine, and give the checkpoint its name: from now on it is there."""
+    """Add the files that are not the engine's, and give the checkpoint its name: from now on it exists."""
     final, partial = directory / _NAME.format(version), _partial(directory, version)
     tokenizer.save_pretrained(partial / "model")
     (partial / "run.json").write_text(json.dumps({"version": version, **index_state}, indent=1))
@@ -104,7 +104,7 @@ def _partial(directory: Path, version: int) -> Path:
 
 
 def _sharded(state: Any) -> bool:
-    """Whether ``state`` lies on several ranks."""
+    """Whether ``state`` is spread over several ranks."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(state, dict):
@@ -114,20 +114,20 @@ def _sharded(state: Any) -> bool:
 
 @contextmanager
 def _no_warning() -> Iterator[None]:
-    """torch warns that it takes a single process for what it is, although it is told."""
+    """Hide torch's warning about a single process, which ``no_dist`` has declared."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
 
 
 def latest(directory: Path) -> Checkpoint | None:
-    """The newest checkpoint under ``directory``; None when there is none."""
+    """Returns the newest checkpoint under ``directory``; None when there is none."""
     found = whole(directory)
     return open_checkpoint(found[-1]) if found else None
 
 
 def whole(directory: Path) -> list[Path]:
-    """The checkpoints below ``directory`` that are there as a whole, oldest first."""
+    """Returns the complete checkpoints below ``directory``, oldest first."""
     return sorted(path for path in directory.glob("step-*") if (path / "run.json").is_file())
 
 

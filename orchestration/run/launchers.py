@@ -1,7 +1,7 @@
-"""Launchers: how a worker comes to life. The supervisor sees only :class:`Life`.
+"""Launchers: start workers. The supervisor sees a started worker as a :class:`Life`.
 
 inline    a task in this process: debugging, exact tests
-process   a process of its own, by fork or from nothing, which the kernel ends when its supervisor dies (Linux)
+process   a process of its own, forked or started, which the kernel ends when its supervisor dies (Linux)
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from orchestration.processes.handles import Process
 from orchestration.processes.starter import Starter
 from pipeline.index.client import INDEX_VARIABLE
 
-EXIT_FATAL = 3  # of a worker: nothing that a restart could mend
+# Exit codes of workers.
 EXIT_FAILED = 1
+EXIT_FATAL = 3  # by an error that a restart would not mend
 EXIT_NOT_STARTED = 4  # before it was ready, by an error that may pass
 
 
@@ -30,20 +31,20 @@ class Life(Protocol):
 
     @property
     def failure_domain(self) -> object:
-        """What it died of together with others; None when it was alone. Known once it has ended."""
+        """Equal for workers that died together of one cause; None when it died alone. Known once it has ended."""
 
     async def wait(self) -> int:
-        """The exit code: 0 done, ``EXIT_FATAL`` what no restart mends, ``EXIT_NOT_STARTED`` what may, anything else died."""
+        """Returns the exit code: 0, ``EXIT_FATAL``, ``EXIT_NOT_STARTED``, or any other of a worker that died."""
 
     def kill(self) -> None:
-        """End it now. Harmless when it has ended."""
+        """End it now. Does nothing when it has ended."""
 
 
 class Launcher(Protocol):
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life: ...
 
     def close(self) -> None:
-        """Nothing more is launched; who is still alive is ended."""
+        """Launch nothing more, and end the workers that are still alive."""
 
 
 class InlineLife:
@@ -64,10 +65,10 @@ class InlineLife:
 
 class InlineLauncher:
     def close(self) -> None:
-        """Its workers end by themselves, or are killed one by one."""
+        """Does nothing: its workers end by themselves, or are killed one by one."""
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
-        from orchestration.run.worker import Worker  # with all that computes
+        from orchestration.run.worker import Worker  # imports torch
 
         return InlineLife(name, asyncio.create_task(Worker(run, url, kind, number, name).run(), name=name))
 

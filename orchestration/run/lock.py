@@ -48,7 +48,7 @@ class RunLock:
             return cls(folder, None)
 
     def release(self) -> None:
-        """Harmless when repeated."""
+        """Release the lock. Does nothing when repeated."""
         if self._file is not None:
             self._file.close()
 

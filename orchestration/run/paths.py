@@ -1,4 +1,4 @@
-"""Where a run's files lie: told through the index to its workers, and to programs outside that join it."""
+"""Where a run's files lie. Workers, and programs outside that join the run, read it from the index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run: a recipe made into an index, shared memory, workers, and a folder that keeps what came out.
+"""A run: executes a recipe with an index, shared memory and workers, and keeps the results in a folder.
 
 out/  recipe.json  checkpoints/step-*/  logs/*.log  index/ (the embedded index's append-only file)
 
@@ -7,7 +7,7 @@ Run.create(recipe, out) ─▶ execute(stop) ─▶ RunResult        events() �
 Run.resume(out)         ─▶ …the same, from the newest checkpoint
 Run.hosted(recipe, out, id) ─▶ host(url, stop) ─▶ Outcome    in the index of a service, begun or taken over
 
-Who executes a run holds the lock of its folder, from its making to its end.
+The process that executes a run holds the lock of its folder, from creating the run to its end.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import stamina
 import structlog
 
 from orchestration.private_files import write_private
@@ -56,7 +57,7 @@ log = structlog.get_logger()
 BEGUN_IN = "begun-in"  # in the run's folder: the working directory of its command, for modules that the recipe names
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
-LOOK_SECONDS = 0.1  # between two looks at a lock
+LOOK_SECONDS = 0.1  # until the lock is tried again, at first
 _SHARED = "asyncdock-{pid}-{run}"
 
 
@@ -86,10 +87,10 @@ class Run:
         self.recipe, self.out_dir, self.start = recipe, out_dir.resolve(), start
         self.id = hosted or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         self.supervisor: Supervisor | None = None
-        self.forks: ForkServer | None = None  # what its workers come from; a fork server of its own if not set
+        self.forks: ForkServer | None = None  # forks the workers; None: the run starts a fork server
         self.server: EmbeddedIndex | None = None  # while it is executed, unless its index is another one
         self.shared = shared_memory_directory() / _SHARED.format(pid=os.getpid(), run=self.id)
-        if hosted:  # whatever process it is that takes the run over finds its memory
+        if hosted:  # a runner that takes the run over must find its memory
             self.shared = shared_of(self.out_dir)
         self._hosted, self._lock = bool(hosted), lock
         self._index: Index | None = None
@@ -99,7 +100,7 @@ class Run:
 
     @property
     def begins(self) -> int:
-        """The optimizer steps that lie behind it when it starts."""
+        """Optimizer steps that were made before it starts."""
         return self.start.version if self.start else 0
 
     @classmethod
@@ -147,7 +148,7 @@ class Run:
 
     @classmethod
     def hosted(cls, recipe: Recipe, out_dir: Path, run: str) -> Run:
-        """The run ``run`` of a service, which may have begun: in other hands, with what they left in ``out_dir``."""
+        """Returns the run ``run`` of a service, which another runner may have begun in ``out_dir``."""
         out_dir.mkdir(parents=True, exist_ok=True)
         _write_recipe(out_dir, recipe)
         return cls(recipe, out_dir, checkpoint.latest(out_dir / "checkpoints"), hosted=run)
@@ -230,33 +231,31 @@ class Run:
                     raise RunError(f"{reason} and launch.max_restarts = {most} is used up; see {server.log}")
                 log.warning("the index died; starting it again", reason=reason)
                 await self._start_index(server)
-                events.add(asyncio.create_task(self._tell_restart(reason)))  # it may die again before it has taken this
+                events.add(asyncio.create_task(self._emit_restart(reason)))  # the index may die again before that
         finally:
             for event in events:
                 event.cancel()
             await asyncio.gather(*events, return_exceptions=True)
 
-    async def _tell_restart(self, reason: str) -> None:
+    async def _emit_restart(self, reason: str) -> None:
         event = WorkerEvent(stage="index", worker="index-0", change="restarted", reason=reason)
         with contextlib.suppress(IndexUnreachable):
             if self._index is not None:
                 await self._index.emit(event)
 
     async def _take_lock(self) -> None:
-        """Wait for a former runner, which ends once it has lost its lease."""
-        deadline = time.monotonic() + FORMER_SECONDS
-        while self._lock is None:
-            try:
-                self._lock = RunLock.take(self.out_dir)
-            except RunLocked:
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(LOOK_SECONDS)
+        """Take the folder's lock, after waiting for a former runner that has lost its lease and is about to end."""
+        attempts = stamina.retry_context(
+            RunLocked, attempts=None, timeout=FORMER_SECONDS, wait_initial=LOOK_SECONDS, wait_max=1.0, wait_jitter=0
+        )
+        async for attempt in attempts:
+            with attempt:
+                self._lock = self._lock or RunLock.take(self.out_dir)
 
     async def _work(self, url: str, stop: asyncio.Event, launcher: Launcher) -> Outcome:
         self._index = Index(url, self.id)
         await self._prepare(self._index)
-        self._tell_where(url)
+        self._write_where(url)
         self._up.set()
         self.supervisor = Supervisor(
             self._index,
@@ -281,7 +280,7 @@ class Run:
             self._lock.release()
 
     async def events(self, after: str = "0") -> AsyncIterator[Event]:
-        """Every event of the run after id ``after``, as they come; ends after the run's last state."""
+        """Yield the run's events after id ``after`` as they come; ends after the run's last state."""
         done = asyncio.Event()
         self._readers.add(done)
         try:
@@ -300,7 +299,7 @@ class Run:
             self._readers.discard(done)
 
     async def pause(self) -> None:
-        """Stop admitting and claiming; what is being processed ends. Harmless when it is paused or over."""
+        """Stop admitting and claiming; what is being processed ends. Does nothing when the run is paused or has ended."""
         await self._move(["running"], "paused")
 
     async def resume_work(self) -> None:
@@ -317,7 +316,7 @@ class Run:
         await run_in_thread(lambda: importlib.import_module("pipeline.columns"), "imports")
         config = flow_of(self.recipe).config(self.recipe.staleness_plan)
         begun = not await index.init(config, *self._beginning())
-        if begun and not self.shared.is_dir():  # the machine was started anew, or is another one: the samples are gone
+        if begun and not self.shared.is_dir():  # the machine was rebooted, or is another one: the samples are gone
             await index.rewind(config, *self._beginning())
             since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
             log.warning("the samples in shared memory are gone; going on", since=since)
@@ -338,17 +337,17 @@ class Run:
         place = RunPaths(self.out_dir, self.shared, self.start.path if self.start else None)
         await index.put("recipe", self.recipe.to_json())
         await (index.put_once if begun else index.put)("place", place.to_json())
-        await index.put_once("secret", secrets.token_hex(32))  # what the nodes of this run know each other by
+        await index.put_once("secret", secrets.token_hex(32))  # its nodes prove with it that they are of this run
         await index.transition([""], "created")
 
     def _beginning(self) -> tuple[dict[str, int], Sequence[int]]:
-        """The counters that the flow starts from, and the groups that are to be made again."""
+        """Returns the counters that the flow starts from, and the groups that are to be generated again."""
         if self.start is None:
             return {"published": 0, "trained": 0, "admitted": 0}, ()
         return self.start.counters, self.start.remake
 
-    def _tell_where(self, url: str) -> None:
-        """For whoever wants to look at the run while it is alive; the URL may hold a password."""
+    def _write_where(self, url: str) -> None:
+        """Write where the run's index is, for programs that watch the run. The URL may hold a password."""
         write_private(self.out_dir / WHERE, json.dumps({"index": url, "run": self.id, "hosted": self._hosted}))
 
     def _launcher(self) -> Launcher:
@@ -399,7 +398,7 @@ def _write_recipe(out_dir: Path, recipe: Recipe) -> None:
 
 
 def sweep_leftovers() -> None:
-    """Remove what runs whose process was killed left in shared memory, and their indexes' socket directories."""
+    """Remove what killed runs have left in shared memory, and the socket directories of their indexes."""
     for parent in (shared_memory_directory(), Path(tempfile.gettempdir())):
         for folder in parent.glob("asyncdock-*-*"):
             pid = folder.name.split("-")[1]

@@ -1,18 +1,18 @@
-"""The supervisor: keeps a run's workers alive, and ends the run when its work is done or cannot go on.
+"""The supervisor: starts a run's workers, restarts those that die, and ends the run.
 
     launch ──▶ ready ──▶ … ──▶ exit 0: done
-                 │ died: its leases end and its bytes come back at once ──▶ launch again, at most `max_restarts` times
-                 └ fatal, too often, or twice of one thing before it was ready: the run fails with that reason
+                 │ died: its leases end and its bytes are free at once ──▶ launch again, at most `max_restarts` times
+                 └ a fatal error, too many deaths, or the same error twice before it was ready: the run fails
 
     created → starting → running ⇄ paused → stopping → finished | stopped | failed
 
-The ranks of the train engine (in a colocated run each has a rollout engine too) are a rank group: each waits for the others
-in every call. When one dies the supervisor ends the others and launches all of them again, which counts as one restart.
+The ranks of the train engine are a rank group: each waits for the others in every call. When one dies the supervisor ends
+the others and launches all of them again, which counts as one restart.
 
-The work is done when whoever trains and whoever generates has ended by itself; the others are then told. Where another
-program trains, it is done when that has published the last of ``steps``.
+The work is done when all workers of the kinds that end by themselves (``orchestration.run.kinds``) have ended; the others
+are stopped then. Where another program trains, it is done when that has published the last of ``steps``.
 
-A supervisor may follow on another that was killed, in the same index: what its workers held is given back first.
+A supervisor may follow a killed one in the same index: the rows that its workers held are given back first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -30,6 +31,7 @@ from pipeline.index.client import Index, worker_name
 
 log = structlog.get_logger()
 
+Worker = tuple[str, int]  # kind and number
 STOPPED = "stopped by request"
 LIVE = ("starting", "running", "paused")
 
@@ -53,7 +55,7 @@ class Supervisor:
         self,
         index: Index,
         launcher: Launcher,
-        workers: Sequence[tuple[str, int]],
+        workers: Sequence[Worker],
         *,
         max_restarts: int,
         startup_timeout: float,
@@ -65,16 +67,16 @@ class Supervisor:
         self.index, self.launcher, self.workers = index, launcher, list(workers)
         self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
         self.restarts = 0
-        self._lives: dict[tuple[str, int], Life] = {}
+        self._lives: dict[Worker, Life] = {}
         self._failure_domains: list[object] = []
-        self._not_started: dict[tuple[str, int], str] = {}  # why, the last time
+        self._not_started: dict[Worker, str] = {}  # the last reason
         self._stopping = False
-        self._unready = {f"{kind}-{number}" for kind, number in self.workers}  # of those that were launched first
-        self._began = "0"  # the last event before this supervisor's
+        self._unready = {_shown(worker) for worker in self.workers}  # of the workers that were launched first
+        self._began = "0"  # the last event before those of this supervisor
 
     def pids(self) -> dict[str, int]:
-        """The process of each worker, as ``KIND-NUMBER``."""
-        return {f"{kind}-{number}": life.pid for (kind, number), life in self._lives.items()}
+        """Returns the process of each worker, by ``KIND-NUMBER``."""
+        return {_shown(worker): life.pid for worker, life in self._lives.items()}
 
     async def run(self, stop: asyncio.Event) -> Outcome:
         await self.index.transition(["created"], "starting")
@@ -94,28 +96,30 @@ class Supervisor:
         return outcome
 
     async def _supervise(self, stop: asyncio.Event) -> Outcome:
-        await self._forget_former_lives()
-        if (await self.index.state())[0] == "stopping":  # asked before anything was launched
+        await self._forget_former_workers()
+        if (await self.index.state())[0] == "stopping":  # requested before anything was launched
             return Outcome("stopped", STOPPED)
         _, self._began = await self.index.event_ends()
-        keepers = {rank_group[0]: asyncio.create_task(self._keep(rank_group)) for rank_group in self._gangs()}
-        stopped: asyncio.Task = asyncio.create_task(stop.wait())
-        told = asyncio.create_task(self._stopped_from_outside())
-        watchers = {stopped, told, asyncio.create_task(self._start())}
-        ending = [task for (kind, _), task in keepers.items() if kind_of(kind).ends_by_itself]
-        if not any(kind_of(kind).is_rank_group for kind, _ in keepers):  # nobody of ours trains
-            ending.append(asyncio.create_task(self._last_published()))
-            watchers.add(ending[-1])
+        keepers = {group[0]: asyncio.create_task(self._keep(group)) for group in self._rank_groups()}
+        stop_requests: list[asyncio.Task[Any]] = [
+            asyncio.create_task(stop.wait()),
+            asyncio.create_task(self._stop_requested()),
+        ]
+        watchers: list[asyncio.Task[Any]] = [*stop_requests, asyncio.create_task(self._start())]
+        work = [task for (kind, _), task in keepers.items() if kind_of(kind).ends_by_itself]
+        if not any(kind_of(kind).is_rank_group for kind, _ in keepers):  # another program trains
+            work.append(asyncio.create_task(self._last_published()))
+            watchers.append(work[-1])
+        pending = {*keepers.values(), *watchers}
         try:
-            pending: set[asyncio.Task] = {*keepers.values(), *watchers}
             while True:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
                     task.result()
-                if all(task.done() for task in ending):
+                if all(task.done() for task in work):
                     outcome = Outcome("finished")
                     break
-                if stopped.done() or told.done():
+                if any(task.done() for task in stop_requests):
                     outcome = Outcome("stopped", STOPPED)
                     break
             await self._stop(list(keepers.values()))
@@ -126,85 +130,97 @@ class Supervisor:
             await asyncio.gather(*keepers.values(), *watchers, return_exceptions=True)
 
     async def _stop(self, keepers: list[asyncio.Task[None]]) -> None:
-        """Tell the workers, and give them ``stop_timeout`` seconds to finish what they hold: the trainer ends with a
-        checkpoint. Those that are still starting hold nothing, and are ended at once, unless a trainer is to bring back
-        steps that no checkpoint has."""
+        """Stop the workers, and give them ``stop_timeout`` seconds to finish what they hold: the trainer ends with a
+        checkpoint. Those that are still starting hold nothing and are ended at once, unless a trainer has to replay steps
+        that no checkpoint has."""
         self._stopping = True
         await self.index.transition(LIVE, "stopping")
         if self._unready and (await self.index.status()).trained <= self.begins:
-            for (kind, number), life in self._lives.items():
-                if f"{kind}-{number}" in self._unready:
+            for worker, life in self._lives.items():
+                if _shown(worker) in self._unready:
                     life.kill()
         _, late = await asyncio.wait(keepers, timeout=self.stop_timeout)
         if late:
             log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.stop_timeout)
 
-    def _gangs(self) -> list[list[tuple[str, int]]]:
-        """The workers by who lives and dies together: most of them alone."""
-        rank_groups: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    def _rank_groups(self) -> list[list[Worker]]:
+        """Returns the workers in groups that start and end together: most groups have one worker."""
+        groups: dict[Worker, list[Worker]] = {}
         for kind, number in self.workers:
-            rank_groups.setdefault((kind, 0 if kind_of(kind).is_rank_group else number), []).append((kind, number))
-        return list(rank_groups.values())
+            groups.setdefault((kind, 0 if kind_of(kind).is_rank_group else number), []).append((kind, number))
+        return list(groups.values())
 
-    async def _keep(self, rank_group: list[tuple[str, int]]) -> None:
-        """Keep the workers of one rank_group alive until they are done."""
+    async def _keep(self, group: list[Worker]) -> None:
+        """Launch the workers of ``group``, again when they die, until they are done."""
         while not self._stopping:
-            names = {worker: worker_name(*worker) for worker in rank_group}
-            if len(rank_group) > 1:
-                await self.index.put(f"ranks:{rank_group[0][0]}", names[rank_group[0]])
-            for (kind, number), name in names.items():
-                await self.index.put(_life(kind, number), name)
-                try:
-                    life = await self.launcher.launch(self.index.run, self.index.url, kind, number, name)
-                except OSError as error:  # no process, no descriptor, no memory to be had
-                    raise _Failed(f"{kind}-{number} cannot be started: {error}") from error
-                self._lives[kind, number] = life
-                await self._tell(kind, number, "started", pid=life.pid)
-            codes = await self._wait({worker: self._lives[worker] for worker in rank_group})
+            names = {worker: worker_name(*worker) for worker in group}
+            await self._launch(names)
+            codes = await self._wait({worker: self._lives[worker] for worker in group})
             if not any(codes.values()):
                 return
-            reasons = {worker: await self.index.get(f"reason:{names[worker]}") for worker in rank_group}
+            reasons = {worker: await self.index.get(f"reason:{names[worker]}") for worker in group}
             for name in names.values():
                 await self.index.forget_worker(name)
             if self._stopping:
                 return
-            first = next(iter(codes))
-            kind, number = first
-            failure_domain = self._lives[first].failure_domain
-            reason = reasons[first] or ("its fork server has ended" if failure_domain else ending(codes[first]))
-            log.debug("worker died", worker=names[first], code=codes[first], reason=reason)
-            await self._tell(kind, number, "died", reason=reason)
-            for other in rank_group:
-                if other != first and reasons[other]:  # not only ended: it had something to say
-                    log.warning("worker died too", worker=names[other], reason=reasons[other])
-            for (kind, number), code in codes.items():
-                if code == EXIT_FATAL:
-                    raise _Failed(f"{kind}-{number}: {reasons[kind, number] or ending(code)}")
-            if codes[first] == EXIT_NOT_STARTED:
-                if self._not_started.get(first) == reason:
-                    raise _Failed("{}-{} did not start, twice for the same reason: {}".format(*first, reason))
-                self._not_started[first] = reason
-            if (
-                failure_domain is None or failure_domain not in self._failure_domains
-            ):  # several that died of one thing count once
-                if self.restarts >= self.max_restarts:
-                    kind, number = first
-                    raise _Failed(
-                        f"{kind}-{number} died and launch.max_restarts = {self.max_restarts} is used up: {reason}"
-                    )
-                self.restarts += 1
-                self._failure_domains.append(failure_domain)
-            await self._tell(*rank_group[0], "restarted", reason=reason)
+            reason = await self._report_deaths(codes, reasons, names)
+            self._count_restart(next(iter(codes)), codes, reason)
+            await self._emit(group[0], "restarted", reason=reason)
 
-    async def _wait(self, lives: dict[tuple[str, int], Life]) -> dict[tuple[str, int], int]:
-        """Exit codes of a rank group in the order in which its members ended. When one dies the others, which would wait for
-        it, are ended at once."""
-        codes: dict[tuple[str, int], int] = {}
+    async def _launch(self, names: dict[Worker, str]) -> None:
+        """Launch one worker under each of ``names``. Raises _Failed when the machine has no process or memory to give."""
+        first = next(iter(names))
+        if len(names) > 1:
+            await self.index.put(f"ranks:{first[0]}", names[first])
+        for worker, name in names.items():
+            await self.index.put(_life(worker), name)
+            try:
+                life = await self.launcher.launch(self.index.run, self.index.url, *worker, name)
+            except OSError as error:
+                raise _Failed(f"{_shown(worker)} cannot be started: {error}") from error
+            self._lives[worker] = life
+            await self._emit(worker, "started", pid=life.pid)
+
+    async def _report_deaths(
+        self, codes: dict[Worker, int], reasons: dict[Worker, str | None], names: dict[Worker, str]
+    ) -> str:
+        """Emit why the first of ``codes`` died, and return it. Raises _Failed when a restart would not help."""
+        first = next(iter(codes))
+        orphaned = self._lives[first].failure_domain is not None
+        reason = reasons[first] or ("its fork server has ended" if orphaned else ending(codes[first]))
+        log.debug("worker died", worker=names[first], code=codes[first], reason=reason)
+        await self._emit(first, "died", reason=reason)
+        for worker, code in codes.items():
+            if worker != first and reasons[worker]:  # it failed by itself, it was not ended for the first one's death
+                log.warning("worker died too", worker=names[worker], reason=reasons[worker])
+            if code == EXIT_FATAL:
+                raise _Failed(f"{_shown(worker)}: {reasons[worker] or ending(code)}")
+        return reason
+
+    def _count_restart(self, first: Worker, codes: dict[Worker, int], reason: str) -> None:
+        """Raises _Failed when ``first`` may not be restarted. Workers that die together of one cause count once."""
+        if codes[first] == EXIT_NOT_STARTED:
+            if self._not_started.get(first) == reason:
+                raise _Failed(f"{_shown(first)} did not start, twice for the same reason: {reason}")
+            self._not_started[first] = reason
+        failure_domain = self._lives[first].failure_domain
+        if failure_domain is not None and failure_domain in self._failure_domains:
+            return
+        if self.restarts >= self.max_restarts:
+            used_up = f"launch.max_restarts = {self.max_restarts} is used up"
+            raise _Failed(f"{_shown(first)} died and {used_up}: {reason}")
+        self.restarts += 1
+        self._failure_domains.append(failure_domain)
+
+    async def _wait(self, lives: dict[Worker, Life]) -> dict[Worker, int]:
+        """Returns the exit codes of a rank group in the order in which its members ended. When one dies the others, which
+        would wait for it, are ended at once."""
+        codes: dict[Worker, int] = {}
         waiting = {asyncio.create_task(life.wait()): worker for worker, life in lives.items()}
         try:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                # Of several at once the one that was killed comes first: the others have died of it.
+                # Of several at once, the one that was killed comes first: the others died because of it.
                 for task in sorted(done, key=lambda task: task.result()):
                     codes[waiting.pop(task)] = task.result()
                 if any(codes.values()):
@@ -216,7 +232,7 @@ class Supervisor:
                 task.cancel()
 
     async def _start(self) -> None:
-        """Wait until every worker has said that it is ready."""
+        """Wait until every worker is ready."""
         after = self._began
         try:
             async with asyncio.timeout(self.startup_timeout):
@@ -234,8 +250,8 @@ class Supervisor:
             ["starting"], "running"
         )  # one that was paused when its supervisor was killed stays so
 
-    async def _stopped_from_outside(self) -> None:
-        """Return when somebody else asks the run to stop."""
+    async def _stop_requested(self) -> None:
+        """Return when the run's state in the index becomes "stopping"."""
         while True:
             state, _, after = await self.index.state()
             if state == "stopping":
@@ -243,26 +259,30 @@ class Supervisor:
             await self.index.wait("state", after, 10.0)
 
     async def _last_published(self) -> None:
-        """Return when somebody has published the last version."""
+        """Return when the last version is published."""
         while (status := await self.index.status()).published < self.steps:
             await self.index.wait("version", status.wait, 10.0)
 
-    async def _tell(self, kind: str, number: int, change: str, *, pid: int = 0, reason: str = "") -> None:
-        worker = f"{kind}-{number}"
-        await self.index.emit(WorkerEvent(stage=kind, worker=worker, change=change, pid=pid, reason=reason))
+    async def _emit(self, worker: Worker, change: str, *, pid: int = 0, reason: str = "") -> None:
+        event = WorkerEvent(stage=worker[0], worker=_shown(worker), change=change, pid=pid, reason=reason)
+        await self.index.emit(event)
 
-    async def _forget_former_lives(self) -> None:
-        """What the workers of a killed supervisor held can be claimed again at once, and their open bytes are free."""
-        for kind, number in self.workers:
-            if name := await self.index.get(_life(kind, number)):
+    async def _forget_former_workers(self) -> None:
+        """Free the rows and the open bytes that the workers of a killed supervisor held."""
+        for worker in self.workers:
+            if name := await self.index.get(_life(worker)):
                 await self.index.forget_worker(name)
 
 
-def _life(kind: str, number: int) -> str:
-    """The document that names the present life of a worker."""
-    return f"life:{kind}-{number}"
+def _shown(worker: Worker) -> str:
+    return f"{worker[0]}-{worker[1]}"
+
+
+def _life(worker: Worker) -> str:
+    """Returns the key of the document that names the present process of ``worker``."""
+    return f"life:{_shown(worker)}"
 
 
 def ending(code: int) -> str:
-    """How a process with this exit code has ended, in words."""
+    """Returns in words how a process with this exit code has ended."""
     return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

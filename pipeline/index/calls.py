@@ -49,6 +49,7 @@ class Calls:
 
     @property
     def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
         return self._closed
 
     async def load(self, library: str | None = None) -> None:

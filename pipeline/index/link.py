@@ -67,16 +67,14 @@ class _Line(asyncio.Protocol):
         if self._waiting:
             left = self._heard + self._patience - time.monotonic()
             if left <= 0:
-                self._end(TimeoutError(f"no reply for {self._patience:.0f} s"))
+                self.close(TimeoutError(f"no reply for {self._patience:.0f} s"))
             else:
                 self._watch = self._loop.call_later(left, self._check)
 
-    def _end(self, reason: Exception | None) -> None:
+    def close(self, reason: Exception | None = None) -> None:
+        """Close the connection; calls under way raise ConnectionError."""
         self.connection_lost(reason)
         self._transport.abort()
-
-    def close(self) -> None:
-        self._end(None)
 
     def data_received(self, data: bytes) -> None:
         self._heard = time.monotonic()
@@ -133,16 +131,11 @@ class Link:
         self.url, self.timeout, self.closed, self._shares_waits = url, timeout, False, shares_waits
         # No deadlines in redis-py: they would make a task of each call.
         patience = min(5.0, timeout / 3)
-        pool = redis.ConnectionPool.from_url(url, socket_timeout=None, socket_connect_timeout=patience)
-        self.redis = _Commands(self, pool)
-        # A blocking read may be silent for as long as its timeout; `retry` keeps its deadline.
-        waits: redis.ConnectionPool = (
-            redis.BlockingConnectionPool.from_url(
-                url, socket_timeout=None, socket_connect_timeout=patience, max_connections=_most_waits(), timeout=None
-            )
-            if shares_waits
-            else redis.ConnectionPool.from_url(url, socket_timeout=None, socket_connect_timeout=patience)
-        )
+        options: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": patience}
+        self.redis = _Commands(self, redis.ConnectionPool.from_url(url, **options))
+        waits = redis.ConnectionPool.from_url(url, **options)
+        if shares_waits:
+            waits = redis.BlockingConnectionPool.from_url(url, max_connections=_most_waits(), timeout=None, **options)
         self._waiting = redis.Redis(connection_pool=waits)
         self._reads: dict[Any, asyncio.Future[Any]] = {}
         self._line: _Line | None = None

@@ -1,6 +1,6 @@
-"""Evaluation: held-out prompts, answered greedily by the rollout engine beside the training samples.
+"""Evaluation: the rollout engine answers held-out prompts greedily, beside the training samples.
 
-An evaluation belongs to one policy version: the worker that runs it takes no newer weights until its last answer is out.
+An evaluation belongs to one policy version: its worker loads no newer weights until the last answer is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stages.prompts.formatter import Prompt
 from stages.prompts.sources import PromptSource
 from stages.rewards.stage import RewardSet, score_rows
 
-DRAWS_PER_PROMPT = 20  # a small set of procedural prompts repeats itself; a search for more different ones ends here
+DRAWS_PER_PROMPT = 20  # at most, to find distinct prompts: a small procedural source repeats itself
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Evaluator:
     samples: int
 
     async def run(self, version: int) -> EvaluationEvent:
-        """The `evaluation` event of ``version``, the version that the engine has loaded."""
+        """Returns the `evaluation` event of ``version``, which the engine must have loaded."""
         greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0)
         requests = [GroupRequest(-1 - i, (0,), prompt.ids, greedy, 0) for i, prompt in enumerate(self.prompts)]
         answers: dict[int, Completion] = {}
@@ -70,14 +70,14 @@ class Evaluator:
 
 
 async def evaluate_once(index: Index, evaluator: Evaluator, version: int) -> None:
-    """Tell the evaluation of ``version``, unless it was told before."""
+    """Evaluate ``version`` and emit the result, unless that was done before."""
     if await index.get(f"evaluated:{version}") is None:
         await index.emit(await evaluator.run(version))
         await index.put(f"evaluated:{version}", "1")
 
 
 def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:
-    """The first ``count`` different prompts of ``source``; fewer when it repeats itself before."""
+    """Returns the first ``count`` distinct prompts of ``source``; fewer when it repeats itself before."""
     found: dict[str, Prompt] = {}
     for number in range(DRAWS_PER_PROMPT * count):
         prompt = source.prompt(number)
@@ -88,5 +88,5 @@ def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:
 
 
 def question(prompt: Prompt) -> str:
-    """What a person reads: the prompt as its row had it, without the chat template."""
+    """Returns the prompt as its row had it, without the chat template."""
     return prompt.given if isinstance(prompt.given, str) else prompt.given[-1]["content"]

@@ -1,4 +1,4 @@
-"""Rollout: claims groups, hands them to an engine, and lets each response go on as soon as it ends.
+"""Rollout: claims groups, submits them to an engine, and commits each response as soon as it ends.
 
     claim groups ──▶ one submission to the engine ──▶ response ends ──▶ commit that row   (no waiting for the slowest)
        ▲ as many as the engine has room for,           └▶ response cut ──▶ park that row ──┐
@@ -6,7 +6,7 @@
        └── parked rows first, with the tokens they have ◀── any rollout worker ◀───────────┘
 
 Responses that end while a commit is under way go out together with the next one. One is cut when it has used its budget of
-tokens for one visit, or (by recipe) at a weight update; whoever claims it goes on from its last token.
+tokens for one visit, or (by recipe) at a weight update; the worker that claims it next continues after its last token.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pipeline.warehouse.dock import Dock
 from stages.engines.protocols import Begun, Completion, GroupRequest, RolloutEngine, SamplingParams
 from stages.training.device_lease import DeviceLease
 
-PROGRESS = ("response_ids", "rollout_logprobs", "versions")  # what a response that was cut is parked with
+PROGRESS = ("response_ids", "rollout_logprobs", "versions")  # columns that a cut response is parked with
 
 
 class Rollout:
-    """``most_rows`` is how many responses this worker holds at once: what the engine decodes, and what waits in it."""
+    """The rollout stage. ``most_rows``: responses that this worker holds at once, decoding or waiting in the engine."""
 
     name = "rollout"
     fetches: tuple[str, ...] = ("prompt_ids",)
@@ -62,32 +62,30 @@ class Rollout:
             progress = {place: begun[at] for place, at in rows_of if at in begun}
             wanted = tuple(place for place, _ in rows_of)
             requests.append(GroupRequest(group, wanted, prompt, self.params, seed, progress))
-        ended: asyncio.Queue[Completion] = asyncio.Queue()
+        ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         listening = asyncio.create_task(self._listen(requests, ended))
         try:
             left = len(positions)
             while left:
-                first = asyncio.create_task(ended.get())
-                await asyncio.wait([first, listening], return_when=asyncio.FIRST_COMPLETED)
-                if not first.done():
-                    first.cancel()
-                    listening.result()  # it ended early: this raises what the engine raised
-                    raise RuntimeError(f"the rollout engine ended with {left} of {len(positions)} responses missing")
-                together = [first.result()]
+                news = [await ended.get()]
                 while not ended.empty():
-                    together.append(ended.get_nowait())
+                    news.append(ended.get_nowait())
+                together = [completion for completion in news if completion is not None]
                 left -= len(together)
                 for parked in (False, True):
                     if some := [c for c in together if (c.finish_reason == "cut") == parked]:
                         places = [positions[c.group, c.place] for c in some]
                         before = sum(len(begun[at].token_ids) for at in places if at in begun)
                         yield responses(places, some, before=before, parked=parked)
+                if left and None in news:
+                    await listening  # raises what the engine raised
+                    raise RuntimeError(f"the rollout engine ended with {left} of {len(positions)} responses missing")
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
 
     async def _begun(self, claim: Claim) -> dict[int, Begun]:
-        """What the claim's rows were parked with, by position."""
+        """Returns the progress that rows of the claim were parked with, by position."""
         positions, rows = await self.dock.begun(claim, PROGRESS)
         if not positions:
             return {}
@@ -97,21 +95,25 @@ class Rollout:
             for position, tokens, logprobs, versions in zip(positions, *columns, strict=True)
         }
 
-    async def _listen(self, requests: Sequence[GroupRequest], ended: asyncio.Queue[Completion]) -> None:
-        async with aclosing(self.engine.generate(requests)) as completions:  # type: ignore[type-var]
-            async for completion in completions:
-                ended.put_nowait(completion)
+    async def _listen(self, requests: Sequence[GroupRequest], ended: asyncio.Queue[Completion | None]) -> None:
+        """Put completions into ``ended`` as they come, and None after the last one, or when the engine has failed."""
+        try:
+            async with aclosing(self.engine.generate(requests)) as completions:  # type: ignore[type-var]
+                async for completion in completions:
+                    ended.put_nowait(completion)
+        finally:
+            ended.put_nowait(None)
 
 
 def group_seed(seed: int, group: int) -> int:
-    """The seed of a group's responses: the same whenever and wherever the group is made."""
+    """Returns the seed of a group's responses: the same for each attempt, on any worker."""
     return (seed * 0x9E3779B1 + group) & 0x7FFF_FFFF_FFFF
 
 
 def responses(
     positions: Sequence[int], completions: Sequence[Completion], *, before: int = 0, parked: bool = False
 ) -> Output:
-    """Responses as columns, ended ones or ``parked`` ones. ``before`` of their tokens were told in earlier visits."""
+    """Returns the columns of ended or ``parked`` responses; ``before`` of their tokens were counted in earlier visits."""
     rows: dict[str, Any] = {
         "response_ids": [c.token_ids for c in completions],
         "rollout_logprobs": [c.logprobs for c in completions],

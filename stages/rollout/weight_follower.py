@@ -1,12 +1,12 @@
-"""Weight sync, the rollout side: a rollout engine follows the published version.
+"""Weight sync, the rollout side: loads each published version into a rollout engine.
 
-    v is published ─▶ read a verified copy (beside generation) ─▶ its turn? ─▶ load ─▶ probe ─▶ `sync` told ─▶ claims go on
+    v is published ─▶ read a verified copy (beside generation) ─▶ its turn? ─▶ load ─▶ probe ─▶ `sync` event ─▶ claims go on
                         │ damaged, or too slow                                   │ logprobs are not the trainer's
                         └─▶ the old version stays, and an event says so; tried   └─▶ the old weights come back; as left
                             again (damaged twice: reported to the trainer, which starts again and publishes it again)
 
-With several replicas only one swaps at a time, so that generation never stops as a whole. A probe holds the engine between
-the swap and its verdict: no token is made by weights that are not what they should be (but by vLLM, see its adapter).
+With several replicas only one swaps at a time, so that generation never stops as a whole. The engine makes no token between
+the swap and the result of the probe, so none is made with wrong weights (except by vLLM, see its adapter).
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from stages.weights.store import (
 log = structlog.get_logger()
 
 T = TypeVar("T")
-ATTEMPTS = 3  # at one published version
+ATTEMPTS = 3  # to load one published version
 AGAIN_SECONDS = 0.5  # until the next attempt
 WAIT_SECONDS = 10.0
 
 
 class SwapRefused(RuntimeError):
-    """A version was not taken, and the engine is at its old one. The message says why."""
+    """A version was not loaded, and the engine has its old one. The message says why."""
 
 
 @dataclass(frozen=True)
 class SwapPolicy:
-    """``probe``: how probed logprobs are held to the trainer's (None: nothing is probed). ``timeout``: seconds
-    that reading, loading, probing and going on may take, and an engine to undo what it has begun of them. ``rolling``:
+    """How weights are swapped. ``probe``: how far probed logprobs may lie from the trainer's (None: nothing is probed).
+    ``timeout``: seconds for each of reading, loading, probing and resuming, and again for undoing one of them. ``rolling``:
     replicas swap one after the other."""
 
     probe: ProbeRule | None = None
@@ -70,7 +70,7 @@ class WeightFollower:
     """Keeps a rollout engine at the published version, and evaluates the versions that are due.
 
     With ``overlap`` an evaluation shares the engine with training samples; without (η = 0) claims wait for it, so that
-    what is generated does not depend on whether anybody evaluates. With ``cut`` responses in flight are cut at each swap.
+    what is generated does not depend on evaluation. With ``cut`` responses in flight are cut at each swap.
     """
 
     def __init__(
@@ -88,31 +88,26 @@ class WeightFollower:
         policy: SwapPolicy,
         cut: bool = False,
     ) -> None:
-        self.index, self.reader, self.stage, self.controller, self.evaluator = (
-            index,
-            reader,
-            stage,
-            controller,
-            evaluator,
-        )
-        self.worker, self.every, self.steps, self.overlap, self.policy = worker, every, steps, overlap, policy
-        self.cut = cut
+        self.index, self.reader, self.stage = index, reader, stage
+        self.controller, self.evaluator = controller, evaluator
+        self.worker, self.every, self.steps = worker, every, steps
+        self.overlap, self.policy, self.cut = overlap, policy, cut
         self._judge = None if policy.probe is None else ProbeJudge(policy.probe)
-        self._held: Published | None = None  # what the engine has; None: what it was built with
-        self._failed: dict[int, int] = {}  # attempts at the version that is published now
+        self._held: Published | None = None  # the version in the engine; None: the weights that it was built with
+        self._failed: dict[int, int] = {}  # attempts to load the version that is published now
         self._reported = 0  # the version that was last reported as damaged
-        self._till = 0.0  # until when that is not read again, unless it was published again (monotonic)
+        self._till = 0.0  # it is not read again before (monotonic), unless it was published again
         self._pause = WAIT_SECONDS  # until a take is tried again, if nothing is published meanwhile
-        self._reading: asyncio.Future[Mapping[str, torch.Tensor]] | None = None  # the last one, if it was given up
-        self._alone = 0.0  # since when the trainer has not answered (monotonic); 0: it does
+        self._reading: asyncio.Future[Mapping[str, torch.Tensor]] | None = None  # the last reading, if it was given up
+        self._alone = 0.0  # since when the trainer cannot be reached (monotonic); 0: it can
 
     async def begin(self) -> None:
-        """Take what is published already: the worker is new, the run may not be."""
+        """Load the version that is published already, if any: the worker may have been restarted."""
         await self._take()
         self.stage.held_back = self._due() and not self.overlap
 
     async def run(self) -> None:
-        """Until the last version is loaded and evaluated."""
+        """Load versions as they are published. Returns when the last one is loaded and evaluated."""
         while True:
             if self._due():
                 await self._evaluate()
@@ -127,7 +122,7 @@ class WeightFollower:
                 await self.index.wait("version", self._seen, self._pause)
 
     async def _take(self) -> bool:
-        """Load the published version when it is newer; whether the engine's version has changed."""
+        """Load the published version when it is newer. Returns whether the engine has it now."""
         newest = await self.index.published_weights()
         self._seen, self._pause, engine = newest.wait, WAIT_SECONDS, self.stage.engine
         if newest.version <= engine.version or not newest.record:
@@ -167,28 +162,28 @@ class WeightFollower:
         )
         return True
 
-    async def _say_kept(self, published: Published, refused: Exception) -> None:
-        """Say that the engine stays where it is."""
+    async def _report_kept(self, published: Published, refused: Exception) -> None:
+        """Log, and emit in an event, that the engine keeps its version."""
         log.warning("weights not taken", offered=published.version, kept=self.stage.engine.version, reason=str(refused))
         change = "kept its weights"
         await self.index.emit(WorkerEvent(stage="rollout", worker=self.worker, change=change, reason=str(refused)))
 
     async def _wait_for_trainer(self, published: Published, gone: WeightsUnreachable) -> None:
-        """The trainer is being started anew and will publish again, or is gone for good: raise when that took too long."""
+        """Wait for a restarted trainer, which publishes again. Raises ``gone`` after ``timeout`` seconds without one."""
         self._pause = AGAIN_SECONDS
         if not self._alone:
             self._alone = time.monotonic()
-            await self._say_kept(published, gone)
+            await self._report_kept(published, gone)
         elif time.monotonic() - self._alone > self.policy.timeout:
             raise gone
 
     async def _keep_old(self, published: Published, refused: Exception) -> None:
-        """Stay at the old version; raise when trying again has not helped."""
+        """Keep the old version. Raises ``refused`` after the last attempt."""
         self._pause = AGAIN_SECONDS
-        await self._say_kept(published, refused)
+        await self._report_kept(published, refused)
         self._failed = {published.version: self._failed.get(published.version, 0) + 1}
         if self._failed[published.version] >= ATTEMPTS:
-            raise refused  # not overwritten by a newer version, or that would be here by now
+            raise refused  # no newer version has replaced it meanwhile
 
     async def _report_damaged(self, version: int) -> None:
         """Have the trainer publish ``version`` again when it was damaged twice: the first time, the damage may have happened
@@ -215,12 +210,13 @@ class WeightFollower:
             ) from None
 
     async def _read_aside(self, published: Published) -> Mapping[str, torch.Tensor]:
-        """A copy, in a thread that the worker's end does not wait for; never a second one beside one that is stuck."""
+        """Read a copy in a thread that does not keep the worker from ending. Waits for a stuck reading instead of beginning
+        another one beside it."""
         if self._reading is not None:
             await asyncio.wait([self._reading])
         self._reading = run_in_thread(lambda: self.reader.read(published), "weights-read")
         weights = await asyncio.shield(self._reading)
-        self._reading = None  # nor is this one kept
+        self._reading = None
         return weights
 
     @asynccontextmanager
@@ -273,7 +269,7 @@ class WeightFollower:
         return times
 
     async def _probe(self, published: Published, probe: Probe, judge: ProbeJudge) -> dict[str, float]:
-        """The gap to what the trainer found, as fields of the event. Raises SwapRefused when it is too large."""
+        """Returns the gap to the trainer's logprobs, as fields of the event. Raises SwapRefused when it is too large."""
         about = f"weights of version {published.version}"
         scoring = scored(self.stage.engine, probe, self.stage.params.temperature)
         found = await self._in_time(scoring, f"{about}: not probed")
@@ -284,23 +280,23 @@ class WeightFollower:
             raise SwapRefused(f"{about}: {failed}") from None
 
     async def _go_on(self) -> None:
-        """The engine makes tokens again; one that does not is of no more use."""
+        """Let the engine make tokens again. Raises RuntimeError when it does not."""
         engine = self.stage.engine
         try:
             await self._in_time(engine.resume(), f"the engine, held at version {engine.version}, does not go on")
         except SwapRefused as late:
-            raise RuntimeError(f"{late}; the worker begins anew") from None
+            raise RuntimeError(f"{late}; the worker restarts") from None
 
     async def _in_time(self, call: Coroutine[Any, Any, T], late: str) -> T:
-        """What the engine's ``call`` returns. Raises SwapRefused when it was given up and has undone what it had begun, and
-        RuntimeError when it does not even do that: nobody knows then what the engine will do."""
+        """Returns the result of the engine's ``call``. Raises SwapRefused when it took too long and was undone, and
+        RuntimeError when it was not undone in time either: the state of the engine is unknown then."""
         calling, timeout = asyncio.create_task(call), self.policy.timeout
         try:
             if not (await asyncio.wait([calling], timeout=timeout))[0]:
                 calling.cancel()
                 if not (await asyncio.wait([calling], timeout=timeout))[0]:
                     raise RuntimeError(
-                        f"{late} within sync.timeout = {timeout:g} s, nor given up in as long again; the worker begins anew"
+                        f"{late} within sync.timeout = {timeout:g} s, nor given up in as long again; the worker restarts"
                     )
         except asyncio.CancelledError:
             calling.cancel()
@@ -311,13 +307,13 @@ class WeightFollower:
         return calling.result()
 
     async def _go_back(self, refused: SwapRefused, hold: bool) -> None:
-        """The old weights again. When they are gone (overwritten, or never published), the worker must begin anew."""
+        """Load the old weights again. Raises RuntimeError when they are gone (overwritten, or never published)."""
         if self._held is None:
-            raise RuntimeError(f"{refused}, and what it had before was never published; the worker begins anew")
+            raise RuntimeError(f"{refused}, and what it had before was never published; the worker restarts")
         try:
             await self._load(self._held.version, await self._read(self._held), hold)
         except (WeightsDamaged, WeightsUnreachable, SwapRefused) as gone:
-            raise RuntimeError(f"{refused}, and what it had before is gone ({gone}); the worker begins anew") from None
+            raise RuntimeError(f"{refused}, and what it had before is gone ({gone}); the worker restarts") from None
 
     def _due(self, version: int | None = None) -> bool:
         version = self.stage.engine.version if version is None else version

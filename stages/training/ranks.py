@@ -1,13 +1,13 @@
-"""The rank group: one train engine's ranks, each a process of its own, that make the same calls at the same time.
+"""The rank group: the processes of one train engine, which make the same calls at the same time.
 
     rank 0 (has the update stage's controller)        ranks 1 …
-      claim ─▶ deal the rows ─▶ tell "train" ─────────▶ hear ─▶ fetch its own rows ─▶ engine.train_batch
-      commit the step        ─▶ tell "publish" ───────▶ hear ─▶ engine.weights(), all of them, for rank 0 to have them
-      every k steps          ─▶ tell "save" ──────────▶ hear ─▶ write its shard
-      the work is done       ─▶ tell "end" ───────────▶ hear ─▶ end
+      claim ─▶ deal the rows ─▶ order "train" ────────▶ fetch its own rows ─▶ engine.train_batch
+      commit the step        ─▶ order "publish" ──────▶ engine.weights(), which gathers them for rank 0
+      every k steps          ─▶ order "save" ─────────▶ write its shard
+      the work is done       ─▶ order "end" ──────────▶ end
 
-What is told is a numbered entry of a log in the index, so a rank waits for it on the server, for as long as it takes, and no
-collective call's deadline runs meanwhile. A rank group lives and dies as one: the next one has another name, and replays.
+An order is a numbered entry of a log in the index, so a rank waits for it on the server, for as long as it takes, and no
+collective call's deadline runs meanwhile. The ranks end together; those that are started next have a log of another name.
 """
 
 from __future__ import annotations
@@ -37,38 +37,38 @@ WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
 
 
 class RankGroup:
-    """One life of a train engine's ``ranks`` as one of them sees it; ``life`` is the name that they share."""
+    """The rank group as one of its ``ranks`` sees it. ``life`` names its log; it is another one after each restart."""
 
     def __init__(self, index: Index, ranks: Ranks, life: str = "") -> None:
         self.index, self.ranks = index, ranks
         self._log, self._number = f"ranks:{life}", 0
-        self._said: list[int] = []  # entries of the log
-        self._heard = False  # all of them, by everybody
+        self._sent: list[int] = []  # entries of the log
+        self._heard = False  # all ranks have surely read all of them
 
     async def broadcast(self, do: str, *, together: bool = True, **what: Any) -> None:
-        """Say what all ranks do next. ``together``: it is a call that rank 0 makes with all of them, so that when it says
-        the next thing everybody has heard this one."""
+        """Order what all ranks do next. ``together``: rank 0 makes the call with all of them, so that all have read this
+        order when it sends the next one."""
         if self.ranks.world == 1:
             return
         await self.index.append_log(self._log, self._number, msgpack.packb({"do": do, **what}))
         if self._heard:
-            for number in self._said:
+            for number in self._sent:
                 await self.index.trim_log(self._log, number, f"{self._log}:heard")
-            self._said = []
-        self._said.append(self._number)
+            self._sent = []
+        self._sent.append(self._number)
         self._heard = together
         self._number += 1
 
     async def receive(self) -> dict[str, Any]:
-        """The next thing to do; waits for it."""
-        while (said := await self.index.read_log(self._log, self._number, WAIT_SECONDS)) is None:
+        """Wait for the next order, and return it."""
+        while (order := await self.index.read_log(self._log, self._number, WAIT_SECONDS)) is None:
             pass
         self._number += 1
-        return msgpack.unpackb(said)
+        return msgpack.unpackb(order)
 
     async def deal(self, dock: Dock, claim: Claim, *, whole: bool = False) -> list[list[int]]:
-        """The claim's positions for each replica, balanced by tokens; a function of the claim alone, so that a replay deals
-        the same. ``whole``: no group is cut."""
+        """Returns the claim's positions for each replica, balanced by tokens. The result depends on the claim alone, so that
+        a replay gets the same. ``whole``: no group is cut."""
         if self.ranks.dp == 1:
             return [list(range(len(claim)))]
         groups: dict[int, list[int]] = {}
@@ -86,14 +86,14 @@ class RankGroup:
     async def fetch(
         self, dock: Dock, claim: Claim, shares: Sequence[Sequence[int]], columns: Sequence[str]
     ) -> TensorDict:
-        """This rank's share of the claim, as its engine takes it."""
-        mine = claim.part(shares[self.ranks.replica])
-        return train_batch(mine, await dock.fetch(mine, columns))
+        """Returns this rank's share of the claim, as its engine takes it."""
+        share = claim.part(shares[self.ranks.replica])
+        return train_batch(share, await dock.fetch(share, columns))
 
 
 class RankWorker:
-    """What a rank other than 0 does until it is told to end. ``trained`` counts the steps in the engine's weights; ``save``
-    writes the engine's shard into a folder."""
+    """Carries out rank 0's orders on another rank, until the order to end. ``trained`` counts the steps in the engine's
+    weights; ``save`` writes the engine's shard into a folder."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class RankWorker:
 
 
 def train_batch(claim: Claim, rows: TensorDict) -> TensorDict:
-    """``rows`` with the columns ``group`` and ``place``, as :meth:`TrainEngine.train_batch` takes them."""
+    """Returns ``rows`` with the columns ``group`` and ``place``, as :meth:`TrainEngine.train_batch` takes them."""
     batch = rows.copy()
     batch["group"] = torch.from_numpy(claim.group.astype("int64"))
     batch["place"] = torch.from_numpy(claim.place.astype("int64"))

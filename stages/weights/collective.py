@@ -1,15 +1,15 @@
-"""Weight sync between separate devices: a published version, from the trainer to an engine that asks.
+"""Weight sync over the network: engines request published versions from the trainer's process.
 
     engine                                         trainer, rank 0
     connect, both prove the run's secret ────────▶ a thread for this one request
-    ask for v ───────────────────────────────────▶
-        ◀── have it? ── bucket 0 ── bucket 1 … ─── out of the memory that v was published into, beside training
+    request v ───────────────────────────────────▶
+        ◀── found? ── bucket 0 ── bucket 1 … ───── out of the memory that v was published into, beside training
         └─▶ host memory beside generation, each bucket's checksum against the record in the index
 
 Bytes travel on the proven connection itself (``secret_socket``), from host memory to host memory. Two accelerators
 of one kind join a group of two of their own backend (nccl, hccl) instead, whose rendezvous is that connection: two buckets
-are in flight, and no more than that lies on a device. Either lives for one request: an end whose other end dies has an
-error at once, or after ``timeout`` where it is not noticed, and nothing is left of it for the next.
+are in flight, and no more than that lies on a device. Connection and group serve one request: when one end dies the other
+gets an error, at once or after ``timeout``, and the next request begins with new ones.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from stages.weights.store import (
 
 log = structlog.get_logger()
 
-CONNECT_SECONDS = 5.0  # a trainer that is gone is found out in as long
-STALL_SECONDS = 30.0  # for which one end waits for the other
+CONNECT_SECONDS = 5.0  # to notice that a trainer is gone
+STALL_SECONDS = 30.0  # that one end waits for the other
 IN_FLIGHT = 2  # buckets
 _CREDENTIALS = "credentials.json"
 
@@ -83,7 +83,7 @@ class WeightSender:
         """See :meth:`WeightStore.publish`. It waits while the bytes that it would overwrite are being sent."""
         slot = self._store.slot(version)
         with self._turn:
-            self._offered.pop(slot, None)  # nobody begins with it any more
+            self._offered.pop(slot, None)  # no new request reads this slot
             self._turn.wait_for(lambda: not self._sending[slot], self._timeout)
         published = replace(self._store.publish(version, weights, probe), source=self.source)
         with self._turn:
@@ -110,7 +110,7 @@ class WeightSender:
                 else:
                     for offset, nbytes, _ in published.buckets:
                         engine.send(memory[offset : offset + nbytes].data)
-        except Exception as error:  # the engine's process has ended, most likely; if not, it asks again
+        except Exception as error:  # most likely the engine's process has ended; if not, it requests again
             log.warning("weights not sent", reason=f"{type(error).__name__}: {error}")
 
     def _together(self, kind: str) -> bool:
@@ -210,8 +210,8 @@ class WeightReceiver:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process that is not the run's own (vLLM's worker) needs to receive weights: a file that only the run's user can
-    read. ``authority``: the certificates by which TLS trusts the trainer ("": the system's; None: no TLS)."""
+    """What a process of another library (vLLM's worker) needs to receive weights: a file that only the run's user can read.
+    ``authority``: the certificates by which TLS trusts the trainer ("": the system's; None: no TLS)."""
 
     secret: bytes
     authority: str | None = None
@@ -272,7 +272,7 @@ def serve_store(peer: SecretSocket, store: Store) -> None:
         while True:
             do, *arguments = peer.receive_message()
             if do not in ("set", "get", "add", "check", "wait", "delete_key"):
-                raise ConnectionError(f"the engine asks the rendezvous for {do!r}")
+                raise ConnectionError(f"the engine requested from the rendezvous {do!r}")
             try:
                 peer.send_message({"is": getattr(store, do)(*arguments)})
             except RuntimeError as error:  # torch's: a key did not come in time
@@ -282,7 +282,7 @@ def serve_store(peer: SecretSocket, store: Store) -> None:
 
 
 class _Line:
-    """One end of a group of two devices: what rank 0 moves, rank 1 gets."""
+    """One end of a group of two devices, through which rank 0 sends and rank 1 receives."""
 
     def __init__(self, device: torch.device, store: Store, rank: int, timeout: float) -> None:
         self._device, self._rank = device, rank

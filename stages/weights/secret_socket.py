@@ -1,4 +1,4 @@
-"""A blocking connection whose two ends prove that they know a run's secret, before either reads anything else.
+"""A blocking connection: both ends prove that they know the run's secret before either reads anything else.
 
     connect ─────────────────────────────▶ accept
             ◀── hello: magic, version, nonce
@@ -31,7 +31,7 @@ import structlog
 log = structlog.get_logger()
 
 HELLO_SECONDS = 5.0  # for all of a handshake
-STRANGERS = 32  # connections that have proven nothing yet; with one more the oldest is dropped
+UNPROVEN = 32  # connections that have not proven the secret yet; with one more the oldest is dropped
 MOST_MESSAGE = 2**16  # bytes
 MIN_SECRET = 16  # bytes
 PIECE = 2**22  # bytes that are received at once
@@ -66,7 +66,7 @@ class SecretSocket:
         self._sock.sendall(_LENGTH.pack(len(packed)) + packed)
 
     def receive_message(self) -> Any:
-        """The next message. Raises ``ConnectionError``, also for what is none."""
+        """Returns the next message. Raises ConnectionError, also for bytes that are no message."""
         (length,) = _LENGTH.unpack(_received(self._sock, _LENGTH.size))
         if length > MOST_MESSAGE:
             raise ConnectionError(f"a message of {length} bytes came, at most {MOST_MESSAGE} are taken")
@@ -116,7 +116,7 @@ class SecretServer:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._listening = socket.create_server(address[:2], family=family, backlog=128)
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
-        self._strangers: deque[socket.socket] = deque()
+        self._unproven: deque[socket.socket] = deque()
         self._turn, self._closed = threading.Lock(), False
         self._accepting = threading.Thread(target=self._accept, name="weights-asked", daemon=True)
         self._accepting.start()
@@ -138,8 +138,8 @@ class SecretServer:
                 time.sleep(0.1)
                 continue
             with self._turn:
-                self._strangers.append(sock)
-                dropped = self._strangers.popleft() if len(self._strangers) > STRANGERS else None
+                self._unproven.append(sock)
+                dropped = self._unproven.popleft() if len(self._unproven) > UNPROVEN else None
             if dropped is not None:
                 with suppress(OSError):
                     dropped.shutdown(socket.SHUT_RDWR)
@@ -151,7 +151,7 @@ class SecretServer:
                 proven = _accepted(sock, self._secret, self._tls)
             finally:
                 with self._turn, suppress(ValueError):
-                    self._strangers.remove(sock)
+                    self._unproven.remove(sock)
         except OSError as error:
             log.debug("a connection was dropped before it proved the run's secret", reason=str(error))
             sock.close()
@@ -200,7 +200,7 @@ def check_secret(secret: bytes) -> bytes:
 
 
 def _accepted(sock: socket.socket, secret: bytes, tls: ssl.SSLContext | None) -> socket.socket:
-    """The server's part of the handshake. Raises ``OSError``."""
+    """Do the server's part of the handshake, and return the socket. Raises OSError."""
     deadline = time.monotonic() + HELLO_SECONDS
     sock.settimeout(HELLO_SECONDS)
     if tls is not None:
@@ -219,7 +219,7 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def _received(sock: socket.socket, count: int, deadline: float | None = None) -> bytes:
-    """Exactly ``count`` bytes. Raises ``ConnectionError``, ``TimeoutError``."""
+    """Returns exactly ``count`` bytes. Raises ConnectionError, TimeoutError."""
     out = bytearray()
     while len(out) < count:
         if deadline is not None:

@@ -1,10 +1,10 @@
-"""Weight sync, first form: publish to host memory, swap late.
+"""Weight sync through host memory: the trainer publishes versions into shared memory, and engines copy them out.
 
     trainer:  step v done ─▶ write slot (v mod slots), bucket by bucket, each with its checksum ─▶ index: v is published
     follower: v is published ─▶ copy out of shared memory and verify (beside generation) ─▶ engine swaps at its next
               token boundary ─▶ claims groups that need v
 
-A slot that is overwritten while it is read fails its checksums: the follower keeps its version, says so, and takes the
+A slot that is overwritten while it is read fails its checksums: the follower keeps its version, reports that, and loads the
 newest. Versions come as the optimizer makes them; a slow follower skips some. A follower that finds the newest version
 damaged where it lies reports it (:func:`damaged`): the trainer starts again, and publishes the same version again.
 """
@@ -32,11 +32,11 @@ _ALIGN = 64
 
 
 class WeightsDamaged(RuntimeError):
-    """A bucket's bytes are not those that were published: overwritten by a later version, or corrupted."""
+    """The bytes of a bucket are not the published ones: a later version has overwritten them, or they were corrupted."""
 
 
 class WeightsUnreachable(RuntimeError):
-    """The trainer that published a version does not send it: it has ended, or the network between them is gone."""
+    """The trainer that published a version does not send it: it has ended, or the network has failed."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Probe:
-    """Token sequences, at least two tokens each, and the logprobs of all tokens but each one's first under the weights that
-    the probe comes with: an engine that has loaded them must find the same."""
+    """Token sequences of two tokens or more, with the logprobs of all tokens but the first of each under published weights:
+    an engine that has loaded these must compute the same."""
 
     sequences: tuple[Ids, ...]
     logprobs: tuple[tuple[float, ...], ...]
@@ -65,7 +65,7 @@ class Probe:
 
 
 def probed(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> Probe:
-    """The logprobs of ``sequences`` under the present weights of ``engine``; a call of all ranks where it has several."""
+    """Returns the logprobs of ``sequences`` under the present weights of ``engine``. All of its ranks call this together."""
     rows = len(sequences)
     batch = TensorDict({"group": torch.arange(rows), "place": torch.zeros(rows, dtype=torch.int64)}, [rows])
     for name, part in (("prompt_ids", slice(1)), ("response_ids", slice(1, None))):
@@ -75,7 +75,7 @@ def probed(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> Probe:
 
 
 async def scored(engine: RolloutEngine, probe: Probe, temperature: float) -> list[torch.Tensor] | None:
-    """The logprobs that ``engine`` finds for each sequence of ``probe``; None where it cannot compute them."""
+    """Returns the logprobs that ``engine`` computes for each sequence of ``probe``; None where it cannot."""
     found = []
     for ids in map(torch.tensor, probe.sequences):
         logprobs = await engine.score(ids[:1], ids[1:], temperature=temperature)
@@ -201,7 +201,7 @@ class ProbeJudge:
 
 @dataclass(frozen=True)
 class Published:
-    """What the index keeps of a version: where it lies and what it must be. ``buckets`` are (offset, bytes, xxh3);
+    """The record of a version in the index: where its bytes are, and their checksums. ``buckets`` are (offset, bytes, xxh3);
     ``source`` is the trainer that sends it (``weights.collective``; "": it is read on the trainer's node)."""
 
     version: int
@@ -228,7 +228,7 @@ class Published:
         )
 
     def check(self) -> None:
-        """The buckets cover every byte once. Raises WeightsDamaged."""
+        """Raises WeightsDamaged unless the buckets cover every byte once."""
         at = 0
         for offset, nbytes, _ in self.buckets:
             if offset != at:
@@ -255,7 +255,7 @@ def done_with(worker: str) -> str:
 
 
 class Publisher(Protocol):
-    """Where a trainer puts its weights: a :class:`WeightStore`, or one that is also sent from."""
+    """What a trainer publishes weights with: a :class:`WeightStore`, or one that also sends them to other nodes."""
 
     source: str  # of what it publishes, see Published
 
@@ -267,27 +267,27 @@ class Publisher(Protocol):
 
 
 class Reader(Protocol):
-    """Where a rollout engine gets published weights from."""
+    """What a rollout engine reads published weights with."""
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
-        """A private, verified copy in host memory, by parameter name. Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
+        """Returns a private, verified copy in host memory, by parameter name. Raises WeightsDamaged, WeightsUnreachable."""
 
 
 class WeightStore:
     """Versions of a model's weights in shared memory under ``directory``, ``slots`` of them at a time."""
 
-    source = ""  # of what it publishes: nobody sends it
+    source = ""  # of what it publishes: readers are on the same node
 
     def __init__(self, directory: Path, *, slots: int = 2, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.directory, self.slots, self.bucket_bytes = directory, slots, bucket_bytes
         self._maps: dict[int, mmap.mmap] = {}
 
     def slot(self, version: int) -> int:
-        """Where ``version`` is published."""
+        """Returns the slot of ``version``."""
         return version % self.slots
 
     def memory(self, slot: int, nbytes: int) -> np.ndarray:
-        """A slot's first bytes, uint8 [``nbytes``], for whoever fills or sends them; the file grows to hold them."""
+        """Returns a slot's first bytes, uint8 [``nbytes``], to fill or to send; the file grows to hold them."""
         return np.frombuffer(self._open(slot, max(nbytes, 1)), np.uint8, nbytes)
 
     def publish(
@@ -319,7 +319,7 @@ class WeightStore:
         return Published(version, slot, at, tuple(layout), tuple(buckets), probe)
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
-        """A private, verified copy of a published version, by parameter name. Raises WeightsDamaged."""
+        """Returns a private, verified copy of a published version, by parameter name. Raises WeightsDamaged."""
         source = self._mapped(published)
         copy = np.empty(len(source), np.uint8)
         for number, (offset, nbytes, _) in enumerate(published.buckets):
@@ -334,8 +334,8 @@ class WeightStore:
             verify(source, published, number)
 
     def view(self, published: Published) -> dict[str, torch.Tensor]:
-        """A published version where it lies, neither copied nor verified, by parameter name: for a reader that has seen it
-        verified, and whose writer overwrites nothing before it is done. Raises WeightsDamaged when it is not there."""
+        """Returns a published version in place, neither copied nor verified, by parameter name: for a reader that has
+        verified it, and a writer that waits for this reader. Raises WeightsDamaged when it is not there."""
         return tensors_of(self._mapped(published), published)
 
     def close(self) -> None:
@@ -348,7 +348,7 @@ class WeightStore:
         return np.frombuffer(self._open(published.slot, nbytes), np.uint8, nbytes)
 
     def _check_file(self, published: Published) -> None:
-        """A reader makes no file longer, and reads no mapped page that the file has lost (that would be SIGBUS)."""
+        """Raises WeightsDamaged when the file is too short: reading a mapped page past its end would be a SIGBUS."""
         path = self.directory / f"weights-{published.slot}"
         try:
             size = path.stat().st_size

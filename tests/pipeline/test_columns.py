@@ -159,6 +159,7 @@ def test_long_and_short_rows_come_together_bit_for_bit(dtype: torch.dtype) -> No
         assert bits(out["fixed"].values) == b"".join(bits(values(dtype, 2, 3, seed=i)[1]) for i in reversed(range(12)))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_rows_from_several_places_come_in_the_order_asked(lengths: list[int], random: Any) -> None:
     rows = [torch.arange(n) + 10 * i for i, n in enumerate(lengths)]

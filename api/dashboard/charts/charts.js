@@ -1,5 +1,5 @@
 /* Line charts over the steps of a run, drawn by uPlot. Each is a figure with its newest figures in words, and the same data as a
- * table for whoever cannot see it. The pointer (or the arrow keys, when a chart has the focus) reads all charts at one step. */
+ * table for users who cannot see it. The pointer (or the arrow keys, when a chart has the focus) reads all charts at one step. */
 
 import uPlot from "../vendor/uPlot.js";
 import { announce, element, say } from "../element.js";
@@ -88,7 +88,7 @@ export class Chart {
     this.tabulate();
   }
 
-  /** Draw anew: the colours have changed. */
+  /** Draw again, after the colours have changed. */
   restyle() {
     this.drawn?.destroy();
     this.drawn = null;
@@ -152,7 +152,7 @@ export class Chart {
     this.readings.forEach((reading, which) => {
       if (!reading) return;
       const values = this.data[which + 1];
-      // Of what is not told at every step, the newest until then.
+      // A number that not every step has: its newest value up to there.
       let from = at;
       while (from > 0 && (values[from] === null || values[from] === undefined)) from -= 1;
       say(reading, (this.series[which].format ?? this.format)(values[from]));

@@ -62,7 +62,7 @@ export class Timeline {
     this.held = null; // the end of what is shown, while it is held still
     this.canvas = element("canvas", { class: "gantt", role: "img", "aria-labelledby": "timeline-title", "aria-describedby": "timeline-says" });
     this.tip = element("div", { class: "tip", hidden: true });
-    this.says = element("p", { class: "overlap", id: "timeline-says" }, "Nothing has been told yet.");
+    this.says = element("p", { class: "overlap", id: "timeline-says" }, "No events yet.");
     this.hold = element("button", { type: "button", "aria-pressed": "false", on: { click: () => this.toggle() } }, "Hold still");
     const choices = WINDOWS.map((window) =>
       element(
@@ -164,7 +164,7 @@ export class Timeline {
     }
     for (const [stage, intervals] of work) work.set(stage, union(intervals));
     this.draw(progress, lanes, work, from, until);
-    this.tell(work, until - from);
+    this.describe(work, until - from);
   }
 
   draw(progress, lanes, work, from, until) {
@@ -261,12 +261,12 @@ export class Timeline {
     if (!worker || worker.past.length < 2) return;
     pen.fillStyle = fill;
     const begun = worker.time - worker.latest.wall;
-    const told = lane.spans.reduce((last, span) => Math.max(last, span.end), from);
+    const covered = lane.spans.reduce((last, span) => Math.max(last, span.end), from);
     for (let at = 1; at < worker.past.length; at += 1) {
       const [before, after] = [worker.past[at - 1], worker.past[at]];
       const share = (after.busy - before.busy) / (after.wall - before.wall);
       if (!(share > 0.02)) continue;
-      const begin = Math.max(left, x(Math.max(told, begun + before.wall)));
+      const begin = Math.max(left, x(Math.max(covered, begun + before.wall)));
       const wide = x(Math.min(until, begun + after.wall)) - begin;
       if (wide <= 0) continue;
       pen.globalAlpha = 0.2 + 0.4 * share;
@@ -288,7 +288,7 @@ export class Timeline {
     this.tip.style.transform = `translate(${left}px, ${found.bottom + 4}px)`;
   }
 
-  tell(work, window) {
+  describe(work, window) {
     const update = work.get("update") ?? [];
     const others = union([...work].filter(([stage]) => stage !== "update").flatMap(([, intervals]) => intervals.map((one) => [...one])));
     const trained = total(update);

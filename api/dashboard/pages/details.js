@@ -39,7 +39,7 @@ export class Workers {
       if (rows === undefined) return [];
       return element("div", {}, element("dt", {}, word), element("dd", {}, `${count(rows)} samples${tokens === undefined ? "" : `, ${count(tokens)} tokens`}`));
     });
-    this.ledger.replaceChildren(...(found.length ? found : [element("div", {}, element("dt", {}, "nothing told yet"))]));
+    this.ledger.replaceChildren(...(found.length ? found : [element("div", {}, element("dt", {}, "no events yet"))]));
   }
 
   row(worker, progress) {
@@ -64,8 +64,8 @@ export class Workers {
     const quiet = progress.heard - worker.time > 6;
     const process = progress.processes.get(worker.process || worker.name);
     const state = process && process.change !== "ready" ? process.change : quiet && !progress.ended ? "silent" : "";
-    const told = [worker.process || (process ? worker.name : ""), process?.pid, state].filter(Boolean).join(" ");
-    const values = [...SHARES.map((name) => percent(shares[name])), count(latest.queue_depth), count(latest.in_flight), number(worker.rate("rows")), number(worker.rate("tokens")), told];
+    const where = [worker.process || (process ? worker.name : ""), process?.pid, state].filter(Boolean).join(" ");
+    const values = [...SHARES.map((name) => percent(shares[name])), count(latest.queue_depth), count(latest.in_flight), number(worker.rate("rows")), number(worker.rate("tokens")), where];
     values.forEach((value, at) => say(row.cells[at], String(value)));
   }
 }

@@ -2,7 +2,7 @@
  *
  *    record ─┐
  *    history ─┼─▶ Progress ──▶ header and figures · picture · charts · timeline · samples, workers, checkpoints, logs, recipe
- *    stream ──┘   (steps are told by number, so that it does not matter which of them comes first)
+ *    stream ──┘   (steps have numbers, so that the order of arrival does not matter)
  */
 
 import { Chart, smooth } from "../charts/charts.js";
@@ -311,8 +311,8 @@ export class RunPage {
     try {
       const record = await this.service.run(this.id);
       const state = this.progress.state;
-      this.progress.tell(record);
-      // The stream is ahead of the record when it has told of the end already.
+      this.progress.update(record);
+      // The stream may have had the end before the record has it.
       if (ENDED.includes(state) && !ENDED.includes(record.state)) this.progress.state = state;
       this.draw();
     } catch (problem) {
@@ -324,7 +324,7 @@ export class RunPage {
     try {
       const names = "step,evaluation,sync";
       const each = this.service.run(this.id, "/metrics", { query: { names, every: 0 } });
-      // Of a very long run not every step is told; it is then drawn by its means over some seconds.
+      // A very long run has too many steps for one answer; it is drawn by means over some seconds.
       const { series } = await each.catch((problem) => {
         if (problem.status !== 422) throw problem;
         return this.service.run(this.id, "/metrics", { query: { names } });
@@ -335,7 +335,7 @@ export class RunPage {
     }
   }
 
-  /** The ledger, the gate and the processes, which no event tells often enough. */
+  /** Read the ledger, the gate and the processes, which are not in the events often enough. */
   async stages() {
     if (this.gone) return;
     try {
@@ -393,7 +393,7 @@ export class RunPage {
         announce(`Run ${record.name} is deleted.`);
         return this.onGone();
       }
-      this.progress.tell(await this.service.run(this.id, `/${what}`, { method: "POST" }));
+      this.progress.update(await this.service.run(this.id, `/${what}`, { method: "POST" }));
       if (what === "checkpoint") announce("A checkpoint is written after the next step.");
     } catch (problem) {
       this.complain(problem);

@@ -8,7 +8,7 @@ const SECONDS = 3;
 const PAGE = 50;
 
 export class Runs {
-  /** `onPage(runs)` is told whenever the list was read. */
+  /** `onPage(runs)` is called whenever the list was read. */
   constructor(service, onPage) {
     Object.assign(this, { service, onPage, limit: PAGE, asked: 0, timer: 0, states: new Map(), items: new Map(), chosen: "" });
     this.list = document.getElementById("runs-list");

@@ -243,20 +243,20 @@ export class Start {
     let first = null;
     for (const { field, wrong, fix } of problem.errors ?? []) {
       const name = field.replace(/^(body\.)?(overrides|recipe)\./, "");
-      const said = [element("p", { class: "wrong" }, wrong), fix ? element("p", { class: "fix" }, fix) : null].filter(Boolean);
+      const messages = [element("p", { class: "wrong" }, wrong), fix ? element("p", { class: "fix" }, fix) : null].filter(Boolean);
       const at = this.now === "stored" ? this.inputs.find((one) => one.key() === name) : null;
       if (at) {
-        at.wrong.replaceChildren(...said);
+        at.wrong.replaceChildren(...messages);
         at.input.setAttribute("aria-invalid", "true");
         at.input.setAttribute("aria-describedby", at.wrong.id);
         first ??= at.input;
       } else if (this.now === "pasted") {
-        this.textWrong.append(element("div", { class: "at-field" }, element("code", {}, name), ...said));
+        this.textWrong.append(element("div", { class: "at-field" }, element("code", {}, name), ...messages));
         this.text.setAttribute("aria-invalid", "true");
         first ??= this.text;
       } else {
         const change = /^[\w.]+\.[\w.]+$/.test(name) ? element("button", { type: "button", class: "plain", on: { click: () => this.add(name).focus() } }, `Change ${name}`) : null;
-        lines.push(element("div", { class: "at-field" }, element("code", {}, name), ...said, change));
+        lines.push(element("div", { class: "at-field" }, element("code", {}, name), ...messages, change));
       }
     }
     const several = problem.errors?.length ?? 0;

@@ -309,11 +309,11 @@ async def test_an_unknown_models_weights_are_bounded_and_stay_as_they_were_first
 async def test_the_disks_free_space_bounds_what_is_spooled(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import api.server.routes.external as routes
+    from api.external import upload
 
     async with going(index_url, tmp_path, recipe(TRAINER)) as run:
-        free = routes.shutil.disk_usage(tmp_path).free
-        monkeypatch.setattr(routes, "SPARE_DISK", free)
+        free = upload.shutil.disk_usage(tmp_path).free
+        monkeypatch.setattr(upload, "SPARE_DISK", free)
         put = {"data": save(whole_model()), "headers": {"Content-Type": BINARY}}
         told = await run.refused(503, "PUT", "weights/0", **put)
         assert told["type"] == "urn:asyncdock:no-room"
@@ -324,9 +324,9 @@ async def test_the_disks_free_space_bounds_what_is_spooled(
 async def test_a_body_of_weights_that_drips_is_given_up(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import api.server.routes.external as routes
+    from api.external import upload
 
-    monkeypatch.setattr(routes, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(upload, "SILENT_SECONDS", 0.2)
     async with going(index_url, tmp_path, recipe(TRAINER)) as run:
         whole = save(whole_model())
 

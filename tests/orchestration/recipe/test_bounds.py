@@ -117,7 +117,7 @@ def test_a_size_that_is_none(size: str) -> None:
         parse_size(size)
 
 
-def test_bounds_are_told_by_their_keys() -> None:
+def test_problems_of_bounds_name_their_keys() -> None:
     deep: Any = 1
     for _ in range(DEEPEST + 1):
         deep = {"a": deep}

@@ -29,7 +29,7 @@ def test_the_recipes_of_the_package_are_sound_and_described(path: Path) -> None:
     assert Recipe.from_json(recipe.to_json()) == recipe
 
 
-def test_what_a_recipe_does_not_say_has_a_default(minimal: Path) -> None:
+def test_keys_that_are_left_out_have_defaults(minimal: Path) -> None:
     recipe = load_recipe(minimal)
     assert (recipe.name, recipe.seed) == ("minimal", 0)
     assert recipe.algorithm.name == "grpo"
@@ -160,7 +160,7 @@ def test_the_layout_that_is_named_instead_of_what_is_not_there_yet_can_be_planne
     assert getattr(found, key.removeprefix("train."), found.dp_shard // 2) == 2
 
 
-def test_what_the_vllm_engine_is_told_is_read(minimal: Path) -> None:
+def test_settings_of_the_vllm_engine_are_read(minimal: Path) -> None:
     sets = ["rollout.engine=vllm", "rollout.vllm.kv_cache_bytes=1GiB", "rollout.vllm.pause=abort"]
     options = load_recipe(minimal, sets).rollout.vllm
     assert (options.kv_cache_bytes, options.pause, options.max_model_len) == (2**30, "abort", None)
@@ -172,7 +172,7 @@ def test_what_the_vllm_engine_is_told_is_read(minimal: Path) -> None:
         st.sampled_from(FAULTS[:31]), min_size=2, max_size=6, unique_by=lambda fault: fault[1].split(".")[0]
     )
 )
-def test_faults_are_told_all_at_once(
+def test_problems_are_reported_all_at_once(
     chosen: list[tuple[str, str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Faults in different sections never hide one another."""
@@ -182,7 +182,7 @@ def test_faults_are_told_all_at_once(
     assert {key for _, key, _ in chosen} <= found
 
 
-def test_relations_are_told_beside_faults_of_other_keys(minimal: Path) -> None:
+def test_relations_are_reported_beside_problems_of_other_keys(minimal: Path) -> None:
     found = problems(minimal, "train.stepz=1", "rollout.max_rows=2", "rollout.temperature=0", "prompts.held_out='x'")
     assert {p.key for p in found} == {"train.stepz", "rollout.max_rows", "rollout.temperature", "prompts.held_out"}
 

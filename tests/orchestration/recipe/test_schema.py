@@ -1,4 +1,4 @@
-"""The recipe's JSON Schema allows what the recipe allows; what a recipe tells of itself."""
+"""The recipe's JSON Schema allows what the recipe allows; properties that are derived from keys."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ async def test_a_service_s_live_run_is_not_resumed_here_even_between_two_runners
 # ── its index may die at any moment ──
 
 
-@pytest.mark.parametrize("moment", ["before anything is in it", "twice in a row", "while it is told of"])
+@pytest.mark.parametrize("moment", ["before anything is in it", "twice in a row", "while its restart is reported"])
 async def test_the_index_may_be_killed_before_the_supervisor_is_there(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,15 +118,15 @@ async def test_the_index_may_be_killed_before_the_supervisor_is_there(
             kill()
 
     monkeypatch.setattr(run, "_prepare", prepared)
-    if moment == "while it is told of":
-        tell = run._tell_restart
+    if moment == "while its restart is reported":
+        emit = run._emit_restart
 
-        async def told(reason: str) -> None:
+        async def killing(reason: str) -> None:
             if len(killed) == 2:
                 kill()
-            await tell(reason)
+            await emit(reason)
 
-        monkeypatch.setattr(run, "_tell_restart", told)
+        monkeypatch.setattr(run, "_emit_restart", killing)
     watched, result = await complete(run)
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == [0, 1, 2]

@@ -595,7 +595,7 @@ def test_children_find_the_queue_that_their_parent_started(monkeypatch: pytest.M
 
 def test_values_move_along_when_their_warehouse_leaves(queue: Any, index_url: str, tmp_path: Path) -> None:
     queue.kv_batch_put(calls.KEYS, "p", calls.rows())
-    before = calls.told(queue.kv_batch_get(calls.KEYS, "p"))
+    before = calls.plain(queue.kv_batch_get(calls.KEYS, "p"))
     inner = tq._connected()
 
     async def leave() -> int:
@@ -608,7 +608,7 @@ def test_values_move_along_when_their_warehouse_leaves(queue: Any, index_url: st
         return moved
 
     assert inner.call(leave()) > 0
-    assert calls.told(queue.kv_batch_get(calls.KEYS, "p")) == before
+    assert calls.plain(queue.kv_batch_get(calls.KEYS, "p")) == before
     queue.kv_put("d", "p", {"ids": torch.tensor([1])})
     assert queue.kv_batch_get("d", "p")["ids"].values().tolist() == [1]
 

@@ -21,25 +21,25 @@ RECORD = Path(__file__).with_suffix(".json")
 Queue = Any
 
 
-def told(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A result by what a user can see of it."""
     if isinstance(value, torch.Tensor):
         layout = "dense" if not value.is_nested else "jagged" if value.layout == torch.jagged else "strided"
         rows = value.unbind() if value.dim() else [value]
         return {layout: str(value.dtype), "rows": [row.tolist() for row in rows]}
     if isinstance(value, TensorDict):
-        fields = {name: told(value.get(name)) for name in sorted(value.keys())}
+        fields = {name: plain(value.get(name)) for name in sorted(value.keys())}
         return {"batch": list(value.batch_size), "fields": fields}
     if hasattr(value, "partition_id"):
-        return {name: told(getattr(value, name)) for name in ("keys", "tags", "partition_id", "fields", "extra_info")}
+        return {name: plain(getattr(value, name)) for name in ("keys", "tags", "partition_id", "fields", "extra_info")}
     if isinstance(value, NonTensorStack):
-        return {"values": told(value.tolist())}
+        return {"values": plain(value.tolist())}
     if isinstance(value, tuple):
-        return {"tuple": told(list(value))}
+        return {"tuple": plain(list(value))}
     if isinstance(value, list):
-        return [told(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, dict):
-        return {key: told(each) for key, each in value.items()}
+        return {key: plain(each) for key, each in value.items()}
     return value
 
 
@@ -363,7 +363,7 @@ CASES: list[Callable[[Queue, str], Any]] = [
 def outcome(case: Callable[[Queue, str], Any], tq: Queue) -> Any:
     """What comes of a case: its result, or the error's class."""
     try:
-        return told(case(tq, case.__name__))
+        return plain(case(tq, case.__name__))
     except Exception as error:
         return {"error": type(error).__name__}
 

@@ -346,8 +346,8 @@ async def test_a_repeated_call_after_a_lost_connection_is_answered_not_done_agai
     claimed = await claim(dock, "rollout", version=0)
     assert cut_once == [2]
     assert [(row.group, row.place) for row in claimed.rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    told = (await dock.index.stats())["stages"]["rollout"]
-    assert told == {"ready": 0, "leased": 4, "takes": "groups", "begun": 0, "parked": 0}
+    stats = (await dock.index.stats())["stages"]["rollout"]
+    assert stats == {"ready": 0, "leased": 4, "takes": "groups", "begun": 0, "parked": 0}
     cut_once[0] = 1
     await respond(dock, claimed, positions=[0])
     assert cut_once == [2]

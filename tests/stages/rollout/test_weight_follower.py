@@ -489,7 +489,7 @@ async def test_wrong_weights_with_nothing_to_go_back_to_end_the_worker(trainer: 
     engine = Failing(MockRolloutOptions(swap_seconds=0))
     engine.fault = "loads something else"
     await trainer.publish()
-    with pytest.raises(RuntimeError, match=r"version 1: .* never published; the worker begins anew"):
+    with pytest.raises(RuntimeError, match=r"version 1: .* never published; the worker restarts"):
         await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT))._take()
     await engine.close()
 
@@ -498,7 +498,7 @@ async def test_wrong_weights_with_nothing_to_go_back_to_end_the_worker(trainer: 
     ("fault", "said"),
     [
         ("cannot be stopped", r"version 1: not loaded within sync.timeout = 0.1 s, nor given up in as long again"),
-        ("does not go on", r"held at version 1, does not go on within sync.timeout = 0.1 s; the worker begins anew"),
+        ("does not go on", r"held at version 1, does not go on within sync.timeout = 0.1 s; the worker restarts"),
     ],
 )
 async def test_an_engine_of_which_nobody_knows_what_it_will_do_ends_the_worker(

@@ -356,17 +356,17 @@ def test_a_proof_is_good_for_one_connection(sender: WeightSender) -> None:
     assert hellos[0] != hellos[1]
 
 
-def test_strangers_that_hold_connections_keep_no_engine_out(sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_unproven_connections_keep_no_engine_out(sender: WeightSender, receiver: WeightReceiver) -> None:
     """More of them than are kept: the oldest are dropped, at the latest when their time is over."""
     published = sender.publish(1, weights(1).items())
-    strangers = [socket.create_connection(address(sender)) for _ in range(3 * secret_socket.STRANGERS)]
+    unproven = [socket.create_connection(address(sender)) for _ in range(3 * secret_socket.UNPROVEN)]
     try:
         assert same(receiver.read(published), 1)
         with sender._server._turn:
-            assert len(sender._server._strangers) <= secret_socket.STRANGERS
+            assert len(sender._server._unproven) <= secret_socket.UNPROVEN
     finally:
-        for stranger in strangers:
-            stranger.close()
+        for one in unproven:
+            one.close()
 
 
 def test_a_certificate_makes_it_a_connection_by_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,7 +383,7 @@ def test_repeated_lines_are_written_only_so_often() -> None:
     assert repeats.count("the same") == 997  # so many were left out
     for kind in range(5000):
         repeats.count(kind)
-    assert len(repeats._seen) <= 1000
+    assert len(repeats._kinds) <= 1000
 
 
 # ── many at once ──

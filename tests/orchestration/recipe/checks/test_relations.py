@@ -11,7 +11,7 @@ from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import plan
 from tests.orchestration.recipe.minimal import problems
 
-# And for what cannot take turns.
+# Keys that do not fit a colocated run.
 TURN_FAULTS = [
     (("rollout.engine=vllm",), "rollout.engine", "set rollout.engine = 'torch', or launch.placement = 'separate'"),
     (("rollout.workers=3",), "rollout.workers", "leave it out: it follows from train.dp and train.tp"),
@@ -22,7 +22,9 @@ TURN_FAULTS = [
 
 
 @pytest.mark.parametrize(("overrides", "key", "fix"), TURN_FAULTS)
-def test_what_cannot_take_turns_is_told(minimal: Path, overrides: tuple[str, ...], key: str, fix: str) -> None:
+def test_keys_that_do_not_fit_a_colocated_run_are_reported(
+    minimal: Path, overrides: tuple[str, ...], key: str, fix: str
+) -> None:
     found = problems(minimal, "launch.placement=colocated", *overrides)
     [blamed] = [problem for problem in found if problem.key == key]
     assert fix in blamed.wrong + "; " + blamed.fix
@@ -43,7 +45,7 @@ VLLM_FAULTS = [
 
 
 @pytest.mark.parametrize(("overrides", "key", "fix"), VLLM_FAULTS)
-def test_a_fault_of_the_vllm_engine_is_told_without_vllm(
+def test_problems_of_the_vllm_engine_are_reported_without_vllm(
     minimal: Path, overrides: tuple[str, ...], key: str, fix: str
 ) -> None:
     found = problems(minimal, "prompts.max_prompt_tokens=64", "rollout.engine=vllm", *overrides)
