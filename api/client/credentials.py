@@ -1,4 +1,4 @@
-"""The tokens of the servers that this person uses: ``~/.config/asyncdock/tokens.json``, by server, for the owner alone.
+"""Tokens by server, in ``~/.config/asyncdock/tokens.json``, which only its owner can read.
 
 asyncdock login ──▶ remember ──▶ tokens.json (mode 600) ──▶ find_token ◀── ASYNCDOCK_TOKEN, which comes first
 """
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-DEFAULT_SERVER = "http://127.0.0.1:8765"  # where `asyncdock serve` listens when it is told nothing else
+DEFAULT_SERVER = "http://127.0.0.1:8765"  # the default address of `asyncdock serve`
 SERVER_VARIABLE = "ASYNCDOCK_SERVER"
 TOKEN_VARIABLE = "ASYNCDOCK_TOKEN"
 PORTS = {"http": 80, "https": 443}
@@ -28,7 +28,7 @@ def keyring_file() -> Path:
 
 
 def server_key(server: str) -> str:
-    """What a server is remembered by: different ways to write one address are one key.
+    """Returns the key of a server in the file: different spellings of one address are one key.
 
     >>> server_key("HTTP://Example.org:80/"), server_key("https://host:8443/dock/")
     ('http://example.org:80', 'https://host:8443/dock')
@@ -39,19 +39,19 @@ def server_key(server: str) -> str:
 
 
 def find_token(server: str, file: Path | None = None) -> str | None:
-    """The token for ``server``: of the environment, else of the keyring file, else None. Raises :class:`KeyringError`."""
+    """The token for ``server``: from the environment, else from the file, else None. Raises :class:`KeyringError`."""
     return os.environ.get(TOKEN_VARIABLE) or _read(file or keyring_file()).get(server_key(server))
 
 
 def remember(server: str, token: str, file: Path | None = None) -> Path:
-    """Keep ``token`` for ``server``, and return the file. Raises :class:`KeyringError`."""
+    """Stores ``token`` for ``server``, and returns the file. Raises :class:`KeyringError`."""
     file = file or keyring_file()
     _write(file, _read(file) | {server_key(server): token})
     return file
 
 
 def forget(server: str, file: Path | None = None) -> bool:
-    """Drop the token of ``server``; False when there was none. Raises :class:`KeyringError`."""
+    """Removes the token of ``server``; returns False when there was none. Raises :class:`KeyringError`."""
     file = file or keyring_file()
     tokens = _read(file)
     if tokens.pop(server_key(server), None) is None:
@@ -63,7 +63,7 @@ def forget(server: str, file: Path | None = None) -> bool:
 def _read(file: Path) -> dict[str, str]:
     try:
         with file.open(encoding="utf-8") as opened:
-            mode = os.fstat(opened.fileno())  # of what is open: nobody can put another file in its place in between
+            mode = os.fstat(opened.fileno())  # of the open file, which cannot be replaced between check and read
             if stat.S_IMODE(mode.st_mode) & 0o077 or mode.st_uid != os.geteuid():
                 raise KeyringError(
                     f"{file} has mode {stat.S_IMODE(mode.st_mode):03o} and belongs to user {mode.st_uid}, so others may "
@@ -74,14 +74,16 @@ def _read(file: Path) -> dict[str, str]:
         return {}
     except (OSError, ValueError) as error:
         why = type(error).__name__ if isinstance(error, ValueError) else str(error)  # a JSON error may quote the text
-        raise KeyringError(f"{file} cannot be read ({why}); mend it, or remove it and run `asyncdock login`") from None
+        raise KeyringError(
+            f"{file} cannot be read ({why}); repair it, or remove it and run `asyncdock login`"
+        ) from None
     if not isinstance(tokens, dict) or not all(isinstance(token, str) for token in tokens.values()):
         raise KeyringError(f"{file} is no table of tokens by server; remove it and run `asyncdock login`")
     return tokens
 
 
 def _write(file: Path, tokens: dict[str, str]) -> None:
-    """All or nothing, and never readable for anybody else, not even for a moment."""
+    """Replaces the file in one step; other users can read it at no moment."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=".tokens-")  # made with mode 600

@@ -1,6 +1,6 @@
-"""What the server keeps of runs that programs outside take part in: connections, and weights on their way to them.
+"""The server's connections to runs with external stages, and the files of weights that it sends to them.
 
-It may be lost at any time: leases, prompts and versions are the index's.
+All of it may be lost at any time: leases, prompts and versions are in the index.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pipeline.index.client import Index
 if TYPE_CHECKING:
     from orchestration.external.session import External
 
-IDLE_SECONDS = 600.0  # after which a run's connections are closed, to be opened again when it is asked for
-VERSIONS = 2  # of weights, kept for further readers
+IDLE_SECONDS = 600.0  # without a request, after which the connections of a run are closed
+VERSIONS = 2  # of weights whose files are kept for further readers
 
 
 class Weights:
-    """One version's weights as a safetensors file, which goes with its last reader; ``digest`` is its sha256."""
+    """The weights of one version as a safetensors file, removed after its last reader; ``digest`` is its sha256."""
 
     def __init__(self, version: int, file: BufferedReader) -> None:
         self.version, self.file = version, file
@@ -35,8 +35,8 @@ class Weights:
 
 
 class ExternalSession:
-    """A run's interface, and the newest versions that were asked for. An upload of weights holds ``publishing``: the disk
-    holds one at a time."""
+    """The interface of one run, and the files of the newest requested versions. An upload of weights holds the lock
+    ``publishing``, so that the disk holds one upload of a run at a time."""
 
     def __init__(self, external: External, folder: Path) -> None:
         self.external, self.used = external, time.monotonic()
@@ -45,7 +45,7 @@ class ExternalSession:
         self._copying, self.publishing = asyncio.Lock(), asyncio.Lock()
 
     async def weights(self, version: int) -> Weights:
-        """A verified copy of a published version. Raises WeightsGone."""
+        """Returns a verified copy of a published version. Raises WeightsGone."""
         async with self._copying:  # several readers share one copy
             if version not in self._held:
                 tensors = await self.external.read_weights(version)
@@ -55,37 +55,39 @@ class ExternalSession:
             return self._held[version]
 
     def _copy(self, version: int, tensors: dict) -> Weights:  # type: ignore[type-arg]
-        from safetensors.torch import save_file  # brings torch, which a server without such runs need not load
+        from safetensors.torch import save_file  # imports torch, which a server without such runs does not load
 
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="weights-") as folder:
             path = Path(folder) / "model.safetensors"
-            whole = {name: tensor.clone() for name, tensor in tensors.items()}  # those of one memory are refused
+            whole = {
+                name: tensor.clone() for name, tensor in tensors.items()
+            }  # save_file refuses tensors that share memory
             save_file(whole, path, {"version": str(version)})
             return Weights(version, path.open("rb"))
 
 
 def _interface() -> type[External]:
-    """The interface to a run. It brings torch, which takes seconds and is needed by nobody else: the first who asks pays."""
+    """Imports the interface to a run, and with it torch, on the first request that needs it: this takes seconds."""
     from orchestration.external.session import External
 
     return External
 
 
 class ExternalSessions:
-    """The runs that were asked for lately."""
+    """The sessions of the runs that had a request lately."""
 
     def __init__(self, data: Path, registry: Registry, in_use: Container[str] = ()) -> None:
-        """``in_use``: the runs that requests are about at the moment; their connections stay open."""
+        """``in_use``: the runs with a request in progress; their connections stay open."""
         self._data, self._registry, self._in_use = data, registry, in_use
         self._runs: dict[str, ExternalSession] = {}
 
     async def run(self, run: str) -> ExternalSession:
-        """Ask for it anew at each use. Raises UnknownRun."""
+        """Returns the session of ``run``; call this for each request. Raises UnknownRun."""
         record = await self._registry.get(run)
         await self._close_idle()
         if run not in self._runs:
             interface = await asyncio.to_thread(_interface)
-            if run not in self._runs:  # another request may have been faster
+            if run not in self._runs:  # another request may have opened it meanwhile
                 index = Index(self._registry.link, run)
                 recipe = Recipe.model_validate(record.recipe)
                 self._runs[run] = ExternalSession(interface(index, recipe, worker="service"), self._data)
@@ -100,7 +102,7 @@ class ExternalSessions:
                 await kept.external.close()
 
     async def forget(self, run: str) -> None:
-        """The run is deleted."""
+        """Closes the connections of a deleted run."""
         if kept := self._runs.pop(run, None):
             await kept.external.close()
 
