@@ -99,7 +99,9 @@ class Writer:
         self.room_timeout, self._slab_bytes = room_timeout, slab
         self._slab: Slab | None = None
         self._retired: list[Slab] = []
-        self._carving, self._admission = asyncio.Lock(), asyncio.Lock()
+        self._carving = asyncio.Lock()
+        self._admitting = False  # the call of a put is under way
+        self._admission: asyncio.Task[None] | None = None  # admits the puts that wait for it
         self._puts: list[_Put] = []
         self.on_room: Callable[[], AbstractContextManager[None]] = nullcontext  # entered around each wait for room
 
@@ -235,16 +237,17 @@ class Writer:
         """Flush, within a few seconds; the index takes back the same when it forgets this worker."""
         with suppress(TimeoutError, ConnectionError, IndexRefused):
             async with asyncio.timeout(_CLOSE_SECONDS):
-                async with self._admission:
-                    await self.flush()
+                if self._admission is not None:
+                    await self._admission
+                await self.flush()
 
     # ── puts that share a call ──
 
     async def put(self, rows: Rows, count: int, samples: int) -> int:
         """Admit ``count`` rows as groups of ``samples`` under the next free numbers; returns the number after the last.
 
-        Puts that come while another one's call is under way wait for it, and the first of them admits all that lie in its
-        block by one call."""
+        Puts that come while another one's call is under way wait for it; then one call admits all of them that are in one
+        block."""
         slots = np.arange(count)
 
         async def admit(stored: Stored) -> int:
@@ -254,30 +257,36 @@ class Writer:
             written = await self.write(rows, SOURCE_RESERVE)
             if written.slab is None:
                 return await self._point(admit, written, slots)
+            if not self._admitting:  # no other put is under way
+                self._admitting = True
+                try:
+                    return await self._point(admit, written, slots)
+                finally:
+                    self._admitting = bool(self._puts)
+                    if self._puts:  # put meanwhile
+                        self._admission = asyncio.create_task(self._admit_puts())
             put = _Put(written, count, samples, asyncio.get_running_loop().create_future())
             self._puts.append(put)
-            try:
-                async with self._admission:
-                    while put in self._puts:
-                        together = self._take_puts()
-                        call = self._admit(together)
-                        await (call if len(together) == 1 else asyncio.shield(call))
-                return await put.admitted
-            finally:
-                put.admitted.cancel()
-                if put in self._puts:
-                    self._puts.remove(put)
-                    await self._give_up(written)
+            return await asyncio.shield(put.admitted)
         except BlockLost:
             self._retire()
             return await self.store(admit, rows, slots, reserve=SOURCE_RESERVE)
+
+    async def _admit_puts(self) -> None:
+        """Admit the waiting puts, those of one block together, until none waits."""
+        try:
+            while self._puts:
+                await self._admit(self._take_puts())
+        finally:
+            self._admitting = False
 
     def _take_puts(self) -> list[_Put]:
         """The waiting puts that lie in the block of the first, taken off the list."""
         first = self._puts[0].written
         together = [put for put in self._puts if (put.written.block, put.written.mask) == (first.block, first.mask)]
         together = together[:_PUTS_TOGETHER]
-        self._puts = [put for put in self._puts if put not in together]
+        taken = set(map(id, together))
+        self._puts = [put for put in self._puts if id(put) not in taken]
         return together
 
     async def _admit(self, together: Sequence[_Put]) -> None:
@@ -288,16 +297,14 @@ class Writer:
         entries = [(None, put.rows // put.samples, put.samples) for put in together]
         try:
             after = await self._index.admit(self._stored(together[0].written, refs), entries)
-        except BaseException as error:
+        except Exception as error:
             for put in together:
                 await self._give_up(put.written)
-                if not put.admitted.done() and isinstance(error, Exception):
+                if not put.admitted.done():
                     put.admitted.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
             return
         for put in reversed(together):
-            await self._give_up(put.written)  # of its slab, which has one writer less
+            await self._give_up(put.written)
             if not put.admitted.done():
                 put.admitted.set_result(after)
             after -= put.rows // put.samples
