@@ -1,30 +1,94 @@
-"""The house: imports go api → orchestration → stages → pipeline and never back."""
+"""The layout of the four packages: direction of imports, no circles, and sizes that a reader can hold in the head."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ["pipeline", "stages", "orchestration", "api"]
+PACKAGES = ["pipeline", "stages", "orchestration", "api"]  # each imports only those before it
+FILE_LINES, CLASS_LINES, FILES_IN_FOLDER = 600, 300, 12
 
 
-@pytest.mark.parametrize("package", FLOORS)
-def test_no_package_imports_one_above_it(package: str) -> None:
-    above = set(FLOORS[FLOORS.index(package) + 1 :])
-    files = list((ROOT / package).rglob("*.py"))
+def sources(*packages: str) -> list[Path]:
+    files = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
     assert files
-    for path in files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names.append(node.module)
-            wrong = {name for name in names if name.partition(".")[0] in above}
-            assert not wrong, f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} imports {wrong}"
+    return files
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """The modules that a file imports, at its top or in a function, with their lines; not those for type checkers."""
+
+    def visit(node: ast.AST) -> Iterator[tuple[str, int]]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            return
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:  # a module of a package, or a name of a module
+                submodule = f"{node.module}.{alias.name}"
+                exists = (ROOT / submodule.replace(".", "/")).with_suffix(".py").exists()
+                yield submodule if exists else node.module, node.lineno
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child)
+
+    yield from visit(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_imports_one_above_it(package: str) -> None:
+    above = set(PACKAGES[PACKAGES.index(package) + 1 :])
+    for path in sources(package):
+        wrong = {f"{name} (line {line})" for name, line in imports(path) if name.partition(".")[0] in above}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {module_of(path): path for path in sources(*PACKAGES)}
+    graph = {
+        module: {name for name, _ in imports(path) if name in files and name != module}
+        for module, path in files.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(reversed(error.args[1])))
+
+
+def test_files_and_classes_are_short() -> None:
+    long = []
+    for path in [*sources(*PACKAGES), *(file for package in PACKAGES for file in (ROOT / package).rglob("*.lua"))]:
+        lines = path.read_text(encoding="utf-8").count("\n")
+        if lines > FILE_LINES:
+            long.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        if path.suffix == ".py":
+            long += [
+                f"{path.relative_to(ROOT)}: class {node.name} has {size} lines"
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.ClassDef) and (size := (node.end_lineno or 0) - node.lineno + 1) > CLASS_LINES
+            ]
+    assert not long, f"at most {FILE_LINES} lines a file and {CLASS_LINES} a class: {long}"
+
+
+def test_folders_hold_a_dozen_files_at_most() -> None:
+    full = {}
+    for package in PACKAGES:
+        for folder in [ROOT / package, *(path for path in (ROOT / package).rglob("*") if path.is_dir())]:
+            if folder.name != "__pycache__":
+                full[str(folder.relative_to(ROOT))] = sum(
+                    file.is_file() and file.name != "__init__.py" for file in folder.iterdir()
+                )
+    assert not (crowded := {folder: count for folder, count in full.items() if count > FILES_IN_FOLDER}), crowded
 
 
 def test_the_flow_alone_needs_no_model_library() -> None:

@@ -15,12 +15,8 @@ from typing import Protocol
 from orchestration.processes.forkserver import Child, ForkServer, Launch
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import Starter
+from orchestration.run.exit_codes import EXIT_FAILED
 from pipeline.index.client import INDEX_VARIABLE
-
-# Exit codes of workers.
-EXIT_FAILED = 1
-EXIT_FATAL = 3  # by an error that a restart would not mend
-EXIT_NOT_STARTED = 4  # before it was ready, by an error that may pass
 
 
 class Life(Protocol):

@@ -24,8 +24,9 @@ from typing import Any
 
 import structlog
 
+from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.kinds import kind_of
-from orchestration.run.launchers import EXIT_FATAL, EXIT_NOT_STARTED, Launcher, Life
+from orchestration.run.launchers import Launcher, Life
 from pipeline.events import WorkerEvent
 from pipeline.index.client import Index, worker_name
 

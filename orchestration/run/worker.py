@@ -22,8 +22,8 @@ from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import slab_bytes
 from orchestration.recipe.schema import Recipe
 from orchestration.run.builders.job import Job, WorkerContext
+from orchestration.run.exit_codes import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.kinds import KINDS, kind_of
-from orchestration.run.launchers import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.paths import RunPaths
 from pipeline.columns import ColumnError
 from pipeline.events import WorkerEvent

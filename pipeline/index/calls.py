@@ -21,7 +21,7 @@ from pipeline.index.errors import IndexUnreachable, from_reply
 from pipeline.index.link import Link, is_loading, redacted
 
 _PARTS = (
-    *("base", "topics", "arrays", "ranges", "blocks", "groups", "leases", "claims"),
+    *("base", "topics", "arrays", "ranges", "blocks", "groups", "claims"),
     *("training", "warehouses", "runs", "external", "transfer_queue"),
 )
 

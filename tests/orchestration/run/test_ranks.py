@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
+from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import workers_of
-from orchestration.run.launchers import EXIT_FATAL
 from orchestration.run.run import Run, RunError
 from orchestration.run.supervisor import Outcome, Supervisor
 from pipeline.events import WorkerEvent
