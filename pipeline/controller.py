@@ -179,7 +179,7 @@ class Controller:
             self._held[claim.token] -= len(output.positions)
         elif output.dropped:
             groups = sorted(set(claim.group[list(output.positions)].tolist()))
-            await self.dock.index.drop_groups(claim, groups)
+            await self.dock.index.drop_groups(claim, groups, output.dropped)
             self._held[claim.token] -= len(output.positions)
         elif output.positions:
             await self.dock.commit(claim, output.positions, output.rows, generated=output.generated)

@@ -160,6 +160,7 @@ class LedgerEvent(EventData):
     filtered_tokens: int
     remade_tokens: int
     in_flight_tokens: int
+    dropped: Annotated[Mapping[str, int], Doc("Groups that were dropped, by reason.")] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -288,7 +288,7 @@ class External(ExternalWeights):
         version = await self.index.train(claim, step, event)
         self._put(claim, 0, int(claim.tokens.sum()))
         await self.index.put("stepped", repr(now))
-        await self.index.emit(LedgerEvent.of(await self.index.ledger()))
+        await self.index.emit(LedgerEvent.of({**await self.index.ledger(), "dropped": await self.index.dropped()}))
         return version
 
     async def replay(self, step: int) -> Experience:

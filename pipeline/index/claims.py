@@ -183,10 +183,11 @@ class Claims(Calls):
         """End the claim's lease and make its remaining rows ready at once. Does nothing when the lease has ended."""
         await self.call("hand_back", stage=claim.stage, token=claim.token, owner=claim.owner)
 
-    async def drop_groups(self, claim: Claim, groups: Sequence[int]) -> None:
-        """Remove whole groups, held by ``claim``, without training them. The ledger counts them as filtered."""
+    async def drop_groups(self, claim: Claim, groups: Sequence[int], reason: str = "dropped") -> None:
+        """Remove whole groups, held by ``claim``, without training them. The ledger counts them as filtered, and under
+        ``reason``."""
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
-        await self.call("drop_groups", **lease, groups=list(groups))
+        await self.call("drop_groups", **lease, groups=list(groups), reason=reason)
 
     async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
         """The rows of a group as a claim without lease, and their states; None when the group is not in the run."""

@@ -248,6 +248,10 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
         """Samples and tokens generated, trained, filtered, made again, in flight and redelivered."""
         return await self.call("ledger")  # type: ignore[no-any-return]
 
+    async def dropped(self) -> dict[str, int]:
+        """Groups that were dropped, by reason."""
+        return dict(await self.call("dropped") or {})
+
     async def resume_point(self) -> ResumePoint:
         """What a checkpoint of this moment records of the flow. Groups that are admitted and not trained are made again."""
         reply = await self.call("resume_point")

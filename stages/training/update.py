@@ -132,7 +132,8 @@ class Update:
 
     async def _end_step(self) -> None:
         await self._after_step(self.trained)
-        await self.dock.index.emit(LedgerEvent.of(await self.dock.index.ledger()))
+        index = self.dock.index
+        await index.emit(LedgerEvent.of({**await index.ledger(), "dropped": await index.dropped()}))
 
     async def _train_and_read(
         self, claim: Claim, stale: list[int]

@@ -93,6 +93,15 @@ define('ledger', function(run, a)
   }
 end, true)
 
+-- → {reason → groups that were dropped for it}
+define('dropped', function(run, a)
+  local out, found = {}, call('HGETALL', run .. 'n')
+  for i = 1, #found, 2 do
+    if sub(found[i], 1, 8) == 'dropped:' then out[sub(found[i], 9)] = int(found[i + 1]) end
+  end
+  return out
+end, true)
+
 -- The run has ended and its samples are about to be removed: from now on the counters alone hold its figures.
 define('retire', function(run, a)
   local samples, tokens = in_flight(run)
@@ -122,6 +131,9 @@ define('resume_point', function(run, a)
     counters['generated' .. unit] = left
   end
   counters.filtered_groups = value(run, 'filtered_groups')
+  for _, field in ipairs(call('HKEYS', run .. 'n')) do
+    if sub(field, 1, 4) == 'drop' then counters[field] = value(run, field) end
+  end
   return { counters = counters, remake = remake }
 end, true)
 

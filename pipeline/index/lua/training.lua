@@ -85,7 +85,10 @@ define('release_steps', function(run, a)
   return released
 end)
 
--- {stage, token, owner?, groups}: whole groups, held under `token` by a stage that takes groups, leave without being trained.
+local MOST_REASONS = 32  -- that are counted apart, for which groups are dropped
+
+-- {stage, token, owner?, groups, reason}: whole groups, held under `token` by a stage that takes groups, leave without being
+-- trained. They are counted under the reason.
 define('drop_groups', function(run, a)
   local cfg, freed, groups = config(run), {}, {}
   local stage = stage_of(cfg, a.stage)
@@ -102,6 +105,9 @@ define('drop_groups', function(run, a)
   local oldest = call('ZRANGE', run .. 'open', 0, 0)[1]
   call('ZREMRANGEBYSCORE', run .. 'filtered', '-inf', oldest and '(' .. ends(oldest) or '+inf')
   count(run, 'filtered_groups', #a.groups)
+  local reason = 'dropped:' .. sub(a.reason, 1, 80)
+  if call('HEXISTS', run .. 'n', reason) == 0 and count(run, 'drop_reasons', 1) > MOST_REASONS then reason = 'dropped:other' end
+  count(run, reason, #a.groups)
   wake_all(run, freed)
   for _, s in ipairs(cfg.stages) do wake_stage(run, s.name) end
   wake(run, 'version')

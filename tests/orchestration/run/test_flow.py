@@ -84,7 +84,9 @@ def assert_filled(of: Any, watched: Watched) -> int:
         for unit in ("", "_tokens"):
             parts = ("trained", "filtered", "in_flight")
             assert ledger[f"generated{unit}"] == sum(ledger[f"{part}{unit}"] for part in parts), ledger
-    return int(watched.of("ledger")[-1]["filtered"])
+    last = watched.of("ledger")[-1]
+    assert sum(last.get("dropped", {}).values()) * of.algorithm.group_size == last["filtered"]
+    return int(last["filtered"])
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -93,6 +95,7 @@ async def test_groups_with_equal_rewards_are_dropped_and_replaced(staleness: int
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     assert assert_filled(of, watched) > 0
+    assert set(watched.of("ledger")[-1]["dropped"]) == {"equal rewards"}
     assert all(step["reward_std"] > 0 for step in watched.of("step"))
     assert_nothing_left(watched.run)
     if staleness == 0:  # the mock's tokens do not depend on what is decoded with them
@@ -123,6 +126,7 @@ async def test_a_judge_feeds_a_reward_and_a_sieve_drops_while_their_workers_are_
         result = await work
     assert result.state == "finished", result.reason
     assert assert_filled(of, watched) > 0
+    assert set(watched.of("ledger")[-1]["dropped"]) == {"one is short"}
     restarted = {event["worker"] for event in watched.of("worker") if event["change"] == "restarted"}
     assert {"judge-0", "sieve-0", "flow-0"} <= restarted
     assert {event["stage"] for event in watched.of("stage")} >= {"judge", "sieve", "reward", "advantage", "update"}
