@@ -215,7 +215,7 @@ class SyncEvent(EventData):
     publish_seconds: Seconds = None
     exposed_seconds: Annotated[Number, Doc("In which the engine made no token.")] = None
     hidden_seconds: Annotated[Number, Doc("Beside generation.")] = None
-    to: Annotated[str, Doc("In a colocated run: whose turn the weights were moved for.")] = ""
+    to: Annotated[str, Doc("In a colocated run: `generation` or `training`, which the weights were moved for.")] = ""
     gap_max: Annotated[Number, Doc("Largest difference of a probed logprob.")] = None
     gap_q95: Annotated[Number, Doc("Their 95th percentile.")] = None
     gap_mean: Number = None

@@ -1,4 +1,4 @@
-"""JSON Schema of keys whose values another model checks: a table of options of an engine, an algorithm, a task.
+"""JSON Schema of keys with values that another model checks: options of an engine, an algorithm, a task.
 
 A recipe keeps such a table as it was given, since what it may hold depends on another key (``rollout.mock`` on
 ``rollout.engine``, ``algorithm.options`` on ``algorithm.name``). Its schema is that of the model that it is checked against.

@@ -38,7 +38,7 @@ def find(
 
 
 def imported(name: str) -> Any:
-    """The attribute that ``name``, ``module:attribute``, names. Raises ImportError, whose text has the reason, the line and
+    """The attribute that ``name``, ``module:attribute``, names. Raises ImportError with the reason, the line and
     a fix."""
     module, _, attribute = name.partition(":")
     try:

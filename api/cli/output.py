@@ -34,7 +34,7 @@ def table(*columns: str, right: tuple[str, ...] = (), **options: Any) -> Table:
 
 
 def pairs_table(*rows: tuple[str, str]) -> Table:
-    """Return a table of names and values, without rows whose value is empty."""
+    """Return a table of names and values, without rows with an empty value."""
     made = Table(box=None, pad_edge=False, show_header=False)
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")

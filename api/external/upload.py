@@ -1,4 +1,4 @@
-"""Uploads of weights: a safetensors file whose header is checked before its payload is read.
+"""Uploads of weights: a safetensors file. Its header is checked before its payload is read.
 
 length u64 │ JSON: {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …, "__metadata__": {…}} │ payload
 """

@@ -58,7 +58,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Reply(Generic[T]):
-    """An answer whose status or headers depend on the result."""
+    """An answer with a status or headers that depend on the result."""
 
     body: T
     status: int

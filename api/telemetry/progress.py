@@ -17,7 +17,7 @@ MESSAGES = 5
 
 
 class Progress(RunTotals):
-    """A run of ``steps`` steps whose staleness bound is ``bound``. Times in Unix seconds: ``began`` of the first event,
+    """A run of ``steps`` steps with the staleness bound ``bound``. Times in Unix seconds: ``began`` of the first event,
     ``running`` of the first event of training, ``stepped`` of the last step, ``now`` of the last event."""
 
     def __init__(self, name: str, steps: int, bound: int) -> None:

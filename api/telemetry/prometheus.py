@@ -90,7 +90,7 @@ class ServerMetrics:
         )
         self.delay = Histogram(
             "asyncdock_event_delay_seconds",
-            "From when a worker tells an event to when it is on its way to every reader.",
+            "Seconds from a worker emitting an event to the server sending it to every reader.",
             buckets=DELAYS,
             registry=self.registry,
         )
@@ -249,7 +249,13 @@ def _of_stages(runs: list[RunListener]) -> list[Metric]:
     rows = Family("counter", "asyncdock_stage_rows", "Samples done by a worker.", *worker)
     tokens = Family("counter", "asyncdock_stage_tokens", "Tokens of these samples.", *worker)
     held = Family("gauge", "asyncdock_stage_in_flight_rows", "Samples that a worker has in hand.", *worker)
-    depth = Family("gauge", "asyncdock_stage_queue_depth", "What is ready for a stage and nobody has.", "run", "stage")
+    depth = Family(
+        "gauge",
+        "asyncdock_stage_queue_depth",
+        "Ready for a stage, not claimed.",
+        "run",
+        "stage",
+    )
     for listener in runs:
         depths: dict[str, float] = {}
         for name, one in listener.totals.workers.items():

@@ -1,1 +1,1 @@
-"""Runs whose stages other programs do: their sessions, and the accounting of their time."""
+"""External stages: sessions of the programs that run them, and the accounting of their time."""

@@ -171,7 +171,7 @@ def read_header(path: Path, reading: Reading | None = None) -> dict[str, Any]:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             is_sound = False
         if not is_sound:
-            raise ModelFileError(f"has a {path.name} whose header is damaged")
+            raise ModelFileError(f"has a {path.name} with a damaged header")
     if (expected := 8 + length + max(ends, default=0)) != size:
         raise ModelFileError(f"has a {path.name} of {size} bytes, where its header says {expected}")
     return header

@@ -177,7 +177,7 @@ def prompt_limits(recipe: Recipe) -> PromptLimits:
 
 
 def slab_bytes(recipe: Recipe) -> int:
-    """Bytes of a slab: each writing worker has one open, and one whose last rows are not released yet."""
+    """Bytes of a slab: each writing worker has one open, and one with rows that are not released yet."""
     from orchestration.run.kinds import KINDS
     from pipeline.warehouse.dock import SLAB
 

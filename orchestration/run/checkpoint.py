@@ -43,7 +43,7 @@ class Checkpoint:
         return self.path / "model"
 
     def load_into(self, engine: TrainEngine) -> None:
-        """Load the saved state into ``engine``, whose ranks may be others than those that saved it. All ranks call this."""
+        """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this."""
         import torch.distributed.checkpoint as dcp
 
         state = engine.state_dict()

@@ -119,7 +119,7 @@ class Agent:
         return True
 
     async def _adopt(self, active: Sequence[ActiveRun]) -> None:
-        """Supervise the runs of this folder's previous agent, and abandoned runs of other agents whose folder is here."""
+        """Supervise the runs of this folder's previous agent, and abandoned runs of others with folders here."""
         for run in active:
             record = run.record
             if record.id in self._supervised:

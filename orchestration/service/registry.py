@@ -5,7 +5,7 @@
     wait   ◀─ any change of the list; blocks on the server
 
 Each function of ``registry.lua`` is atomic. The state of an active run is read from the run's own keys; the list has no copy
-of it. A run whose runner has lost its lease is not shown as running.
+of it. A run without a valid lease is not shown as running.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Registry:
         """Append a run to the queue. Returns it, and whether this call created it: for a day, the same ``key`` and ``owner``
         return the first run. Raises :class:`KeyReused` when its ``fingerprint`` was another one."""
         run = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-        # A service's runs are all in its index, whose URL may contain a password: no recipe shows it.
+        # All runs are in the index of the service. Its URL may contain a password, so no recipe shows it.
         recipe = recipe.model_copy(update={"pipeline": recipe.pipeline.model_copy(update={"index": "embedded"})})
         reply = await self._call(
             "submit",
@@ -192,7 +192,7 @@ class Registry:
         if record.state not in (*allowed, to) and not (what == "stop" and record.state == "stopped"):
             raise WrongState(run, record.state, what)
         if record.state in allowed:
-            begun = ("", "created") if what == "stop" else ()  # an active run whose runner has not set its state
+            begun = ("", "created") if what == "stop" else ()  # an active run without a state yet
             async with self._open(run) as index:
                 state, changed = await index.transition([*begun, *allowed], to)
                 if not changed and state != to:
@@ -252,7 +252,7 @@ class Registry:
         return await self._active(found) if found and found["phase"] == "active" else None
 
     async def doomed(self) -> dict[str, str]:
-        """Return deleted runs whose folder may still exist, with the folder."""
+        """Return deleted runs and their folders, which may still exist."""
         return dict(await self._call("doomed") or {})
 
     async def remove(self, run: str) -> None:

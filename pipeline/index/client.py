@@ -301,5 +301,5 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
 
 
 def worker_name(stage: str, number: int) -> str:
-    """A name for a worker's process that no earlier process of the same worker had, so that leases are told apart."""
+    """A name for a worker's process that no earlier process of the same worker had, so that their leases are distinct."""
     return f"{stage}-{number}-{os.getpid()}-{uuid.uuid4().hex[:6]}"

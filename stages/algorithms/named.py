@@ -1,4 +1,4 @@
-"""An algorithm whose mistakes are reported with its name, the method and the line."""
+"""An algorithm with errors that name it, the method and the line."""
 
 from __future__ import annotations
 

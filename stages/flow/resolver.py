@@ -160,7 +160,7 @@ def _unmade(name: str, reader: StageDeclaration, makers: Mapping[str, list[Stage
     wrong = f"needs the column {name!r}, which no stage makes"
     close = difflib.get_close_matches(name, makers, n=1)
     fix = f"did you mean {close[0]!r}, of stage {makers[close[0]][0].name!r}" if close else ""
-    other = f"add a [[stages]] entry whose class makes {name!r}, or prompts that bring it"
+    other = f"add a [[stages]] entry with a class that makes {name!r}, or prompts that bring it"
     return FlowProblem(_key(reader), reader.name, wrong, f"{fix}? Or {other}" if fix else other)
 
 

@@ -37,7 +37,7 @@ WAIT_SECONDS = 10.0  # conditions are checked again this often, so that nothing 
 
 
 class Turn(DeviceLease):
-    """The lease of rank 0's device, and the decision of whose turn it is on all ranks.
+    """The lease of rank 0's device, and the decision of which engine computes on all ranks.
 
     ``groups``: how many the gate will admit in all, without those that replace filtered ones. ``ahead``: training comes back
     as soon as nothing is left to generate; else when a batch is claimed. ``every``: which versions are evaluated.

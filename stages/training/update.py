@@ -43,7 +43,7 @@ PROBE_ROWS, PROBE_NEW_ROWS = 16, 8  # at most, in all and of one batch: the othe
 
 
 class Update:
-    """``version`` counts the optimizer steps in the engine's weights. ``after_step`` is told each new version once it is
+    """``version``: policy version of the engine's weights. ``after_step`` is called with each new version when it is
     published (checkpoints); ``after_last`` is called when ``steps`` are done. With ``publish_first`` the weights that the
     run begins with are published too, for engines that are not built from its model. ``store`` is None where ranks pass the
     weights on themselves: only the version is published then. ``device`` is what the engine computes on."""
@@ -164,7 +164,7 @@ class Update:
 
     async def _reachable(self) -> bool:
         """Whether engines can have the published version's weights: a trainer that is gone sends them no more. Those that
-        the run begins with were not published, unless somebody needs them."""
+        the run begins with were not published, unless an engine needs them."""
         record = (await self.dock.index.published_weights()).record
         if not record or self.store is None:
             return not self._publish_first

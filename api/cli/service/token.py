@@ -1,4 +1,4 @@
-"""``asyncdock token``: creates, lists and revokes the bearer tokens of a service, whose server need not be running."""
+"""``asyncdock token``: creates, lists and revokes the bearer tokens of a service. Its server need not be running."""
 
 from __future__ import annotations
 

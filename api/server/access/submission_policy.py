@@ -54,7 +54,7 @@ def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
 
 
 def unknown_recipe(settings: Settings, name: str, status: int, field: str) -> answers.HTTPProblem:
-    """Return the answer to a request whose ``field`` names no stored recipe."""
+    """Return the answer to a request with a ``field`` that names no stored recipe."""
     fix, detail = suggest(name, list(stored_recipes(settings))), "No stored recipe is called that."
     return answers.HTTPProblem(status, detail, kind="unknown-recipe", field=field, value=name, fix=fix)
 

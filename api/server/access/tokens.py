@@ -69,7 +69,7 @@ class Token:
 
 
 class Tokens:
-    """The tokens of the service whose index is at ``where``: a URL, or a link to share. Raises IndexUnreachable when the
+    """The tokens of a service, in its index ``where``: a URL, or a link to share. Raises IndexUnreachable when the
     index does not answer."""
 
     def __init__(self, where: str | Link) -> None:
@@ -109,7 +109,7 @@ class Tokens:
             raise TokenRevoked(f"token: {token.id} was revoked and stays so; make another one")
 
     async def find(self, presented: str) -> Token | None:
-        """Return the token whose text is ``presented``; None when it is unknown, revoked or expired."""
+        """Return the token with the text ``presented``; None when it is unknown, revoked or expired."""
         match = _FORM.fullmatch(presented)
         kept = await self._link.retry(lambda again: self._redis.hget(KEY, match[1])) if match else None
         if match is None or kept is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ColocatedJob(UpdateJob):
-    """Trains and generates in turns. Rank 0 decides whose turn it is."""
+    """Trains and generates in turns. Rank 0 decides which of the two runs."""
 
     async def build(self) -> None:
         recipe = self.recipe

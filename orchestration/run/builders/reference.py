@@ -1,4 +1,4 @@
-"""The worker of the reference stage, of runs whose algorithm needs logprobs under the frozen reference policy."""
+"""The worker of the reference stage, for algorithms that need logprobs under the frozen reference policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A further reward worker, of runs whose ``reward.workers`` is more than 1."""
+"""A further reward worker, for ``reward.workers`` above 1."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class TorchTrainEngine:
         given: TrainBatch,
         algorithm: AlgorithmLike,
     ) -> dict[str, float]:
-        """One optimizer step on ``groups``, whose micro-batches are ``plan``."""
+        """One optimizer step on ``groups`` in the micro-batches ``plan``."""
         rows = [number for group in groups for number in group.numbers]
         own = int(given.trained[rows].sum())
         if not own:
