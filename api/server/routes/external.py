@@ -93,10 +93,10 @@ async def get_experience(
     of an expired lease are delivered to another worker. The answer is a safetensors file: columns as tensors, and under
     `asyncdock` in its metadata JSON with `token` (null: no rows came), `rows`, `sampling`, `begun`, `state` and `over` (no
     rows will come any more)."""
-    from api.external.codec import encode_experience
-
     owner = _owner(service, request)
     async with joined(service, path.run) as external:
+        from api.external.codec import encode_experience  # its imports are loaded: see `joined`
+
         with service.held() as room:
             if body.replay is None:
                 experience = await external.get_experience(
@@ -125,10 +125,10 @@ async def put_experience(service: Service, request: web.Request, path: RunPath) 
     """Commit columns of rows under a lease, all in one step or none, or `park` responses to be continued by any worker. A
     trainer gives the `step` that it made of its batch, and its `metrics`. The body is a safetensors file: columns as
     tensors, and under `asyncdock` in its metadata JSON with `token`, `rows`, `park`, `step` and `metrics`."""
-    from api.external.codec import Unreadable, from_body
-
     owner = _owner(service, request)
     async with joined(service, path.run) as external:
+        from api.external.codec import Unreadable, from_body
+
         raw = await read_body(request, limit=MOST_BYTES, media_type=BINARY)
         try:
             control, columns = await asyncio.to_thread(from_body, raw)
@@ -247,7 +247,7 @@ def _owner(service: Service, request: web.Request) -> str:
 
 @contextlib.asynccontextmanager
 async def joined(service: Service, run: str) -> AsyncIterator[External]:
-    """Yields the interface of ``run``, and turns its exceptions into problems."""
+    """Yields the interface of ``run``, and turns its exceptions into problems. Loads torch in a thread, at the first use."""
     external = (await service.external_sessions.run(run)).external
     with refusals():
         yield external

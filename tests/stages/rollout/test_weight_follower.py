@@ -272,7 +272,7 @@ def update(index: Index, store: WeightStore, engine: Any, steps: int, rank_group
 
     async def nothing(step: int) -> None: ...
 
-    dock: Any = SimpleNamespace(index=index)
+    dock: Any = SimpleNamespace(index=index, schema=())
     options: dict[str, Any] = {"after_step": nothing, "after_last": lambda: None, "rank_group": rank_group}
     return Update(dock, engine, GRPO(), store, steps=steps, staleness=0, version=1, **options)
 
@@ -366,7 +366,7 @@ async def test_all_ranks_give_their_weights_again(trained: Index, tmp_path: Path
 
     rank_groups = [RankGroup(trained, Ranks(rank, 1, 2), "life") for rank in range(2)]
     halves = [Half(MockTrainOptions(step_seconds=0)) for _ in rank_groups]
-    dock: Any = SimpleNamespace(index=trained)
+    dock: Any = SimpleNamespace(index=trained, schema=())
     rank_worker = RankWorker(dock, halves[1], GRPO(), rank_groups[1], version=1, save=lambda folder, engine: None)
     store = Damaging(tmp_path, 1)
     stage = update(trained, store, halves[0], 1, rank_groups[0])
