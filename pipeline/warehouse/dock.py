@@ -13,14 +13,14 @@ from __future__ import annotations
 import platform
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
 from pipeline.columns import Packed, Schema
 from pipeline.index.client import (
@@ -195,13 +195,10 @@ class Dock:
             lambda stored: self.index.admit(stored, entries), prompts, slots, reserve=SOURCE_RESERVE
         )
 
-    async def put(self, rows: Rows, *, samples: int = 1) -> int:
+    def put(self, rows: Rows, *, samples: int = 1) -> Coroutine[Any, Any, int]:
         """Let B rows in, each ``samples`` of them one group, under the next free numbers; visible to claims when this
         returns. Returns the number after the last group's. Puts at the same time share calls of the index."""
-        count = rows.batch_size[0] if isinstance(rows, TensorDictBase) else len(next(iter(rows.values())))
-        if count % samples:
-            raise ValueError(f"samples: {count} rows are no whole groups of {samples}; put them group by group")
-        return await self.writer.put(rows, count, samples)
+        return self.writer.put(rows, samples)
 
     async def claim(self, stage: str, most: int, *, version: int | None = None, timeout: float = 0.0) -> Claim | None:
         """Lease up to ``most`` rows (groups, for stages that take groups), waiting up to ``timeout`` seconds for some."""

@@ -62,7 +62,7 @@ class Slab:
     writers: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Written:
     """Rows in a warehouse to which no row of the index points yet."""
 
@@ -72,7 +72,7 @@ class _Written:
     slab: Slab | None  # None: a block of their own, which their commit closes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Put:
     """Written groups that wait to be admitted."""
 
@@ -243,34 +243,36 @@ class Writer:
 
     # ── puts that share a call ──
 
-    async def put(self, rows: Rows, count: int, samples: int) -> int:
-        """Admit ``count`` rows as groups of ``samples`` under the next free numbers; returns the number after the last.
+    async def put(self, rows: Rows, samples: int) -> int:
+        """Admit B rows, each ``samples`` of them one group, under the next free numbers. Returns the number after the last.
 
         Puts that come while another one's call is under way wait for it; then one call admits all of them that are in one
-        block."""
-        slots = np.arange(count)
-
-        async def admit(stored: Stored) -> int:
-            return await self._index.admit(stored, [(None, count // samples, samples)])
-
+        block. While they wait they hold few objects: many of them would otherwise set off full garbage collections."""
+        count = rows.batch_size[0] if isinstance(rows, TensorDictBase) else len(next(iter(rows.values())))
+        if count % samples:
+            raise ValueError(f"samples: {count} rows are no whole groups of {samples}; put them group by group")
         try:
             written = await self.write(rows, SOURCE_RESERVE)
-            if written.slab is None:
-                return await self._point(admit, written, slots)
-            if not self._admitting:  # no other put is under way
-                self._admitting = True
-                try:
-                    return await self._point(admit, written, slots)
-                finally:
-                    self._admitting = bool(self._puts)
-                    if self._puts:  # put meanwhile
-                        self._admission = asyncio.create_task(self._admit_puts())
+            if written.slab is None or not self._admitting:
+                return await self._admit_alone(written, count, samples)
             put = _Put(written, count, samples, asyncio.get_running_loop().create_future())
             self._puts.append(put)
             return await asyncio.shield(put.admitted)
         except BlockLost:
             self._retire()
-            return await self.store(admit, rows, slots, reserve=SOURCE_RESERVE)
+            return await self._admit_alone(await self.write(rows, SOURCE_RESERVE), count, samples)
+
+    async def _admit_alone(self, written: _Written, count: int, samples: int) -> int:
+        """Admit one put by a call of its own; then the puts that came meanwhile are admitted by a task."""
+        first, self._admitting = not self._admitting, True
+        try:
+            entries = [(None, count // samples, samples)]
+            return await self._point(lambda stored: self._index.admit(stored, entries), written, np.arange(count))
+        finally:
+            if first:
+                self._admitting = bool(self._puts)
+                if self._puts:
+                    self._admission = asyncio.create_task(self._admit_puts())
 
     async def _admit_puts(self) -> None:
         """Admit the waiting puts, those of one block together, until none waits."""
