@@ -160,7 +160,7 @@ def test_training_waits_for_a_stage_that_only_drops() -> None:
 def test_a_column_that_nothing_makes_names_its_reader_and_what_could_make_it() -> None:
     text = problems(ActorCritic())
     assert "needs the column 'values', which no stage makes" in text
-    assert "add a [[stages]] entry whose class makes 'values'" in text
+    assert "add a [[stages]] entry with a class that makes 'values'" in text
     misspelt = StageDeclaration("judge", "rows", {"respnse_ids": ""}, {"judged": "float32"}, place="stages.0.use")
     text = problems(GRPO(), misspelt, reward_reads={"judged": ""})
     assert (
