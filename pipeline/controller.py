@@ -80,7 +80,7 @@ class Controller:
         self.rows = self.tokens = self.parked = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by token
         self._held: dict[str, int] = {}  # rows not yet committed, by token
-        self._settled: set[str] = set()  # tokens whose lease ends by their last commit, and is not renewed
+        self._settled: set[str] = set()  # tokens of leases that end with their last commit; they are not renewed
         self._stopping = False
         self._running = asyncio.Event()
         self._running.set()

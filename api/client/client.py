@@ -125,7 +125,8 @@ class Client(Transport):
 
     async def delete(self, run: str) -> None:
         """Remove an ended run, its data and its files."""
-        await self.run(run)  # raises NotFound; below, NotFound means that an attempt whose answer was lost removed it
+        # Raises NotFound. Below, NotFound means that an earlier attempt removed the run and its answer was lost.
+        await self.run(run)
         with contextlib.suppress(NotFound):
             await self.send("DELETE", self._run(run))
 

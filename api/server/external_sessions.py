@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from orchestration.external.session import External
 
 IDLE_SECONDS = 600.0  # without a request, after which the connections of a run are closed
-VERSIONS = 2  # of weights whose files are kept for further readers
+VERSIONS = 2  # of weights, with files that are kept for further readers
 
 
 class Weights:

@@ -56,7 +56,7 @@ class GRPO(Algorithm):
 
     drop_equal: bool = Field(
         default=False,
-        description="Drop groups with equal rewards: they teach nothing. Others are generated in their place.",
+        description="Drop groups with equal rewards: their advantages are zero. Others are generated in their place.",
     )
 
     @property

@@ -212,7 +212,7 @@ class Connections(web.BaseSite):
         self._hosts: Counter[str] = Counter()
         # Connections that wait for their client, those with the oldest data first, and their deadlines.
         self._waiting: OrderedDict[Connection, float] = OrderedDict()
-        self._stalled: OrderedDict[Connection, float] = OrderedDict()  # whose client does not read the answer
+        self._stalled: OrderedDict[Connection, float] = OrderedDict()  # the client does not read the answer
         self._sweeping: asyncio.TimerHandle | None = None
 
     @property

@@ -21,7 +21,7 @@ from aiohttp import web
 from api.server.problems import BEGAN, HTTPProblem
 from api.server.service import LOOPBACK, Settings
 
-CLIENTS = 10_000  # whose rates are kept; then the one that was inactive for longest is dropped
+CLIENTS = 10_000  # with stored rates; for a further one, the client inactive for longest is dropped
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
