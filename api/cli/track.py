@@ -49,9 +49,7 @@ async def _from_folder(folder: Path, to: str, into: Path) -> int:
 
     recipe = json.loads((folder / "recipe.json").read_text())
     name = folder.resolve().name  # noqa: ASYNC240
-    return await track(
-        lambda after: events_of_folder(folder, after), name, into, lambda key: TRACKERS[to](into, name, recipe, key)
-    )
+    return await track(lambda after: events_of_folder(folder, after), name, into, TRACKERS[to], recipe)
 
 
 async def _from_server(run: str, to: str, into: Path, server: str) -> int:
@@ -61,12 +59,7 @@ async def _from_server(run: str, to: str, into: Path, server: str) -> int:
     try:
         async with Client(server, find_token(server)) as client:
             recipe = (await client.run(run)).recipe
-            return await track(
-                lambda after: client.events(run, after=after),
-                run,
-                into,
-                lambda key: TRACKERS[to](into, run, recipe, key),
-            )
+            return await track(lambda after: client.events(run, after=after), run, into, TRACKERS[to], recipe)
     except ServiceError as error:
         unknown = isinstance(error, ApiProblem) and error.status == 404
         refuse(error, BAD_INPUT if unknown else NO_SERVICE)

@@ -159,13 +159,7 @@ class WandB:
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self.key = key or wandb.util.generate_id()
         self._run = wandb.init(
-            project="asyncdock",
-            name=name,
-            id=self.key,
-            resume="allow",
-            mode=mode,
-            dir=str(folder),
-            config=dict(recipe),
+            project="asyncdock", name=name, id=self.key, resume="allow", mode=mode, dir=str(folder), config=dict(recipe)
         )
         # Their own step must only grow; a `sync` of version v comes after step v. So the run's step is an axis of its own.
         self._run.define_metric("step")
@@ -181,11 +175,8 @@ class WandB:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any], str], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": Mlflow,
-    "wandb": WandB,
-}
+Make = Callable[[Path, str, Mapping[str, Any], str], Tracker]  # of its folder, the run, the recipe and the key
+TRACKERS: dict[str, Make] = {"tensorboard": TensorBoard, "mlflow": Mlflow, "wandb": WandB}
 
 
 def _module(name: str, extra: str) -> Any:
@@ -238,7 +229,7 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
 
 
 async def track(
-    events: Callable[[str], AsyncIterator[Event]], run: str, into: Path, make: Callable[[str], Tracker]
+    events: Callable[[str], AsyncIterator[Event]], run: str, into: Path, make: Make, recipe: Mapping[str, Any]
 ) -> int:
     """Show the events of ``run`` that earlier calls with ``into`` have not shown. Returns the number of points. Raises
     TrackError when ``into`` holds another run."""
@@ -249,7 +240,7 @@ async def track(
         raise TrackError(
             f"--into: {into} has run {known['run']!r}, and {run!r} would be mixed with it; give another folder"
         )
-    tracker, points, count = make(known["key"]), Points(), 0
+    tracker, points, count = make(into, run, recipe, known["key"]), Points(), 0
     loop = asyncio.get_running_loop()
     after, saved = known["after"], loop.time()
 

@@ -119,9 +119,6 @@ class LiveView:
         self.progress, self.console = progress, console
         self.notice = ""  # one line for the user, such as what Ctrl-C does
 
-    def event(self, event: Event) -> None:
-        """Does nothing: the next redraw shows what ``progress`` has become."""
-
     def notify(self, notice: str) -> None:
         self.notice = notice
 
@@ -241,16 +238,11 @@ def _swap(progress: Progress) -> Text:
 def _stages(progress: Progress, width: int) -> RenderableType:
     wide = width >= WIDE
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("stage", no_wrap=True, min_width=11)
-    table.add_column("queue", justify="right", no_wrap=True)
-    table.add_column("held", justify="right", no_wrap=True)
     bar = 36 if wide else 18
-    table.add_column("where its time goes", min_width=bar, no_wrap=True)
     names = ("busy", "input", "room", "other") if wide else ("busy", "input")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("rows/s", justify="right", no_wrap=True)
-    table.add_column("tokens/s", justify="right", no_wrap=True)
+    for name in ("stage", "queue", "held", "where its time goes", *names, "rows/s", "tokens/s"):
+        least = {"stage": 11, "where its time goes": bar}.get(name)
+        table.add_column(name, justify="left" if least else "right", min_width=least, no_wrap=True)
     for name, worker in progress.workers.items():
         parts = shares(worker.recent)
         table.add_row(
@@ -288,7 +280,9 @@ class PlainView:
         self._death = ("", "")  # a line that is not printed yet, and its reason: the run may fail with the same one
 
     def event(self, event: Event) -> None:
-        line, (death, reason), data = plain_line(self.progress, event), self._death, event.decoded()
+        """Apply ``event`` to ``progress`` and print its line."""
+        data = self.progress.apply(event)
+        line, (death, reason) = plain_line(self.progress, event), self._death
         if not line:
             return
         self._death = ("", "")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from api.telemetry import fanout as stream
 from api.telemetry import history as events
 from api.telemetry.fanout import NOW, Batch, Ending, EventReader, Fanout, Fanouts
-from api.telemetry.history import EventsFile, History, id_at, order
+from api.telemetry.history import History, id_at, order, read_after
 from orchestration.events_file import MetricsFile, event_json
 from orchestration.service.registry import RunRecord
 from pipeline.events import Event, Kind, StateEvent
@@ -357,7 +357,7 @@ def test_any_place_in_the_file_is_found(
             if i - 1 not in torn:
                 kept.append(event)
     path.write_text("".join(lines))
-    found = EventsFile(path).after(f"{max(asked, 0)}-0", count)
+    found = read_after(path, f"{max(asked, 0)}-0", count)
     expected = [event for event in kept if order(event.id) > (max(asked, 0), 0)][:count]
     assert [event.id for event in found] == [event.id for event in expected]
 

@@ -116,7 +116,6 @@ def test_plain_lines_tell_a_run_one_line_a_step() -> None:
     progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
     view = terminal.PlainView(progress, Console(file=out, width=40))
     for event in scripted.events("failed", "update-0: [boom]"):
-        progress.apply(event)
         view.event(event)
     lines = out.getvalue().splitlines()
     steps = [line for line in lines if line.startswith("step ")]

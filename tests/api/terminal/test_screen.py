@@ -165,10 +165,9 @@ def test_a_live_view_shows_messages_safely() -> None:
     out = io.StringIO()
     console = safe_console(file=out, width=100, force_terminal=True)
     progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
-    with viewing(progress, console, json=False, plain=False) as (view, say):
+    with viewing(progress, console, json=False, plain=False) as (show, say):
         for event in (*scripted.events()[:-1], scripted.event(40, "state", state="failed", reason=ATTACK)):
-            progress.apply(event)
-            view.event(event)
+            show(event)
         say(ATTACK)
         console.print(ATTACK)
     moves = re.compile("\x1b\\[(\\?25[lh]|[0-9]*[ABCDGHK]|[0-9;]*m)|\r")  # what a live view itself sends
@@ -182,10 +181,9 @@ def test_plain_lines_are_safe(capsys: pytest.CaptureFixture[str]) -> None:
     for as_json in (False, True):
         out = io.StringIO()
         progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
-        with viewing(progress, safe_console(file=out), json=as_json, plain=True) as (view, say):
+        with viewing(progress, safe_console(file=out), json=as_json, plain=True) as (show, say):
             event = scripted.event(40, "state", state="failed", reason=TEXT)
-            progress.apply(event)
-            view.event(event)
+            show(event)
             say(ATTACK)
         printed = capsys.readouterr().out + out.getvalue()
         assert "good\\u001b[2J" in printed
