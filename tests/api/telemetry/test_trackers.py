@@ -1,4 +1,4 @@
-"""What somebody with a tracker relies on: every step once, at its own step and time, whatever happened in between."""
+"""Trackers show every step once, at its own step and time, also after failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others have said is read on a terminal, and does nothing else to it."""
+"""Text from outside is shown on a terminal without effect on it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sample() -> SampleView:
 
 
 def run(**changes: Any) -> RunView:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "id": "run",
         "name": "run",
         "state": "failed",
@@ -60,7 +60,7 @@ def run(**changes: Any) -> RunView:
         "position": None,
         "owner": TEXT,
     }
-    told |= {
+    fields |= {
         "created": 0.0,
         "started": None,
         "ended": None,
@@ -69,7 +69,7 @@ def run(**changes: Any) -> RunView:
         "folder": TEXT,
         "steps": 1,
     }
-    return RunView.model_construct(**told, steps_done=0, reward=None, recipe={}, **changes)
+    return RunView.model_construct(**fields, steps_done=0, reward=None, recipe={}, **changes)
 
 
 def safe(text: str) -> bool:
