@@ -27,7 +27,7 @@ def track_command(
     server: Annotated[str, typer.Option(metavar="URL", help=f"As {DEFAULT_SERVER}.")] = "",
 ) -> None:
     """Show a run in TensorBoard, MLflow or W&B, while it goes on or afterwards. Called again it goes on where it was."""
-    from api.telemetry.trackers import TRACKERS, TrackerMissing, TrackError
+    from api.telemetry.trackers import TRACKERS, TrackError
 
     if to not in TRACKERS:
         refuse(f"--to: {to!r} is not a tracker; use one of: {', '.join(TRACKERS)}")
@@ -37,7 +37,7 @@ def track_command(
     into = into or (Path("runs") / run / to if server else folder / to)
     try:
         count = asyncio.run(_from_server(run, to, into, server) if server else _from_folder(folder, to, into))
-    except (TrackerMissing, TrackError, KeyringError) as error:
+    except (TrackError, KeyringError) as error:
         refuse(error)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

@@ -29,12 +29,8 @@ WAIT_SECONDS = 10.0
 SAVE_SECONDS = 2.0  # between two writes of tracked.json; points since the last one are shown again after a kill
 
 
-class TrackerMissing(RuntimeError):
-    """A tracker's package is not installed; the message says what to install."""
-
-
 class TrackError(RuntimeError):
-    """A run cannot be tracked; the message says why and what to do."""
+    """A run cannot be tracked, such as when a tracker's package is missing; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +179,7 @@ def _module(name: str, extra: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as missing:
-        raise TrackerMissing(f"--to {extra}: needs {missing.name}; pip install 'asyncdock[{extra}]'") from missing
+        raise TrackError(f"--to {extra}: needs {missing.name}; pip install 'asyncdock[{extra}]'") from missing
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -96,8 +96,6 @@ export class Start {
     this.now = "stored";
   }
 
-  destroy() {}
-
   async load() {
     try {
       const [{ recipes }, schema] = await Promise.all([this.service.json("v1/recipes"), this.service.json("v1/recipes/schema")]);

@@ -19,7 +19,6 @@ from api.telemetry.trackers import (
     Point,
     Points,
     TensorBoard,
-    TrackerMissing,
     TrackError,
     WandB,
     events_of_folder,
@@ -167,7 +166,7 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(
     tracker: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(TrackerMissing, match=rf"pip install 'asyncdock\[{package}\]'"):
+    with pytest.raises(TrackError, match=rf"pip install 'asyncdock\[{package}\]'"):
         tracker(tmp_path, "tracked", {}, "")
 
 
