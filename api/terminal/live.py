@@ -56,15 +56,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def share_bar(shares: dict[str, float], width: int) -> Text:
-    """Bar of ``width`` glyphs with the shares of time, rounded so that they fill it."""
-    exact = [shares[name] * width for name in SHARES]
-    cells = [int(value) for value in exact]
-    for at in sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])[: max(0, round(sum(exact)) - sum(cells))]:
-        cells[at] += 1
+    """Bar of ``width`` glyphs with the shares of time. Its inner edges are rounded, so that the shares fill it."""
+    edges = [round(edge * width) for edge in itertools.accumulate((shares[name] for name in SHARES), initial=0.0)]
     bar = Text()
-    for name, count in zip(SHARES, cells, strict=True):
+    for name, (begin, end) in zip(SHARES, itertools.pairwise(edges), strict=True):
         glyph, style = GLYPHS[name]
-        bar.append(glyph * count, style=style)
+        bar.append(glyph * (end - begin), style=style)
     bar.append(" " * (width - len(bar)))
     return bar
 
