@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -146,13 +147,12 @@ class StageTimes:
                 log.warning("events of external workers are lost", run=self.index.run, reason=str(lost))
 
     async def _emit(self, times: StageTime) -> None:
-        names = {"stage": times.stage, "worker": times.worker}
-        counts = {"rows": times.rows, "tokens": times.tokens, "parked": times.parked}
-        in_flight = sum(lease.left for lease in times.leases.values())
-        depth = await self.index.queue_depth(times.stage)
-        await self.index.emit(
-            StageEvent(**names, **times.clock.read(), **counts, queue_depth=depth, in_flight=in_flight)
-        )
+        names: dict[str, Any] = {"stage": times.stage, "worker": times.worker}
+        figures: dict[str, Any] = times.clock.read()
+        figures |= {"rows": times.rows, "tokens": times.tokens, "parked": times.parked}
+        figures["queue_depth"] = await self.index.queue_depth(times.stage)
+        figures["in_flight"] = sum(lease.left for lease in times.leases.values())
+        await self.index.emit(StageEvent(**names, **figures))
         spans, left_out = times.spans.take()
         if spans:
             await self.index.emit(SpanEvent(**names, spans=spans, left_out=left_out))

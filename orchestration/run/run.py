@@ -26,6 +26,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import stamina
 import structlog
@@ -45,8 +46,8 @@ from orchestration.run.lock import LOCK, RunError, RunLock, RunLocked
 from orchestration.run.paths import RunPaths
 from orchestration.run.supervisor import Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
-from orchestration.service.registry import ENDED
-from pipeline.events import Event, WorkerEvent
+from pipeline.events import ENDED, Event, WorkerEvent
+from pipeline.first_of import first_of
 from pipeline.index.client import Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import shared_memory_directory
@@ -161,9 +162,7 @@ class Run:
         launcher = self._launcher()
         try:
             await self._take_lock()
-            outcome = await self._work(url, stop or asyncio.Event(), launcher)
-            await self._let_readers_finish()
-            return outcome
+            return await self._work(url, stop or asyncio.Event(), launcher)
         finally:
             launcher.close()
             await self._end()
@@ -180,10 +179,11 @@ class Run:
                 outcome = await self._execute(sockets, stop or asyncio.Event(), launcher)
             except Exception as error:
                 log.exception("the run cannot go on")
-                outcome = Outcome(
-                    "failed", str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-                )
-            return self._result(outcome, time.monotonic() - began)
+                kind = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
+                outcome = Outcome("failed", f"{kind}{error}")
+            newest = checkpoint.latest(self.out_dir / "checkpoints")
+            seconds = time.monotonic() - began
+            return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
         finally:
             launcher.close()
             await self._end()
@@ -194,26 +194,13 @@ class Run:
 
     async def _execute(self, sockets: Path, stop: asyncio.Event, launcher: Launcher) -> Outcome:
         if self.recipe.pipeline.index != "embedded":
-            outcome = await self._work(self.recipe.pipeline.index, stop, launcher)
-            await self._let_readers_finish()
-            return outcome
+            return await self._work(self.recipe.pipeline.index, stop, launcher)
         data = self.out_dir / "index"
         shutil.rmtree(data, ignore_errors=True)
         self.server = EmbeddedIndex(data, socket=sockets / "index.sock")
         await self._start_index(self.server)
-        keeping = asyncio.create_task(self._keep_index(self.server))
-        working = asyncio.create_task(self._work(self.server.url, stop, launcher))
-        try:
-            await asyncio.wait([keeping, working], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                keeping.result()
-            outcome = working.result()
-            await self._let_readers_finish()
-            return outcome
-        finally:
-            for task in (keeping, working):
-                task.cancel()
-            await asyncio.gather(keeping, working, return_exceptions=True)
+        outcome, _ = await first_of(self._work(self.server.url, stop, launcher), self._keep_index(self.server))
+        return cast(Outcome, outcome)
 
     async def _start_index(self, server: EmbeddedIndex) -> None:
         for pause in server.starting():
@@ -256,7 +243,9 @@ class Run:
     async def _work(self, url: str, stop: asyncio.Event, launcher: Launcher) -> Outcome:
         self._index = Index(url, self.id)
         await self._prepare(self._index)
-        self._write_where(url)
+        # For programs that watch the run. The URL may hold a password.
+        where = {"index": url, "run": self.id, "hosted": self._hosted}
+        write_private(self.out_dir / WHERE, json.dumps(where))
         self._up.set()
         self.supervisor = Supervisor(
             self._index,
@@ -268,7 +257,12 @@ class Run:
             steps=self.recipe.train.steps,
             begins=self.begins,
         )
-        return await self.supervisor.run(stop)
+        outcome = await self.supervisor.run(stop)
+        if readers := [asyncio.create_task(done.wait()) for done in self._readers]:
+            _, late = await asyncio.wait(readers, timeout=READERS_SECONDS)
+            for task in late:
+                task.cancel()
+        return outcome
 
     async def _end(self) -> None:
         self._over = True
@@ -299,39 +293,22 @@ class Run:
             done.set()
             self._readers.discard(done)
 
-    async def pause(self) -> None:
-        """Stop admitting and claiming; what is being processed ends. Does nothing when the run is paused or has ended."""
-        await self._move(["running"], "paused")
-
-    async def resume_work(self) -> None:
-        """Go on after :meth:`pause`."""
-        await self._move(["paused"], "running")
-
-    async def _move(self, allowed: list[str], to: str) -> None:
-        if self._index is None:
-            raise RunError(f"run: {self.id} has not begun; execute it first")
-        await self._index.transition(allowed, to)
-
     async def _prepare(self, index: Index) -> None:
         # It imports torch, for seconds in which the loop would hear no signal.
         await run_in_thread(lambda: importlib.import_module("pipeline.columns"), "imports")
         flow = flow_of(self.recipe)
         config = flow.config(self.recipe.staleness_plan)
-        begun = not await index.init(config, *self._beginning())
+        counters, remake = {"published": 0, "trained": 0, "admitted": 0}, list[int]()
+        if self.start is not None:
+            counters, remake = self.start.counters, self.start.remake
+        begun = not await index.init(config, counters, remake)
         if begun and not self.shared.is_dir():  # the machine was rebooted, or is another one: the samples are gone
-            await index.rewind(config, *self._beginning())
+            await index.rewind(config, counters, remake)
             since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
             log.warning("the samples in shared memory are gone; going on", since=since)
-            await index.emit(
-                WorkerEvent(
-                    stage="runner",
-                    worker="runner-0",
-                    change="rewound",
-                    pid=os.getpid(),
-                    version=self.begins,
-                    reason=f"its shared memory was gone; it goes on {since}",
-                )
-            )
+            rewound: dict[str, Any] = {"stage": "runner", "worker": "runner-0", "change": "rewound", "pid": os.getpid()}
+            reason = f"its shared memory was gone; it goes on {since}"
+            await index.emit(WorkerEvent(**rewound, version=self.begins, reason=reason))
             begun = False
         if not begun:
             shutil.rmtree(self.shared, ignore_errors=True)
@@ -343,16 +320,6 @@ class Run:
         await index.put_once("secret", secrets.token_hex(32))  # its nodes prove with it that they are of this run
         await index.transition([""], "created")
 
-    def _beginning(self) -> tuple[dict[str, int], Sequence[int]]:
-        """Returns the counters that the flow starts from, and the groups that are to be generated again."""
-        if self.start is None:
-            return {"published": 0, "trained": 0, "admitted": 0}, ()
-        return self.start.counters, self.start.remake
-
-    def _write_where(self, url: str) -> None:
-        """Write where the run's index is, for programs that watch the run. The URL may hold a password."""
-        write_private(self.out_dir / WHERE, json.dumps({"index": url, "run": self.id, "hosted": self._hosted}))
-
     def _launcher(self) -> Launcher:
         launch = self.recipe.launch
         if launch.launcher == "inline":
@@ -360,17 +327,6 @@ class Run:
         # vLLM brings processes and threads of its own, and has not been tried in a fork.
         method = SPAWN if self.recipe.rollout.engine == "vllm" else launch.start_method
         return ProcessLauncher(self.out_dir / "logs", method, self.forks)
-
-    async def _let_readers_finish(self) -> None:
-        waiting = [asyncio.create_task(done.wait()) for done in self._readers]
-        if waiting:
-            _, late = await asyncio.wait(waiting, timeout=READERS_SECONDS)
-            for task in late:
-                task.cancel()
-
-    def _result(self, outcome: Outcome, seconds: float) -> RunResult:
-        newest = checkpoint.latest(self.out_dir / "checkpoints")
-        return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
 
 
 def _refuse_used(out_dir: Path, lock: RunLock | None = None) -> None:
@@ -405,16 +361,6 @@ def sweep_leftovers() -> None:
     for parent in (shared_memory_directory(), Path(tempfile.gettempdir())):
         for folder in parent.glob("asyncdock-*-*"):
             pid = folder.name.split("-")[1]
-            if pid.isdigit() and not _alive(int(pid)):
+            if pid.isdigit() and not Process.of(int(pid)).alive():
                 shutil.rmtree(folder, ignore_errors=True)
                 log.info("removed what a killed run left behind", folder=str(folder))
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

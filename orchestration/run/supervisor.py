@@ -27,14 +27,15 @@ import structlog
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.kinds import kind_of
 from orchestration.run.launchers import Launcher, Life
+from orchestration.service.registry import LIVE
 from pipeline.events import WorkerEvent
+from pipeline.first_of import first_of
 from pipeline.index.client import Index, worker_name
 
 log = structlog.get_logger()
 
 Worker = tuple[str, int]  # kind and number
 STOPPED = "stopped by request"
-LIVE = ("starting", "running", "paused")
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,8 @@ class Supervisor:
             return Outcome("stopped", STOPPED)
         _, self._began = await self.index.event_ends()
         keepers = {group[0]: asyncio.create_task(self._keep(group)) for group in self._rank_groups()}
-        stop_requests: list[asyncio.Task[Any]] = [
-            asyncio.create_task(stop.wait()),
-            asyncio.create_task(self._stop_requested()),
-        ]
-        watchers: list[asyncio.Task[Any]] = [*stop_requests, asyncio.create_task(self._start())]
+        stopping = asyncio.create_task(first_of(stop.wait(), self._stop_requested()))
+        watchers: list[asyncio.Task[Any]] = [stopping, asyncio.create_task(self._start())]
         work = [task for (kind, _), task in keepers.items() if kind_of(kind).ends_by_itself]
         if not any(kind_of(kind).is_rank_group for kind, _ in keepers):  # another program trains
             work.append(asyncio.create_task(self._last_published()))
@@ -120,7 +118,7 @@ class Supervisor:
                 if all(task.done() for task in work):
                     outcome = Outcome("finished")
                     break
-                if any(task.done() for task in stop_requests):
+                if stopping.done():
                     outcome = Outcome("stopped", STOPPED)
                     break
             await self._stop(list(keepers.values()))
@@ -243,13 +241,10 @@ class Supervisor:
                         if event.kind == "worker" and event.data["change"] == "ready":
                             self._unready.discard(event.data["worker"])
         except TimeoutError:
-            raise _Failed(
-                f"{sorted(self._unready)} not ready within launch.startup_timeout = {self.startup_timeout:.0f} s; "
-                "see the logs"
-            ) from None
-        await self.index.transition(
-            ["starting"], "running"
-        )  # one that was paused when its supervisor was killed stays so
+            limit = f"launch.startup_timeout = {self.startup_timeout:.0f} s"
+            raise _Failed(f"{sorted(self._unready)} not ready within {limit}; see the logs") from None
+        # A run that was paused when its supervisor was killed stays so.
+        await self.index.transition(["starting"], "running")
 
     async def _stop_requested(self) -> None:
         """Return when the run's state in the index becomes "stopping"."""
@@ -265,8 +260,9 @@ class Supervisor:
             await self.index.wait("version", status.wait, 10.0)
 
     async def _emit(self, worker: Worker, change: str, *, pid: int = 0, reason: str = "") -> None:
-        event = WorkerEvent(stage=worker[0], worker=_shown(worker), change=change, pid=pid, reason=reason)
-        await self.index.emit(event)
+        await self.index.emit(
+            WorkerEvent(stage=worker[0], worker=_shown(worker), change=change, pid=pid, reason=reason)
+        )
 
     async def _forget_former_workers(self) -> None:
         """Free the rows and the open bytes that the workers of a killed supervisor held."""
