@@ -26,7 +26,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import stamina
 import structlog
@@ -42,7 +42,7 @@ from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.kinds import workers_of
 from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher
-from orchestration.run.lock import LOCK, RunError, RunLock, RunLocked
+from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import RunPaths
 from orchestration.run.supervisor import Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
@@ -56,6 +56,7 @@ from stages.threads import run_in_thread
 
 log = structlog.get_logger()
 
+RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
 BEGUN_IN = "begun-in"  # in the run's folder: the working directory of its command, for modules that the recipe names
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
@@ -84,7 +85,7 @@ class Run:
         out_dir: Path,
         start: Checkpoint | None = None,
         hosted: str = "",
-        lock: RunLock | None = None,
+        lock: BinaryIO | None = None,
     ) -> None:
         self.recipe, self.out_dir, self.start = recipe, out_dir.resolve(), start
         self.id = hosted or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
@@ -112,14 +113,14 @@ class Run:
             _refuse_used(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         recipe = recipe.with_absolute_paths()
-        lock = RunLock.take(out_dir)
+        lock = lock_run(out_dir)
         try:
             _refuse_used(out_dir, lock)
-            _write_recipe(out_dir, recipe)
+            write_private(out_dir / RECIPE, recipe.to_json())
             (out_dir / BEGUN_IN).write_text(str(Path.cwd()))
             return cls(recipe, out_dir, lock=lock)
         except BaseException:
-            lock.release()
+            lock.close()
             raise
 
     @classmethod
@@ -129,10 +130,10 @@ class Run:
         :mod:`orchestration.recipe.load`), for good: the checkpoint fits any layout. Raises RunError, and RecipeError for
         what does not fit the recipe."""
         try:
-            recipe = Recipe.from_json((out_dir / "recipe.json").read_text())
+            recipe = Recipe.from_json((out_dir / RECIPE).read_text())
         except OSError as error:
             raise RunError(f"run: {out_dir} holds no recipe.json ({error}); give the folder of a run") from None
-        lock = RunLock.take(out_dir)
+        lock = lock_run(out_dir)
         try:
             _refuse_hosted(out_dir)
             start = checkpoint.latest(out_dir / "checkpoints")
@@ -142,17 +143,17 @@ class Run:
                 )
             if overrides:
                 recipe = change_recipe(recipe, overrides)
-                _write_recipe(out_dir, recipe)
+                write_private(out_dir / RECIPE, recipe.to_json())
             return cls(recipe, out_dir, start, lock=lock)
         except BaseException:
-            lock.release()
+            lock.close()
             raise
 
     @classmethod
     def hosted(cls, recipe: Recipe, out_dir: Path, run: str) -> Run:
         """Returns the run ``run`` of a service, which another runner may have begun in ``out_dir``."""
         out_dir.mkdir(parents=True, exist_ok=True)
-        _write_recipe(out_dir, recipe)
+        write_private(out_dir / RECIPE, recipe.to_json())
         return cls(recipe, out_dir, checkpoint.latest(out_dir / "checkpoints"), hosted=run)
 
     async def host(self, url: str, stop: asyncio.Event | None = None) -> Outcome:
@@ -238,7 +239,7 @@ class Run:
         )
         async for attempt in attempts:
             with attempt:
-                self._lock = self._lock or RunLock.take(self.out_dir)
+                self._lock = self._lock or lock_run(self.out_dir)
 
     async def _work(self, url: str, stop: asyncio.Event, launcher: Launcher) -> Outcome:
         self._index = Index(url, self.id)
@@ -272,7 +273,7 @@ class Run:
         if self._index is not None:
             await self._index.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
 
     async def events(self, after: str = "0") -> AsyncIterator[Event]:
         """Yield the run's events after id ``after`` as they come; ends after the run's last state."""
@@ -329,11 +330,11 @@ class Run:
         return ProcessLauncher(self.out_dir / "logs", method, self.forks)
 
 
-def _refuse_used(out_dir: Path, lock: RunLock | None = None) -> None:
+def _refuse_used(out_dir: Path, lock: BinaryIO | None = None) -> None:
     """Raises RunError when ``out_dir`` holds anything but a lock file: RunLocked when a run in it is being executed."""
     if any(path.name != LOCK for path in out_dir.iterdir()):
         if lock is None and (out_dir / LOCK).exists():
-            RunLock.take(out_dir).release()
+            lock_run(out_dir).close()
         raise RunError(f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`")
 
 
@@ -348,12 +349,6 @@ def _refuse_hosted(out_dir: Path) -> None:
             f"run: {out_dir} is run {where['run']} of a service, which executes it; end it with "
             f"`asyncdock runs stop {where['run']}` first (or remove {out_dir / WHERE}, if that service is gone for good)"
         )
-
-
-def _write_recipe(out_dir: Path, recipe: Recipe) -> None:
-    partial = out_dir / ".recipe.json"
-    write_private(partial, recipe.to_json())  # its index's URL may hold a password
-    os.replace(partial, out_dir / "recipe.json")
 
 
 def sweep_leftovers() -> None:

@@ -18,6 +18,7 @@ A supervisor may follow a killed one in the same index: the rows that its worker
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,7 @@ class Supervisor:
         self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
         self.restarts = 0
         self._lives: dict[Worker, Life] = {}
-        self._failure_domains: list[object] = []
+        self._lost: list[object] = []
         self._not_started: dict[Worker, str] = {}  # the last reason
         self._stopping = False
         self._unready = {_shown(worker) for worker in self.workers}  # of the workers that were launched first
@@ -92,7 +93,7 @@ class Supervisor:
         finally:
             self._stopping = True
             for life in self._lives.values():
-                life.kill()
+                life.end()
             await asyncio.gather(*(life.wait() for life in self._lives.values()))
         await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
         return outcome
@@ -137,7 +138,7 @@ class Supervisor:
         if self._unready and (await self.index.status()).trained <= self.begins:
             for worker, life in self._lives.items():
                 if _shown(worker) in self._unready:
-                    life.kill()
+                    life.end()
         _, late = await asyncio.wait(keepers, timeout=self.stop_timeout)
         if late:
             log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.stop_timeout)
@@ -185,7 +186,7 @@ class Supervisor:
     ) -> str:
         """Emit why the first of ``codes`` died, and return it. Raises _Failed when a restart would not help."""
         first = next(iter(codes))
-        orphaned = self._lives[first].failure_domain is not None
+        orphaned = self._lives[first].orphaned is not None
         reason = reasons[first] or ("its fork server has ended" if orphaned else ending(codes[first]))
         log.debug("worker died", worker=names[first], code=codes[first], reason=reason)
         await self._emit(first, "died", reason=reason)
@@ -202,14 +203,14 @@ class Supervisor:
             if self._not_started.get(first) == reason:
                 raise _Failed(f"{_shown(first)} did not start, twice for the same reason: {reason}")
             self._not_started[first] = reason
-        failure_domain = self._lives[first].failure_domain
-        if failure_domain is not None and failure_domain in self._failure_domains:
+        connection = self._lives[first].orphaned
+        if connection is not None and connection in self._lost:
             return
         if self.restarts >= self.max_restarts:
             used_up = f"launch.max_restarts = {self.max_restarts} is used up"
             raise _Failed(f"{_shown(first)} died and {used_up}: {reason}")
         self.restarts += 1
-        self._failure_domains.append(failure_domain)
+        self._lost.append(connection)
 
     async def _wait(self, lives: dict[Worker, Life]) -> dict[Worker, int]:
         """Returns the exit codes of a rank group in the order in which its members ended. When one dies the others, which
@@ -220,11 +221,12 @@ class Supervisor:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 # Of several at once, the one that was killed comes first: the others died because of it.
-                for task in sorted(done, key=lambda task: task.result()):
-                    codes[waiting.pop(task)] = task.result()
+                ended = [(task, -signal.SIGKILL if (code := task.result()) is None else code) for task in done]
+                for task, code in sorted(ended, key=lambda item: item[1]):
+                    codes[waiting.pop(task)] = code
                 if any(codes.values()):
                     for worker in waiting.values():
-                        lives[worker].kill()
+                        lives[worker].end()
             return dict(sorted(codes.items(), key=lambda item: item[1] == 0))  # those that were done come last
         finally:
             for task in waiting:
