@@ -103,12 +103,12 @@ class Worker:
         structlog.contextvars.bind_contextvars(run=self.index.run, stage=self.kind, worker=self.name, version=version)
         dock = None
         try:
-            documents = await self.index.get("recipe"), await self.index.get("place")
-            if None in documents:
+            recipe_json, paths_json = await self.index.get("recipe"), await self.index.get("place")
+            if recipe_json is None or paths_json is None:
                 raise RuntimeError(
                     f"run {self.index.run!r} is not in this index; give the id and the URL of one that is"
                 )
-            recipe, paths = Recipe.from_json(documents[0] or ""), RunPaths.from_json(documents[1] or "")
+            recipe, paths = Recipe.from_json(recipe_json), RunPaths.from_json(paths_json)
             secret = (await self.index.get("secret") or "").encode()
             dock = Dock(
                 self.index,
