@@ -27,9 +27,10 @@ from torch import nn
 
 from stages import device as devices
 from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
-from stages.engines.torch.decoding.llama_forward import LlamaForward
+from stages.engines.torch.decoding.llama_forward import LlamaForward, is_llama
 from stages.engines.torch.decoding.weights import DecoderWeights
 from stages.engines.torch.head import use_float32
+from stages.resharding.swap import separate
 
 ATTENTION = "asyncdock_two_part"
 STATIC_ROWS, STATIC_TOKENS = 8, 64  # smallest sizes of a static step; larger ones are doubled from these
@@ -190,9 +191,7 @@ class TorchDecoder:
             sharing = SharedPrompts(members, place, lengths, sharing.longest, straight=False)
             self._decode_step(tokens, own, sharing, longest)  # makes room and chooses kernels, which no recording may
             replay, logits = devices.record(self.device, lambda: self._decode_step(tokens, own, sharing, longest))
-            if (
-                self._recorded_at != self.attention.grown
-            ):  # this size needed more room: older recordings read the old pools
+            if self._recorded_at != self.attention.grown:  # grown for this size: older recordings read the old pools
                 self._recorded, self._recorded_at = {}, self.attention.grown
             recorded = self._recorded[size] = _Recorded(fixed, replay, logits)
         for fixed_tensor, tensor in zip(recorded.inputs, inputs, strict=True):
@@ -258,9 +257,12 @@ class TorchDecoder:
             use_float32(head)
         self._llama: LlamaForward | None = None
         self._compare(probe, expected)
-        self._llama = LlamaForward.of(self.model, self.weights.packed)
+        self._llama = LlamaForward(self.model, self.weights.packed) if is_llama(self.model) else None
         if self._llama is not None and self._gap(probe, expected) > self._limit(expected):
             self._llama = None
+            if not self.weights.packed:
+                with torch.inference_mode(False):
+                    separate(self.model.parameters())  # it has joined them
         self.weights.lay_out(self._llama)
         if self._llama is None and self.weights.packed:
             self._compare(probe, expected)
