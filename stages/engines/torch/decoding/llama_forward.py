@@ -111,8 +111,8 @@ class _Layer:
 
 
 class LlamaForward:
-    """The forward of ``model``, for which :func:`is_llama` is true. ``packed``: linear layers are copied into oneDNN's layout;
-    else the modules' parameters stay the weights."""
+    """The forward of ``model``, for which :func:`is_llama` is true. ``packed``: linear layers are copied into oneDNN's
+    layout; else the modules' parameters stay the weights."""
 
     def __init__(self, model: Any, packed: bool) -> None:
         self.embedding, self.norm = model.model.embed_tokens, model.model.norm
@@ -176,8 +176,8 @@ def _normed(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def is_llama(model: Any) -> bool:
-    """Whether the modules of ``model`` that have parameters are those of a Llama: no parameter is left out of the forward. The
-    caller compares what is computed between them."""
+    """Whether the modules of ``model`` that have parameters are those of a Llama: no parameter is left out of the forward.
+    The caller compares what is computed between them."""
     body, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     rotary = getattr(body, "rotary_emb", None)
     if type(head) is not nn.Linear or not hasattr(rotary, "inv_freq") or not hasattr(rotary, "attention_scaling"):
