@@ -24,7 +24,8 @@ from prometheus_client.registry import Collector
 
 from api.telemetry.fanout import Batch, Ending, Fanouts
 from api.telemetry.totals import SHARES, RunTotals
-from orchestration.service.registry import ENDED, Registry, RunRecord
+from orchestration.service.registry import Registry, RunRecord
+from pipeline.events import ENDED
 
 log = structlog.get_logger()
 

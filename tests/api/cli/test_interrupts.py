@@ -27,7 +27,7 @@ from orchestration.events_file import METRICS, read_metrics
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
-from orchestration.run.lock import RunLock
+from orchestration.run.lock import lock_run
 from tests.orchestration.runs import TINY
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -136,7 +136,7 @@ def test_the_begin_of_a_resume_is_reported(saved: int, done: int, expected: str)
 
 def test_a_folder_that_is_being_executed_is_refused_by_both_commands(tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text(parse_recipe(TINY).to_json())
-    lock = RunLock.take(tmp_path)
+    lock = lock_run(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
     for command in (["resume", str(tmp_path)], ["run", "mock", "--out", str(tmp_path)]):
         result = CliRunner().invoke(cli.app, command)
@@ -144,7 +144,7 @@ def test_a_folder_that_is_being_executed_is_refused_by_both_commands(tmp_path: P
         assert f"is executed by process {os.getpid()} (" in result.stderr
         assert ") since " in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-    lock.release()
+    lock.close()
 
 
 def test_two_runs_with_default_names_in_one_second_both_have_a_folder(
