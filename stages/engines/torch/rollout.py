@@ -28,12 +28,12 @@ import structlog
 import torch
 
 from stages import device as devices
+from stages.engines.checks import check_request
 from stages.engines.protocols import Completion, EngineClosed, EngineFailed, GroupRequest, SwapTimes
-from stages.engines.requests import check_request
-from stages.engines.responses import Responses
+from stages.engines.responses import Responses, engine_failed
 from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoding.decoder import TorchDecoder
-from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission, engine_failed, start_row
+from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
 from stages.engines.torch.decoding.weights import WeightSet
 from stages.threads import deferred, run_in_temporary_thread, run_in_thread
 
@@ -116,7 +116,7 @@ class TorchRolloutEngine:
         rows: list[ResponseRow] = []
         for request in requests:
             group = PendingGroup(request, request.prompt_ids, waiting=len(request.places))
-            rows += [start_row(submission, group, place) for place in request.places]
+            rows += [ResponseRow(submission, group, place) for place in request.places]
         self._post(lambda: self._submit(submission, rows))
         return responses
 

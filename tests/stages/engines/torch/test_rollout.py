@@ -411,7 +411,7 @@ async def test_a_model_that_two_part_attention_cannot_serve_is_refused() -> None
 
 
 def allowed(logits: torch.Tensor, params: SamplingParams) -> list[bool]:
-    """Top-k and then top-p as the papers say it, one token at a time. A token whose mass ahead equals top-p but for
+    """Top-k and then top-p as the papers define it, one token at a time. A token whose mass ahead equals top-p but for
     rounding may be drawn or not; it counts as allowed."""
     probabilities = (logits.double() / params.temperature).softmax(-1)
     order = probabilities.argsort(descending=True).tolist()[: params.top_k or None]
@@ -485,7 +485,7 @@ def test_no_point_of_the_range_draws_a_token_of_weight_zero() -> None:
         assert picked[3] in (3, 700)
 
 
-def test_uniform_numbers_are_told_apart_by_seed_place_and_index() -> None:
+def test_uniform_numbers_differ_by_seed_place_and_index() -> None:
     points = [uniform(seed, place, index) for seed in (1, 11) for place in (1, 11) for index in (0, 1, 11)]
     assert len(set(points)) == len(points)
     assert all(0 <= point < 1 for point in points)
@@ -506,7 +506,7 @@ def tasks():
 
 async def main():
     engine = TorchRolloutEngine(model, max_rows=64, threads=2, device="cpu")
-    end = time.monotonic() + 30  # nothing tells of a thread that has ended
+    end = time.monotonic() + 30  # the end of a thread emits no event
     while tasks() != before + 1 and time.monotonic() < end:
         await asyncio.sleep(0.01)
     made = tasks() - before
@@ -523,6 +523,6 @@ asyncio.run(main())
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them")
 def test_one_thread_alone_computes_in_parallel() -> None:
-    """The engine's own thread, later with a helper for the second core; whoever made the engine has none."""
-    told = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, check=True, timeout=120)
-    assert told.stdout.split() == ["1", "2"]
+    """The engine's own thread, later with a helper for the second core; the thread that made the engine has none."""
+    output = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, check=True, timeout=120)
+    assert output.stdout.split() == ["1", "2"]
