@@ -76,10 +76,6 @@ class MockRolloutEngine:
     def version(self) -> int:
         return self._spans[-1][1]
 
-    @property
-    def rows_in_flight(self) -> int:
-        return len(self._decoding) + len(self._waiting)
-
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         self._check_open()
         stream = Responses(sum(len(request.places) for request in requests), self._abort)

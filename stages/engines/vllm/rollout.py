@@ -114,11 +114,6 @@ class VllmRolloutEngine:
     def version(self) -> int:
         return self._version
 
-    @property
-    def rows(self) -> int:
-        """Number of rows that decode or wait."""
-        return len(self._rows)
-
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         """See :class:`RolloutEngine`. Raises ``ValueError`` for a request that cannot be served, and ``EngineClosed``."""
         self._refuse_closed()

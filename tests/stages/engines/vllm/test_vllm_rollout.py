@@ -220,7 +220,7 @@ async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(t
         request = contract.ask(1, (0,), max_tokens=contract.long_tokens)
         stream = engine.generate([request])
         landed = await engine.receive(published)
-        assert (engine.version, engine.rows) == (0, 1)
+        assert (engine.version, len(engine._rows)) == (0, 1)
         assert {name: tensor.shape for name, tensor in landed.items()} == {
             name: tensor.shape for name, tensor in contract.weights(1).items()
         }
