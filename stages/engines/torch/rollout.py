@@ -50,8 +50,8 @@ class TorchRolloutEngine:
     stop strings only. ``max_rows``: rows that decode at once. ``prefill_tokens``: padded tokens of one prefill forward at
     most; one prompt always fits. ``threads``: torch's CPU threads. ``accelerated`` (None: on an accelerator): decode steps
     are static and recorded, and the next token is launched before the newest one is read; responses are the same.
-    ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout; :attr:`tensors` needs False. Raises ``ValueError`` for a model that keeps its own attention.
-    """
+    ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout; :attr:`tensors` needs False.
+    Raises ``ValueError`` for a model that keeps its own attention. """
 
     def __init__(
         self,
