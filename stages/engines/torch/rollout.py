@@ -51,7 +51,8 @@ class TorchRolloutEngine:
     most; one prompt always fits. ``threads``: torch's CPU threads. ``accelerated`` (None: on an accelerator): decode steps
     are static and recorded, and the next token is launched before the newest one is read; responses are the same.
     ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout; :attr:`tensors` needs False.
-    Raises ``ValueError`` for a model that keeps its own attention. """
+    Raises ``ValueError`` for a model that keeps its own attention.
+    """
 
     def __init__(
         self,
