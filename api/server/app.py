@@ -74,13 +74,11 @@ async def _announce_closing(app: web.Application) -> None:
 
 
 async def _background_tasks(app: web.Application) -> AsyncIterator[None]:
-    service = app[SERVICE]
-    tasks = [asyncio.create_task(service.close_idle()), asyncio.create_task(service.sessions.watch())]
+    watching = asyncio.create_task(app[SERVICE].sessions.watch())
     yield
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await service.close()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await app[SERVICE].close()
 
 
 async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunner, str]:

@@ -26,13 +26,12 @@ from pydantic import BaseModel, RootModel
 
 from api.schemas.runs import Strict as Strict  # the base class of request models
 from api.server.access.tokens import Scope
+from api.server.bodies import JSON, read_body, refuse_many_values
 from api.server.problems import HTTPProblem, Wrong, of_validation, several
 from api.server.service import SERVICE, Service
 
 T = TypeVar("T")
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
-JSON = "application/json"
-BINARY = "application/octet-stream"
 EVENT_STREAM = "text/event-stream"
 PARTS = ("path", "query", "headers", "body")
 _FIELDS = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}  # prefixes of field names in errors
@@ -71,7 +70,7 @@ class Operation:
 
     ``also``: further statuses of success and their meaning. ``errors``: statuses of problems beside the general ones.
     ``produces``: media type of an answer that is not a model. ``consumes``: media type of a body that the handler reads
-    itself with :func:`read_body`. ``sends``: headers of a successful answer and their meaning. ``seconds``: deadline (None:
+    itself. ``sends``: headers of a successful answer and their meaning. ``seconds``: deadline (None:
     the server's; 0: none). ``body_limit``: bytes (None: the server's). ``body_values``: limit of values in a JSON body, ten
     times that of its tables and lists, and of its keys. ``hidden``: not in the document. ``events``: payload models of an
     event stream.
@@ -133,9 +132,8 @@ class Operation:
         seconds = service.settings.handler_seconds if self.seconds is None else self.seconds
         deadline = asyncio.timeout(seconds or None)
         try:
-            with service.using(request.match_info.get("run")):
-                async with deadline:
-                    answer = await self.handler(service, **arguments)
+            async with deadline:
+                answer = await self.handler(service, **arguments)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -146,15 +144,15 @@ class Operation:
     async def _arguments(self, request: web.Request) -> dict[str, Any]:
         """Return the handler's arguments. Raises one HTTPProblem with all errors of the request."""
         arguments: dict[str, Any] = {"request": request} if "request" in self.hints else {}
+        settings, status = request.app[SERVICE].settings, 400
         errors: list[Wrong] = []
-        status = 400
         for name, model in self.parts.items():
             try:
                 if name != "body":
                     arguments[name] = model.model_validate(_part(name, model, request))
                 elif not errors:  # errors in other parts are reported first
-                    body = await read_body(request, limit=self.body_limit)
-                    _refuse_many_values(body, self.body_values)
+                    body = await read_body(request, self.body_limit or settings.body_limit, settings.body_seconds)
+                    refuse_many_values(body, self.body_values)
                     status = 422
                     arguments["body"] = model.model_validate_json(body, strict=True)  # "1" is not accepted as a number
                     if "raw" in self.hints:
@@ -222,56 +220,6 @@ async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         task.cancel()
-
-
-async def read_body(request: web.Request, *, limit: int | None = None, media_type: str = JSON) -> bytes:
-    """Return the request's body. Raises an HTTPProblem: 413 past ``limit`` bytes (default: the server's), 408 when it does
-    not arrive in time, 415 when it is not ``media_type``, 400 when it is incomplete."""
-    settings = request.app[SERVICE].settings
-    limit = settings.body_limit if limit is None else limit
-    if request.content_type != media_type or request.headers.get("Content-Encoding", "identity") != "identity":
-        sent = request.headers.get("Content-Type", "")
-        fix = f"send the header 'Content-Type: {media_type}', and no Content-Encoding"
-        raise HTTPProblem(
-            415, "The body is of another media type.", kind="media-type", field="body", value=sent, fix=fix
-        )
-    if (request.content_length or 0) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(settings.body_seconds):
-            async for part in request.content.iter_any():
-                body += part
-                if len(body) > limit:
-                    raise _too_large(limit)
-    except TimeoutError:
-        detail = f"The body did not arrive within {settings.body_seconds:.0f} s."
-        raise HTTPProblem(
-            408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}
-        ) from None
-    except (web.RequestPayloadError, ConnectionError) as error:
-        detail = f"The body cannot be read ({type(error).__name__})."
-        raise HTTPProblem(400, detail, kind="broken-body", fix="send all of it") from None
-    return bytes(body)
-
-
-def _too_large(limit: int) -> HTTPProblem:
-    fix = f"send at most {limit} bytes"
-    return HTTPProblem(413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix)
-
-
-def _refuse_many_values(body: bytes, most: int) -> None:
-    """Raise an HTTPProblem (413) for JSON that takes long to parse. Counts these characters inside of texts too."""
-    count = body.count
-    for found, limit, kind in (
-        (count(b","), most, "values"),
-        (count(b"{") + count(b"["), most // 10, "tables and lists"),
-        (count(b":"), most // 10, "keys"),
-    ):
-        if found > limit:
-            detail = f"The body holds {found} {kind}; at most {limit} are read."
-            fix = "send it in parts, or as bytes where that can be"
-            raise HTTPProblem(413, detail, kind="too-large", field="body", fix=fix)
 
 
 def _without_none(hint: Any) -> Any:

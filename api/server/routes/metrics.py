@@ -14,7 +14,8 @@ from pydantic_core import PydanticCustomError, to_json
 
 from api.schemas.events import MESSAGES
 from api.schemas.runs import MetricsView, RunPath
-from api.server.operations import JSON, Strict, operation
+from api.server.bodies import JSON
+from api.server.operations import Strict, operation
 from api.server.problems import HTTPProblem
 from api.server.service import SERVICE, Service
 from api.telemetry.fanout import Ending, EventReader, Fanout, Fanouts

@@ -13,8 +13,9 @@ import pytest
 from aiohttp import web
 from pydantic import BaseModel, Field
 
+from api.server.bodies import BINARY, read_body
 from api.server.openapi import openapi_document
-from api.server.operations import Reply, Strict, operation, operations_of, read_body
+from api.server.operations import Reply, Strict, operation, operations_of
 from api.server.problems import HTTPProblem
 from api.server.service import Service
 from tests.api.serving import Client, problem, serving
@@ -87,7 +88,7 @@ async def delete_thing(service: Service, path: ThingPath) -> None: ...
     body_limit=2000,
 )
 async def put_raw(service: Service, request: web.Request) -> Thing:
-    body = await read_body(request, limit=2000, media_type="application/octet-stream")
+    body = await read_body(request, 2000, 20.0, media_type=BINARY)
     return Thing(thing="raw", told={"bytes": len(body)})
 
 
