@@ -166,15 +166,15 @@ def test_a_deployment_adopts_its_token_each_time_it_begins_until_it_is_revoked(i
     assert f"can be read by others (mode 644); run `chmod 600 {file}`" in token(*adopt)[1]
     file.chmod(0o600)
     file.write_text("opensesame\n")
-    code, said = token(*adopt)
-    assert (code, "opensesame" in said, "is not one; it is adock_" in said) == (BAD_INPUT, False, True)
+    code, output = token(*adopt)
+    assert (code, "opensesame" in output, "is not one; it is adock_" in output) == (BAD_INPUT, False, True)
     file.write_text(f"{text}\n")
     for _ in range(2):
         assert token(*adopt) == (0, f"id {identity}, scope admin\n")
         assert known() == ["stack"]
     assert token("revoke", identity)[0] == 0
-    code, said = token(*adopt)
-    assert (code, f"{identity} was revoked" in said, f"make another one, and put it into {file}" in said) == (
+    code, output = token(*adopt)
+    assert (code, f"{identity} was revoked" in output, f"make another one, and put it into {file}" in output) == (
         1,
         True,
         True,
