@@ -89,11 +89,9 @@ class Service:
     """State of one server. ``closing`` is set when the server closes: streams then send a last message and end. ``checks``
     that are passed in are closed by the caller."""
 
-    def __init__(
-        self, settings: Settings, url: str, registry: Registry, tokens: Tokens, checks: Checks | None = None
-    ) -> None:
-        self.settings, self.url, self.registry, self.tokens = settings, url, registry, tokens
-        self.sessions = Sessions(tokens)
+    def __init__(self, settings: Settings, registry: Registry, checks: Checks | None = None) -> None:
+        self.settings, self.registry, self.tokens = settings, registry, Tokens(registry.link)
+        self.sessions = Sessions(self.tokens)
         self.checks, self._owns_checks = checks or Checks(), checks is None
         self.closing = asyncio.Event()
         self.run_statuses = RunStatuses()

@@ -266,7 +266,7 @@ async def test_too_many_requests_are_put_off(index_url: str, tmp_path: Path) -> 
 async def test_a_client_that_never_ends_its_headers_is_cut_off(index_url: str, tmp_path: Path) -> None:
     settings = Settings(data=tmp_path, port=0, idle_seconds=0.3)
     registry = Registry(index_url)
-    runner, url = await listen(build_app(settings, index_url, registry), settings)
+    runner, url = await listen(build_app(settings, registry), settings)
     reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
     writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
     async with asyncio.timeout(10):
@@ -281,7 +281,7 @@ async def test_a_request_that_is_no_http_is_not_logged_with_its_token(
 ) -> None:
     settings = Settings(data=tmp_path, port=0)
     registry = Registry(index_url)
-    runner, url = await listen(build_app(settings, index_url, registry), settings)
+    runner, url = await listen(build_app(settings, registry), settings)
     for header in (
         b"Authorization: Bearer hunter2\x00",
         b"Authorization Bearer hunter2",

@@ -196,7 +196,7 @@ async def test_bodies_that_do_not_come_delay_nobody(few: Served) -> None:
 @contextlib.asynccontextmanager
 async def listening(url: str, data: Path, **settings: Any) -> AsyncGenerator[tuple[Connections, int], None]:
     made, registry = Settings(data=data, port=0, **settings), Registry(url)
-    runner, where = await listen(build_app(made, url, registry), made)
+    runner, where = await listen(build_app(made, registry), made)
     try:
         site = next(iter(runner.sites))
         assert isinstance(site, Connections)
@@ -291,7 +291,7 @@ async def test_answers_that_are_not_read_hold_no_connection(
         Settings(data=tmp_path, port=0, max_connections=4, max_connections_per_address=4),
         Registry(index_url),
     )
-    app = build_app(made, index_url, registry)
+    app = build_app(made, registry)
     app.router.add_get("/much", much)
     runner, url = await listen(app, made)
     (site,) = runner.sites
@@ -586,7 +586,7 @@ async def test_an_answer_that_breaks_off_closes_the_connection(
         raise RuntimeError("it broke")
 
     made, registry = Settings(data=tmp_path, port=0), Registry(index_url)
-    app = build_app(made, index_url, registry)
+    app = build_app(made, registry)
     app.router.add_get("/broken", broken)
     runner, url = await listen(app, made)
     async with aiohttp.ClientSession(url) as session, session.get("/broken") as response:
