@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from api.external.codec import Unreadable, encode_experience, from_body
 from api.external.schemas import LocalWeights, PutExperience, TensorView, WeightsView
 from api.external.upload import WeightHeader, check_disk, longest_header, receive_weights
-from api.server.problems import HTTPProblem, of_validation
+from api.server.problems import HTTPProblem, errors_of, invalid_request
 from orchestration.external.errors import NotBegun, NotExternal, WeightsGone, WeightsTooOld
 from orchestration.external.experience import Experience
 from orchestration.external.session import External
@@ -86,7 +86,7 @@ class ExternalSession:
             fix = "send a safetensors file; docs/external.md describes its content"
             raise HTTPProblem(400, f"The body cannot be read: {error}.", kind="body", field="body", fix=fix) from None
         except ValidationError as error:
-            raise of_validation(422, error) from None
+            raise invalid_request(422, errors_of(error)) from None
 
     async def weights(self, version: int) -> Weights:
         """Returns a verified copy of a published version. Raises WeightsGone."""

@@ -17,6 +17,7 @@ import importlib.metadata
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -58,8 +59,10 @@ def build_app(settings: Settings, registry: Registry, checks: Checks | None = No
     app[SERVICE] = Service(settings, registry, checks)
     watch(app)
     version = importlib.metadata.version("asyncdock")
-    build = functools.partial(openapi_document, ROUTES, version=version, tokens=settings.tokens_needed)
-    app[DOCUMENT] = functools.cache(build)  # on the first request
+    document: Callable[[], dict[str, Any]] = functools.cache(
+        functools.partial(openapi_document, ROUTES, version=version, tokens=settings.tokens_needed)
+    )
+    app[DOCUMENT] = document
     build_routes(app, ROUTES)
     app.on_response_prepare.append(secure)
     app.on_shutdown.append(_announce_closing)

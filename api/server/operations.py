@@ -14,6 +14,7 @@ headers depend on the result, a text, or, with ``produces``, a response.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,8 +28,8 @@ from pydantic import BaseModel, RootModel
 from api.schemas.runs import Strict as Strict  # the base class of request models
 from api.server.access.tokens import Scope
 from api.server.bodies import JSON, read_body, refuse_many_values
-from api.server.problems import HTTPProblem, Wrong, of_validation, several
-from api.server.service import SERVICE, Service
+from api.server.problems import HTTPProblem, Wrong, errors_of, invalid_request
+from api.server.service import SERVICE
 
 T = TypeVar("T")
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
@@ -122,24 +123,18 @@ class Operation:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Authorize and answer one request."""
         service = request.app[SERVICE]
-        if self.scope is None:
-            return await self._handle(service, request)
-        async with service.authorised(request, self.scope):
-            return await self._handle(service, request)
-
-    async def _handle(self, service: Service, request: web.Request) -> web.StreamResponse:
-        arguments = await self._arguments(request)
         seconds = service.settings.handler_seconds if self.seconds is None else self.seconds
         deadline = asyncio.timeout(seconds or None)
-        try:
-            async with deadline:
-                answer = await self.handler(service, **arguments)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            detail = f"This took more than {seconds:.0f} s and was given up."
-            raise HTTPProblem(503, detail, kind="timeout", fix="try again", headers={"Retry-After": "5"}) from None
-        return self._response(answer)
+        async with service.authorised(request, self.scope) if self.scope else contextlib.nullcontext():
+            arguments = await self._arguments(request)
+            try:
+                async with deadline:
+                    return self._response(await self.handler(service, **arguments))
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                detail = f"This took more than {seconds:.0f} s and was given up."
+                raise HTTPProblem(503, detail, kind="timeout", fix="try again", headers={"Retry-After": "5"}) from None
 
     async def _arguments(self, request: web.Request) -> dict[str, Any]:
         """Return the handler's arguments. Raises one HTTPProblem with all errors of the request."""
@@ -160,12 +155,12 @@ class Operation:
             except pydantic.ValidationError as error:
                 if error.error_count() == 1 and error.errors(include_input=False)[0]["type"] == "json_invalid":
                     status = 400
-                found = of_validation(status, error, _FIELDS[name]).details.errors
+                found = errors_of(error, _FIELDS[name])
                 if issubclass(model, RootModel):  # a union: the name of the tried model is not part of the field
                     found = [w.model_copy(update={"field": w.field.partition(".")[2] or "body"}) for w in found]
                 errors += found
         if errors:
-            raise several(status, "request", "The request is not valid", errors)
+            raise invalid_request(status, errors)
         return arguments
 
     def _response(self, answer: Any) -> web.StreamResponse:
