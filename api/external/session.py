@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import platform
 import re
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 
 from api.external.codec import Unreadable, encode_experience, from_body
 from api.external.schemas import LocalWeights, PutExperience, TensorView, WeightsView
-from api.external.upload import WeightHeader, check_disk, longest_header, receive_weights
+from api.external.upload import longest_header, receive_weights
 from api.server.problems import HTTPProblem, errors_of, invalid_request
 from orchestration.external.errors import NotBegun, NotExternal, WeightsGone, WeightsTooOld
 from orchestration.external.experience import Experience
@@ -108,12 +109,7 @@ class ExternalSession:
 
     async def publish(self, request: web.Request, version: int, covered: int) -> Published:
         """Publishes the weights in the body of ``request``."""
-
-        async def check(header: WeightHeader) -> None:
-            await self.external.may_publish(version, header.layout)
-            check_disk(self._folder, header)
-
-        wanted = await self.external.may_publish(version)
+        wanted, check = await self.external.may_publish(version), functools.partial(self.external.may_publish, version)
         async with self._publishing:
             weights = await receive_weights(request, self._folder, longest_header(wanted), check)
             return await self.external.publish(version, weights, covered=covered)

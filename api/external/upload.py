@@ -12,7 +12,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -33,15 +32,8 @@ LENGTH_BYTES = 8
 DTYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 
 
-@dataclass(frozen=True)
-class WeightHeader:
-    """``layout``: dtype and shape by tensor name. ``nbytes``: of the whole file, header and payload."""
-
-    layout: dict[str, tuple[str, list[int]]]
-    nbytes: int
-
-
-CheckHeader = Callable[[WeightHeader], Awaitable[None]]
+Layout = dict[str, tuple[str, list[int]]]  # dtype and shape by tensor name
+CheckLayout = Callable[[Layout], Awaitable[object]]
 
 
 def longest_header(names: Iterable[str] | None) -> int:
@@ -49,11 +41,12 @@ def longest_header(names: Iterable[str] | None) -> int:
     return UNKNOWN_HEADER if names is None else 4096 + sum(ENTRY_BYTES + len(json.dumps(name)) for name in names)
 
 
-def parse_header(text: bytes) -> WeightHeader:
-    """Returns the header ``text`` of a safetensors file of floating-point tensors. Raises an HTTPProblem for another one.
+def parse_header(text: bytes) -> tuple[Layout, int]:
+    """Returns the layout, and the bytes of the whole file, by the header ``text`` of a safetensors file of floating-point
+    tensors. Raises an HTTPProblem for another one.
 
     >>> parse_header(b'{"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}')
-    WeightHeader(layout={'w': ('float32', [2, 3])}, nbytes=97)
+    ({'w': ('float32', [2, 3])}, 97)
     """
     try:
         entries = json.loads(text)
@@ -62,7 +55,7 @@ def parse_header(text: bytes) -> WeightHeader:
     if not isinstance(entries, dict):
         raise _unreadable("its header is not a JSON object")
     entries.pop("__metadata__", None)
-    layout, nbytes = dict[str, tuple[str, list[int]]](), LENGTH_BYTES + len(text)
+    layout, nbytes = Layout(), LENGTH_BYTES + len(text)
     for name, entry in entries.items():
         kind, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
         if not isinstance(kind, str) or kind not in DTYPES:
@@ -72,21 +65,14 @@ def parse_header(text: bytes) -> WeightHeader:
         dtype, width = DTYPES[kind]
         layout[name] = (dtype, shape)
         nbytes += width * math.prod(shape)
-    return WeightHeader(layout, nbytes)
-
-
-def check_disk(folder: Path, header: WeightHeader) -> None:
-    """Raises an HTTPProblem when the file does not fit on the disk of ``folder``."""
-    if header.nbytes > (free := shutil.disk_usage(folder).free - SPARE_DISK):
-        detail = f"The file has {header.nbytes} bytes, and the server's disk has room for {max(0, free)}."
-        raise HTTPProblem(503, detail, kind="no-room", fix="ask the operator for room", headers={"Retry-After": "60"})
+    return layout, nbytes
 
 
 async def receive_weights(
-    request: web.Request, folder: Path, longest: int, check: CheckHeader
+    request: web.Request, folder: Path, longest: int, check: CheckLayout
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """Returns the tensors of the body, a safetensors file. They are mapped from a file in ``folder`` that is removed with
-    them. ``check`` may refuse the header, of at most ``longest`` bytes, before the payload is read. Raises an
+    them. ``check`` may refuse the layout before the payload is read. The header has at most ``longest`` bytes. Raises an
     HTTPProblem."""
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
         await _receive(request, file, longest, check)
@@ -96,7 +82,7 @@ async def receive_weights(
             raise _unreadable(type(error).__name__) from None
 
 
-async def _receive(request: web.Request, file: IO[bytes], longest: int, check: CheckHeader) -> None:
+async def _receive(request: web.Request, file: IO[bytes], longest: int, check: CheckLayout) -> None:
     """Writes the body to ``file``. Raises an HTTPProblem for another number of bytes than its header declares, and below
     SLOWEST bytes a second."""
     check_media_type(request, BINARY)
@@ -112,20 +98,23 @@ async def _receive(request: web.Request, file: IO[bytes], longest: int, check: C
                 text = await content.readexactly(length)
     except asyncio.IncompleteReadError:
         raise _unreadable("it ends before its header does") from None
-    header = await asyncio.to_thread(parse_header, text)
-    await check(header)
+    layout, nbytes = await asyncio.to_thread(parse_header, text)
+    await check(layout)
+    if nbytes > (free := shutil.disk_usage(file.name).free - SPARE_DISK):
+        detail = f"The file has {nbytes} bytes, and the server's disk has room for {max(0, free)}."
+        raise HTTPProblem(503, detail, kind="no-room", fix="ask the operator for room", headers={"Retry-After": "60"})
     part, received = beginning + text, 0
     while part:
         received += len(part)
-        if received > header.nbytes or (request.content_length or header.nbytes) != header.nbytes:
-            raise _unreadable(f"its header declares {header.nbytes} bytes in all, and it has another number")
+        if received > nbytes or (request.content_length or nbytes) != nbytes:
+            raise _unreadable(f"its header declares {nbytes} bytes in all, and it has another number")
         await asyncio.to_thread(file.write, part)
         with transfer_problems(slow):
             async with asyncio.timeout(SILENT_SECONDS):
                 part = await content.read(PIECE)
             if time.monotonic() - began > SILENT_SECONDS + received / SLOWEST:
                 raise TimeoutError
-    if received != header.nbytes:
+    if received != nbytes:
         raise _unreadable("it is shorter than its header declares")
     file.flush()
 

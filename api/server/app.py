@@ -95,9 +95,9 @@ async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunne
         await runner.cleanup()
         if not isinstance(error, OSError):
             raise ServeError(str(error)) from None
-        if error.errno == errno.EADDRINUSE:
-            raise ServeError(f"listen: {where} is taken by another program; give another one with --listen") from None
-        raise ServeError(f"listen: {where} cannot be used ({error.strerror or error}); give another one") from None
+        taken = error.errno == errno.EADDRINUSE
+        why = "is taken by another program" if taken else f"cannot be used ({error.strerror or error})"
+        raise ServeError(f"listen: {where} {why}; give another one with --listen") from None
     host, port = site.sockets[0].getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     return runner, f"{'https' if tls else 'http'}://{name}:{port}"

@@ -45,6 +45,10 @@ class Telemetry:
     def history(self, record: RunRecord) -> History:
         return History(lambda: self._service.index(record.id), self._service.folder(record) / METRICS)
 
+    async def close(self, _: web.Application) -> None:
+        self.fanouts.close()
+        await self.exposition.close()
+
     def _fanout(self, record: RunRecord) -> Fanout:
         async def ending() -> Ending | None:
             now = await self._service.registry.get(record.id)
@@ -60,12 +64,7 @@ def watch(app: web.Application) -> None:
     """Prepare ``app``, which has its service, for the operations here."""
     app[TELEMETRY] = telemetry = Telemetry(app[SERVICE])
     app.middlewares.insert(0, telemetry.server.count)
-
-    async def closing(app: web.Application) -> None:
-        telemetry.fanouts.close()
-        await telemetry.exposition.close()
-
-    app.on_shutdown.append(closing)
+    app.on_shutdown.append(telemetry.close)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
