@@ -33,7 +33,6 @@ from api.server.service import SERVICE
 
 T = TypeVar("T")
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
-EVENT_STREAM = "text/event-stream"
 PARTS = ("path", "query", "headers", "body")
 _FIELDS = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}  # prefixes of field names in errors
 BODY_VALUES = 100_000  # of a JSON body: parsing it blocks the event loop
@@ -101,7 +100,7 @@ class Operation:
 
     @cached_property
     def parts(self) -> dict[str, type[BaseModel]]:
-        return {name: _without_none(self.hints[name]) for name in PARTS if name in self.hints}
+        return {name: self.hints[name] for name in PARTS if name in self.hints}
 
     @cached_property
     def answer(self) -> type[BaseModel] | None:
@@ -180,10 +179,7 @@ class Operation:
 def operation(
     method: Method, path: str, *, scope: Scope | None, summary: str, tag: str, **options: Any
 ) -> Callable[[T], T]:
-    """Mark a handler as an operation; ``options`` are the further fields of :class:`Operation`. An event stream has no
-    deadline by default."""
-    if options.get("produces") == EVENT_STREAM:
-        options.setdefault("seconds", 0)
+    """Mark a handler as an operation; ``options`` are the further fields of :class:`Operation`."""
 
     def mark(handler: T) -> T:
         setattr(handler, _MARK, Operation(method, path, handler, scope, summary, tag, **options))  # type: ignore[arg-type]
@@ -215,11 +211,6 @@ async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         task.cancel()
-
-
-def _without_none(hint: Any) -> Any:
-    """Return ``X`` of ``X | None``."""
-    return next((part for part in get_args(hint) if part is not types.NoneType), hint)
 
 
 def _part(name: str, model: type[BaseModel], request: web.Request) -> dict[str, Any]:

@@ -115,6 +115,7 @@ class StreamHeaders(Strict):
     tag="metrics",
     errors=(404,),
     produces="text/event-stream",
+    seconds=0,
     events=MESSAGES,
 )
 async def stream(
