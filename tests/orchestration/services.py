@@ -60,8 +60,8 @@ class Service:
             await task
 
     async def agent_works(self) -> None:
-        """Wait until all started agents have reported that they hold the service's folder. To try its lock would be to take it
-        away from one that is starting."""
+        """Wait until all started agents have reported that they hold its folder. Trying its lock here could take it
+        from one that is starting."""
         async with asyncio.timeout(SECONDS):
             while (self.data / "agent.log").read_bytes().count(b"agent works") < len(self.agents):
                 await self.registry.wait("", 0.2)  # no event reports it

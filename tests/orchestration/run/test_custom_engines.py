@@ -99,7 +99,7 @@ def test_installed_engines_are_found_by_name(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(rollout_engine(of, version=2), EchoRolloutEngine)
     assert isinstance(train_engine(of), CountingTrainEngine)
     with pytest.raises(RecipeError, match="did you mean 'custom'"):
-        recipe(TINY, rollout__engine="mime")
+        recipe(TINY, rollout__engine="custon")
 
 
 def test_a_train_factory_is_told_its_rank_and_makes_the_reference_too(tmp_path: Path) -> None:

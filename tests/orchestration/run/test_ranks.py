@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import workers_of
 from orchestration.run.run import Run, RunError
@@ -230,7 +231,8 @@ async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLa
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
     workers = [("flow", 0), *(("update", number) for number in range(3))]
-    supervisor = Supervisor(index, launcher, workers, max_restarts=2, startup_timeout=20, stop_timeout=0.2)
+    limits = LaunchSection(max_restarts=2, startup_timeout=20.0, stop_timeout=0.2)
+    supervisor = Supervisor(index, launcher, workers, limits)
     work = asyncio.create_task(supervisor.run(asyncio.Event()))
     yield supervisor, launcher, work
     work.cancel()
