@@ -27,11 +27,7 @@ def flow_of(recipe: Recipe) -> Flow:
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     return resolve(
         algorithm,
-        catalogue(
-            rewards=len(recipe.reward.functions),
-            reward_reads=reward_reads(recipe, declared),
-            stages=declared,
-        ),
+        catalogue(rewards=len(recipe.reward.functions), reward_reads=reward_reads(recipe, declared), stages=declared),
     )
 
 

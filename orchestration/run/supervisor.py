@@ -62,13 +62,13 @@ class Supervisor:
         workers: Sequence[Worker],
         launch: LaunchSection,
         *,
-        steps: int = 0,
-        begins: int = 0,
+        steps: int,
+        begins: int,
     ) -> None:
         self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
         self.steps, self.begins, self.restarts = steps, begins, 0
         self._lives: dict[Worker, Life] = {}
-        self._lost: list[object] = []
+        self._lost: list[object] = []  # connections to fork servers whose end was counted as a restart
         self._not_started: dict[Worker, str] = {}  # the last reason
         self._stopping = False
         self._unready = {_shown(worker) for worker in self.workers}  # of the workers that were launched first

@@ -216,11 +216,10 @@ class Agent:
             active = await self._registry.find_active(run)
             if process is None and active is not None:
                 process = Process.parse(active.process)
-            if active is None:
-                # the run is concluded; its process is about to end
-                stop_by = min(stop_by, time.monotonic() + GRACE_SECONDS)
-            elif active.record.state == "stopping":
-                stop_by = min(stop_by, time.monotonic() + stop_timeout + GRACE_SECONDS)
+            if (
+                active is None or active.record.state == "stopping"
+            ):  # a process is about to end once its run is concluded
+                stop_by = min(stop_by, time.monotonic() + GRACE_SECONDS + (stop_timeout if active else 0))
             forced = ""
             if time.monotonic() >= stop_by:
                 forced = f"its runner did not end within {stop_timeout + GRACE_SECONDS:.0f} s and was killed"

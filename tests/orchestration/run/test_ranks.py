@@ -232,7 +232,7 @@ async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLa
     launcher = ScriptedLauncher(index)
     workers = [("flow", 0), *(("update", number) for number in range(3))]
     limits = LaunchSection(max_restarts=2, startup_timeout=20.0, stop_timeout=0.2)
-    supervisor = Supervisor(index, launcher, workers, limits)
+    supervisor = Supervisor(index, launcher, workers, limits, steps=0, begins=0)
     work = asyncio.create_task(supervisor.run(asyncio.Event()))
     yield supervisor, launcher, work
     work.cancel()
