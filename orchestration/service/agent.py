@@ -216,9 +216,7 @@ class Agent:
             active = await self._registry.find_active(run)
             if process is None and active is not None:
                 process = Process.parse(active.process)
-            if (
-                active is None or active.record.state == "stopping"
-            ):  # a process is about to end once its run is concluded
+            if active is None or active.record.state == "stopping":  # its process is about to end
                 stop_by = min(stop_by, time.monotonic() + GRACE_SECONDS + (stop_timeout if active else 0))
             forced = ""
             if time.monotonic() >= stop_by:
