@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -40,15 +40,5 @@ def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 def run_in_temporary_thread(work: Callable[[], T]) -> T:
     """Returns or raises what ``work`` does, when its thread and the OpenMP helpers of that thread have ended."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return outcome.result()
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(work).result()

@@ -17,14 +17,18 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
+from pydantic import TypeAdapter
 from tensordict import TensorDict
 
 from stages.engines.protocols import RolloutEngine, TrainEngine
+
+if TYPE_CHECKING:
+    from stages.weights.collective import WeightReceiver, WeightSender
 
 BUCKET_BYTES = 32 * 2**20
 TAKEN = "weights"  # topic of the index: an engine has taken the last version, or reported one as damaged
@@ -61,7 +65,7 @@ class Probe:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Probe:
-        return cls(tuple(map(tuple, record["sequences"])), tuple(map(tuple, record["logprobs"])))
+        return TypeAdapter(cls).validate_python(record)
 
 
 def probed(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> Probe:
@@ -217,15 +221,7 @@ class Published:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Published:
-        return cls(
-            record["version"],
-            record["slot"],
-            record["nbytes"],
-            tuple(Tensor(**tensor) for tensor in record["tensors"]),
-            tuple((offset, nbytes, digest) for offset, nbytes, digest in record["buckets"]),
-            Probe.from_record(probe) if (probe := record.get("probe")) else None,
-            record.get("source", ""),
-        )
+        return TypeAdapter(cls).validate_python(record)
 
     def check(self) -> None:
         """Raises WeightsDamaged unless the buckets cover every byte once."""
@@ -254,23 +250,8 @@ def done_with(worker: str) -> str:
     return f"has-last-weights:{worker}"
 
 
-class Publisher(Protocol):
-    """What a trainer publishes weights with: a :class:`WeightStore`, or one that also sends them to other nodes."""
-
-    source: str  # of what it publishes, see Published
-
-    def publish(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
-    ) -> Published: ...
-
-    def close(self) -> None: ...
-
-
-class Reader(Protocol):
-    """What a rollout engine reads published weights with."""
-
-    def read(self, published: Published) -> dict[str, torch.Tensor]:
-        """Returns a private, verified copy in host memory, by parameter name. Raises WeightsDamaged, WeightsUnreachable."""
+Publisher: TypeAlias = "WeightStore | WeightSender"  # what a trainer publishes weights with
+Reader: TypeAlias = "WeightStore | WeightReceiver"  # what a rollout engine reads published weights with
 
 
 class WeightStore:
