@@ -10,13 +10,11 @@ a path      a directory in Hugging Face format
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +59,8 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
     if source == "tiny":
         return tiny_model(seed, dtype).eval(), tiny_tokenizer()
     folder = model_folder(source)
-    with _no_progress_bar():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    transformers.utils.logging.disable_progress_bar()  # it would break the run's own display
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.eval(), load_tokenizer(source)
 
 
@@ -99,18 +97,6 @@ def model_folder(source: str) -> Path:
             "downloaded: give the path of a Hugging Face checkpoint (`model.save_pretrained(path)` writes one)"
         )
     return folder
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Disable transformers' progress bar, which would break the run's own display."""
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers.utils.logging.enable_progress_bar()
 
 
 # --- tiny ---------------------------------------------------------------------------------------------------------

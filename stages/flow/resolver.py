@@ -91,8 +91,9 @@ def resolve(algorithm: Algorithm, catalogue: Sequence[StageDeclaration]) -> Flow
     that makes nothing (it can only drop groups) is on the way too: training waits for it. Raises FlowError."""
     credit, update = credit_stage(algorithm), update_stage(algorithm)
     stages = [*catalogue, *([credit] if credit else [])]
+    waits = {passed_column(stage.name): "bool" for stage in stages if not stage.makes}
+    stages = [stage if stage.makes else replace(stage, makes={passed_column(stage.name): "bool"}) for stage in stages]
     made = {name for stage in stages for name in stage.makes}
-    waits = {name: "bool" for at, stage in enumerate(stages) if not stage.makes for name in [_passed(stages, at)]}
     optional = {name: kind for name, kind in update.optional.items() if name in made}
     update = replace(update, needs={**update.needs, **optional, **waits})
     problems = [*_twice_named([*stages, update]), *_scores(algorithm, stages)]
@@ -116,12 +117,6 @@ def resolve(algorithm: Algorithm, catalogue: Sequence[StageDeclaration]) -> Flow
 def passed_column(stage: str) -> str:
     """The column that a stage which declares none writes of each sample that it lets pass."""
     return f"passed_{stage}"
-
-
-def _passed(stages: list[StageDeclaration], at: int) -> str:
-    name = passed_column(stages[at].name)
-    stages[at] = replace(stages[at], makes={name: "bool"})
-    return name
 
 
 def _makers(stages: Iterable[StageDeclaration]) -> Mapping[str, list[StageDeclaration]]:

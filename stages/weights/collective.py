@@ -100,7 +100,7 @@ class WeightSender:
             asked = engine.receive_message()
             version, kind = int(asked["version"]), str(asked["device"])
             with self._reading(version) as published:
-                together = self._together(kind)
+                together = kind == self._device.type and kind != "cpu"  # from device to device
                 engine.send_message({"have": published is not None, "group": together})
                 if published is None:
                     return
@@ -112,10 +112,6 @@ class WeightSender:
                         engine.send(memory[offset : offset + nbytes].data)
         except Exception as error:  # most likely the engine's process has ended; if not, it requests again
             log.warning("weights not sent", reason=f"{type(error).__name__}: {error}")
-
-    def _together(self, kind: str) -> bool:
-        """Whether the bytes go from device to device."""
-        return kind == self._device.type and kind != "cpu"
 
     def _send_by_group(self, engine: SecretSocket, buckets: Sequence[torch.Tensor]) -> None:
         devices.use(self._device)
@@ -185,10 +181,8 @@ class WeightReceiver:
             if not answer["have"]:
                 gone = "the trainer has them no more; take the newest"
                 raise WeightsDamaged(f"weights of version {published.version}: {gone}")
-            if answer["group"]:
-                self._receive_by_group(trainer, published, memory)
-                return
-            self._receive_bytes(trainer, published, memory)
+            receive = self._receive_by_group if answer["group"] else self._receive_bytes
+            receive(trainer, published, memory)
 
     def _receive_bytes(self, trainer: SecretSocket, published: Published, memory: np.ndarray) -> None:
         """Fill ``memory``; each bucket is verified while the next one comes."""
