@@ -173,8 +173,8 @@ class SharedExchange:
         second = -(-lanes[0] // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = second + max(lanes[1], 1)
         self._open: list[int] = []
-        self._hears: list[int] = []  # pipes by rank; a rank meets itself too
-        self._tells: list[int] = []
+        self._incoming: list[int] = []  # pipes by rank; a rank meets itself too
+        self._outgoing: list[int] = []
         self._buckets: list[list[torch.Tensor]] = []  # by rank
         try:
             node = UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).int >> 65
@@ -183,10 +183,10 @@ class SharedExchange:
             os.posix_fallocate(memory, 0, nbytes)  # a full directory is an error here and not a signal later
             pipes = []
             for _ in range(world):
-                hears, theirs = os.pipe()
-                self._open += [hears, theirs]
-                self._hears.append(hears)
-                pipes += [theirs, _identity(theirs)]
+                incoming, outgoing = os.pipe()
+                self._open += [incoming, outgoing]
+                self._incoming.append(incoming)
+                pipes += [outgoing, _identity(outgoing)]
             self.announced = [node, os.getpid(), memory, _identity(memory), second, nbytes, *pipes]
             """What the others must know to reach all this."""
         except BaseException:
@@ -202,8 +202,8 @@ class SharedExchange:
                 found = self._opened(pid, memory, identity, os.O_RDWR)
                 mapped = torch.frombuffer(mmap.mmap(found, nbytes), dtype=torch.uint8)
                 self._buckets.append([mapped[:second], mapped[second:]])
-                theirs, identity = pipes[2 * self._rank : 2 * self._rank + 2]
-                self._tells.append(self._opened(pid, theirs, identity, os.O_WRONLY))
+                outgoing, identity = pipes[2 * self._rank : 2 * self._rank + 2]
+                self._outgoing.append(self._opened(pid, outgoing, identity, os.O_WRONLY))
         except OSError:
             return False
         return True
@@ -217,9 +217,9 @@ class SharedExchange:
 
     def reached(self) -> None:
         """Called when all ranks have opened everything. From then on the end of a rank closes its pipes."""
-        for one in {*self._open}.difference(self._hears, self._tells):
+        for one in {*self._open}.difference(self._incoming, self._outgoing):
             os.close(one)
-        self._open = [*self._hears, *self._tells]
+        self._open = [*self._incoming, *self._outgoing]
 
     def room(self, number: int) -> torch.Tensor:
         if number:
@@ -241,9 +241,9 @@ class SharedExchange:
 
     def _meet(self) -> None:
         end = time.monotonic() + self._deadline
-        for pipe in self._tells:
+        for pipe in self._outgoing:
             os.write(pipe, b".")
-        for peer, pipe in enumerate(self._hears):
+        for peer, pipe in enumerate(self._incoming):
             waiting = select.poll()
             waiting.register(pipe, select.POLLIN)
             if not waiting.poll(max(0.0, end - time.monotonic()) * 1000):
