@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output
+from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from stages.flow.declarations import Drop, StageDeclaration
 from stages.flow.resolver import passed_column
@@ -105,7 +105,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     return [value for part in parts for value in part]
 
 
-class StageAdapter:
+class StageAdapter(Stage):
     """``stage`` as a stage of the pipeline: it holds no policy version and takes what is ready."""
 
     def __init__(self, stage: UserStage, declared: StageDeclaration, tokenizer: Tokenizer | None = None) -> None:
@@ -116,9 +116,6 @@ class StageAdapter:
         if self.declared.takes == "rows":
             return max(0, ROWS_AT_ONCE - held)
         return 0 if held else USER_GROUPS_AT_ONCE
-
-    def version(self) -> int | None:
-        return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         columns, tokens = plain_columns(rows, self.fetches), claim.tokens.tolist()

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator
 
 from tensordict import TensorDict
 
-from pipeline.controller import Output
+from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from stages.engines.protocols import TrainEngine
 from stages.training.ranks import train_batch
 
 
-class Reference:
+class Reference(Stage):
     """Claims one group at a time, so that bits do not depend on which groups came together."""
 
     name = "reference"
@@ -24,9 +24,6 @@ class Reference:
 
     def room(self, held: int) -> int:
         return 0 if held else 1
-
-    def version(self) -> int | None:
-        return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         logprobs = await asyncio.to_thread(self.engine.logprobs, train_batch(claim, rows))

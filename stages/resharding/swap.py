@@ -119,10 +119,6 @@ class Arena:
     def nbytes(self) -> int:
         return self._memory.numel()
 
-    @property
-    def empty(self) -> bool:
-        return not self._away
-
     def reserve(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Make room for ``storages``, before any of them is stored. Raises ValueError for one that cannot be resized."""
         if not all(storage.resizable() for storage in storages):

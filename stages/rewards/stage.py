@@ -25,7 +25,7 @@ import structlog
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output
+from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from stages.flow.adapter import call
 from stages.models import Tokenizer
@@ -133,7 +133,7 @@ class RewardSet:
         return f"a batch of {_rows(given)} rows, though at none of them alone"
 
 
-class Reward:
+class Reward(Stage):
     """The stage: claims finished responses one by one or many at once, as they come, and scores them."""
 
     name = "reward"
@@ -143,9 +143,6 @@ class Reward:
 
     def room(self, held: int) -> int:
         return ROWS_AT_ONCE
-
-    def version(self) -> int | None:
-        return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         reads = [name for name in self.fetches if name not in FETCHES]

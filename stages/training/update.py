@@ -20,7 +20,7 @@ import structlog
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output
+from pipeline.controller import Output, Stage
 from pipeline.events import LedgerEvent, StepEvent, SyncEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import BoundBroken, Claim
@@ -42,7 +42,7 @@ PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of a row that a swap is 
 PROBE_ROWS, PROBE_NEW_ROWS = 16, 8  # at most, in all and of one batch: the others are the batches' before
 
 
-class Update:
+class Update(Stage):
     """``version``: policy version of the engine's weights. ``after_step`` is called with each new version when it is
     published (checkpoints); ``after_last`` is called when ``steps`` are done. With ``publish_first`` the weights that the
     run begins with are published too, for engines that are not built from its model. ``store`` is None where ranks pass the
@@ -86,9 +86,6 @@ class Update:
 
     def room(self, held: int) -> int:
         return 0 if held or self.trained >= self.steps else 1
-
-    def version(self) -> int | None:
-        return None
 
     async def catch_up(self) -> None:
         """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""

@@ -100,7 +100,7 @@ class WeightSender:
             asked = engine.receive_message()
             version, kind = int(asked["version"]), str(asked["device"])
             with self._reading(version) as published:
-                together = kind == self._device.type and kind != "cpu"  # from device to device
+                together = self._together(kind)
                 engine.send_message({"have": published is not None, "group": together})
                 if published is None:
                     return
@@ -112,6 +112,10 @@ class WeightSender:
                         engine.send(memory[offset : offset + nbytes].data)
         except Exception as error:  # most likely the engine's process has ended; if not, it requests again
             log.warning("weights not sent", reason=f"{type(error).__name__}: {error}")
+
+    def _together(self, kind: str) -> bool:
+        """Whether the bytes go from device to device."""
+        return kind == self._device.type and kind != "cpu"
 
     def _send_by_group(self, engine: SecretSocket, buckets: Sequence[torch.Tensor]) -> None:
         devices.use(self._device)

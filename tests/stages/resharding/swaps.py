@@ -272,7 +272,7 @@ def _refused(swap: Swap) -> str:
         swap.to_rollout()
     except SwapError as error:
         assert swap.state is State.TRAINING
-        assert swap.arena.empty
+        assert not swap.arena.used
         assert swap.temporary_bytes() == 0
         return str(error)
     raise AssertionError("the swap took place")
