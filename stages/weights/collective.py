@@ -183,8 +183,7 @@ class WeightReceiver:
             trainer.send_message({"version": published.version, "device": self._device.type})
             answer = trainer.receive_message()
             if not answer["have"]:
-                gone = "the trainer has them no more; take the newest"
-                raise WeightsDamaged(f"weights of version {published.version}: {gone}")
+                raise published.damage("the trainer has them no more; take the newest")
             receive = self._receive_by_group if answer["group"] else self._receive_bytes
             receive(trainer, published, memory)
 

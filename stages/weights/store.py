@@ -228,15 +228,15 @@ class Published:
         at = 0
         for offset, nbytes, _ in self.buckets:
             if offset != at:
-                raise WeightsDamaged(
-                    f"weights of version {self.version}: bytes {at}..{offset} are in no bucket, or in two; publish again"
-                )
+                raise self.damage(f"bytes {at}..{offset} are in no bucket, or in two; publish again")
             at += nbytes
         end = max((t.offset + t.nbytes for t in self.tensors if t.nbytes), default=0)
         if at < end:
-            raise WeightsDamaged(
-                f"weights of version {self.version}: bytes {at}..{end} are in no bucket; publish again"
-            )
+            raise self.damage(f"bytes {at}..{end} are in no bucket; publish again")
+
+    def damage(self, what: str) -> WeightsDamaged:
+        """Returns the error for ``what`` is wrong with this version's bytes."""
+        return WeightsDamaged(f"weights of version {self.version}: {what}")
 
 
 def damaged(version: int) -> str:
@@ -323,24 +323,17 @@ class WeightStore:
         self._maps.clear()
 
     def _mapped(self, published: Published) -> np.ndarray:
-        published.check()
-        self._check_file(published)
-        nbytes = max(published.nbytes, 1)
-        return np.frombuffer(self._open(published.slot, nbytes), np.uint8, nbytes)
-
-    def _check_file(self, published: Published) -> None:
         """Raises WeightsDamaged when the file is too short: reading a mapped page past its end would be a SIGBUS."""
+        published.check()
         path = self.directory / f"weights-{published.slot}"
         try:
             size = path.stat().st_size
         except FileNotFoundError:
-            raise WeightsDamaged(
-                f"weights of version {published.version}: {path} is not there; is this the node that they were published on?"
-            ) from None
+            raise published.damage(f"{path} is not there; is this the node that they were published on?") from None
         if size < published.nbytes:
-            raise WeightsDamaged(
-                f"weights of version {published.version}: {path} has {size} bytes where {published.nbytes} were published"
-            )
+            raise published.damage(f"{path} has {size} bytes where {published.nbytes} were published")
+        nbytes = max(published.nbytes, 1)
+        return np.frombuffer(self._open(published.slot, nbytes), np.uint8, nbytes)
 
     def _open(self, slot: int, nbytes: int) -> mmap.mmap:
         if slot not in self._maps or len(self._maps[slot]) < nbytes:
@@ -359,10 +352,8 @@ def verify(data: np.ndarray, published: Published, number: int) -> None:
     """Compare bucket ``number`` of ``data``, all bytes of ``published``, with its checksum. Raises WeightsDamaged."""
     offset, nbytes, digest = published.buckets[number]
     if _digest(data[offset : offset + nbytes]) != digest:
-        raise WeightsDamaged(
-            f"weights of version {published.version}: bucket {number} ({nbytes} bytes) does not match its "
-            "checksum; a later version has overwritten it, or it was corrupted"
-        )
+        why = "a later version has overwritten it, or it was corrupted"
+        raise published.damage(f"bucket {number} ({nbytes} bytes) does not match its checksum; {why}")
 
 
 def tensors_of(data: np.ndarray, published: Published) -> dict[str, torch.Tensor]:
