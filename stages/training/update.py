@@ -200,20 +200,19 @@ class Update(Stage):
     async def until_taken(self, engines: Sequence[str]) -> None:
         """Return when nothing more will be trained and, after the last step, all of ``engines`` have its version. Raises
         WeightsDamaged, between two steps, when an engine has reported the newest version as damaged."""
-        position = ""
-        while not self._over.is_set() or (self.trained >= self.steps and not await self._all_have_last(engines)):
+        position, index, last = "", self.dock.index, str(self.steps)
+        while not self._over.is_set() or (
+            self.trained >= self.steps and any([await index.get(done_with(engine)) != last for engine in engines])
+        ):
             async with self._stepping:
-                if reported_by := await self.dock.index.get(damaged(self.trained)):
+                if reported_by := await index.get(damaged(self.trained)):
                     raise WeightsDamaged(
                         f"weights of version {self.trained}: {reported_by} has found them damaged; the trainer starts again "
                         "and publishes them again"
                     )
-            waits = [self.dock.index.woken(TAKEN, position, WAIT_SECONDS)]
-            woken, *_ = await first_of(*waits, *([] if self._over.is_set() else [self._over.wait()]))
+            waking = index.woken(TAKEN, position, WAIT_SECONDS)
+            woken, *_ = await first_of(waking, *([] if self._over.is_set() else [self._over.wait()]))
             position = woken or position
-
-    async def _all_have_last(self, engines: Sequence[str]) -> bool:
-        return all([await self.dock.index.get(done_with(engine)) == str(self.steps) for engine in engines])
 
 
 def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:
