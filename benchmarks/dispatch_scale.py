@@ -75,8 +75,9 @@ import torch
 
 from pipeline.blocks import PackedRows
 from pipeline.columns import Column, Packed, Schema
-from pipeline.index.client import Claim, Index, RunConfig, StageSpec, WarehouseRecord
+from pipeline.index.client import Claim, Index, RunConfig, StageSpec
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent
+from pipeline.index.warehouses import WarehouseRecord
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 

@@ -15,7 +15,9 @@ import structlog
 
 from pipeline.blocks import BlockReader, PackedRows
 from pipeline.columns import ColumnError, Packed, Schema
-from pipeline.index.client import BlockLost, Index, Lost, WarehouseGone, WarehouseRecord
+from pipeline.index.client import Index
+from pipeline.index.errors import BlockLost, WarehouseGone
+from pipeline.index.warehouses import Lost, WarehouseRecord
 from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.wire.client import RemoteWarehouse
 from pipeline.warehouse.wire.protocol import WarehouseUnreachable

@@ -22,18 +22,10 @@ from tensordict import TensorDictBase
 
 from pipeline.blocks import pack
 from pipeline.columns import Schema
-from pipeline.index.client import (
-    REF,
-    Block,
-    BlockLost,
-    Full,
-    Index,
-    IndexRefused,
-    NeverFits,
-    Stored,
-    WarehouseGone,
-    WarehouseRecord,
-)
+from pipeline.index.claims import REF, Stored
+from pipeline.index.client import Index
+from pipeline.index.errors import BlockLost, IndexRefused, NeverFits, WarehouseGone
+from pipeline.index.warehouses import Block, Full, WarehouseRecord
 from pipeline.warehouse.directory import OFFSET_BITS, WarehouseDirectory
 
 Rows = Mapping[str, Any] | TensorDictBase

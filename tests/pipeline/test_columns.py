@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from pipeline.blocks import BlockReader, pack
 from pipeline.columns import (
+    DTYPES,
     MAX_COLUMNS,
     Column,
     ColumnError,
@@ -24,18 +25,6 @@ from pipeline.columns import (
 from pipeline.warehouse.arena import StaleHandle
 from tests.pipeline.block_view import BlockView
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-]
 SCHEMA = Schema(
     [
         Column.ragged("ids", torch.int64),

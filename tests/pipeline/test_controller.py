@@ -15,7 +15,8 @@ from tensordict import TensorDict
 from pipeline.clock import Clock
 from pipeline.columns import Column, Schema
 from pipeline.controller import Controller, Output
-from pipeline.index.client import Block, Claim, Index, RunConfig, StageSpec
+from pipeline.index.client import Claim, Index, RunConfig, StageSpec
+from pipeline.index.warehouses import Block
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
 from tests.any_event import AnyEvent
