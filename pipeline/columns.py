@@ -128,7 +128,12 @@ class Schema:
     @classmethod
     def from_json(cls, text: str) -> Schema:
         columns = [
-            Column(name, dtype if dtype == "utf8" else getattr(torch, dtype), shape and tuple(shape), finite)
+            Column(
+                name,
+                "utf8" if dtype == "utf8" else getattr(torch, dtype),
+                shape if shape is None else tuple(shape),
+                finite,
+            )
             for name, dtype, shape, finite in json.loads(text)
         ]
         return cls(columns, most=max(MAX_COLUMNS, len(columns)))  # the number was checked when the schema was made

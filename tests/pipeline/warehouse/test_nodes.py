@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from pipeline.columns import Column, Schema
-from pipeline.index.client import Index, IndexRefused, RunConfig, StageSpec, WarehouseGone
+from pipeline.index.client import Index, IndexRefused, RunConfig, StageSpec
+from pipeline.index.errors import WarehouseGone
 from pipeline.warehouse import directory
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
