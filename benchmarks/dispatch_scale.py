@@ -467,7 +467,7 @@ async def host_main(
     cpu = time.process_time() - used
     living.cancel()
     await asyncio.gather(living, return_exceptions=True)
-    server = dock.served
+    server = dock.warehouses.server
     sent, received = (server.payload_sent, server.payload_received) if server else (0, 0)
     ends.send(("counts", Counts(dock.mapped - began, sent, received, dock.near, dock.far, cpu)))
     await dock.close()

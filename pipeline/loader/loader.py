@@ -275,7 +275,7 @@ class _Link(LoopThread):
                 secret=stream.secret,
                 tls=(tls, tls) if tls else None,  # a reader serves no warehouse
             )
-            await dock.enter()
+            await dock.warehouses.enter()
             self._dock = dock
         return self._dock
 

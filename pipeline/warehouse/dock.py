@@ -29,7 +29,6 @@ from pipeline.index.link import redacted
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.directory import WarehouseDirectory
 from pipeline.warehouse.reader import Reader
-from pipeline.warehouse.wire.server import WarehouseServer
 from pipeline.warehouse.writer import SLAB, SOURCE_RESERVE, NoRoom, Rows, Writer
 
 __all__ = ["SLAB", "Dock", "NoRoom", "Rows"]
@@ -116,38 +115,25 @@ class Dock(Reader):
         """Bring this node's warehouse into the run, with ``nbytes`` bytes; does nothing when it is there."""
         await self.warehouses.join(self.folder, nbytes)
 
-    async def enter(self) -> None:
-        """Find the run's warehouses, to read and write samples without bringing one."""
-        await self.warehouses.enter()
-
     @property
     def home(self) -> int:
         """The number of the warehouse that this worker writes to; 0 before it is known."""
         home = self.warehouses.known_home
         return home.number if home else 0
 
-    def producer(self, column: str) -> int:
-        """Which of a claim's ``refs`` say where ``column`` lies; 0 is the admission. Known after :meth:`enter`."""
-        return self.warehouses.producers[column]
-
     async def serve(self, host: str, port: int = 0, *, advertise: str | None = None) -> tuple[str, int]:
         """Let other nodes reach this node's warehouse at ``host``, or at ``advertise`` where they know it by another name.
         Returns the address. One worker of a node does this, until it closes."""
         return await self.warehouses.serve(host, port, advertise=advertise)
 
-    @property
-    def served(self) -> WarehouseServer | None:
-        """The server that this worker runs."""
-        return self.warehouses.server
-
     async def drain(self) -> int:
         """Move all blocks of this node's warehouse to the others, and take it out of the run. Returns the bytes moved.
         Rows that are leased meanwhile are delivered again if their reader came too late."""
         home, moved = await self.warehouses.home(), 0
-        await self.flush()
+        await self.writer.flush()
         while True:
             left = await self.index.leave_warehouse(home.number)
-            await self.enter()
+            await self.warehouses.enter()
             if not left.closed and not left.open:
                 break
             pairs = []
@@ -162,10 +148,6 @@ class Dock(Reader):
                 await self.index.wait("room", left.wait, 5.0)  # other workers still write there, and will stop
         await self.index.lose_warehouse(home.number)
         return moved
-
-    async def flush(self) -> None:
-        """Close the blocks that no write is using: their bytes can be free as soon as their rows are."""
-        await self.writer.flush()
 
     async def close(self) -> None:
         """Give back the blocks that this worker holds open, and its connections. The rows that it wrote stay."""

@@ -238,7 +238,7 @@ async def test_a_cut_between_two_nodes_is_told_within_the_deadline_and_nothing_i
         _, port = await a.serve("127.0.0.1")
         async with Cable(("127.0.0.1", port)) as cable:
             await index.announce_warehouse(1, "127.0.0.1", cable.port)
-            await b.enter()
+            await b.warehouses.enter()
             await a.put({"tokens": [torch.arange(n) for n in (3, 0, 5)]})
             claim = await b.claim("score", 3)
             assert claim is not None

@@ -101,7 +101,7 @@ class Queue(LoopThread):
         near = sorted(w.name for w in found if w.node == self.dock.node and not w.leaving)
         if near:
             self.dock = dock(near[0])
-            await self.dock.enter()
+            await self.dock.warehouses.enter()
         else:
             self.dock = dock("local" if not found else f"local-{uuid.uuid4().hex[:6]}")
             await self.dock.join(conf["arena"])

@@ -103,8 +103,8 @@ async def test_samples_lie_where_they_were_made_and_are_read_from_everywhere(clu
         rows = await reader.fetch(claim, ["response", "prompt"])
         assert [r.tolist() for r in rows["response"].unbind()] == [[row.group, row.place, 7] for row in claim.rows]
         assert [r.tolist() for r in rows["prompt"].unbind()] == [[100 * row.group, row.group] for row in claim.rows]
-    assert a.served is not None
-    assert a.served.payload_sent > 0, "b reads the prompts from a"
+    assert a.warehouses.server is not None
+    assert a.warehouses.server.payload_sent > 0, "b reads the prompts from a"
 
 
 async def test_nodes_that_start_together_find_each_other_whoever_serves_first(cluster: Cluster) -> None:
@@ -119,8 +119,8 @@ async def test_nodes_that_start_together_find_each_other_whoever_serves_first(cl
     await a.serve("127.0.0.1")
     await admit(writer, 0, 1)
     assert await respond(b, 1) == [0]
-    assert a.served is not None
-    assert a.served.payload_received > 0 < a.served.payload_sent
+    assert a.warehouses.server is not None
+    assert a.warehouses.server.payload_received > 0 < a.warehouses.server.payload_sent
 
 
 async def test_near_rows_are_claimed_first_but_old_ones_elsewhere_are_not_left_behind(cluster: Cluster) -> None:
@@ -270,8 +270,8 @@ async def test_a_warehouse_that_is_alive_but_cannot_be_reached_is_not_given_up(c
     """A network cut between two hosts: the samples are not made again, the one who cannot reach them says so."""
     a, b = await cluster.node("a"), await cluster.node("b")
     await admit(a, 0, 2)
-    assert a.served is not None
-    await a.served.close()  # its packets are lost, while its signs of life still reach the index
+    assert a.warehouses.server is not None
+    await a.warehouses.server.close()  # its packets are lost, while its signs of life still reach the index
     claim = await b.claim("rollout", 1, version=0)
     assert claim is not None
     with pytest.raises(
