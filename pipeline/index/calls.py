@@ -36,21 +36,16 @@ class Calls:
         self.url, self.run, self.timeout = self._link.url, run, self._link.timeout
         self.prefix = key_prefix(run)
         self._redis: Any = self._link.retried  # redis-py types the replies of each protocol version
-        self._closed = False
+        self.closed = False  # whether :meth:`close` was called
         self._waits: set[asyncio.Timeout] = set()
 
     async def close(self) -> None:
         """End every call under way; blocked waits raise IndexUnreachable. A shared link stays open."""
-        self._closed = True
+        self.closed = True
         for wait in self._waits:
             wait.reschedule(0.0)
         if not self._shared:
             await self._link.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._closed
 
     async def load(self, library: str | None = None) -> None:
         """Put the function library, or another one, on the server (replacing another version of it)."""

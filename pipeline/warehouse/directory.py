@@ -96,9 +96,8 @@ class WarehouseDirectory:
         """Create this worker's warehouse in ``folder`` with ``nbytes`` bytes, or map it when it is there."""
         await self._agree_on_schema()
         path = (folder / f"arena-{self._name}").resolve()
-        arena = Arena.create(path, nbytes)
-        number = await self._index.join_warehouse(self._name, self.node, path, nbytes)
-        self._arenas[number] = arena, BlockReader(arena.slice(0, arena.nbytes), self._schema)
+        Arena.create(path, nbytes)
+        await self._index.join_warehouse(self._name, self.node, path, nbytes)
         await self.enter()
 
     async def _agree_on_schema(self) -> None:

@@ -267,7 +267,7 @@ def test_a_column_that_a_row_does_not_have_is_an_error() -> None:
         shelf.take(["answer"], [(having, 0), ((having[0], 999), 1)])
 
 
-def test_values_that_are_not_finite_are_refused_where_the_schema_says_so() -> None:
+def test_values_that_are_not_finite_are_refused_in_finite_columns() -> None:
     schema = Schema(
         [Column.scalar("reward", torch.float32, finite=True), Column.ragged("kl", torch.float64, finite=True)]
     )

@@ -157,7 +157,7 @@ def test_bytes_are_free_once_their_keys_are_cleared_or_replaced(queue: Any) -> N
     assert used() == 0
 
 
-def test_memory_is_bounded_and_a_full_queue_says_so(queue: Any) -> None:
+def test_memory_is_bounded_and_a_full_queue_raises(queue: Any) -> None:
     with pytest.raises(NeverFits, match="can never fit"):
         queue.kv_put("a", "p", {"x": torch.zeros(2_000_000)})
     for key in "abc":

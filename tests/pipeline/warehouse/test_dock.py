@@ -356,7 +356,7 @@ async def test_a_repeated_call_after_a_lost_connection_is_answered_not_done_agai
 
 
 async def test_a_cancelled_call_is_always_cancelled(dock: Dock) -> None:
-    """redis-py may lose a cancellation that meets an arriving reply; a worker that is told to end would hang."""
+    """redis-py may lose a cancellation that meets an arriving reply; a worker that is asked to end would hang."""
     for turns in range(200):
         call = asyncio.create_task(dock.index.stats())
         for _ in range(turns % 12):
