@@ -353,8 +353,8 @@ class Counts:
 class Host:
     """One host's producer and its two stages."""
 
-    def __init__(self, work: Work, arm: Arm, number: int, dock: CountingDock, tell: Connection) -> None:
-        self._work, self._arm, self._number, self._dock, self._tell = work, arm, number, dock, tell
+    def __init__(self, work: Work, arm: Arm, number: int, dock: CountingDock, parent: Connection) -> None:
+        self._work, self._arm, self._number, self._dock, self._parent = work, arm, number, dock, parent
         self._message = arm.message or work.batch
 
     async def live(self, start: float) -> None:
@@ -425,7 +425,7 @@ class Host:
                 numbers = ids[:, 0].tolist()
                 await self._dock.commit(claim, range(len(claim)), made)
                 if stage == "train":
-                    self._tell.send(("released", time.monotonic(), numbers))
+                    self._parent.send(("released", time.monotonic(), numbers))
 
 
 async def host_main(

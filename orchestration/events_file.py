@@ -53,14 +53,11 @@ class MetricsFile:
         self._file.write(event_json(event).encode() + b"\n")
         self.last = event.id
 
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> MetricsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
 
 def _made_after(version: int, event: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -92,22 +92,19 @@ def limit_repeats() -> None:
             logging.getLogger(library).addFilter(repeats)
 
 
-class _Tracebacks:
-    """A structlog processor that writes tracebacks to the file ``path`` and names the file in the line."""
+def _tracebacks(path: Path) -> structlog.typing.Processor:
+    """Return a structlog processor that writes tracebacks to the file ``path`` and names the file in the line."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self, logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    def process(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         error = event.pop("exc_info", None)
-        if error is True:
-            error = sys.exc_info()[1]
-        elif isinstance(error, tuple):
-            error = error[1]
+        if error is True or isinstance(error, tuple):
+            error = (sys.exc_info() if error is True else error)[1]
         if isinstance(error, BaseException):
             event.setdefault("error", f"{type(error).__name__}: {error}")
-            event["traceback"] = write_traceback(error, self._path)
+            event["traceback"] = write_traceback(error, path)
         return event
+
+    return process
 
 
 class _Forward(logging.Handler):
@@ -174,7 +171,7 @@ def configure(*, terminal: bool | None = None, errors: Path | None = None) -> No
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
-            *([_Tracebacks(errors)] if errors else []),
+            *([_tracebacks(errors)] if errors else []),
             *last,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),

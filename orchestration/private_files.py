@@ -48,10 +48,12 @@ def private_folder(path: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write ``text`` to the file ``path``, which only its owner can read."""
-    with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), 0o600)  # of a file that existed before
+    """Write ``text`` to the file ``path``, which only its owner can read. The file changes in one step."""
+    partial = path.with_name(f".{path.name}")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
+    os.replace(partial, path)
 
 
 def read_by_others(path: Path) -> str:

@@ -15,15 +15,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Returns a future of what ``work`` returns or raises in a daemon thread called ``name``. Cancelling the future does not
-    end the thread."""
+def deferred(work: Callable[[], T]) -> tuple[Future[T], Callable[[], None]]:
+    """Returns a future, and a function to call in a thread, which sets it to what ``work`` returns or raises. A future that
+    was cancelled before that is not set, and ``work`` is not called."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -34,21 +34,18 @@ def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
+    return outcome, run
+
+
+def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Returns a future of what ``work`` returns or raises in a daemon thread called ``name``. Cancelling the future does not
+    end the thread."""
+    outcome, run = deferred(work)
     threading.Thread(target=run, name=name, daemon=True).start()
     return asyncio.wrap_future(outcome)
 
 
 def run_in_temporary_thread(work: Callable[[], T]) -> T:
     """Returns or raises what ``work`` does, when its thread and the OpenMP helpers of that thread have ended."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return outcome.result()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()

@@ -38,21 +38,21 @@ def server_key(server: str) -> str:
     return f"{parts.scheme}://{host}:{parts.port or PORTS.get(parts.scheme)}{parts.path.rstrip('/')}"
 
 
-def find_token(server: str, file: Path | None = None) -> str | None:
+def find_token(server: str) -> str | None:
     """The token for ``server``: from the environment, else from the file, else None. Raises :class:`KeyringError`."""
-    return os.environ.get(TOKEN_VARIABLE) or _read(file or keyring_file()).get(server_key(server))
+    return os.environ.get(TOKEN_VARIABLE) or _read(keyring_file()).get(server_key(server))
 
 
-def remember(server: str, token: str, file: Path | None = None) -> Path:
+def remember(server: str, token: str) -> Path:
     """Stores ``token`` for ``server``, and returns the file. Raises :class:`KeyringError`."""
-    file = file or keyring_file()
+    file = keyring_file()
     _write(file, _read(file) | {server_key(server): token})
     return file
 
 
-def forget(server: str, file: Path | None = None) -> bool:
+def forget(server: str) -> bool:
     """Removes the token of ``server``; returns False when there was none. Raises :class:`KeyringError`."""
-    file = file or keyring_file()
+    file = keyring_file()
     tokens = _read(file)
     if tokens.pop(server_key(server), None) is None:
         return False

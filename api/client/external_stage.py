@@ -163,12 +163,8 @@ class HttpRun:
     async def put_prompts(
         self, rows: Sequence[Mapping[str, Any]], *, first: int | None, last: bool, timeout: float
     ) -> int:
-        body = {
-            "prompts": [dict(row) for row in rows],
-            "first": first,
-            "last": last,
-            "wait": min(timeout, LONGEST_WAIT),
-        }
+        prompts, wait = [dict(row) for row in rows], min(timeout, LONGEST_WAIT)
+        body = {"prompts": prompts, "first": first, "last": last, "wait": wait}
         return int(json.loads((await self._send("POST", "prompts", body)).body)["next"])
 
     async def get_experience(

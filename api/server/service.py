@@ -24,7 +24,8 @@ from api.server.external_sessions import ExternalSessions
 from api.server.problems import HTTPProblem
 from api.server.recipe_checks import Checks
 from api.server.run_status import RunStatuses
-from orchestration.service.registry import ENDED, Registry, RunRecord, UnknownRun
+from orchestration.service.registry import Registry, RunRecord, UnknownRun
+from pipeline.events import ENDED
 from pipeline.index.client import Index
 
 log = structlog.get_logger()

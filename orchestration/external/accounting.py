@@ -14,21 +14,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
-from orchestration.service.registry import ENDED
 from pipeline.clock import Clock
 from pipeline.controller import EVENT_SECONDS
-from pipeline.events import SpanEvent, StageEvent
-from pipeline.index.client import Index, IndexRefused, IndexUnreachable
+from pipeline.events import ENDED, SpanEvent, StageEvent
+from pipeline.index.client import Claim, Index, IndexRefused, IndexUnreachable
 from pipeline.spans import Spans
 
 log = structlog.get_logger()
 
 PREFIX = "external-"  # of the names of these workers
 OVER = ("stopping", *ENDED)
-SILENT_SECONDS = 60.0  # without a lease or a call, after which no more events are emitted for a worker
+SILENT_SECONDS = 60.0  # without a lease or a claim, after which no more events are emitted for a worker
 MOST = 256  # workers of one run: they choose their names, and each name is a series in the metrics
 
 
@@ -53,32 +53,31 @@ class StageTime:
     clock: Clock = field(default_factory=Clock)
     spans: Spans = field(default_factory=Spans)
     leases: dict[str, LeaseTime] = field(default_factory=dict)  # by token
-    waiting: int = 0  # claims
     rows: int = 0
     tokens: int = 0
     parked: int = 0
-    heard: float = field(default_factory=time.monotonic)
+    active: float = 0.0  # when it last had a lease or a claim, in monotonic seconds
 
-    def account(self) -> None:
-        """Adds the time since the last change, and takes over the present state."""
+    def begin(self, token: str, rows: int, lease: float, version: int | None) -> None:
+        """Records that the worker got ``rows`` under a lease of ``lease`` seconds."""
         self.clock.account()
-        self.clock.working, self.clock.waiting = len(self.leases), self.waiting > 0
-        self.heard = time.monotonic()
+        self.clock.working += 1
+        self.leases[token] = LeaseTime(time.time(), time.monotonic() + lease, rows, rows, version)
 
-    def drop(self, token: str) -> None:
-        """Ends a lease."""
-        if lease := self.leases.pop(token, None):
-            self.spans.add(self.stage, lease.began, time.time() - lease.began, rows=lease.rows, version=lease.version)
-            self.account()
+    def end(self, token: str) -> None:
+        lease = self.leases.pop(token)
+        self.clock.account()
+        self.clock.working -= 1
+        self.spans.add(self.stage, lease.began, time.time() - lease.began, rows=lease.rows, version=lease.version)
 
-    def expire(self) -> None:
-        """Ends the leases that are past their deadline."""
-        for token in [token for token, lease in self.leases.items() if lease.until < time.monotonic()]:
-            self.drop(token)
-
-    @property
     def is_silent(self) -> bool:
-        return not self.leases and not self.waiting and time.monotonic() - self.heard > SILENT_SECONDS
+        """Ends the leases that are past their deadline. Returns whether the worker made no claim lately."""
+        now = time.monotonic()
+        for token in [token for token, lease in self.leases.items() if lease.until < now]:
+            self.end(token)
+        if self.leases or self.clock.waiting:
+            self.active = now
+        return now - self.active > SILENT_SECONDS
 
 
 class StageTimes:
@@ -102,42 +101,31 @@ class StageTimes:
             self._times[stage, worker] = times
         if self._reporting is None or self._reporting.done():
             self._reporting = asyncio.create_task(self._report())
-        times.waiting += 1
-        times.account()
-        try:
+        times.active = time.monotonic()
+        with times.clock.during("waiting"):
             yield times
-        finally:
-            times.waiting -= 1
-            times.account()
-
-    def took(self, times: StageTime, token: str, rows: int, lease: float, version: int | None) -> None:
-        """Records that the worker got ``rows`` under a lease of ``lease`` seconds."""
-        times.leases[token] = LeaseTime(time.time(), time.monotonic() + lease, rows, rows, version)
-        times.account()
 
     def renewed(self, token: str, lease: float) -> None:
         """Records a new deadline, ``lease`` seconds from now."""
         if times := self._of(token):
             times.leases[token].until = time.monotonic() + lease
-            times.account()
 
-    def put(self, token: str, rows: int, tokens: int, left: int, *, parked: bool = False) -> None:
-        """Records that ``rows`` were committed, or ``parked``, and that the lease still holds ``left``."""
-        if times := self._of(token):
+    def put(self, part: Claim, left: int, tokens: int, *, park: bool = False) -> int:
+        """Records that the rows of ``part`` were committed, or parked, and that the lease still holds ``left``, which is
+        returned."""
+        if times := self._of(part.token):
             times.tokens += tokens
-            if parked:
-                times.parked += rows
-            else:
-                times.rows += rows
-            times.leases[token].left = left
+            times.parked += len(part) * park
+            times.rows += len(part) * (not park)
+            times.leases[part.token].left = left
             if not left:
-                times.drop(token)
-            times.account()
+                times.end(part.token)
+        return left
 
     def ended(self, token: str) -> None:
         """Records that a lease was given back, or lost."""
         if times := self._of(token):
-            times.drop(token)
+            times.end(token)
 
     def _of(self, token: str) -> StageTime | None:
         return next((times for times in self._times.values() if token in times.leases), None)
@@ -147,8 +135,7 @@ class StageTimes:
         while self._times:
             await asyncio.sleep(EVENT_SECONDS)
             for key, times in list(self._times.items()):
-                times.expire()
-                if times.is_silent:
+                if times.is_silent():
                     del self._times[key]
             try:
                 state = (await self.index.state())[0]
@@ -160,19 +147,12 @@ class StageTimes:
                 log.warning("events of external workers are lost", run=self.index.run, reason=str(lost))
 
     async def _emit(self, times: StageTime) -> None:
-        depth = await self.index.queue_depth(times.stage)
-        await self.index.emit(
-            StageEvent(
-                stage=times.stage,
-                worker=times.worker,
-                **times.clock.read(),
-                rows=times.rows,
-                tokens=times.tokens,
-                parked=times.parked,
-                queue_depth=depth,
-                in_flight=sum(lease.left for lease in times.leases.values()),
-            )
-        )
+        names: dict[str, Any] = {"stage": times.stage, "worker": times.worker}
+        figures: dict[str, Any] = times.clock.read()
+        figures |= {"rows": times.rows, "tokens": times.tokens, "parked": times.parked}
+        figures["queue_depth"] = await self.index.queue_depth(times.stage)
+        figures["in_flight"] = sum(lease.left for lease in times.leases.values())
+        await self.index.emit(StageEvent(**names, **figures))
         spans, left_out = times.spans.take()
         if spans:
-            await self.index.emit(SpanEvent(stage=times.stage, worker=times.worker, spans=spans, left_out=left_out))
+            await self.index.emit(SpanEvent(**names, spans=spans, left_out=left_out))

@@ -130,7 +130,7 @@ class External(ExternalWeights):
             claim, state, reason = await self._claim(stage, worker, most, version, wait, lease, owner)
             experience = await self._experience(stage, claim, lease, state, reason, columns)
             if claim is not None:
-                self._times.took(time_spent, claim.token, len(claim), lease, version)
+                time_spent.begin(claim.token, len(claim), lease, version)
             return experience
 
     async def _claim(
@@ -165,18 +165,7 @@ class External(ExternalWeights):
             empty = Experience(stage, None, lease, state or "created", reason, status.published, status.trained)
             if claim is None:
                 return empty
-            rows = [
-                ExperienceRow(
-                    id=row.row,
-                    group=row.group,
-                    place=row.place,
-                    samples=row.samples,
-                    oldest_version=row.oldest_version,
-                    tokens=row.tokens,
-                    seed=group_seed(self.recipe.seed, row.group),
-                )
-                for row in claim.rows
-            ]
+            rows = [ExperienceRow(*row, group_seed(self.recipe.seed, row.group)) for row in claim.rows]
             found, begun = await self._fetch(claim, columns)
             sampling = (await self.terms()).sampling if stage == "rollout" else {}
         except BaseException:
@@ -247,7 +236,7 @@ class External(ExternalWeights):
             if claim.stage == "reference":
                 check_logprobs("ref_logprobs", columns["ref_logprobs"], torch.from_numpy(part.tokens.astype("int64")))
             await dock.commit(claim, positions, columns)
-            return self._put(part, left - len(positions), int(part.tokens.sum()))
+            return self._times.put(part, left - len(positions), int(part.tokens.sum()))
         wanted = PROGRESS if park else tuple(RESPONSE)
         check_columns(dock.schema, columns, wanted, len(positions))
         newest = (await self.index.status()).published
@@ -256,11 +245,7 @@ class External(ExternalWeights):
         put = dock.park if park else dock.commit
         await put(claim, positions, columns, generated=made)
         begun = int(part.tokens.sum())  # made before the rows were parked
-        return self._put(part, left - len(positions), sum(tokens for _, tokens in made) - begun, park)
-
-    def _put(self, part: Claim, left: int, tokens: int, park: bool = False) -> int:
-        self._times.put(part.token, len(part), tokens, left, parked=park)
-        return left
+        return self._times.put(part, left - len(positions), sum(tokens for _, tokens in made) - begun, park=park)
 
     async def _refuse_stale(self, claim: Claim, oldest: Sequence[int]) -> None:
         """Raises WeightsTooOld when a token of ``claim`` is of a version that is too old for its group."""
@@ -286,7 +271,7 @@ class External(ExternalWeights):
         stale = (step - claim.oldest_version.astype(int)).tolist()
         event = step_event(step, claim, reward, stale, metrics, ledger, (now - since, now - since))
         version = await self.index.train(claim, step, event)
-        self._put(claim, 0, int(claim.tokens.sum()))
+        self._times.put(claim, 0, int(claim.tokens.sum()))
         await self.index.put("stepped", repr(now))
         await self.index.emit(LedgerEvent.of({**await self.index.ledger(), "dropped": await self.index.dropped()}))
         return version

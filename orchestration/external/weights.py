@@ -9,6 +9,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -70,16 +71,7 @@ class ExternalWeights:
         await self._refuse_unpublished(version)
         await self.index.put(loaded_key(worker, owner), str(version))
         record = await self.index.weights_record(version)
-        await self.index.emit(
-            SyncEvent(
-                worker=f"{PREFIX}{worker}",
-                version=version,
-                bytes=record["nbytes"] if record else 0,
-                exposed_seconds=exposed,
-                hidden_seconds=hidden,
-                publish_seconds=0.0,
-            )
-        )
+        await self._emit(worker, version, record["nbytes"] if record else 0, exposed=exposed, hidden=hidden)
 
     async def publish(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0
@@ -91,16 +83,7 @@ class ExternalWeights:
         began, store = time.monotonic(), await self._weight_store()
         published = await asyncio.to_thread(store.publish, version, checked_weights(weights, wanted))
         await self.index.publish_weights(version, published.record())
-        await self.index.emit(
-            SyncEvent(
-                worker=f"{PREFIX}update",
-                version=version,
-                bytes=published.nbytes,
-                publish_seconds=time.monotonic() - began,
-                exposed_seconds=0.0,
-                hidden_seconds=0.0,
-            )
-        )
+        await self._emit("update", version, published.nbytes, publish=time.monotonic() - began)
         await self.index.release_steps(max(covered, version - self.recipe.checkpoint.every))
         return published
 
@@ -127,6 +110,10 @@ class ExternalWeights:
             if nbytes_of(layout) > (free := shutil.disk_usage(place.shared).free):
                 raise NoRoom(f"weights: {nbytes_of(layout)} bytes do not fit into shared memory, where {free} are free")
         return wanted
+
+    async def _emit(self, worker: str, version: int, nbytes: int, **seconds: float) -> None:
+        times: Any = {f"{kind}_seconds": seconds.get(kind, 0.0) for kind in ("publish", "exposed", "hidden")}
+        await self.index.emit(SyncEvent(worker=f"{PREFIX}{worker}", version=version, bytes=nbytes, **times))
 
     async def _refuse_unpublished(self, version: int) -> None:
         newest = (await self.index.status()).published

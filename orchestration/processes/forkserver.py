@@ -253,22 +253,14 @@ class _Server:
     def __init__(self, line: socket.socket) -> None:
         self._line, self._selector = line, selectors.DefaultSelector()
         self._children: dict[int, tuple[socket.socket, bool]] = {}  # pid → connection, whether it outlives it
-        self._woken, self._wakes = socket.socketpair()
-        for end in (self._woken, self._wakes):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._wakes.fileno())
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for ready in (line, self._woken):
-            self._selector.register(ready, selectors.EVENT_READ)
+        self._selector.register(line, selectors.EVENT_READ)
 
     def serve(self) -> int:
         while True:
             for key, _ in self._selector.select():
                 ready = cast("socket.socket", key.fileobj)
-                if ready is self._woken:
-                    with contextlib.suppress(BlockingIOError):
-                        ready.recv(4096)
-                    self._report_ended()
+                if key.data is not None:  # the handle of a child, which has ended
+                    self._report_end(key.fd, key.data)
                 elif ready is not self._line:
                     self._receive(ready)
                 elif handles := socket.recv_fds(ready, 64, 1)[1]:
@@ -311,28 +303,24 @@ class _Server:
         if pid == 0:
             run_child(launch)
         self._children[pid] = (connection, launch.outlives)
+        self._selector.register(handle, selectors.EVENT_READ, pid)
         self._send(connection, {"pid": pid}, handle)
-        os.close(handle)
 
     def _send(self, connection: socket.socket, message: dict[str, object], *handles: int) -> None:
         with contextlib.suppress(OSError):  # the other end is closed, which is read next
             socket.send_fds(connection, [json.dumps(message).encode()], handles)
 
-    def _report_ended(self) -> None:
-        while self._children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            connection, _ = self._children.pop(pid)
-            self._send(connection, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+    def _report_end(self, handle: int, pid: int) -> None:
+        self._selector.unregister(handle)
+        os.close(handle)
+        _, status = os.waitpid(pid, 0)
+        connection, _ = self._children.pop(pid)
+        self._send(connection, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _close_inherited(self) -> None:
-        """In a child: close the server's sockets."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        """In a child: close the server's sockets, and its handles of other children."""
         for key in list(self._selector.get_map().values()):
-            cast("socket.socket", key.fileobj).close()
-        self._wakes.close()
+            os.close(key.fd) if key.data is not None else cast("socket.socket", key.fileobj).close()
         self._selector.close()
 
 

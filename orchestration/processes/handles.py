@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 CHECK_SECONDS = 0.2  # between checks where the kernel offers no handle to wait on
 
@@ -25,6 +26,7 @@ class Process:
     pid: int
     born: str
     child: subprocess.Popen[bytes] | None = field(default=None, compare=False)
+    orphaned: ClassVar[None] = None  # as of forkserver.Child
 
     @classmethod
     def of(cls, pid: int, child: subprocess.Popen[bytes] | None = None) -> Process:

@@ -25,11 +25,12 @@ LONGEST_PROMPT = 2048  # tokens that the arena must have room for where the reci
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Written down here because the code that makes these models takes seconds to load. Embeddings are their output heads too.
 PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184}
-HEADS = {
-    "smollm2": {"num_attention_heads": 9, "num_key_value_heads": 3},
-    "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2},
+CONFIGS: dict[str, dict[str, Any]] = {
+    "smollm2": {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
+    "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    "mock": {},
 }
-CONTEXTS = {"smollm2": 8192, "tiny": 512}
+HEADS = ("num_attention_heads", "num_key_value_heads")
 WEIGHT_SLOTS = 2  # versions in the trainer's weight store
 VLLM_SLOTS = 1  # versions in each vLLM engine's own store, from which vLLM's workers load
 SLAB_SHARE = 1 / 8  # of the arena, in all workers' slabs
@@ -90,18 +91,15 @@ class Plan:
 def plan(recipe: Recipe) -> Plan:
     """Derive the numbers of ``recipe``. Loads no weights."""
     flow, size = recipe.staleness_plan, recipe.algorithm.group_size
+    same = ("bound", "window", "slack", "max_age", "groups_per_step", "groups_in_flight")
     rows_per_step = flow.groups_per_step * size
     parameters = parameters_of(recipe)
     weights = (parameters or 0) * ITEM_BYTES[recipe.model.dtype]
     # vLLM's workers then receive into the slot that is counted as slot_bytes.
     direct = recipe.rollout.engine == "vllm" and recipe.sync.transport == "collective"
+    stores = recipe.rollout.workers if recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout") else 0
     return Plan(
-        bound=flow.bound,
-        window=flow.window,
-        slack=flow.slack,
-        max_age=flow.max_age,
-        groups_per_step=flow.groups_per_step,
-        groups_in_flight=flow.groups_in_flight,
+        **{name: getattr(flow, name) for name in same},
         rows_in_flight=flow.groups_in_flight * size,
         rows_per_step=rows_per_step,
         rows_retained=_steps_retained(recipe) * rows_per_step,
@@ -114,15 +112,10 @@ def plan(recipe: Recipe) -> Plan:
         train_bytes=-(-4 * (parameters or 0) * _trained_item_bytes(recipe) // recipe.train.ranks),
         rollout_bytes=(1 if recipe.colocated or direct else 2) * weights * recipe.replicas,
         reference_bytes=weights if recipe.needs_reference else 0,
-        slot_bytes=0 if recipe.colocated else _slots(recipe) * weights,
+        slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * weights,
         turns=turns(recipe) if recipe.colocated and parameters else None,
         flow=document(flow_of(recipe)),
     )
-
-
-def _slots(recipe: Recipe) -> int:
-    engines = recipe.rollout.workers if recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout") else 0
-    return WEIGHT_SLOTS + VLLM_SLOTS * engines
 
 
 def _trained_item_bytes(recipe: Recipe) -> int:
@@ -295,21 +288,19 @@ def checkpoint_bytes(recipe: Recipe) -> int:
 
 def heads_of(recipe: Recipe) -> dict[str, int]:
     """Numbers of heads that tensor-parallel ranks share, by their names in the model's config; empty without a config."""
-    source = recipe.model.source
-    if source in HEADS:
-        return HEADS[source]
-    config = text_config(source)
-    return {name: config[name] for name in HEADS["tiny"] if isinstance(config.get(name), int) and config[name] > 0}
+    config = _config(recipe.model.source)
+    return {name: config[name] for name in HEADS if isinstance(config.get(name), int) and config[name] > 0}
+
+
+def _config(source: str) -> dict[str, Any]:
+    return CONFIGS[source] if source in CONFIGS else text_config(source)
 
 
 def context_of(recipe: Recipe) -> int | None:
     """Tokens of a prompt with its response that the recipe's model and engines allow; None where that is not known."""
-    source, rollout = recipe.model.source, recipe.rollout
+    rollout, config = recipe.rollout, _config(recipe.model.source)
     if rollout.engine == "vllm" and rollout.vllm.max_model_len:
         return rollout.vllm.max_model_len
-    if source == "mock" or source in CONTEXTS:
-        return CONTEXTS.get(source)
-    config = text_config(source)
     found = [config.get("max_position_embeddings", config.get("n_positions"))]
     layers = config.get("layer_types") or ["sliding_attention"]
     windowed = config.get("use_sliding_window", True) and "sliding_attention" in layers

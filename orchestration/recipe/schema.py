@@ -23,10 +23,10 @@ from orchestration.recipe.sections import (
     RewardSection,
     RolloutSection,
     Section,
+    StageSection,
     SyncSection,
     TrainSection,
 )
-from orchestration.recipe.stages_section import StageSection
 from orchestration.recipe.values import CountOrZero
 from pipeline.staleness import StalenessPlan
 from stages.prompts.options import PromptOptions

@@ -342,3 +342,22 @@ class ExternalSection(Section):
     stages: list[ExternalStage] = key(
         [], "Stages for which the run starts no workers: other programs join it and run them.", max_length=16
     )
+
+
+class StageSection(Section):
+    """A stage of your own (docs/flow.md). Further keys are the options of its class."""
+
+    model_config = ConfigDict(extra="allow")
+
+    use: str = key(
+        ...,
+        "A stage that an installed package registers, or `module:Class`.",
+        min_length=1,
+        examples=["my_stages:Judge"],
+    )
+    workers: Count = key(1, "Processes that run it.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys beside `use` and `workers`."""
+        return dict(self.model_extra or {})

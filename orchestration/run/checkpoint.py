@@ -52,20 +52,6 @@ class Checkpoint:
         engine.load_state_dict(state)
 
 
-def save(
-    directory: Path,
-    engine: TrainEngine,
-    tokenizer: Tokenizer,
-    version: int,
-    index_state: Mapping[str, Any],
-    keep: int,
-) -> Checkpoint:
-    """Write the checkpoint of ``version`` and drop all but the newest ``keep``: what an engine of one rank needs."""
-    partial = begin(directory, version)
-    write(partial, engine)
-    return finish(directory, tokenizer, version, index_state, keep)
-
-
 def begin(directory: Path, version: int) -> Path:
     """Make and return an empty folder to :func:`write` the checkpoint of ``version`` into."""
     partial = _partial(directory, version)
@@ -88,7 +74,8 @@ def write(partial: Path, engine: TrainEngine) -> None:
 def finish(
     directory: Path, tokenizer: Tokenizer, version: int, index_state: Mapping[str, Any], keep: int
 ) -> Checkpoint:
-    """Add the files that are not the engine's, and give the checkpoint its name: from now on it exists."""
+    """Add the files that are not the engine's, and give the checkpoint its name: from now on it exists. Removes all but the
+    newest ``keep``."""
     final, partial = directory / _NAME.format(version), _partial(directory, version)
     tokenizer.save_pretrained(partial / "model")
     (partial / "run.json").write_text(json.dumps({"version": version, **index_state}, indent=1))

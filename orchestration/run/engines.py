@@ -10,8 +10,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,13 +50,9 @@ def threads_of(recipe: Recipe, asked: int) -> int:
 
 
 def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
-    rollout = recipe.rollout
     return SamplingParams(
-        max_tokens=rollout.max_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop=tuple(rollout.stop),
+        **recipe.rollout.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"}),
+        stop=tuple(recipe.rollout.stop),
         stop_token_ids=() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),),
     )
 
@@ -106,28 +101,32 @@ def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tupl
     return model, tokenizer
 
 
-@dataclass(frozen=True)
-class RolloutArguments:
-    """What a rollout engine is made from beside the recipe: the ``version`` that it begins with and the checkpoint folder of
-    its ``weights`` (None: the recipe's model), a folder of its own in shared memory, and the secret of the run."""
-
-    version: int
-    weights: Path | None
-    shared: Path | None
-    secret: bytes
-
-
 def rollout_engine(
     recipe: Recipe, *, version: int, weights: Path | None = None, shared: Path | None = None, secret: bytes = b""
 ) -> RolloutEngine:
-    """Make the engine that ``rollout.engine`` names; see :class:`RolloutArguments`."""
+    """Make the engine that ``rollout.engine`` names. ``version``: what it begins with; ``weights``: the checkpoint folder
+    with it (None: the recipe's model); ``shared``: a folder of its own in shared memory; ``secret``: of the run."""
+    rollout = recipe.rollout
     if recipe.colocated:
         return colocated_engine(recipe, Ranks(0, recipe.train.dp, recipe.train.tp), version=version, weights=weights)
-    make = _ROLLOUT.get(recipe.rollout.engine)
-    if make is None:
-        engine: RolloutEngine = _by_factory("rollout", recipe, RolloutEngine, version=version, weights=weights)
-        return engine
-    return make(recipe, RolloutArguments(version, weights, shared, secret))
+    match rollout.engine:
+        case "torch":
+            return _torch_rollout(devices.select(rollout.device), recipe, version, weights)
+        case "vllm":
+            shared = shared or Path(tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory()))
+            try:
+                return _vllm_rollout(shared, recipe, version, weights, secret)
+            except BaseException:  # once the engine exists, its close removes the folder
+                shutil.rmtree(shared, ignore_errors=True)
+                raise
+        case "mock":
+            from stages.engines.mock.engines import MockRolloutEngine
+            from stages.engines.mock.options import MockRolloutOptions
+
+            options = {"max_rows": rollout.max_rows, "vocabulary": len(tokenizer_of(recipe)), **rollout.mock}
+            return MockRolloutEngine(MockRolloutOptions(**options), version=version)
+    engine: RolloutEngine = _by_factory("rollout", recipe, RolloutEngine, version=version, weights=weights)
+    return engine
 
 
 def _by_factory(side: Side, recipe: Recipe, protocol: type, **arguments: Any) -> Any:
@@ -149,15 +148,10 @@ def colocated_engine(
     """Make the rollout engine of one rank, on the device that it shares with this rank of the train engine."""
     device = devices.of_rank(devices.select(recipe.rollout.device), ranks.rank)
     devices.use(device)
-    return _torch_rollout_on(device, recipe, version, weights, packed=False)
+    return _torch_rollout(device, recipe, version, weights, packed=False)
 
 
-def _torch_rollout(recipe: Recipe, arguments: RolloutArguments) -> RolloutEngine:
-    device = devices.select(recipe.rollout.device)
-    return _torch_rollout_on(device, recipe, arguments.version, arguments.weights)
-
-
-def _torch_rollout_on(
+def _torch_rollout(
     device: torch.device, recipe: Recipe, version: int, weights: Path | None, packed: bool | None = None
 ) -> TorchRolloutEngine:
     from stages.engines.torch.rollout import TorchRolloutEngine
@@ -174,29 +168,11 @@ def _torch_rollout_on(
     )
 
 
-def _mock_rollout(recipe: Recipe, arguments: RolloutArguments) -> RolloutEngine:
-    from stages.engines.mock.engines import MockRolloutEngine
-    from stages.engines.mock.options import MockRolloutOptions
-
-    options = {"max_rows": recipe.rollout.max_rows, "vocabulary": len(tokenizer_of(recipe)), **recipe.rollout.mock}
-    return MockRolloutEngine(MockRolloutOptions(**options), version=arguments.version)
-
-
-def _vllm_rollout(recipe: Recipe, arguments: RolloutArguments) -> RolloutEngine:
-    prefix = "asyncdock-rollout-"
-    shared = arguments.shared or Path(tempfile.mkdtemp(prefix=prefix, dir=shared_memory_directory()))
-    try:
-        return _vllm_rollout_in(shared, recipe, arguments)
-    except BaseException:  # once the engine exists, its close removes the folder
-        shutil.rmtree(shared, ignore_errors=True)
-        raise
-
-
-def _vllm_rollout_in(shared: Path, recipe: Recipe, arguments: RolloutArguments) -> RolloutEngine:
+def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | None, secret: bytes) -> RolloutEngine:
     from stages.engines.vllm.rollout import VllmCollectiveEngine, VllmRolloutEngine
     from stages.weights.collective import Credentials
 
-    rollout, weights = recipe.rollout, arguments.weights
+    rollout = recipe.rollout
     folder = weights or shared / "model"
     if weights is None and recipe.model.source != "tiny":
         folder = model_folder(recipe.model.source)
@@ -208,7 +184,7 @@ def _vllm_rollout_in(shared: Path, recipe: Recipe, arguments: RolloutArguments) 
     if recipe.sync.transport == "collective":
         engine = VllmCollectiveEngine
         authority = recipe.pipeline.tls_authority if recipe.pipeline.tls_certificate else None
-        Credentials(arguments.secret, authority).write(shared)
+        Credentials(secret, authority).write(shared)
     return engine(
         folder,
         shared=shared,
@@ -217,7 +193,7 @@ def _vllm_rollout_in(shared: Path, recipe: Recipe, arguments: RolloutArguments) 
         filters=bool(rollout.top_k) or rollout.top_p < 1,
         threads=threads_of(recipe, rollout.threads),
         transfer_timeout=recipe.sync.timeout,
-        initial_version=arguments.version,
+        initial_version=version,
         **rollout.vllm.model_dump(),
     )
 
@@ -225,23 +201,21 @@ def _vllm_rollout_in(shared: Path, recipe: Recipe, arguments: RolloutArguments) 
 def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | None = None) -> TrainEngine:
     """Make the engine that ``train.engine`` names: the whole engine, or one of several ``ranks``. These make this call
     together, and find each other by the file ``meeting``."""
-    make = _TRAIN.get(recipe.train.engine)
-    if make is None:
-        engine: TrainEngine = _by_factory("train", recipe, TrainEngine, ranks=ranks or Ranks(0), meeting=meeting)
-        return engine
-    return make(recipe, ranks, meeting)
+    match recipe.train.engine:
+        case "torch":
+            return _torch_train(recipe, ranks, meeting)
+        case "mock":
+            from stages.engines.mock.engines import MockTrainEngine
+            from stages.engines.mock.options import MockTrainOptions
+
+            return MockTrainEngine(MockTrainOptions(**recipe.train.mock), seed=recipe.seed)
+    engine: TrainEngine = _by_factory("train", recipe, TrainEngine, ranks=ranks or Ranks(0), meeting=meeting)
+    return engine
 
 
 def reference_engine(recipe: Recipe) -> TrainEngine:
     """Make the frozen reference: the policy that the run begins with, on one rank, in ``model.dtype``."""
     return _torch_reference(recipe) if recipe.train.engine == "torch" else train_engine(recipe)
-
-
-def _mock_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
-    from stages.engines.mock.engines import MockTrainEngine
-    from stages.engines.mock.options import MockTrainOptions
-
-    return MockTrainEngine(MockTrainOptions(**recipe.train.mock), seed=recipe.seed)
 
 
 def _torch_reference(recipe: Recipe) -> TrainEngine:
@@ -274,32 +248,14 @@ def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> T
 
 
 def _train_options(recipe: Recipe) -> dict[str, Any]:
-    train = recipe.train
+    optimizer = ("learning_rate", "schedule", "warmup_steps", "weight_decay", "betas", "grad_clip")
     return {
-        "learning_rate": train.learning_rate,
-        "total_steps": train.steps,
-        "schedule": train.schedule,
-        "warmup_steps": train.warmup_steps,
-        "weight_decay": train.weight_decay,
-        "betas": train.betas,
-        "grad_clip": train.grad_clip,
-        "token_budget": train.token_budget,
+        **recipe.train.model_dump(include={*optimizer, "token_budget", "activation_checkpointing"}),
+        "total_steps": recipe.train.steps,
         "temperature": recipe.rollout.temperature,
-        "activation_checkpointing": train.activation_checkpointing,
-        "threads": threads_of(recipe, train.threads),
-        "device": devices.select(train.device),
+        "threads": threads_of(recipe, recipe.train.threads),
+        "device": devices.select(recipe.train.device),
     }
-
-
-_ROLLOUT: dict[str, Callable[[Recipe, RolloutArguments], RolloutEngine]] = {
-    "torch": _torch_rollout,
-    "vllm": _vllm_rollout,
-    "mock": _mock_rollout,
-}
-_TRAIN: dict[str, Callable[[Recipe, Ranks | None, Path | None], TrainEngine]] = {
-    "torch": _torch_train,
-    "mock": _mock_train,
-}
 
 
 def weight_publisher(recipe: Recipe, shared: Path, secret: bytes) -> Publisher:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from pathlib import Path
 from typing import Protocol
 
-from orchestration.processes.forkserver import Child, ForkServer, Launch
-from orchestration.processes.handles import Process
+from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.processes.starter import Starter
 from orchestration.run.exit_codes import EXIT_FAILED
 from pipeline.index.client import INDEX_VARIABLE
@@ -22,17 +20,17 @@ from pipeline.index.client import INDEX_VARIABLE
 class Life(Protocol):
     """One life of a worker, from launch to exit."""
 
-    name: str
-    pid: int
+    @property
+    def pid(self) -> int: ...
 
     @property
-    def failure_domain(self) -> object:
-        """Equal for workers that died together of one cause; None when it died alone. Known once it has ended."""
+    def orphaned(self) -> object:
+        """Equal for workers that died together, with their fork server; None when it died alone. Known once it has ended."""
 
-    async def wait(self) -> int:
-        """Returns the exit code: 0, ``EXIT_FATAL``, ``EXIT_NOT_STARTED``, or any other of a worker that died."""
+    async def wait(self) -> int | None:
+        """Returns the exit code: 0, ``EXIT_FATAL``, ``EXIT_NOT_STARTED``, another one, or None where it is not known."""
 
-    def kill(self) -> None:
+    def end(self) -> None:
         """End it now. Does nothing when it has ended."""
 
 
@@ -44,10 +42,8 @@ class Launcher(Protocol):
 
 
 class InlineLife:
-    failure_domain = None
-
-    def __init__(self, name: str, work: asyncio.Task[None]) -> None:
-        self.name, self.pid, self._work = name, os.getpid(), work
+    def __init__(self, work: asyncio.Task[None]) -> None:
+        self.pid, self.orphaned, self._work = os.getpid(), None, work
 
     async def wait(self) -> int:
         await asyncio.wait([self._work])
@@ -55,7 +51,7 @@ class InlineLife:
 
         return EXIT_FAILED if self._work.cancelled() else exit_code(self._work.exception())
 
-    def kill(self) -> None:
+    def end(self) -> None:
         self._work.cancel()
 
 
@@ -66,23 +62,7 @@ class InlineLauncher:
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         from orchestration.run.worker import Worker  # imports torch
 
-        return InlineLife(name, asyncio.create_task(Worker(run, url, kind, number, name).run(), name=name))
-
-
-class ProcessLife:
-    def __init__(self, name: str, process: Child | Process) -> None:
-        self.name, self.pid, self._process = name, process.pid, process
-
-    @property
-    def failure_domain(self) -> object:
-        return self._process.orphaned if isinstance(self._process, Child) else None
-
-    async def wait(self) -> int:
-        code = await self._process.wait()
-        return -signal.SIGKILL if code is None else code
-
-    def kill(self) -> None:
-        self._process.end()
+        return InlineLife(asyncio.create_task(Worker(run, url, kind, number, name).run(), name=name))
 
 
 class ProcessLauncher:
@@ -102,7 +82,7 @@ class ProcessLauncher:
             str(self._logs / f"{kind}-{number}.log"),
             f"asyncdock worker {kind}-{number} of {run}",
         )
-        return ProcessLife(name, await self._starter.start(launch))
+        return await self._starter.start(launch)
 
     def close(self) -> None:
         self._starter.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -26,31 +27,18 @@ class RunLocked(RunError):
     """Another process executes the run; the message names it."""
 
 
-class RunLock:
-    """The lock of the run's folder ``folder``, held from :meth:`take` to :meth:`release`."""
-
-    def __init__(self, folder: Path, file: BinaryIO | None) -> None:
-        self.folder, self._file = folder, file
-
-    @classmethod
-    def take(cls, folder: Path) -> RunLock:
-        """Raises RunLocked when another process, or another run in this one, holds the lock of ``folder``."""
-        try:
-            return cls(folder, take(folder / LOCK))
-        except Locked as held:
-            raise RunLocked(f"run: {folder} is executed by {held.holder}{_since(folder)}; stop it first") from None
-        except OSError as error:
-            if error.errno not in WITHOUT_LOCKS:
-                raise
-            log.warning(
-                "the run's folder cannot be locked; do not execute it twice", folder=str(folder), error=str(error)
-            )
-            return cls(folder, None)
-
-    def release(self) -> None:
-        """Release the lock. Does nothing when repeated."""
-        if self._file is not None:
-            self._file.close()
+def lock_run(folder: Path) -> BinaryIO:
+    """Lock the run's folder ``folder`` until the returned file is closed. Raises RunLocked when another process, or another
+    run in this one, holds the lock."""
+    try:
+        return take(folder / LOCK)
+    except Locked as held:
+        raise RunLocked(f"run: {folder} is executed by {held.holder}{_since(folder)}; stop it first") from None
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        log.warning("the run's folder cannot be locked; do not execute it twice", folder=str(folder), error=str(error))
+        return io.BytesIO()
 
 
 def _since(folder: Path) -> str:

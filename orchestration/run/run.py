@@ -26,6 +26,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import stamina
 import structlog
@@ -41,12 +42,12 @@ from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.kinds import workers_of
 from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher
-from orchestration.run.lock import LOCK, RunError, RunLock, RunLocked
+from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import RunPaths
 from orchestration.run.supervisor import Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
-from orchestration.service.registry import ENDED
-from pipeline.events import Event, WorkerEvent
+from pipeline.events import ENDED, Event, WorkerEvent
+from pipeline.first_of import first_of
 from pipeline.index.client import Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import shared_memory_directory
@@ -55,6 +56,7 @@ from stages.threads import run_in_thread
 
 log = structlog.get_logger()
 
+RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
 BEGUN_IN = "begun-in"  # in the run's folder: the working directory of its command, for modules that the recipe names
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
@@ -83,7 +85,7 @@ class Run:
         out_dir: Path,
         start: Checkpoint | None = None,
         hosted: str = "",
-        lock: RunLock | None = None,
+        lock: BinaryIO | None = None,
     ) -> None:
         self.recipe, self.out_dir, self.start = recipe, out_dir.resolve(), start
         self.id = hosted or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
@@ -111,14 +113,14 @@ class Run:
             _refuse_used(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         recipe = recipe.with_absolute_paths()
-        lock = RunLock.take(out_dir)
+        lock = lock_run(out_dir)
         try:
             _refuse_used(out_dir, lock)
-            _write_recipe(out_dir, recipe)
+            write_private(out_dir / RECIPE, recipe.to_json())
             (out_dir / BEGUN_IN).write_text(str(Path.cwd()))
             return cls(recipe, out_dir, lock=lock)
         except BaseException:
-            lock.release()
+            lock.close()
             raise
 
     @classmethod
@@ -128,10 +130,10 @@ class Run:
         :mod:`orchestration.recipe.load`), for good: the checkpoint fits any layout. Raises RunError, and RecipeError for
         what does not fit the recipe."""
         try:
-            recipe = Recipe.from_json((out_dir / "recipe.json").read_text())
+            recipe = Recipe.from_json((out_dir / RECIPE).read_text())
         except OSError as error:
             raise RunError(f"run: {out_dir} holds no recipe.json ({error}); give the folder of a run") from None
-        lock = RunLock.take(out_dir)
+        lock = lock_run(out_dir)
         try:
             _refuse_hosted(out_dir)
             start = checkpoint.latest(out_dir / "checkpoints")
@@ -141,17 +143,17 @@ class Run:
                 )
             if overrides:
                 recipe = change_recipe(recipe, overrides)
-                _write_recipe(out_dir, recipe)
+                write_private(out_dir / RECIPE, recipe.to_json())
             return cls(recipe, out_dir, start, lock=lock)
         except BaseException:
-            lock.release()
+            lock.close()
             raise
 
     @classmethod
     def hosted(cls, recipe: Recipe, out_dir: Path, run: str) -> Run:
         """Returns the run ``run`` of a service, which another runner may have begun in ``out_dir``."""
         out_dir.mkdir(parents=True, exist_ok=True)
-        _write_recipe(out_dir, recipe)
+        write_private(out_dir / RECIPE, recipe.to_json())
         return cls(recipe, out_dir, checkpoint.latest(out_dir / "checkpoints"), hosted=run)
 
     async def host(self, url: str, stop: asyncio.Event | None = None) -> Outcome:
@@ -161,9 +163,7 @@ class Run:
         launcher = self._launcher()
         try:
             await self._take_lock()
-            outcome = await self._work(url, stop or asyncio.Event(), launcher)
-            await self._let_readers_finish()
-            return outcome
+            return await self._work(url, stop or asyncio.Event(), launcher)
         finally:
             launcher.close()
             await self._end()
@@ -180,10 +180,11 @@ class Run:
                 outcome = await self._execute(sockets, stop or asyncio.Event(), launcher)
             except Exception as error:
                 log.exception("the run cannot go on")
-                outcome = Outcome(
-                    "failed", str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-                )
-            return self._result(outcome, time.monotonic() - began)
+                kind = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
+                outcome = Outcome("failed", f"{kind}{error}")
+            newest = checkpoint.latest(self.out_dir / "checkpoints")
+            seconds = time.monotonic() - began
+            return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
         finally:
             launcher.close()
             await self._end()
@@ -194,26 +195,13 @@ class Run:
 
     async def _execute(self, sockets: Path, stop: asyncio.Event, launcher: Launcher) -> Outcome:
         if self.recipe.pipeline.index != "embedded":
-            outcome = await self._work(self.recipe.pipeline.index, stop, launcher)
-            await self._let_readers_finish()
-            return outcome
+            return await self._work(self.recipe.pipeline.index, stop, launcher)
         data = self.out_dir / "index"
         shutil.rmtree(data, ignore_errors=True)
         self.server = EmbeddedIndex(data, socket=sockets / "index.sock")
         await self._start_index(self.server)
-        keeping = asyncio.create_task(self._keep_index(self.server))
-        working = asyncio.create_task(self._work(self.server.url, stop, launcher))
-        try:
-            await asyncio.wait([keeping, working], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                keeping.result()
-            outcome = working.result()
-            await self._let_readers_finish()
-            return outcome
-        finally:
-            for task in (keeping, working):
-                task.cancel()
-            await asyncio.gather(keeping, working, return_exceptions=True)
+        outcome, _ = await first_of(self._work(self.server.url, stop, launcher), self._keep_index(self.server))
+        return cast(Outcome, outcome)
 
     async def _start_index(self, server: EmbeddedIndex) -> None:
         for pause in server.starting():
@@ -251,12 +239,14 @@ class Run:
         )
         async for attempt in attempts:
             with attempt:
-                self._lock = self._lock or RunLock.take(self.out_dir)
+                self._lock = self._lock or lock_run(self.out_dir)
 
     async def _work(self, url: str, stop: asyncio.Event, launcher: Launcher) -> Outcome:
         self._index = Index(url, self.id)
         await self._prepare(self._index)
-        self._write_where(url)
+        # For programs that watch the run. The URL may hold a password.
+        where = {"index": url, "run": self.id, "hosted": self._hosted}
+        write_private(self.out_dir / WHERE, json.dumps(where))
         self._up.set()
         self.supervisor = Supervisor(
             self._index,
@@ -268,7 +258,12 @@ class Run:
             steps=self.recipe.train.steps,
             begins=self.begins,
         )
-        return await self.supervisor.run(stop)
+        outcome = await self.supervisor.run(stop)
+        if readers := [asyncio.create_task(done.wait()) for done in self._readers]:
+            _, late = await asyncio.wait(readers, timeout=READERS_SECONDS)
+            for task in late:
+                task.cancel()
+        return outcome
 
     async def _end(self) -> None:
         self._over = True
@@ -278,7 +273,7 @@ class Run:
         if self._index is not None:
             await self._index.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
 
     async def events(self, after: str = "0") -> AsyncIterator[Event]:
         """Yield the run's events after id ``after`` as they come; ends after the run's last state."""
@@ -299,39 +294,22 @@ class Run:
             done.set()
             self._readers.discard(done)
 
-    async def pause(self) -> None:
-        """Stop admitting and claiming; what is being processed ends. Does nothing when the run is paused or has ended."""
-        await self._move(["running"], "paused")
-
-    async def resume_work(self) -> None:
-        """Go on after :meth:`pause`."""
-        await self._move(["paused"], "running")
-
-    async def _move(self, allowed: list[str], to: str) -> None:
-        if self._index is None:
-            raise RunError(f"run: {self.id} has not begun; execute it first")
-        await self._index.transition(allowed, to)
-
     async def _prepare(self, index: Index) -> None:
         # It imports torch, for seconds in which the loop would hear no signal.
         await run_in_thread(lambda: importlib.import_module("pipeline.columns"), "imports")
         flow = flow_of(self.recipe)
         config = flow.config(self.recipe.staleness_plan)
-        begun = not await index.init(config, *self._beginning())
+        counters, remake = {"published": 0, "trained": 0, "admitted": 0}, list[int]()
+        if self.start is not None:
+            counters, remake = self.start.counters, self.start.remake
+        begun = not await index.init(config, counters, remake)
         if begun and not self.shared.is_dir():  # the machine was rebooted, or is another one: the samples are gone
-            await index.rewind(config, *self._beginning())
+            await index.rewind(config, counters, remake)
             since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
             log.warning("the samples in shared memory are gone; going on", since=since)
-            await index.emit(
-                WorkerEvent(
-                    stage="runner",
-                    worker="runner-0",
-                    change="rewound",
-                    pid=os.getpid(),
-                    version=self.begins,
-                    reason=f"its shared memory was gone; it goes on {since}",
-                )
-            )
+            rewound: dict[str, Any] = {"stage": "runner", "worker": "runner-0", "change": "rewound", "pid": os.getpid()}
+            reason = f"its shared memory was gone; it goes on {since}"
+            await index.emit(WorkerEvent(**rewound, version=self.begins, reason=reason))
             begun = False
         if not begun:
             shutil.rmtree(self.shared, ignore_errors=True)
@@ -343,16 +321,6 @@ class Run:
         await index.put_once("secret", secrets.token_hex(32))  # its nodes prove with it that they are of this run
         await index.transition([""], "created")
 
-    def _beginning(self) -> tuple[dict[str, int], Sequence[int]]:
-        """Returns the counters that the flow starts from, and the groups that are to be generated again."""
-        if self.start is None:
-            return {"published": 0, "trained": 0, "admitted": 0}, ()
-        return self.start.counters, self.start.remake
-
-    def _write_where(self, url: str) -> None:
-        """Write where the run's index is, for programs that watch the run. The URL may hold a password."""
-        write_private(self.out_dir / WHERE, json.dumps({"index": url, "run": self.id, "hosted": self._hosted}))
-
     def _launcher(self) -> Launcher:
         launch = self.recipe.launch
         if launch.launcher == "inline":
@@ -361,23 +329,12 @@ class Run:
         method = SPAWN if self.recipe.rollout.engine == "vllm" else launch.start_method
         return ProcessLauncher(self.out_dir / "logs", method, self.forks)
 
-    async def _let_readers_finish(self) -> None:
-        waiting = [asyncio.create_task(done.wait()) for done in self._readers]
-        if waiting:
-            _, late = await asyncio.wait(waiting, timeout=READERS_SECONDS)
-            for task in late:
-                task.cancel()
 
-    def _result(self, outcome: Outcome, seconds: float) -> RunResult:
-        newest = checkpoint.latest(self.out_dir / "checkpoints")
-        return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
-
-
-def _refuse_used(out_dir: Path, lock: RunLock | None = None) -> None:
+def _refuse_used(out_dir: Path, lock: BinaryIO | None = None) -> None:
     """Raises RunError when ``out_dir`` holds anything but a lock file: RunLocked when a run in it is being executed."""
     if any(path.name != LOCK for path in out_dir.iterdir()):
         if lock is None and (out_dir / LOCK).exists():
-            RunLock.take(out_dir).release()
+            lock_run(out_dir).close()
         raise RunError(f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`")
 
 
@@ -394,27 +351,11 @@ def _refuse_hosted(out_dir: Path) -> None:
         )
 
 
-def _write_recipe(out_dir: Path, recipe: Recipe) -> None:
-    partial = out_dir / ".recipe.json"
-    write_private(partial, recipe.to_json())  # its index's URL may hold a password
-    os.replace(partial, out_dir / "recipe.json")
-
-
 def sweep_leftovers() -> None:
     """Remove what killed runs have left in shared memory, and the socket directories of their indexes."""
     for parent in (shared_memory_directory(), Path(tempfile.gettempdir())):
         for folder in parent.glob("asyncdock-*-*"):
             pid = folder.name.split("-")[1]
-            if pid.isdigit() and not _alive(int(pid)):
+            if pid.isdigit() and not Process.of(int(pid)).alive():
                 shutil.rmtree(folder, ignore_errors=True)
                 log.info("removed what a killed run left behind", folder=str(folder))
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -18,6 +18,7 @@ A supervisor may follow a killed one in the same index: the rows that its worker
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +28,15 @@ import structlog
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.kinds import kind_of
 from orchestration.run.launchers import Launcher, Life
+from orchestration.service.registry import LIVE
 from pipeline.events import WorkerEvent
+from pipeline.first_of import first_of
 from pipeline.index.client import Index, worker_name
 
 log = structlog.get_logger()
 
 Worker = tuple[str, int]  # kind and number
 STOPPED = "stopped by request"
-LIVE = ("starting", "running", "paused")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Supervisor:
         self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
         self.restarts = 0
         self._lives: dict[Worker, Life] = {}
-        self._failure_domains: list[object] = []
+        self._lost: list[object] = []
         self._not_started: dict[Worker, str] = {}  # the last reason
         self._stopping = False
         self._unready = {_shown(worker) for worker in self.workers}  # of the workers that were launched first
@@ -91,7 +93,7 @@ class Supervisor:
         finally:
             self._stopping = True
             for life in self._lives.values():
-                life.kill()
+                life.end()
             await asyncio.gather(*(life.wait() for life in self._lives.values()))
         await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
         return outcome
@@ -102,11 +104,8 @@ class Supervisor:
             return Outcome("stopped", STOPPED)
         _, self._began = await self.index.event_ends()
         keepers = {group[0]: asyncio.create_task(self._keep(group)) for group in self._rank_groups()}
-        stop_requests: list[asyncio.Task[Any]] = [
-            asyncio.create_task(stop.wait()),
-            asyncio.create_task(self._stop_requested()),
-        ]
-        watchers: list[asyncio.Task[Any]] = [*stop_requests, asyncio.create_task(self._start())]
+        stopping = asyncio.create_task(first_of(stop.wait(), self._stop_requested()))
+        watchers: list[asyncio.Task[Any]] = [stopping, asyncio.create_task(self._start())]
         work = [task for (kind, _), task in keepers.items() if kind_of(kind).ends_by_itself]
         if not any(kind_of(kind).is_rank_group for kind, _ in keepers):  # another program trains
             work.append(asyncio.create_task(self._last_published()))
@@ -120,7 +119,7 @@ class Supervisor:
                 if all(task.done() for task in work):
                     outcome = Outcome("finished")
                     break
-                if any(task.done() for task in stop_requests):
+                if stopping.done():
                     outcome = Outcome("stopped", STOPPED)
                     break
             await self._stop(list(keepers.values()))
@@ -139,7 +138,7 @@ class Supervisor:
         if self._unready and (await self.index.status()).trained <= self.begins:
             for worker, life in self._lives.items():
                 if _shown(worker) in self._unready:
-                    life.kill()
+                    life.end()
         _, late = await asyncio.wait(keepers, timeout=self.stop_timeout)
         if late:
             log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.stop_timeout)
@@ -187,7 +186,7 @@ class Supervisor:
     ) -> str:
         """Emit why the first of ``codes`` died, and return it. Raises _Failed when a restart would not help."""
         first = next(iter(codes))
-        orphaned = self._lives[first].failure_domain is not None
+        orphaned = self._lives[first].orphaned is not None
         reason = reasons[first] or ("its fork server has ended" if orphaned else ending(codes[first]))
         log.debug("worker died", worker=names[first], code=codes[first], reason=reason)
         await self._emit(first, "died", reason=reason)
@@ -204,14 +203,14 @@ class Supervisor:
             if self._not_started.get(first) == reason:
                 raise _Failed(f"{_shown(first)} did not start, twice for the same reason: {reason}")
             self._not_started[first] = reason
-        failure_domain = self._lives[first].failure_domain
-        if failure_domain is not None and failure_domain in self._failure_domains:
+        connection = self._lives[first].orphaned
+        if connection is not None and connection in self._lost:
             return
         if self.restarts >= self.max_restarts:
             used_up = f"launch.max_restarts = {self.max_restarts} is used up"
             raise _Failed(f"{_shown(first)} died and {used_up}: {reason}")
         self.restarts += 1
-        self._failure_domains.append(failure_domain)
+        self._lost.append(connection)
 
     async def _wait(self, lives: dict[Worker, Life]) -> dict[Worker, int]:
         """Returns the exit codes of a rank group in the order in which its members ended. When one dies the others, which
@@ -222,11 +221,12 @@ class Supervisor:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 # Of several at once, the one that was killed comes first: the others died because of it.
-                for task in sorted(done, key=lambda task: task.result()):
-                    codes[waiting.pop(task)] = task.result()
+                ended = [(task, -signal.SIGKILL if (code := task.result()) is None else code) for task in done]
+                for task, code in sorted(ended, key=lambda item: item[1]):
+                    codes[waiting.pop(task)] = code
                 if any(codes.values()):
                     for worker in waiting.values():
-                        lives[worker].kill()
+                        lives[worker].end()
             return dict(sorted(codes.items(), key=lambda item: item[1] == 0))  # those that were done come last
         finally:
             for task in waiting:
@@ -243,13 +243,10 @@ class Supervisor:
                         if event.kind == "worker" and event.data["change"] == "ready":
                             self._unready.discard(event.data["worker"])
         except TimeoutError:
-            raise _Failed(
-                f"{sorted(self._unready)} not ready within launch.startup_timeout = {self.startup_timeout:.0f} s; "
-                "see the logs"
-            ) from None
-        await self.index.transition(
-            ["starting"], "running"
-        )  # one that was paused when its supervisor was killed stays so
+            limit = f"launch.startup_timeout = {self.startup_timeout:.0f} s"
+            raise _Failed(f"{sorted(self._unready)} not ready within {limit}; see the logs") from None
+        # A run that was paused when its supervisor was killed stays so.
+        await self.index.transition(["starting"], "running")
 
     async def _stop_requested(self) -> None:
         """Return when the run's state in the index becomes "stopping"."""
@@ -265,8 +262,9 @@ class Supervisor:
             await self.index.wait("version", status.wait, 10.0)
 
     async def _emit(self, worker: Worker, change: str, *, pid: int = 0, reason: str = "") -> None:
-        event = WorkerEvent(stage=worker[0], worker=_shown(worker), change=change, pid=pid, reason=reason)
-        await self.index.emit(event)
+        await self.index.emit(
+            WorkerEvent(stage=worker[0], worker=_shown(worker), change=change, pid=pid, reason=reason)
+        )
 
     async def _forget_former_workers(self) -> None:
         """Free the rows and the open bytes that the workers of a killed supervisor held."""

@@ -99,12 +99,16 @@ class Worker:
 
     async def run(self) -> None:
         """Work until the run's work is done or the run stops. Raises what went wrong, after putting it into the index."""
-        structlog.contextvars.bind_contextvars(
-            run=self.index.run, stage=self.kind, worker=self.name, version=Current(self._version)
-        )
+        version = Current(lambda: None if self._job is None else self._job.version())
+        structlog.contextvars.bind_contextvars(run=self.index.run, stage=self.kind, worker=self.name, version=version)
         dock = None
         try:
-            recipe, paths = await self._documents()
+            recipe_json, paths_json = await self.index.get("recipe"), await self.index.get("place")
+            if recipe_json is None or paths_json is None:
+                raise RuntimeError(
+                    f"run {self.index.run!r} is not in this index; give the id and the URL of one that is"
+                )
+            recipe, paths = Recipe.from_json(recipe_json), RunPaths.from_json(paths_json)
             secret = (await self.index.get("secret") or "").encode()
             dock = Dock(
                 self.index,
@@ -137,15 +141,6 @@ class Worker:
             if dock is not None:
                 await dock.close()
             await self.index.close()
-
-    def _version(self) -> int | None:
-        return None if self._job is None else self._job.version()
-
-    async def _documents(self) -> tuple[Recipe, RunPaths]:
-        recipe, paths = await self.index.get("recipe"), await self.index.get("place")
-        if recipe is None or paths is None:
-            raise RuntimeError(f"run {self.index.run!r} is not in this index; give the id and the URL of a run that is")
-        return Recipe.from_json(recipe), RunPaths.from_json(paths)
 
     async def _build(self, job: Job, paths: RunPaths) -> None:
         """Raises CannotStart for an error that would come again. That is known only while the run starts: later, other

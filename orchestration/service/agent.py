@@ -32,8 +32,8 @@ from orchestration.processes.starter import Starter
 from orchestration.recipe.sections import LaunchSection
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.lifecycle import LEASE_VARIABLE, conclude, shared_of, shared_prefix
-from orchestration.service.registry import ENDED, LEASE_SECONDS, ActiveRun, Registry
-from pipeline.events import WorkerEvent
+from orchestration.service.registry import LEASE_SECONDS, ActiveRun, Registry
+from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.locks import Locked, locked
@@ -185,12 +185,9 @@ class Agent:
 
     async def _report_takeover(self, run: str, reason: str) -> None:
         """Set the run's state from running to starting, and emit an event with the reason."""
-        index = Index(self.url, run)
-        try:
+        async with Index(self._registry.link, run) as index:
             await index.transition(["running"], "starting", f"taken over: {reason}")
             await index.emit(WorkerEvent(stage="runner", worker="runner-0", change="taken over", reason=reason))
-        finally:
-            await index.close()
 
     async def _launch(self, active: ActiveRun, token: str) -> Child | Process | None:
         """Start a runner. When the machine has no process left, the run fails for it and None is returned."""
@@ -222,9 +219,8 @@ class Agent:
             if process is None and active is not None:
                 process = Process.parse(active.process)
             if active is None:
-                stop_by = min(
-                    stop_by, time.monotonic() + GRACE_SECONDS
-                )  # the run is concluded; its process is about to end
+                # the run is concluded; its process is about to end
+                stop_by = min(stop_by, time.monotonic() + GRACE_SECONDS)
             elif active.record.state == "stopping":
                 stop_by = min(stop_by, time.monotonic() + stop_timeout + GRACE_SECONDS)
             forced = ""

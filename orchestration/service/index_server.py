@@ -56,10 +56,7 @@ class ServiceIndex:
             server.start()
             assert server.pid is not None
             self._process = Process.of(server.pid, server.process)
-            partial = self.data / f".{FILE}"
-            partial.unlink(missing_ok=True)
-            write_private(partial, json.dumps({"index": server.url, "process": str(self._process)}))
-            os.replace(partial, self.data / FILE)
+            write_private(self.data / FILE, json.dumps({"index": server.url, "process": str(self._process)}))
             log.info("index started", data=str(self.data), pid=server.pid)
             return server.url
 

@@ -32,13 +32,10 @@ async def conclude(registry: Registry, run: str, token: str, state: str, reason:
     active = await registry.find_active(run)
     if active is None or active.token != token:
         return False
-    index = Index(registry.link, run)
-    try:
+    async with Index(registry.link, run) as index:
         await index.transition(["", "created", *LIVE, "stopping"], state, reason)
         state, reason, _ = await index.state()
         await index.retire()
-    finally:
-        await index.close()
     if active.record.folder:
         folder = Path(active.record.folder)
         with contextlib.suppress(OSError):

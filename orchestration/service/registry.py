@@ -11,22 +11,20 @@ of it. A run without a valid lease is not shown as running.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
 from orchestration.recipe.schema import Recipe
+from pipeline.events import ENDED
 from pipeline.index.client import Index, Link
 
 Ask = Literal["pause", "resume", "stop", "checkpoint"]
 
-ENDED = ("finished", "stopped", "failed")
 LIVE = ("starting", "running", "paused")
 LEASE_SECONDS = 10.0  # for which a runner holds its run; renewed after a third of it
 SETTLE_SECONDS = 10.0  # between the last state of a run and its entry in the list, at most
@@ -35,30 +33,30 @@ CHECKPOINT_WRITTEN = "checkpoint:written"
 Page = tuple[list["RunRecord"], str]
 _LIST = "@runs"  # in keys, in place of a run's id, which cannot begin with @
 _TOPIC = "runs"
-# request → states in which it is allowed, the state that follows
+# request → states in which it is allowed, and the state that follows
 _MOVES: dict[str, tuple[tuple[str, ...], str]] = {
     "pause": (("running",), "paused"),
     "resume": (("paused",), "running"),
-    "stop": (LIVE, "stopping"),
-}
-_POSSIBLE = {
-    "pause": "running",
-    "resume": "paused",
-    "stop": "created, starting, running or paused",
-    "checkpoint": "running or paused",
-    "delete": "finished, stopped or failed",
+    "stop": (("created", *LIVE), "stopping"),
+    "checkpoint": (("running", "paused"), ""),
+    "delete": (ENDED, ""),
 }
 
 
 class UnknownRun(LookupError):
-    """The registry has no run with this id."""
+    """The registry has no run with the id ``run``."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__(f"run: {run!r} is not in this service; list its runs to see their ids")
 
 
 class WrongState(RuntimeError):
     """A run cannot do what was ``asked`` in its present ``state``."""
 
     def __init__(self, run: str, state: str, asked: str) -> None:
-        super().__init__(f"run {run!r} is {state}; to {asked} it, it must be {_POSSIBLE[asked]}")
+        *others, last = _MOVES[asked][0]
+        states = f"{', '.join(others)} or {last}" if others else last
+        super().__init__(f"run {run!r} is {state}; to {asked} it, it must be {states}")
         self.state, self.asked = state, asked
 
 
@@ -122,15 +120,8 @@ class Registry:
         run = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         # All runs are in the index of the service. Its URL may contain a password, so no recipe shows it.
         recipe = recipe.model_copy(update={"pipeline": recipe.pipeline.model_copy(update={"index": "embedded"})})
-        reply = await self._call(
-            "submit",
-            run=run,
-            name=recipe.name,
-            owner=owner,
-            recipe=recipe.to_json(),
-            key=key,
-            fingerprint=fingerprint,
-        )
+        known = {"run": run, "name": recipe.name, "owner": owner, "recipe": recipe.to_json()}
+        reply = await self._call("submit", **known, key=key, fingerprint=fingerprint)
         if "reused" in reply:
             raise KeyReused(
                 f"idempotency key {key!r} belongs to run {reply['reused']!r} of another request; use another key"
@@ -141,7 +132,9 @@ class Registry:
 
     async def get(self, run: str) -> RunRecord:
         """Raises :class:`UnknownRun`."""
-        return (await self._records([await self._kept(run)]))[0]
+        if not (found := await self._call("get", run=run)):
+            raise UnknownRun(run)
+        return (await self._records([found]))[0]
 
     async def list(self, *, state: str = "", name: str = "", owner: str = "", after: str = "", limit: int = 50) -> Page:
         """Return runs, newest first, and the cursor of the next page ("": there is none). ``name``: part of the name, in any
@@ -149,17 +142,10 @@ class Registry:
         if after and not (after.isascii() and after.isdigit()):
             raise ValueError(f"after: {after!r} is not a cursor; give one that an earlier page ended with, or none")
         phase = "" if not state else "waiting" if state == "created" else "ended" if state in ENDED else "active"
+        wanted = {"phase": phase, "state": state if phase == "ended" else "", "name": name, "owner": owner}
         out: list[RunRecord] = []
         while len(out) < limit:
-            reply = await self._call(
-                "list",
-                phase=phase,
-                state=state if phase == "ended" else "",
-                name=name,
-                owner=owner,
-                after=after,
-                limit=limit - len(out),
-            )
+            reply = await self._call("list", **wanted, after=after, limit=limit - len(out))
             after = reply["next"]
             found = await self._records(list(reply["runs"] or ()))
             out += [record for record in found if state in ("", record.state)]
@@ -182,22 +168,20 @@ class Registry:
                 await self._move(run, ["", "created"], "stopped", reason)
                 return await self.get(run)
             record = await self.get(run)  # an agent was faster
-        if what == "checkpoint":
-            if record.state not in ("running", "paused"):
-                raise WrongState(run, record.state, what)
-            async with self._open(run) as index:
-                await index.put(CHECKPOINT_ASKED, uuid.uuid4().hex)
-            return record
         allowed, to = _MOVES[what]
         if record.state not in (*allowed, to) and not (what == "stop" and record.state == "stopped"):
             raise WrongState(run, record.state, what)
-        if record.state in allowed:
-            begun = ("", "created") if what == "stop" else ()  # an active run without a state yet
-            async with self._open(run) as index:
-                state, changed = await index.transition([*begun, *allowed], to)
-                if not changed and state != to:
-                    raise WrongState(run, state, what)
-            await self.touch()
+        if record.state not in allowed:
+            return record
+        async with Index(self.link, run) as index:
+            if what == "checkpoint":
+                await index.put(CHECKPOINT_ASKED, uuid.uuid4().hex)
+                return record
+            not_begun = ("",) if what == "stop" else ()  # an active run without a state yet
+            state, changed = await index.transition([*not_begun, *allowed], to)
+            if not changed and state != to:
+                raise WrongState(run, state, what)
+        await self.touch()
         return await self.get(run)
 
     async def delete(self, run: str) -> None:
@@ -206,7 +190,7 @@ class Registry:
         marker, patience = "", time.monotonic() + SETTLE_SECONDS
         while (answer := await self._call("delete", run=run)) != "done":
             if answer == "unknown":
-                raise UnknownRun(_unknown(run))
+                raise UnknownRun(run)
             state = (await self.get(run)).state
             if state not in ENDED or time.monotonic() > patience:
                 raise WrongState(run, state, "delete")
@@ -261,7 +245,7 @@ class Registry:
 
     async def erase(self, run: str) -> None:
         """Remove the keys of a deleted run from the index."""
-        async with self._open(run) as index:
+        async with Index(self.link, run) as index:
             await index.erase()
 
     async def _call(self, name: str, /, **arguments: Any) -> Any:
@@ -269,27 +253,13 @@ class Registry:
             async with self._loading:
                 if not self._loaded:
                     await self._index.load()
-                    await self._index.load(_library())
+                    await self._index.load((resources.files(__package__) / "registry.lua").read_text(encoding="utf-8"))
                     self._loaded = True
         return await self._index.call(f"runs_{name}", **arguments)
 
-    @contextlib.asynccontextmanager
-    async def _open(self, run: str) -> AsyncIterator[Index]:
-        index = Index(self.link, run)
-        try:
-            yield index
-        finally:
-            await index.close()
-
     async def _move(self, run: str, allowed: Sequence[str], state: str, reason: str = "") -> None:
-        async with self._open(run) as index:
+        async with Index(self.link, run) as index:
             await index.transition(allowed, state, reason)
-
-    async def _kept(self, run: str) -> Mapping[str, Any]:
-        found = await self._call("get", run=run)
-        if not found:
-            raise UnknownRun(_unknown(run))
-        return found
 
     async def _active(self, found: Mapping[str, Any]) -> ActiveRun:
         record = (await self._records([found]))[0]
@@ -315,30 +285,9 @@ def _record(kept: Mapping[str, Any], now: tuple[str, str] | None) -> RunRecord:
         silent = -kept["left"] / 1000
         if state == "running" and silent > 0:
             state = "starting"
-            reason = (
-                f"its runner last renewed its lease {silent + LEASE_SECONDS:.0f} s ago; an agent has to take it over"
-            )
-    return RunRecord(
-        id=kept["id"],
-        name=kept["name"],
-        state=state,
-        reason=reason,
-        position=kept.get("position"),
-        owner=kept["owner"],
-        created=int(kept["created"]) / 1000,
-        started=int(kept["started"]) / 1000 if "started" in kept else None,
-        ended=int(kept["ended"]) / 1000 if "ended" in kept else None,
-        agent=kept["agent"],
-        attempts=int(kept["attempts"]),
-        folder=kept["folder"],
-        recipe=json.loads(kept["recipe"]),
-    )
-
-
-def _unknown(run: str) -> str:
-    return f"run: {run!r} is not in this service; list its runs to see their ids"
-
-
-@cache
-def _library() -> str:
-    return resources.files("orchestration.service").joinpath("registry.lua").read_text(encoding="utf-8")
+            since = silent + LEASE_SECONDS
+            reason = f"its runner last renewed its lease {since:.0f} s ago; an agent has to take it over"
+    known: dict[str, Any] = {name: kept[name] for name in ("id", "name", "owner", "agent", "folder")}
+    known |= {name: int(kept[name]) / 1000 if name in kept else None for name in ("created", "started", "ended")}
+    known |= {"position": kept.get("position"), "attempts": int(kept["attempts"])}
+    return RunRecord(**known, state=state, reason=reason, recipe=json.loads(kept["recipe"]))

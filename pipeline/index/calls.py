@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 from redis.exceptions import ResponseError
@@ -46,6 +46,12 @@ class Calls:
             wait.reschedule(0.0)
         if not self._shared:
             await self._link.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def load(self, library: str | None = None) -> None:
         """Put the function library, or another one, on the server (replacing another version of it)."""

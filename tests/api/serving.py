@@ -59,6 +59,6 @@ def bearer(token: str) -> dict[str, str]:
 async def problem(response: ClientResponse, status: int) -> dict[str, Any]:
     """The problem that ``response`` is, of this status."""
     assert (response.status, response.content_type) == (status, MEDIA_TYPE), await response.text()
-    told = await response.json(content_type=None)
-    assert told["status"] == status
-    return told
+    answer = await response.json(content_type=None)
+    assert answer["status"] == status
+    return answer

@@ -1,4 +1,4 @@
-"""Values that nobody would send by accident: each is refused, or means what it says, and none is the server's mistake."""
+"""Unusual values: each is refused or has its literal meaning, and none causes an error of the server."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_json_that_no_recipe_is_made_of(client: Client, text: str) -> None
         assert await status(client, "POST", path, data=text.encode(), headers=headers) in (400, 413, 422)
 
 
-# --- connections that nobody uses ---------------------------------------------------------------------------------------
+# --- unused connections -------------------------------------------------------------------------------------------------
 
 
 class Kept:

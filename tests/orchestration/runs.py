@@ -69,6 +69,11 @@ class Watched:
         async with asyncio.timeout(timeout), self.changed:
             await self.changed.wait_for(condition)
 
+    async def move(self, state: str, to: str) -> None:
+        """Change the run's state, as a service does on request."""
+        assert self.run.supervisor is not None
+        await self.run.supervisor.index.transition([state], to)
+
     async def follow(self) -> None:
         async for event in self.run.events():
             async with self.changed:

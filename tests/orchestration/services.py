@@ -20,8 +20,8 @@ from orchestration.recipe.schema import Recipe
 from orchestration.service.agent import Agent
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.lifecycle import shared_prefix
-from orchestration.service.registry import ENDED, ActiveRun, Registry, RunRecord
-from pipeline.events import Event
+from orchestration.service.registry import ActiveRun, Registry, RunRecord
+from pipeline.events import ENDED, Event
 from pipeline.index.client import INDEX_VARIABLE, Index
 from pipeline.warehouse.arena import shared_memory_directory
 from tests.orchestration.runs import forks

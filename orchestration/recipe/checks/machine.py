@@ -22,6 +22,7 @@ from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.planner import checkpoint_bytes, context_of
 from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
@@ -155,23 +156,19 @@ def context_has_room(recipe: Recipe, environment: Environment) -> Iterator[Probl
         yield problem(recipe, "rollout.max_tokens", wrong, f"use a value < {context}")
 
 
-@machine_check("rollout.device", "rollout.engine", "external")
-def rollout_device_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    if environment.devices and recipe.runs_stage("rollout"):
-        yield from _device_problems("rollout", recipe.rollout.engine, recipe.rollout.device)
+def _check_device(side: Side, stage: ExternalStage) -> None:
+    @machine_check(f"{side}.device", f"{side}.engine", "external")
+    def device_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+        engine, device = getattr(recipe, side).engine, getattr(recipe, side).device
+        # Engines of other packages may use devices that are not known here; an unknown name may mean a built-in engine.
+        other_package = engine not in BUILT_IN[side] and (":" in engine or engine in engine_names(side))
+        is_used = environment.devices and recipe.runs_stage(stage) and engine != "mock" and not other_package
+        if is_used and (fault := device_fault(device)):
+            yield Problem(f"{side}.device", device, *fault)
 
 
-@machine_check("train.device", "train.engine", "external")
-def train_device_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    if environment.devices and recipe.runs_stage("update"):
-        yield from _device_problems("train", recipe.train.engine, recipe.train.device)
-
-
-def _device_problems(side: Side, engine: str, device: str) -> Iterator[Problem]:
-    # Engines of other packages may use devices that are not known here; an unknown name may mean a built-in engine.
-    other_package = engine not in BUILT_IN[side] and (":" in engine or engine in engine_names(side))
-    if engine != "mock" and not other_package and (fault := device_fault(device)):
-        yield Problem(f"{side}.device", device, *fault)
+_check_device("rollout", "rollout")
+_check_device("train", "update")
 
 
 @machine_check(

@@ -124,14 +124,11 @@ class UpdateJob(Job):
         await self.stage.catch_up()
 
     async def _recorder(self) -> Recorder | None:
-        most = self.recipe.pipeline.keep_samples
-        if not most:
+        if not (most := self.recipe.pipeline.keep_samples):
             return None
-        samples = SampleLog(self.paths.out / FOLDER, most)
+        samples, rewards = SampleLog(self.paths.out / FOLDER, most), self.recipe.reward.functions
         await asyncio.to_thread(samples.rewind, (await self.index.status()).trained)
-        return Recorder(
-            self.dock, self.tokenizer, [function.name for function in self.recipe.reward.functions], samples
-        )
+        return Recorder(self.dock, self.tokenizer, [function.name for function in rewards], samples)
 
     async def _after_step(self, version: int) -> None:
         """Write a checkpoint when one is due or requested."""
@@ -145,8 +142,7 @@ class UpdateJob(Job):
         await self.index.release_steps(version)
 
     async def _save(self, version: int, requested: bool = False) -> None:
-        state = asdict(await self.index.resume_point())
-        folder = self.paths.checkpoints
+        state, folder = asdict(await self.index.resume_point()), self.paths.checkpoints
         with self._spans.during("checkpoint", version=version):
             partial = checkpoint.begin(folder, version)
             await self.rank_group.broadcast("save", folder=str(partial))
@@ -158,6 +154,5 @@ class UpdateJob(Job):
         await self._report(written, requested)
 
     async def _report(self, written: Checkpoint, requested: bool) -> None:
-        event = CheckpointEvent(version=written.version, path=str(written.path), requested=requested)
-        await self.index.emit(event)
+        await self.index.emit(CheckpointEvent(version=written.version, path=str(written.path), requested=requested))
         await self.index.put(CHECKPOINT_REPORTED, str(written.version))

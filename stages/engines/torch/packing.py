@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from stages.engines.torch.attention_interface import refuse_options
+
 ATTENTION = "asyncdock_shared_prompt"  # name of shared_prompt_attention in transformers' attention interface
 
 
@@ -120,9 +122,7 @@ def shared_prompt_attention(
     """Attention function for transformers over a packed micro-batch: ``query`` [1, H, S, D], ``key`` and ``value`` [1, KV
     heads, S, D]. Returns [1, S, H, D]."""
     packed: PackedBatch = options["packed"]
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise NotImplementedError(f"attention option {name}")
+    refuse_options(options)
     if sliding_window is not None and packed.longest > sliding_window:
         raise NotImplementedError(f"a sequence of {packed.longest} tokens over a sliding window of {sliding_window}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, heads, D]

@@ -22,7 +22,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import structlog
@@ -36,7 +35,7 @@ from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission, engine_failed, start_row
 from stages.engines.torch.decoding.weights import WeightSet
-from stages.threads import run_in_temporary_thread, run_in_thread
+from stages.threads import deferred, run_in_temporary_thread, run_in_thread
 
 log = structlog.get_logger()
 
@@ -205,16 +204,7 @@ class TorchRolloutEngine:
     async def _at_boundary(self, function: Callable[[], T]) -> T:
         """Run ``function`` in the compute thread before its next token. After a cancellation ``function`` has ended or will
         never run; raises EngineFailed when it has started and does not end in time."""
-        outcome: Future[T] = Future()
-
-        def run() -> None:
-            if not outcome.set_running_or_notify_cancel():
-                return  # the caller was cancelled
-            try:
-                outcome.set_result(function())
-            except BaseException as error:
-                outcome.set_exception(error)
-
+        outcome, run = deferred(function)
         self._post(run)
         answer = asyncio.wrap_future(outcome)
         try:

@@ -20,12 +20,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from stages import device as devices
 from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
+from stages.engines.torch.attention_interface import check_logits, replace_attention
 from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at
 from stages.engines.torch.packing import ATTENTION, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
@@ -324,23 +325,18 @@ class TorchTrainEngine:
     def _take_over(self, device: torch.device) -> None:
         """Replace the model's attention, and compare its logits with those of the plain forward. The whole model is on
         ``device``."""
-        kind, vocabulary = type(self.model).__name__, self.model.config.get_text_config().vocab_size
-        probe = torch.arange(9) * 7919 % vocabulary
+        probe = torch.arange(9) * 7919 % self.model.config.get_text_config().vocab_size
         prompt, rows = probe[:4], [probe[4:9], probe[4:7]]
         plain = [self.model(input_ids=torch.cat([prompt, row])[None].to(device), use_cache=False) for row in rows]
-        AttentionInterface.register(ATTENTION, shared_prompt_attention)
-        self.model.set_attn_implementation(ATTENTION)
+        expected = torch.cat([out.logits[0, 3:-1] for out in plain]).float()
+        replace_attention(self.model, ATTENTION, shared_prompt_attention)
         packed = pack([prompt], [rows], device, self.model.dtype)
         head = self.model.get_output_embeddings()
-        try:
-            got = scaled_logits(self._hidden(packed), head.weight, head.bias, 1.0)[packed.source]
-        except (KeyError, TypeError, AttributeError, NotImplementedError) as error:
-            raise ValueError(f"model: {kind} cannot be packed through the attention interface: {error!r}") from error
-        expected = torch.cat([out.logits[0, 3:-1] for out in plain]).float()
-        gap = float((got - expected).abs().max())
-        limit = torch.finfo(self.model.dtype).eps ** 0.5 * max(1.0, float(expected.abs().max()))
-        if not gap <= limit:
-            raise ValueError(f"model: packed {kind} gives logits that are off by {gap:.2g} (limit {limit:.2g})")
+
+        def logits() -> torch.Tensor:
+            return scaled_logits(self._hidden(packed), head.weight, head.bias, 1.0)[packed.source]
+
+        check_logits(self.model, "a packed batch", logits, expected)
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

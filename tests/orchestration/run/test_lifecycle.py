@@ -14,7 +14,7 @@ import pytest
 
 from orchestration.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.run import checkpoint
-from orchestration.run.lock import LOCK, RunLock, RunLocked
+from orchestration.run.lock import LOCK, RunLocked, lock_run
 from orchestration.run.run import Run, RunError
 from orchestration.service.lifecycle import WHERE
 from pipeline.events import Event
@@ -54,16 +54,16 @@ async def test_a_live_run_is_neither_resumed_nor_replaced_and_goes_on(tmp_path: 
 def test_the_lock_of_a_killed_process_is_free_and_its_number_is_not_believed(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        RunLock.take(tmp_path)
+        lock_run(tmp_path)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert (tmp_path / LOCK).read_text() == f"{pid}\n"
-    lock = RunLock.take(tmp_path)
+    lock = lock_run(tmp_path)
     (tmp_path / LOCK).write_text(f"{pid}\n")
     with pytest.raises(RunLocked, match=f"is executed by process {os.getpid()} .*; stop it first"):
-        RunLock.take(tmp_path)
-    lock.release()
-    lock.release()
+        lock_run(tmp_path)
+    lock.close()
+    lock.close()
     assert Run.create(recipe(MOCK), tmp_path).begins == 0, "a folder with nothing but a lock file is empty"
 
 

@@ -183,11 +183,11 @@ def test_each_rank_is_a_worker() -> None:
     assert [worker for worker in workers_of(of) if worker[0] == "update"] == [("update", 0), ("update", 1)]
 
 
-# --- the supervisor's part, with workers that do as they are told ------------------------------------------------------
+# --- the supervisor's part, with scripted workers --------------------------------------------------------------------
 
 
-class ToldLife:
-    failure_domain: object = None
+class ScriptedLife:
+    orphaned: object = None
 
     def __init__(self, name: str) -> None:
         self.name, self.pid, self.killed = name, 0, False
@@ -196,20 +196,20 @@ class ToldLife:
     async def wait(self) -> int:
         return await asyncio.shield(self.code)
 
-    def kill(self) -> None:
+    def end(self) -> None:
         if not self.code.done():
             self.killed = True
             self.code.set_result(-9)
 
 
-class ToldLauncher:
+class ScriptedLauncher:
     """Launches lives that end when the test says so; the launched ones come out of ``lives`` in order."""
 
     def __init__(self, index: Index) -> None:
-        self.index, self.lives = index, asyncio.Queue[tuple[str, int, ToldLife]]()
+        self.index, self.lives = index, asyncio.Queue[tuple[str, int, ScriptedLife]]()
 
-    async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> ToldLife:
-        life = ToldLife(name)
+    async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> ScriptedLife:
+        life = ScriptedLife(name)
         await self.index.emit(WorkerEvent(stage=kind, worker=f"{kind}-{number}", change="ready"))
         self.lives.put_nowait((kind, number, life))
         return life
@@ -217,18 +217,18 @@ class ToldLauncher:
     def close(self) -> None:
         """Nothing of it is left."""
 
-    async def next(self, count: int) -> dict[str, ToldLife]:
+    async def next(self, count: int) -> dict[str, ScriptedLife]:
         async with asyncio.timeout(20):
             found = [await self.lives.get() for _ in range(count)]
         return {f"{kind}-{number}": life for kind, number, life in found}
 
 
 @pytest.fixture
-async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ToldLauncher, asyncio.Task[Outcome]]]:
+async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLauncher, asyncio.Task[Outcome]]]:
     of = recipe(TINY)
     await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
     await index.transition([""], "created")
-    launcher = ToldLauncher(index)
+    launcher = ScriptedLauncher(index)
     workers = [("flow", 0), *(("update", number) for number in range(3))]
     supervisor = Supervisor(index, launcher, workers, max_restarts=2, startup_timeout=20, stop_timeout=0.2)
     work = asyncio.create_task(supervisor.run(asyncio.Event()))

@@ -232,12 +232,12 @@ async def test_pause_holds_and_resume_goes_on(tmp_path: Path) -> None:
     of = recipe(MOCK, train__steps=12)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
-        await watched.run.pause()
+        await watched.move("running", "paused")
         paused_at = len(watched.of("step"))
         await asyncio.wait([work], timeout=0.7)
         assert not work.done()
         assert len(watched.of("step")) <= paused_at + 2, "what was in flight may end, no more"
-        await watched.run.resume_work()
+        await watched.move("paused", "running")
         result = await work
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
@@ -502,9 +502,9 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     of = recipe(TINY, train__steps=1)
     engine = train_engine(of)
     for version in (1, 2, 3):
-        checkpoint.save(
-            tmp_path, engine, tokenizer_of(of), version, {"counters": {"trained": version}, "remake": [7]}, 2
-        )
+        checkpoint.write(checkpoint.begin(tmp_path, version), engine)
+        flow = {"counters": {"trained": version}, "remake": [7]}
+        checkpoint.finish(tmp_path, tokenizer_of(of), version, flow, keep=2)
     (tmp_path / ".step-00000009.partial").mkdir()  # killed while it was written
     newest = checkpoint.latest(tmp_path)
     assert newest is not None
@@ -535,7 +535,7 @@ async def test_other_nodes_read_the_samples_of_a_run_that_serves_them(tmp_path: 
     async with executing(Run.create(of, tmp_path / "run")) as (watched, _):
         await watched.until(lambda: len(watched.of("step")) >= 1)
         where = json.loads((tmp_path / "run" / WHERE).read_text())
-        await watched.run.pause()
+        await watched.move("running", "paused")
         near = await Dock.attach(where["index"], where["run"])
         far = await Dock.attach(where["index"], where["run"], node="another", tls=of.pipeline.tls_contexts())
         bare = await Dock.attach(where["index"], where["run"], node="another", wire_timeout=1.0)
@@ -552,5 +552,5 @@ async def test_other_nodes_read_the_samples_of_a_run_that_serves_them(tmp_path: 
             for dock in (near, far, bare):
                 await dock.close()
                 await dock.index.close()
-        await watched.run.resume_work()
+        await watched.move("paused", "running")
         watched.stop.set()

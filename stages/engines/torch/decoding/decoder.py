@@ -26,10 +26,12 @@ import torch
 from torch import nn
 
 from stages import device as devices
+from stages.engines.torch.attention_interface import check_logits, refuse_options, replace_attention
 from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
-from stages.engines.torch.decoding.llama_forward import LlamaForward
+from stages.engines.torch.decoding.llama_forward import LlamaForward, is_llama
 from stages.engines.torch.decoding.weights import DecoderWeights
 from stages.engines.torch.head import use_float32
+from stages.resharding.swap import separate
 
 ATTENTION = "asyncdock_two_part"
 STATIC_ROWS, STATIC_TOKENS = 8, 64  # smallest sizes of a static step; larger ones are doubled from these
@@ -190,9 +192,7 @@ class TorchDecoder:
             sharing = SharedPrompts(members, place, lengths, sharing.longest, straight=False)
             self._decode_step(tokens, own, sharing, longest)  # makes room and chooses kernels, which no recording may
             replay, logits = devices.record(self.device, lambda: self._decode_step(tokens, own, sharing, longest))
-            if (
-                self._recorded_at != self.attention.grown
-            ):  # this size needed more room: older recordings read the old pools
+            if self._recorded_at != self.attention.grown:  # grown for this size: older recordings read the old pools
                 self._recorded, self._recorded_at = {}, self.attention.grown
             recorded = self._recorded[size] = _Recorded(fixed, replay, logits)
         for fixed_tensor, tensor in zip(recorded.inputs, inputs, strict=True):
@@ -249,21 +249,28 @@ class TorchDecoder:
 
     def _take_over(self, probe: torch.Tensor, expected: torch.Tensor) -> None:
         """Replace the model's attention, then use the fastest forward that agrees with ``expected``."""
-        from transformers import AttentionInterface
-
-        AttentionInterface.register(ATTENTION, _two_part_attention)
-        self.model.set_attn_implementation(ATTENTION)
+        replace_attention(self.model, ATTENTION, _two_part_attention)
         head = self.model.get_output_embeddings()
         if type(head) is nn.Linear and self.dtype != torch.float32:
             use_float32(head)
+
+        def check() -> None:
+            check_logits(self.model, "two-part attention", lambda: self._probed(probe), expected[[4, 5, 5, 6, 6, 7, 7]])
+
         self._llama: LlamaForward | None = None
-        self._compare(probe, expected)
-        self._llama = LlamaForward.of(self.model, self.weights.packed)
-        if self._llama is not None and self._gap(probe, expected) > self._limit(expected):
-            self._llama = None
+        check()
+        if is_llama(self.model):
+            self._llama = LlamaForward(self.model, self.weights.packed)
+            try:
+                check()
+            except ValueError:
+                self._llama = None
+                if not self.weights.packed:
+                    with torch.inference_mode(False):
+                        separate(self.model.parameters())  # it has joined them
         self.weights.lay_out(self._llama)
         if self._llama is None and self.weights.packed:
-            self._compare(probe, expected)
+            check()
 
     def _refuse_variable_rope(self) -> None:
         rope = getattr(self.model.config, "rope_parameters", None) or {}
@@ -274,32 +281,15 @@ class TorchDecoder:
                 "would depend on the rows beside it; use a model with a fixed rope type"
             )
 
-    def _compare(self, probe: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raises ``ValueError`` unless two-part attention gives the plain forward's logits ``expected`` [8, V]."""
-        kind = type(self.model).__name__
+    def _probed(self, probe: torch.Tensor) -> torch.Tensor:
+        """Prefill part of ``probe`` [8] and decode the rest in two rows. Returns the logits [7, V]."""
         try:
-            gap = self._gap(probe, expected)
-        except Exception as error:
-            raise ValueError(
-                f"model: {kind} does not work through transformers' attention interface: {error!r}"
-            ) from error
-        limit = self._limit(expected)
-        if not gap <= limit:
-            raise ValueError(
-                f"model: two-part attention gives {kind} logits that are off by {gap:.2g} (limit {limit:.2g})"
-            )
-
-    def _gap(self, probe: torch.Tensor, expected: torch.Tensor) -> float:
-        """Prefill part of ``probe`` and decode the rest in two rows. Returns the largest difference to ``expected``."""
-        (prompt,), first = self.prefill([probe[:5]])
-        self.join(prompt)
-        self.join(prompt)
-        got = torch.cat([first, *(self.decode([int(token)] * 2).clone() for token in probe[5:])])
-        self.clear()
-        return float((got - expected[[4, 5, 5, 6, 6, 7, 7]]).abs().max())
-
-    def _limit(self, expected: torch.Tensor) -> float:
-        return torch.finfo(self.dtype).eps ** 0.5 * max(1.0, float(expected.abs().max()))
+            (prompt,), first = self.prefill([probe[:5]])
+            self.join(prompt)
+            self.join(prompt)
+            return torch.cat([first, *(self.decode([int(token)] * 2).clone() for token in probe[5:])])
+        finally:
+            self.clear()
 
 
 def _size(need: int, least: int) -> int:
@@ -321,9 +311,7 @@ def _two_part_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention function that transformers calls in the forward of a :class:`TorchDecoder`, given as option ``decoder``."""
     decoder: TorchDecoder = options["decoder"]
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise NotImplementedError(f"attention option {name}")
+    refuse_options(options)
     if sliding_window is not None:  # within the window this is full attention; longer requests are refused
         decoder.max_context = min(decoder.max_context, sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

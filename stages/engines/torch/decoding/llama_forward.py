@@ -5,7 +5,7 @@
 
 It computes with the weights of the transformers model. Compared with the model's own modules it saves some forty Python
 calls per layer and several passes over memory: q, k and v are one matmul; on CPU the activation, the product and the
-residual sum are part of the matmuls; the last layer computes the kept tokens alone. :meth:`LlamaForward.of` decides by the
+residual sum are part of the matmuls; the last layer computes the kept tokens alone. :func:`is_llama` decides by the
 modules, not by the model's name, and the caller compares the logits.
 """
 
@@ -73,7 +73,8 @@ class JoinedLinear:
         return nn.functional.linear(hidden, self.weight, self.bias)
 
     def then(self, operation: str, hidden: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return self(hidden).add_(other) if operation == "add" else self(hidden).mul_(other)
+        assert operation == "add", operation
+        return self(hidden).add_(other)
 
 
 def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -86,28 +87,6 @@ def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     return joined
 
 
-class _PackedGate:
-    """``silu(gate(x)) * up(x)``, activation and product inside the matmuls."""
-
-    def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
-        self.linears = [PackedLinear(gate), PackedLinear(up)]
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = self.linears
-        return up.then("mul", hidden, gate(hidden, "swish"))
-
-
-class _JoinedGate:
-    """``silu(gate(x)) * up(x)`` with one matmul."""
-
-    def __init__(self, gate: nn.Linear, up: nn.Linear) -> None:
-        self.both = JoinedLinear(gate, up)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = self.both(hidden).chunk(2, -1)
-        return nn.functional.silu(gate) * up
-
-
 class _Layer:
     def __init__(self, layer: Any, packed: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -116,22 +95,26 @@ class _Layer:
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.qkv = linear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out, self.down = linear(attention.o_proj), linear(mlp.down_proj)
-        self.gate = (_PackedGate if packed else _JoinedGate)(mlp.gate_proj, mlp.up_proj)
+        self.gates = [linear(mlp.gate_proj), linear(mlp.up_proj)] if packed else [linear(mlp.gate_proj, mlp.up_proj)]
         self.scaling: float = attention.scaling
         self.width: int = attention.head_dim
         self.kv_heads = attention.k_proj.out_features // self.width
         self.heads = attention.q_proj.out_features // self.width
 
-    def linears(self) -> list[Any]:
-        gate = self.gate.linears if isinstance(self.gate, _PackedGate) else []
-        return [self.qkv, self.out, *gate, self.down]
+    def gated(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``silu(gate(x)) * up(x)``: activation and product inside the packed matmuls, or one joined matmul."""
+        if len(self.gates) == 2:
+            gate, up = self.gates
+            return up.then("mul", hidden, gate(hidden, "swish"))
+        gate, up = self.gates[0](hidden).chunk(2, -1)
+        return nn.functional.silu(gate) * up
 
 
 class LlamaForward:
-    """The forward of ``model``; made by :meth:`of`."""
+    """The forward of ``model``, for which :func:`is_llama` is true. ``packed``: linear layers are copied into oneDNN's
+    layout; else the modules' parameters stay the weights."""
 
     def __init__(self, model: Any, packed: bool) -> None:
-        self.packed = packed
         self.embedding, self.norm = model.model.embed_tokens, model.model.norm
         self.layers = [_Layer(layer, packed) for layer in model.model.layers]
         # In a lower dtype the module itself, which the decoder has made to give float32.
@@ -142,12 +125,6 @@ class LlamaForward:
         self.half = len(rotary.inv_freq)
         self.amplitude = torch.full_like(self.frequencies, rotary.attention_scaling)
         self.signed = torch.cat([-self.amplitude[: self.half], self.amplitude[self.half :]])
-
-    @classmethod
-    def of(cls, model: Any, packed: bool) -> LlamaForward | None:
-        """Returns None when ``model`` has other modules than a Llama. ``packed``: linear layers are copied into oneDNN's
-        layout, and :meth:`places` has where new weights go; else the modules' parameters stay the weights."""
-        return cls(model, packed) if _is_llama(model) else None
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, attend: Attend
@@ -169,24 +146,13 @@ class LlamaForward:
             if keep is not None and number == len(self.layers) - 1:
                 attended, hidden = attended[keep], hidden[keep]
             hidden = layer.out.then("add", attended, hidden)
-            hidden = layer.down.then("add", layer.gate(_normed(layer.between, hidden)), hidden)
+            hidden = layer.down.then("add", layer.gated(_normed(layer.between, hidden)), hidden)
         return self.head(_normed(self.norm, hidden))
 
-    def joined(self) -> Iterator[JoinedLinear]:
-        """The joined linear layers, in torch's layout."""
-        for layer in self.layers:
-            yield layer.qkv
-            if isinstance(layer.gate, _JoinedGate):
-                yield layer.gate.both
-
-    def places(self, names: Mapping[int, str]) -> list[Place]:
-        """Where the weights are kept in the packed layout; ``names`` has the parameters' names by id."""
-        modules = [self.embedding, self.norm]
-        norms = [m for layer in self.layers for m in (layer.before, layer.between, layer.q_norm, layer.k_norm)]
-        modules += [norm for norm in norms if norm is not None]
-        linears = [linear for layer in self.layers for linear in layer.linears()]
-        (linears if isinstance(self.head, PackedLinear) else modules).append(self.head)
-        return [place for linear in linears for place in linear.places(names)] + own_places(modules, names)
+    def linears(self) -> list[Any]:
+        """Every :class:`PackedLinear` or :class:`JoinedLinear`."""
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.out, *layer.gates, layer.down)]
+        return [*linears, self.head] if isinstance(self.head, PackedLinear) else linears
 
 
 def own_places(modules: Iterable[nn.Module], names: Mapping[int, str]) -> list[Place]:
@@ -209,7 +175,9 @@ def _normed(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
     return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def _is_llama(model: Any) -> bool:
+def is_llama(model: Any) -> bool:
+    """Whether the modules of ``model`` that have parameters are those of a Llama: no parameter is left out of the forward.
+    The caller compares what is computed between them."""
     body, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     rotary = getattr(body, "rotary_emb", None)
     if type(head) is not nn.Linear or not hasattr(rotary, "inv_freq") or not hasattr(rotary, "attention_scaling"):
@@ -219,38 +187,23 @@ def _is_llama(model: Any) -> bool:
     return _is_rms(body.norm) and all(_is_llama_layer(layer, 2 * len(rotary.inv_freq)) for layer in body.layers)  # type: ignore
 
 
-def _is_llama_layer(layer: Any, rotating: int) -> bool:
-    children = dict(layer.named_children())
-    if children.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+QKV = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
+GATE_UP = {"mlp.gate_proj", "mlp.up_proj"}
+LINEARS = {*QKV, "self_attn.o_proj", *GATE_UP, "mlp.down_proj"}
+NORMS = {"input_layernorm", "post_attention_layernorm"}
+HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
+
+
+def _is_llama_layer(layer: nn.Module, rotating: int) -> bool:
+    modules = {name: module for name, module in layer.named_modules() if [*module.parameters(recurse=False)]}
+    if modules.keys() not in (LINEARS | NORMS, LINEARS | NORMS | HEAD_NORMS):
         return False
-    attention, mlp = dict(children["self_attn"].named_children()), dict(children["mlp"].named_children())
-    projections = ["q_proj", "k_proj", "v_proj"]
-    if attention.keys() - {"q_norm", "k_norm"} != {*projections, "o_proj"}:
-        return False
-    if mlp.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"} or not _is_silu(mlp["act_fn"]):
-        return False
-    linears = [
-        *(attention[name] for name in [*projections, "o_proj"]),
-        mlp["gate_proj"],
-        mlp["up_proj"],
-        mlp["down_proj"],
-    ]
-    if not all(type(linear) is nn.Linear for linear in linears):
-        return False
-    joined = [[attention[name] for name in projections], [mlp["gate_proj"], mlp["up_proj"]]]
-    if any(len({linear.bias is None for linear in together}) > 1 for together in joined):
-        return False
-    if getattr(layer.self_attn, "head_dim", 0) != rotating:
-        return False
-    norms = [attention[name] for name in ("q_norm", "k_norm") if name in attention]
-    return len(norms) in (0, 2) and all(
-        _is_rms(norm) for norm in [*norms, layer.input_layernorm, layer.post_attention_layernorm]
+    return (
+        all(type(modules[name]) is nn.Linear for name in LINEARS)
+        and all(_is_rms(modules[name]) for name in modules.keys() - LINEARS)
+        and all(len({modules[name].bias is None for name in joined}) == 1 for joined in (QKV, GATE_UP))
+        and getattr(layer.get_submodule("self_attn"), "head_dim", 0) == rotating
     )
-
-
-def _is_silu(module: nn.Module) -> bool:
-    probe = torch.linspace(-3, 3, 7)
-    return torch.equal(module(probe), nn.functional.silu(probe))
 
 
 def _is_rms(module: Any) -> bool:

@@ -33,16 +33,16 @@ class DecoderWeights:
     def lay_out(self, llama: LlamaForward | None) -> None:
         """Decide where each parameter is kept: for ``llama``, or for the model's own modules when it is None."""
         self._llama = llama
-        if not self.packed:
-            self._places = own_places(self.model.modules(), self._names)
-        elif llama is not None:
-            self._places = llama.places(self._names)
-            plain = {place.names[0] for place in self._places if isinstance(place.holder, nn.Embedding | nn.Linear)}
-            for name, parameter in self.model.named_parameters():
-                if parameter.dim() == 2 and name not in plain:
-                    parameter.data = parameter.data.new_empty(0)  # the packed copy is the weight now
-        else:
-            self._pack_modules()
+        linears: list[Any] = []
+        if self.packed:
+            linears = llama.linears() if llama is not None else self._pack_modules()
+        layers = [layer for linear in linears for layer in linear.layers]
+        own = own_places([module for module in self.model.modules() if module not in layers], self._names)
+        self._places = [place for linear in linears for place in linear.places(self._names)] + own
+        kept = {name for place in own for name in place.names}
+        for layer in layers:
+            if self._names[id(layer.weight)] not in kept:
+                layer.weight.data = layer.weight.data.new_empty(0)  # the packed copy is the weight now
 
     def check(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Raise ``WeightMismatch`` unless ``weights`` are the model's parameters in name, shape and dtype."""
@@ -66,7 +66,7 @@ class DecoderWeights:
         if self.packed:
             raise ValueError("packed: the weights are copies in oneDNN's layout; make the decoder with packed=False")
         found, parts = dict[str, torch.Tensor](), set[str]()
-        for linear in self._llama.joined() if self._llama else ():
+        for linear in self._llama.linears() if self._llama else ():
             for kind, whole in (("weight", linear.weight), ("bias", linear.bias)):
                 if whole is not None:
                     of = [self._names[id(getattr(layer, kind))] for layer in linear.layers]
@@ -100,15 +100,13 @@ class DecoderWeights:
                 setattr(holder, attribute, tensor)
         return replaced
 
-    def _pack_modules(self) -> None:
-        self._places, kept = [], []
+    def _pack_modules(self) -> list[PackedLinear]:
+        """Replace the model's linear layers."""
         head = None if self.model.dtype == torch.float32 else self.model.get_output_embeddings()
-        for module_name, module in list(self.model.named_modules()):
+        packed = []
+        for name, module in list(self.model.named_modules()):
             if type(module) is nn.Linear and module is not head:
-                linear = PackedLinear(module)
-                parent, _, attribute = module_name.rpartition(".")
-                setattr(self.model.get_submodule(parent), attribute, linear)
-                self._places += linear.places(self._names)
-            else:
-                kept.append(module)
-        self._places += own_places(kept, self._names)
+                packed.append(PackedLinear(module))
+                parent, _, attribute = name.rpartition(".")
+                setattr(self.model.get_submodule(parent), attribute, packed[-1])
+        return packed

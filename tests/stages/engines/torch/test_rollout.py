@@ -229,6 +229,12 @@ def test_llama_like_models_are_computed_by_the_quick_forward(build: Callable[[],
     assert TorchDecoder(build(), torch.device("cpu"))._llama is not None
 
 
+def test_a_llama_with_another_activation_is_computed_by_its_own_modules_with_weights_of_their_own() -> None:
+    decoder = TorchDecoder(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")), torch.device("cpu"), packed=False)
+    assert decoder._llama is None
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in decoder.model.parameters())
+
+
 async def test_another_kind_of_model_is_served_by_its_own_modules() -> None:
     """Gated experts instead of a gated product: not a Llama, but two-part attention serves it."""
     shape = {**SHAPE, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
