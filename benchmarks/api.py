@@ -99,7 +99,7 @@ def serve(url: str, data: str, parent: Connection) -> None:
         from api.server.service import Settings
 
         settings, registry = Settings(data=Path(data), port=0, runs=0, rate=1e6, burst=10**6), Registry(url)
-        _, where = await listen(build_app(settings, url, registry), settings)
+        _, where = await listen(build_app(settings, registry), settings)
         reduce_collections()
         parent.send(where)
         await asyncio.Event().wait()

@@ -22,7 +22,7 @@ from api.client.errors import ApiProblem
 from api.client.transport import Answer, Transport
 from api.external.codec import CONTROL, decode_experience, to_body
 from api.external.schemas import PutView, WeightsView
-from api.server.operations import BINARY
+from api.server.bodies import BINARY
 from orchestration.external.errors import NotBegun, NotExternal, WeightsGone, WeightsTooOld
 from orchestration.external.experience import Experience
 from orchestration.external.session import External
