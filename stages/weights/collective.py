@@ -123,8 +123,8 @@ class WeightSender:
         store.set_timeout(timedelta(seconds=self._timeout))
         serving = threading.Thread(target=serve_store, args=(engine, store), name="weights-rendezvous", daemon=True)
         serving.start()
-        with closing(_Line(self._device, store, 0, self._timeout)) as line:
-            line.move(buckets)
+        with closing(_DevicePair(self._device, store, 0, self._timeout)) as pair:
+            pair.move(buckets)
         serving.join(self._timeout)  # until the engine hangs up: it has everything then
 
     @contextmanager
@@ -198,8 +198,8 @@ class WeightReceiver:
 
     def _receive_by_group(self, trainer: SecretSocket, published: Published, memory: np.ndarray) -> None:
         devices.use(self._device)
-        with closing(_Line(self._device, RemoteStore(trainer), 1, self._timeout)) as line:
-            line.move(_buckets(memory, published), landed=lambda number: verify(memory, published, number))
+        with closing(_DevicePair(self._device, RemoteStore(trainer), 1, self._timeout)) as pair:
+            pair.move(_buckets(memory, published), landed=lambda number: verify(memory, published, number))
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ def serve_store(peer: SecretSocket, store: Store) -> None:
         return
 
 
-class _Line:
+class _DevicePair:
     """One end of a group of two devices, through which rank 0 sends and rank 1 receives."""
 
     def __init__(self, device: torch.device, store: Store, rank: int, timeout: float) -> None:
