@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -83,12 +82,10 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def _write(file: Path, tokens: dict[str, str]) -> None:
-    """Replaces the file in one step; other users can read it at no moment."""
+    from orchestration.private_files import write_private
+
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".tokens-")  # made with mode 600
-        with os.fdopen(handle, "w", encoding="utf-8") as opened:
-            json.dump(tokens, opened, indent=1)
-        os.replace(name, file)
+        write_private(file, json.dumps(tokens, indent=1))
     except OSError as error:
         raise KeyringError(f"{file} cannot be written ({error})") from None
