@@ -9,7 +9,7 @@
                                               ◀── asker: one process, `--rate` GETs a second of a run, the list, stages
 
 Turns without and with readers follow each other; the first seconds of each are left out. Throughput is that of tokens
-generated, from the run's own `stage` events. An event's delay is from when its worker told it (the event's `time`) to when
+generated, from the run's own `stage` events. An event's delay is from its emission (the event's `time`) to when
 a reader has it, over all events of all readers. Then all readers stay for ``--minutes``, and the server's memory is read
 once a second.
 """
@@ -91,7 +91,7 @@ class Measured:
 # ── the processes ──
 
 
-def serve(url: str, data: str, told: Connection) -> None:
+def serve(url: str, data: str, parent: Connection) -> None:
     """The REST server, until it is ended."""
 
     async def run() -> None:
@@ -99,9 +99,9 @@ def serve(url: str, data: str, told: Connection) -> None:
         from api.server.service import Settings
 
         settings, registry = Settings(data=Path(data), port=0, runs=0, rate=1e6, burst=10**6), Registry(url)
-        _, where = await listen(build_app(settings, url, registry), settings)
+        _, where = await listen(build_app(settings, registry), settings)
         reduce_collections()
-        told.send(where)
+        parent.send(where)
         await asyncio.Event().wait()
 
     asyncio.run(run())
@@ -155,8 +155,8 @@ def read(host: str, port: int, path: str, orders: Connection) -> None:
                 for reader in readers:
                     reader.transport.abort()
                 readers.clear()
-            told, delays[:] = list(delays), []
-            orders.send((told, sum(reader.alive for reader in readers)))
+            kept, delays[:] = list(delays), []
+            orders.send((kept, sum(reader.alive for reader in readers)))
 
     asyncio.run(run())
 
@@ -193,8 +193,8 @@ def ask(base: str, run: str, rate: float, orders: Connection) -> None:
 
         pacing = asyncio.create_task(paced())
         while await asyncio.to_thread(orders.recv):
-            told, times[:] = list(times), []
-            orders.send((told, failed))
+            kept, times[:] = list(times), []
+            orders.send((kept, failed))
             assert not pacing.done()
 
     asyncio.run(run_())
@@ -252,13 +252,13 @@ class Run:
     async def tokens_per_s(self, seconds: float) -> float:
         """Generated tokens a second, over ``seconds`` from now."""
         _, after = await self.index.event_ends()
-        end, told = time.monotonic() + seconds, list[tuple[float, int]]()
+        end, counted = time.monotonic() + seconds, list[tuple[float, int]]()
         while time.monotonic() < end:
             for event in await self.index.events(after, 1.0):
                 after = event.id
                 if event.kind == "stage" and event.data["stage"] == "rollout":
-                    told.append((event.time, event.data["tokens"]))
-        (began, first), (ended, last) = told[0], told[-1]
+                    counted.append((event.time, event.data["tokens"]))
+        (began, first), (ended, last) = counted[0], counted[-1]
         return (last - first) / (ended - began)
 
     async def stop(self) -> None:
@@ -280,8 +280,8 @@ async def measure(readers: int, seconds: float, turns: int, rate: float, minutes
         stack.enter_context(agent(url, home))
         run = Run(registry, record.id)
         try:
-            server, told = stack.enter_context(process(serve, url, str(home)))
-            base = await _answer(told)
+            server, connection = stack.enter_context(process(serve, url, str(home)))
+            base = await _answer(connection)
             host, port = base.removeprefix("http://").split(":")
             path = f"/v1/runs/{record.id}/metrics/stream?last_event_id=%24"  # $: from now on
             _, many = stack.enter_context(process(read, host, int(port), path))

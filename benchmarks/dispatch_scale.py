@@ -75,8 +75,9 @@ import torch
 
 from pipeline.blocks import PackedRows
 from pipeline.columns import Column, Packed, Schema
-from pipeline.index.client import Claim, Index, RunConfig, StageSpec, WarehouseRecord
+from pipeline.index.client import Claim, Index, RunConfig, StageSpec
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent
+from pipeline.index.warehouses import WarehouseRecord
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 
@@ -352,8 +353,8 @@ class Counts:
 class Host:
     """One host's producer and its two stages."""
 
-    def __init__(self, work: Work, arm: Arm, number: int, dock: CountingDock, tell: Connection) -> None:
-        self._work, self._arm, self._number, self._dock, self._tell = work, arm, number, dock, tell
+    def __init__(self, work: Work, arm: Arm, number: int, dock: CountingDock, parent: Connection) -> None:
+        self._work, self._arm, self._number, self._dock, self._parent = work, arm, number, dock, parent
         self._message = arm.message or work.batch
 
     async def live(self, start: float) -> None:
@@ -424,7 +425,7 @@ class Host:
                 numbers = ids[:, 0].tolist()
                 await self._dock.commit(claim, range(len(claim)), made)
                 if stage == "train":
-                    self._tell.send(("released", time.monotonic(), numbers))
+                    self._parent.send(("released", time.monotonic(), numbers))
 
 
 async def host_main(
@@ -466,7 +467,7 @@ async def host_main(
     cpu = time.process_time() - used
     living.cancel()
     await asyncio.gather(living, return_exceptions=True)
-    server = dock.served
+    server = dock.warehouses.server
     sent, received = (server.payload_sent, server.payload_received) if server else (0, 0)
     ends.send(("counts", Counts(dock.mapped - began, sent, received, dock.near, dock.far, cpu)))
     await dock.close()

@@ -1,4 +1,4 @@
-"""What only a machine with an accelerator can tell: the torch engines' numbers against the CPU's, and their speed.
+"""What only a machine with an accelerator can measure: the torch engines' numbers against the CPU's, and their speed.
 
     make gpu-check                                            # or: python benchmarks/gpu_check.py [--json FILE]
     python benchmarks/gpu_check.py --device cpu --smoke       # does it run; its speeds then mean nothing

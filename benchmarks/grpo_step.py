@@ -183,7 +183,7 @@ def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, 
     model, tokenizer = load_model(source, dtype=torch.float32, seed=0)
     rows = dataset(steps + 1)
     theirs: list[Peer] = []
-    mine: list[Measured] = []
+    measured: list[Measured] = []
 
     class Alternate(TrainerCallback):
         """Generation lies inside TRL's training step, so begin and end of the step enclose all of it."""
@@ -194,8 +194,8 @@ def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             seconds, cpu = time.perf_counter() - self.began, time.process_time() - self.cpu
             theirs.append(Peer(seconds, cpu, int(state.num_input_tokens_seen - self.tokens)))
-            number = len(mine)
-            mine.append(runner.run(ours.step(number, rows[number * GROUPS : (number + 1) * GROUPS])))
+            number = len(measured)
+            measured.append(runner.run(ours.step(number, rows[number * GROUPS : (number + 1) * GROUPS])))
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -226,31 +226,31 @@ def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, 
             processing_class=tokenizer,
             callbacks=[Alternate()],
         ).train()
-    return summary("TRL default" if recompute else "TRL plain", theirs[1:], mine[1:])
+    return summary("TRL default" if recompute else "TRL plain", theirs[1:], measured[1:])
 
 
 def alone(ours: OurSide, runner: asyncio.Runner, steps: int) -> dict[str, Any]:
     rows = dataset(steps + 1)
-    mine = [runner.run(ours.step(i, rows[i * GROUPS : (i + 1) * GROUPS])) for i in range(steps + 1)]
-    return summary(None, [], mine[1:])
+    measured = [runner.run(ours.step(i, rows[i * GROUPS : (i + 1) * GROUPS])) for i in range(steps + 1)]
+    return summary(None, [], measured[1:])
 
 
-def summary(peer: str | None, theirs: list[Peer], mine: list[Measured]) -> dict[str, Any]:
+def summary(peer: str | None, theirs: list[Peer], measured: list[Measured]) -> dict[str, Any]:
     median = statistics.median
     result: dict[str, Any] = {
-        "steps": len(mine),
-        "seconds": median(m.seconds for m in mine),
-        "tokens_per_step": median(m.tokens for m in mine),
-        "tokens_per_s": median(m.tokens / m.seconds for m in mine),
-        "generate_s": median(m.generate for m in mine),
-        "generate_floor_s": median(m.generate_floor for m in mine),
-        "generate_share_of_floor": median(m.generate_floor / m.generate for m in mine),
-        "train_s": median(m.train for m in mine),
-        "train_floor_s": median(m.train_floor for m in mine),
-        "train_share_of_floor": median(m.train_floor / m.train for m in mine),
-        "sync_s": median(m.sync for m in mine),
-        "matmul_gflops": median(m.gflops for m in mine),
-        "read_gb_per_s": median(m.gb_per_s for m in mine),
+        "steps": len(measured),
+        "seconds": median(m.seconds for m in measured),
+        "tokens_per_step": median(m.tokens for m in measured),
+        "tokens_per_s": median(m.tokens / m.seconds for m in measured),
+        "generate_s": median(m.generate for m in measured),
+        "generate_floor_s": median(m.generate_floor for m in measured),
+        "generate_share_of_floor": median(m.generate_floor / m.generate for m in measured),
+        "train_s": median(m.train for m in measured),
+        "train_floor_s": median(m.train_floor for m in measured),
+        "train_share_of_floor": median(m.train_floor / m.train for m in measured),
+        "sync_s": median(m.sync for m in measured),
+        "matmul_gflops": median(m.gflops for m in measured),
+        "read_gb_per_s": median(m.gb_per_s for m in measured),
     }
     if peer:
         result["peer"] = {
@@ -259,7 +259,7 @@ def summary(peer: str | None, theirs: list[Peer], mine: list[Measured]) -> dict[
             "tokens_per_step": median(t.tokens for t in theirs),
             "tokens_per_s": median(t.tokens / t.seconds for t in theirs),
         }
-        pairs = list(zip(mine, theirs, strict=True))
+        pairs = list(zip(measured, theirs, strict=True))
         result["ratio"] = median(m.tokens / m.seconds / (t.tokens / t.seconds) for m, t in pairs)
         result["cpu_ratio"] = median(m.tokens / m.cpu / (t.tokens / t.cpu) for m, t in pairs)
     return result

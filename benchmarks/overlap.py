@@ -30,9 +30,9 @@ With ``--replicas`` the slots are shared among so many rollout workers, and each
 weights as soon as they can (together), and one after the other (rolling). A swap keeps a replica from decoding for
 ``--swap-share`` of a step; "all stop" is the share of time in which no replica could decode at all.
 
-With ``--engine torch`` the replicas are real engines with a real model, and so is the trainer. Nobody knows beforehand what
-such an engine could do at most, so there is no bound and no synchronous arm: the two manners of swapping run in turns,
-``--repeats`` times each, and medians are told. A replica stops for the last ``exposed_seconds`` of its swap (a span of its
+With ``--engine torch`` the replicas are real engines with a real model, and so is the trainer. The most that such an engine
+could do is not known beforehand, so there is no bound and no synchronous arm: the two manners of swapping run in turns,
+``--repeats`` times each, medians are reported. A replica stops for the last ``exposed_seconds`` of its swap (a span of its
 worker); it makes tokens while it holds responses and is not stopped. "longest gap": the longest time in which none did,
 stopped or because the gate was shut, as the trainer was behind.
 """
@@ -260,15 +260,15 @@ def measured(
 async def asynchronous(workload: Workload, bound: int, home: Path, rolling: bool = True) -> Arm:
     """The real run with staleness bound ``bound``."""
     events = await _executed(workload.recipe(bound, rolling), home / f"bound-{bound}{rolling}")
-    told = [event for event in events if event.kind == "step"]
-    first, last = told[workload.margin - 1], told[-workload.margin]
+    steps = [event for event in events if event.kind == "step"]
+    first, last = steps[workload.margin - 1], steps[-workload.margin]
     published = (e.data for e in events if e.kind == "sync" and e.data["worker"] == "update-0")
     publishing = sum(
         sync["publish_seconds"] for sync in published if first.data["version"] <= sync["version"] < last.data["version"]
     )
     waits = _update_waits(events, first.time, last.time)
     name = f"η = {bound}{'' if workload.replicas == 1 else _manner(rolling)}"
-    arm = measured(workload, name, bound, _steps(told), publishing, waits)
+    arm = measured(workload, name, bound, _steps(steps), publishing, waits)
     stops = all_stops(workload.replicas, [swap.stopped for swap in swaps(events)], first.time, last.time)
     return replace(arm, all_stop_share=sum(stops) / (last.time - first.time))
 
@@ -294,7 +294,7 @@ async def _executed(recipe: Recipe, out: Path, forks: ForkServer | None = None) 
     return events
 
 
-def _steps(told: Sequence[Event]) -> list[Trained]:
+def _steps(events: Sequence[Event]) -> list[Trained]:
     return [
         Trained(
             event.data["step"],
@@ -302,7 +302,7 @@ def _steps(told: Sequence[Event]) -> list[Trained]:
             event.time,
             int(event.data["staleness_max"]),
         )
-        for event in told
+        for event in events
     ]
 
 
@@ -324,8 +324,8 @@ class Swap:
 
 
 def swaps(events: Sequence[Event]) -> list[Swap]:
-    """All swaps, when they were by the workers' own clocks: a `sync` event is told a moment after its swap is over. That is
-    what is left of a swap whose span was among too many to be told."""
+    """All swaps, when they were by the workers' own clocks: a `sync` event follows a moment after its swap. It is all
+    that is known of a swap whose span was left out of the events."""
     turns = {(worker, span["version"]): _interval(span) for worker, span in _spans(events, "swap")}
     found = []
     for event in events:
@@ -400,10 +400,10 @@ async def torch_run(
     workload: TorchWorkload, bound: int, home: Path, rolling: bool, forks: ForkServer | None
 ) -> TorchRun:
     events = await _executed(workload.recipe(bound, rolling), home, forks)
-    told = (event.data for event in events if event.kind == "span" and event.data["stage"] == "rollout")
-    if hidden := sum(data["left_out"] for data in told):
+    reports = (event.data for event in events if event.kind == "span" and event.data["stage"] == "rollout")
+    if hidden := sum(data["left_out"] for data in reports):
         raise RuntimeError(
-            f"{hidden} spans were too many to be told, so nobody knows who was generating; use fewer groups"
+            f"{hidden} spans were left out of the events, so it is unknown who was generating; use fewer groups"
         )
     steps = _steps([event for event in events if event.kind == "step"])
     begin, end = steps[workload.margin - 1].at, steps[-workload.margin].at
@@ -461,8 +461,8 @@ def torch_table(runs: Sequence[TorchRun]) -> str:
 
 def _update_waits(events: Sequence[Event], begin: float, end: float) -> float | None:
     """The share of the time between two moments in which the update stage had nothing to claim."""
-    told = [event for event in events if event.kind == "stage" and event.data["stage"] == "update"]
-    within = [event.data for event in told if begin <= event.time <= end]
+    reports = [event for event in events if event.kind == "stage" and event.data["stage"] == "update"]
+    within = [event.data for event in reports if begin <= event.time <= end]
     if len(within) < 2:
         return None
     return (within[-1]["waiting_input"] - within[0]["waiting_input"]) / (within[-1]["wall"] - within[0]["wall"])
@@ -504,8 +504,8 @@ async def measure(workload: Workload, bounds: Sequence[int]) -> list[Arm]:
 
 
 def report(workload: Workload, arms: Sequence[Arm]) -> dict[str, Any]:
-    told = [{**asdict(arm), "tokens_per_second": arm.tokens_per_second, "of_bound": arm.of_bound} for arm in arms]
-    return {"workload": asdict(workload), "arms": told}
+    rows = [{**asdict(arm), "tokens_per_second": arm.tokens_per_second, "of_bound": arm.of_bound} for arm in arms]
+    return {"workload": asdict(workload), "arms": rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -525,9 +525,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.smoke and options.steps <= 2 * Workload.margin:
         parser.error(f"--steps {options.steps}: {Workload.margin} at either end are left out; use more")
-    told = _main_torch(parser, options) if options.engine == "torch" else _main_mock(parser, options)
+    result = _main_torch(parser, options) if options.engine == "torch" else _main_mock(parser, options)
     if options.json:
-        options.json.write_text(json.dumps(told, indent=1))
+        options.json.write_text(json.dumps(result, indent=1))
 
 
 def _main_torch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:

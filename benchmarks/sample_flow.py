@@ -11,7 +11,7 @@ Two processes for each arm, a producer and a consumer, in turns:
                                              ──▶ every byte read, compared with what was put       (not in the time)
 
 Arms take turns within a round, so that other work on the machine slows all of them; ratios are taken round by round, and
-medians of them told. The first put of each arm and case goes into memory that nothing has touched, and is told apart.
+medians of them reported. The first put of each arm and case goes into untouched memory, and is reported apart.
 Peers run in two modes, every other round in each, and keep whichever figure is better for them:
 
   TransferQueue   with ``polling_mode`` and one storage unit; and as it is by default (two units, no polling)
@@ -169,7 +169,7 @@ def unordered(rows: Mapping[str, Any] | TensorDict) -> int:
 
 
 def stamp(rows: TensorDict, turn: int) -> None:
-    """Change the first token of every row, so that another turn's rows are told from this one's."""
+    """Change the first token of every row, so that another turn's rows differ from this one's."""
     for name, dtype in COLUMNS:
         column: Any = rows[name]
         first = torch.arange(len(rows), dtype=torch.int64).add(1_000_000 * (turn + 1)).to(dtype)
@@ -225,11 +225,11 @@ class Arm(Protocol):
         """Both processes leave the flow, the consumer first; its samples are not needed any more."""
 
     def put(self, rows: TensorDict) -> tuple[float, Any]:
-        """Returns what the consumer needs to be told to get the rows, if anything."""
+        """Returns what the consumer needs to get the rows, if anything."""
 
-    def get(self, told: Any, count: int) -> tuple[float, TensorDict]: ...
+    def get(self, reference: Any, count: int) -> tuple[float, TensorDict]: ...
 
-    def done(self, told: Any) -> float:
+    def done(self, reference: Any) -> float:
         """The rows just got are not needed any more."""
 
     def single_puts(self, rows: Sequence[TensorDict]) -> dict[str, float]:
@@ -275,7 +275,7 @@ class Ours:
 
         return self._runner.run(put()), None
 
-    def get(self, told: Any, count: int) -> tuple[float, TensorDict]:
+    def get(self, reference: Any, count: int) -> tuple[float, TensorDict]:
         async def get() -> tuple[float, TensorDict]:
             began = time.perf_counter()
             claim = await self._dock.claim("consume", most=count, timeout=10)
@@ -286,7 +286,7 @@ class Ours:
 
         return self._runner.run(get())
 
-    def done(self, told: Any) -> float:
+    def done(self, reference: Any) -> float:
         async def commit() -> float:
             began = time.perf_counter()
             await self._dock.commit(self._claim, range(len(self._claim)), None)
@@ -375,7 +375,7 @@ class Ours:
     def leave(self) -> None:
         if self._home is not None:
             if self._worker == "producer":  # the last to leave
-                self._runner.run(self._dock.flush())
+                self._runner.run(self._dock.writer.flush())
                 self._runner.run(self._dock.index.erase())
                 shutil.rmtree(self._home)
             self._runner.run(self._opened.aclose())
@@ -411,7 +411,7 @@ class TransferQueue:
 
         return self._runner.run(put()), None
 
-    def get(self, told: Any, count: int) -> tuple[float, TensorDict]:
+    def get(self, reference: Any, count: int) -> tuple[float, TensorDict]:
         async def get() -> tuple[float, TensorDict]:
             began = time.perf_counter()
             self._meta = await self._client.async_get_meta(
@@ -422,7 +422,7 @@ class TransferQueue:
 
         return self._runner.run(get())
 
-    def done(self, told: Any) -> float:
+    def done(self, reference: Any) -> float:
         async def clear() -> float:
             began = time.perf_counter()
             await self._client.async_clear_samples(self._meta)
@@ -470,13 +470,13 @@ class RayStore:
         reference = self._ray.put(rows)
         return time.perf_counter() - began, reference
 
-    def get(self, told: Any, count: int) -> tuple[float, TensorDict]:
+    def get(self, reference: Any, count: int) -> tuple[float, TensorDict]:
         began = time.perf_counter()
-        rows = self._ray.get(told)
+        rows = self._ray.get(reference)
         return time.perf_counter() - began, rows
 
-    def done(self, told: Any) -> float:
-        return 0.0  # the store drops what nobody refers to
+    def done(self, reference: Any) -> float:
+        return 0.0  # the store drops what has no reference left
 
     def single_puts(self, rows: Sequence[TensorDict]) -> dict[str, float]:
         began = time.perf_counter()
@@ -510,22 +510,22 @@ class Side:
         assert self._rows is not None
         self._turn += 1
         stamp(self._rows, self._turn)
-        seconds, told = self._arm.put(self._rows)
+        seconds, reference = self._arm.put(self._rows)
         sums = fingerprint(self._rows), None if self._arm.ordered else unordered(self._rows)
-        return seconds, [told], sums  # in a list, Ray hands a reference on instead of its value
+        return seconds, [reference], sums  # in a list, Ray hands a reference on instead of its value
 
-    def get(self, told: list[Any], count: int, emptied: bool = False) -> tuple[float, float, float, Sums]:
+    def get(self, reference: list[Any], count: int, emptied: bool = False) -> tuple[float, float, float, Sums]:
         """Seconds of getting, of reading every byte once, and of being done; and the rows' checksums. ``emptied``: after
         other work of this process has pushed everything out of the processor's caches."""
         if emptied:
             np.copyto(self._swept[0], self._swept[1])
-        seconds, rows = self._arm.get(told[0], count)
+        seconds, rows = self._arm.get(reference[0], count)
         began = time.perf_counter()
         columns = fingerprint(rows)
         read = time.perf_counter() - began
         sums = columns, None if self._arm.ordered else unordered(rows)
         del rows
-        return seconds, read, self._arm.done(told[0]), sums
+        return seconds, read, self._arm.done(reference[0]), sums
 
     def single_puts(self, count: int) -> dict[str, float]:
         rows = []
@@ -534,14 +534,14 @@ class Side:
             rows[i]["ids"][:, 0] = i
         return self._arm.single_puts(rows)
 
-    def single_ids(self, told: list[Any], count: int) -> list[int]:
+    def single_ids(self, reference: list[Any], count: int) -> list[int]:
         """The numbers of ``count`` rows that were put one by one, sorted."""
-        rows = self._arm.get(told[0], count)[1]
+        rows = self._arm.get(reference[0], count)[1]
         ids, lengths = packed(rows["ids"])
         assert set(lengths) == {SINGLE.longest}, f"rows of {set(lengths)} tokens came back"
         found = sorted(ids.view(count, -1)[:, 0].tolist())
         del rows, ids
-        self._arm.done(told[0])
+        self._arm.done(reference[0])
         return found
 
     def special(self, name: str, *arguments: Any) -> Any:
@@ -640,8 +640,8 @@ class Pair:
         return f"{name}-{self.flows}"
 
     def turn(self, case: Case, emptied: bool = False) -> Turn:
-        put, told, sent = self.producer.call("put")
-        get, read, done, came = self.consumer.call("get", told, case.rows, emptied)
+        put, reference, sent = self.producer.call("put")
+        get, read, done, came = self.consumer.call("get", reference, case.rows, emptied)
         wrong = [name for name in sent[0] if sent[0][name] != came[0][name]]
         if wrong and (sent[1] is None or sent[1] != came[1]):
             raise AssertionError(f"{self.name} ({self.mode}), case {case.label}: columns {wrong} came back changed")
@@ -869,11 +869,11 @@ def our_own(pair: Pair, plan: Plan, say: Callable[[str], None]) -> dict[str, Any
             open_tiny("stream", stages, plan.stream_rows)
             for side in both[:clients]:
                 side.start("special", "stream", plan.stream_rows // clients, batch, stages)
-            told = [side.result() for side in both[:clients]]
-            ended = sum(rows for *_, rows in told)
+            results = [side.result() for side in both[:clients]]
+            ended = sum(rows for *_, rows in results)
             if ended != plan.stream_rows:
                 raise AssertionError(f"{plan.stream_rows} rows went in, {ended} came through {stages} stages")
-            rates.append(ended / (max(last for _, last, _ in told) - min(first for first, *_ in told)))
+            rates.append(ended / (max(last for _, last, _ in results) - min(first for first, *_ in results)))
         alone[f"stream_{clients}"] = rates
 
     for rows in plan.filled:
@@ -924,17 +924,17 @@ class Row:
 
 def against(rounds: Sequence[Round], ours: Sequence[Round], what: str) -> dict[str, Any]:
     """A peer's better mode for ``what``: its seconds, and how many times ours they are (median over shared rounds)."""
-    mine = {r.number: r.seconds(what) for r in ours}
+    own = {r.number: r.seconds(what) for r in ours}
     best: dict[str, Any] = {}
     for mode in {r.mode for r in rounds}:
         chosen = [r for r in rounds if r.mode == mode]
-        told: dict[str, Any] = {"mode": mode, "seconds": statistics.median(r.seconds(what) for r in chosen)}
-        ratios = [r.seconds(what) / mine[r.number] for r in chosen if r.number in mine]
+        entry: dict[str, Any] = {"mode": mode, "seconds": statistics.median(r.seconds(what) for r in chosen)}
+        ratios = [r.seconds(what) / own[r.number] for r in chosen if r.number in own]
         if ratios:
-            told["ratio"] = statistics.median(ratios)
+            entry["ratio"] = statistics.median(ratios)
         order = "ratio" if ratios else "seconds"
-        if not best or told[order] < best[order]:
-            best = told
+        if not best or entry[order] < best[order]:
+            best = entry
     return best
 
 
@@ -953,13 +953,13 @@ def case_report(case: Case, arms: Mapping[str, Sequence[Round]]) -> dict[str, An
     for name, rounds in arms.items():
         arm: dict[str, Any] = {}
         for what in ("put", "get", "read"):
-            told = against(rounds, ours, what)
+            entry = against(rounds, ours, what)
             arm[what] = {
-                "mode": told["mode"],
-                "us": told["seconds"] * 1e6,
-                "us_per_sample": told["seconds"] * 1e6 / case.rows,
-                "mb_per_s": case.nbytes / told["seconds"] / 1e6,
-                "times_ours": told.get("ratio"),
+                "mode": entry["mode"],
+                "us": entry["seconds"] * 1e6,
+                "us_per_sample": entry["seconds"] * 1e6 / case.rows,
+                "mb_per_s": case.nbytes / entry["seconds"] / 1e6,
+                "times_ours": entry.get("ratio"),
             }
         cold = statistics.median(r.cold.put for r in rounds)
         arm["cold_put"] = {"us": cold * 1e6, "mb_per_s": case.nbytes / cold / 1e6}
@@ -1134,7 +1134,7 @@ def show(reports: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
 
 
 def available(wanted: Sequence[str]) -> tuple[str, ...]:
-    """Those of the ``wanted`` peers that are installed; tells what is missing."""
+    """Those of the ``wanted`` peers that are installed; prints what is missing."""
     modules = {"transferqueue": ("ray", "transfer_queue"), "ray": ("ray",)}
     there = []
     for peer in wanted:
@@ -1193,7 +1193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{plan.rounds} rounds, {plan.turns} turns in each after the first; medians; x ours: its time over ours")
     print(show(list(reports.values()), rows))
     if options.json:
-        told = {
+        result = {
             "versions": versions,
             "processors": os.cpu_count(),
             "load_average": loads,
@@ -1203,7 +1203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "cases": list(reports.values()),
             "rows": [asdict(row) for row in rows],
         }
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def quietly() -> None:

@@ -21,11 +21,11 @@ the phases:
                                      packed, unpacked or checked, plus what a rank has itself at the speed of a copy
     gather: one copy                 all that arrives, copied once, as if every rank could read every other's tensors
 
-The goal is 0.7 of the floor, for each phase; the two other floors of the gather are there to compare, and tell how far it is
+The goal is 0.7 of the floor, for each phase; the two other floors of the gather are there to compare, and show how far it is
 from what the group can do, and from a plain copy. How it was exchanged stands above the table.
 
 On a CPU the device is played by the ranks' heaps, and what is freed stays in them, as an accelerator's allocator keeps it.
-With ``--malloc release`` it goes back to the kernel, and every page that comes back has to be made anew.
+With ``--malloc release`` it goes back to the kernel, and every page that comes back has to be made again.
 
 Arms
 ----
@@ -100,7 +100,7 @@ def config(model: str) -> Any:
 
 @dataclass(frozen=True)
 class Work:
-    """What every rank is told."""
+    """The arguments of every rank."""
 
     state: ModelState
     train: Layout
@@ -359,7 +359,7 @@ class Rank:
 # --- all ranks -------------------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, work: Work, store: str, told: Connection) -> None:
+def rank_main(rank: int, work: Work, store: str, parent: Connection) -> None:
     torch.set_num_threads(1)
     device = devices.select(work.device)
     if device.type != "cpu":
@@ -369,7 +369,7 @@ def rank_main(rank: int, work: Work, store: str, told: Connection) -> None:
         devices.backend(device), store=dist.FileStore(store, world), rank=rank, world_size=world,
         timeout=timedelta(seconds=300),
     )  # fmt: skip
-    told.send(Rank(rank, work).measure())
+    parent.send(Rank(rank, work).measure())
     dist.barrier()
     dist.destroy_process_group()
 
@@ -555,7 +555,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     redundant = max(redundant_if_naive(work.plan))
     print(table(work, exchange, found, compared, redundant))
     if options.json:
-        told = {
+        result = {
             "model": options.model,
             "bytes": work.state.nbytes,
             "train": str(work.train),
@@ -568,7 +568,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "redundant_if_naive": redundant,
             "goals": goals(work, found, compared),
         }
-        options.json.write_text(json.dumps(told, indent=1))
+        options.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

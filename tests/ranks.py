@@ -27,31 +27,31 @@ def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any, timeou
     Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that of their collectives."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["stages.engines.torch.sharded"])
-    told: Any = context.Queue()
+    results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="adk-ranks-") as home:
         processes: list[BaseProcess] = [
-            context.Process(target=_rank, args=(told, Ranks(rank, dp, tp), home, timeout, work, arguments))
+            context.Process(target=_rank, args=(results, Ranks(rank, dp, tp), home, timeout, work, arguments))
             for rank in range(dp * tp)
         ]
         for process in processes:
             process.start()
         try:
-            return _collect(told, processes)
+            return _collect(results, processes)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(told: Any, processes: list[BaseProcess]) -> list[Any]:
+def _collect(results: Any, processes: list[BaseProcess]) -> list[Any]:
     found: dict[int, Any] = {}
     deadline = time.monotonic() + DEADLINE
     while len(found) < len(processes):
         try:
-            rank, error, result = told.get(timeout=1.0)
+            rank, error, result = results.get(timeout=1.0)
         except queue.Empty:
             died = [rank for rank, p in enumerate(processes) if p.exitcode is not None and rank not in found]
-            assert not died, f"rank {died[0]} ended with {processes[died[0]].exitcode} and said nothing"
+            assert not died, f"rank {died[0]} ended with {processes[died[0]].exitcode} without a message"
             assert time.monotonic() < deadline, f"only ranks {sorted(found)} are done after {DEADLINE:.0f} s"
             continue
         assert not error, f"rank {rank}:\n{error}"
@@ -60,7 +60,7 @@ def _collect(told: Any, processes: list[BaseProcess]) -> list[Any]:
 
 
 def _rank(
-    told: Any, ranks: Ranks, home: str, timeout: float, work: Callable[..., Any], arguments: tuple[Any, ...]
+    results: Any, ranks: Ranks, home: str, timeout: float, work: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -73,6 +73,6 @@ def _rank(
         # One that leaves early would break the others' connections.
         store.wait([f"done {rank}" for rank in range(ranks.world)])
         dist.destroy_process_group()
-        told.put((ranks.rank, "", result))
+        results.put((ranks.rank, "", result))
     except BaseException:
-        told.put((ranks.rank, traceback.format_exc(), None))
+        results.put((ranks.rank, traceback.format_exc(), None))

@@ -78,7 +78,7 @@ def self_signed(directory: Path) -> Path:
 
 
 class Cable:
-    """A TCP way to ``target`` that can be cut, in either direction or both: what is sent then is lost, and nobody is told,
+    """A TCP way to ``target`` that can be cut, in either direction or both: what is sent then is lost, without a notice,
     as with a pulled cable. ``async with Cable(...) as cable: connect to cable.port``."""
 
     def __init__(self, target: tuple[str, int] | str) -> None:

@@ -53,11 +53,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """The rows of one group: their states, and the columns that they have so far."""
-
-    async def read(dock: Any) -> list[dict[str, Any]]:
-        return await dock.inspect(group)
-
-    rows = _with_dock(run_dir, index, run, read)
+    rows = _with_dock(run_dir, index, run, lambda dock: dock.inspect(group))
     if not rows:
         refuse(f"group: {group} is not there; it is not admitted yet, or released after its training")
     print_json(rows) if as_json else safe_console().print(group_view(group, rows))

@@ -13,9 +13,9 @@ import itertools
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from api.cli.exit_codes import FAILED, INTERRUPTED, OF_STATE
 from api.cli.output import refuse
@@ -26,26 +26,10 @@ from orchestration.logs import ERRORS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from api.telemetry.progress import Event
     from orchestration.processes.forkserver import ForkServer
-    from orchestration.recipe.schema import Recipe
     from orchestration.run.run import Run, RunResult
 
 LAST_EVENTS_SECONDS = 5.0  # how long the view waits for the last events after the run has ended
-
-
-class RunLike(Protocol):
-    """What a view needs of a run; :class:`orchestration.run.run.Run` has it."""
-
-    @property
-    def recipe(self) -> Recipe: ...
-    @property
-    def out_dir(self) -> Path: ...
-    @property
-    def begins(self) -> int: ...
-
-    async def execute(self, stop: asyncio.Event | None = None) -> RunResult: ...
-    def events(self, after: str = "0") -> AsyncIterator[Event]: ...
 
 
 def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json: bool, plain: bool) -> int:
@@ -106,7 +90,7 @@ def fork_server() -> Iterator[ForkServer | None]:
         yield server
 
 
-def show_run(run: RunLike, *, json: bool, plain: bool) -> int:
+def show_run(run: Run, *, json: bool, plain: bool) -> int:
     """Execute ``run``, show it, print its report. Returns the exit code."""
     screen = safe_console(stderr=json)
     outcome = asyncio.run(watch_run(run, screen, json=json, plain=plain))
@@ -123,7 +107,7 @@ def show_run(run: RunLike, *, json: bool, plain: bool) -> int:
     return OF_STATE[outcome.state]
 
 
-async def watch_run(run: RunLike, console: Console, *, json: bool, plain: bool) -> RunResult | None:
+async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> RunResult | None:
     """Execute ``run`` while a view follows its events, which are also written to ``metrics.jsonl``. Returns None when it
     was cancelled by a second interrupt."""
     from api.telemetry.progress import Progress
@@ -133,7 +117,7 @@ async def watch_run(run: RunLike, console: Console, *, json: bool, plain: bool) 
 
     progress = Progress(run.recipe.name, run.recipe.train.steps, run.recipe.pipeline.staleness)
     with contextlib.ExitStack() as stack:
-        view, say = stack.enter_context(viewing(progress, console, json=json, plain=plain))
+        show, say = stack.enter_context(viewing(progress, console, json=json, plain=plain))
         # After the view has begun: a live view prints standard error above itself.
         logs.configure(errors=run.out_dir / "logs" / ERRORS)
         metrics = stack.enter_context(MetricsFile(run.out_dir / METRICS))
@@ -141,8 +125,7 @@ async def watch_run(run: RunLike, console: Console, *, json: bool, plain: bool) 
 
         def show_event(event: Event) -> None:
             metrics.event(event)
-            progress.apply(event)
-            view.event(event)
+            show(event)
 
         async def follow() -> None:
             async for event in run.events():
@@ -156,7 +139,7 @@ async def watch_run(run: RunLike, console: Console, *, json: bool, plain: bool) 
         return outcome
 
 
-async def execute(run: RunLike, follow: Callable[[], Any], say: Callable[[str], None]) -> RunResult | None:
+async def execute(run: Run, follow: Callable[[], Any], say: Callable[[str], None]) -> RunResult | None:
     """Execute ``run`` while ``follow`` shows it. The first interrupt stops it, the second cancels it (returns None)."""
     stop = asyncio.Event()
     following = asyncio.create_task(follow())
@@ -194,7 +177,7 @@ async def execute(run: RunLike, follow: Callable[[], Any], say: Callable[[str], 
             say(f"The view of the run failed: {type(failed).__name__}: {failed}")
 
 
-def _report(run: RunLike, outcome: RunResult, console: Console) -> None:
+def _report(run: Run, outcome: RunResult, console: Console) -> None:
     from api.terminal.report import log_of, summary_table, write_report
 
     def line(text: str, style: str | None = None) -> None:

@@ -33,17 +33,6 @@ def table(*columns: str, right: tuple[str, ...] = (), **options: Any) -> Table:
     return made
 
 
-def pairs_table(*rows: tuple[str, str]) -> Table:
-    """Return a table of names and values, without rows with an empty value."""
-    made = Table(box=None, pad_edge=False, show_header=False)
-    made.add_column(style="dim", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in rows:
-        if value:
-            made.add_row(name, value)
-    return made
-
-
 def local_time(unix: float | None, absent: str = "") -> str:
     """Return Unix seconds as a date and time of this time zone, and ``absent`` for None."""
     return absent if unix is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))

@@ -99,14 +99,8 @@ def reshard_report(
         "received": plan.received,
         "kept": plan.kept,
         "phases": [
-            {
-                "phase": one.phase.value,
-                "moved": one.received,
-                "host": one.host,
-                "temporary": one.temporary,
-                "live": one.live,
-                "after": one.after,
-            }
+            {"phase": one.phase.value, "moved": one.received}
+            | {part: getattr(one, part) for part in ("host", "temporary", "live", "after")}
             for one in memory(plan, adamw_bytes(plan.source, gradients=False))
         ],
         "naive": {

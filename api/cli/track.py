@@ -27,7 +27,7 @@ def track_command(
     server: Annotated[str, typer.Option(metavar="URL", help=f"As {DEFAULT_SERVER}.")] = "",
 ) -> None:
     """Show a run in TensorBoard, MLflow or W&B, while it goes on or afterwards. Called again it goes on where it was."""
-    from api.telemetry.trackers import TRACKERS, TrackerMissing, TrackError
+    from api.telemetry.trackers import TRACKERS, TrackError
 
     if to not in TRACKERS:
         refuse(f"--to: {to!r} is not a tracker; use one of: {', '.join(TRACKERS)}")
@@ -37,7 +37,7 @@ def track_command(
     into = into or (Path("runs") / run / to if server else folder / to)
     try:
         count = asyncio.run(_from_server(run, to, into, server) if server else _from_folder(folder, to, into))
-    except (TrackerMissing, TrackError, KeyringError) as error:
+    except (TrackError, KeyringError) as error:
         refuse(error)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -49,9 +49,7 @@ async def _from_folder(folder: Path, to: str, into: Path) -> int:
 
     recipe = json.loads((folder / "recipe.json").read_text())
     name = folder.resolve().name  # noqa: ASYNC240
-    return await track(
-        lambda after: events_of_folder(folder, after), name, into, lambda key: TRACKERS[to](into, name, recipe, key)
-    )
+    return await track(lambda after: events_of_folder(folder, after), name, into, TRACKERS[to], recipe)
 
 
 async def _from_server(run: str, to: str, into: Path, server: str) -> int:
@@ -61,12 +59,7 @@ async def _from_server(run: str, to: str, into: Path, server: str) -> int:
     try:
         async with Client(server, find_token(server)) as client:
             recipe = (await client.run(run)).recipe
-            return await track(
-                lambda after: client.events(run, after=after),
-                run,
-                into,
-                lambda key: TRACKERS[to](into, run, recipe, key),
-            )
+            return await track(lambda after: client.events(run, after=after), run, into, TRACKERS[to], recipe)
     except ServiceError as error:
         unknown = isinstance(error, ApiProblem) and error.status == 404
         refuse(error, BAD_INPUT if unknown else NO_SERVICE)

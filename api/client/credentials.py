@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,21 +37,21 @@ def server_key(server: str) -> str:
     return f"{parts.scheme}://{host}:{parts.port or PORTS.get(parts.scheme)}{parts.path.rstrip('/')}"
 
 
-def find_token(server: str, file: Path | None = None) -> str | None:
+def find_token(server: str) -> str | None:
     """The token for ``server``: from the environment, else from the file, else None. Raises :class:`KeyringError`."""
-    return os.environ.get(TOKEN_VARIABLE) or _read(file or keyring_file()).get(server_key(server))
+    return os.environ.get(TOKEN_VARIABLE) or _read(keyring_file()).get(server_key(server))
 
 
-def remember(server: str, token: str, file: Path | None = None) -> Path:
+def remember(server: str, token: str) -> Path:
     """Stores ``token`` for ``server``, and returns the file. Raises :class:`KeyringError`."""
-    file = file or keyring_file()
+    file = keyring_file()
     _write(file, _read(file) | {server_key(server): token})
     return file
 
 
-def forget(server: str, file: Path | None = None) -> bool:
+def forget(server: str) -> bool:
     """Removes the token of ``server``; returns False when there was none. Raises :class:`KeyringError`."""
-    file = file or keyring_file()
+    file = keyring_file()
     tokens = _read(file)
     if tokens.pop(server_key(server), None) is None:
         return False
@@ -83,12 +82,10 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def _write(file: Path, tokens: dict[str, str]) -> None:
-    """Replaces the file in one step; other users can read it at no moment."""
+    from orchestration.private_files import write_private
+
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".tokens-")  # made with mode 600
-        with os.fdopen(handle, "w", encoding="utf-8") as opened:
-            json.dump(tokens, opened, indent=1)
-        os.replace(name, file)
+        write_private(file, json.dumps(tokens, indent=1))
     except OSError as error:
         raise KeyringError(f"{file} cannot be written ({error})") from None

@@ -22,7 +22,7 @@ from api.client.errors import ApiProblem
 from api.client.transport import Answer, Transport
 from api.external.codec import CONTROL, decode_experience, to_body
 from api.external.schemas import PutView, WeightsView
-from api.server.operations import BINARY
+from api.server.bodies import BINARY
 from orchestration.external.errors import NotBegun, NotExternal, WeightsGone, WeightsTooOld
 from orchestration.external.experience import Experience
 from orchestration.external.session import External
@@ -163,12 +163,8 @@ class HttpRun:
     async def put_prompts(
         self, rows: Sequence[Mapping[str, Any]], *, first: int | None, last: bool, timeout: float
     ) -> int:
-        body = {
-            "prompts": [dict(row) for row in rows],
-            "first": first,
-            "last": last,
-            "wait": min(timeout, LONGEST_WAIT),
-        }
+        prompts, wait = [dict(row) for row in rows], min(timeout, LONGEST_WAIT)
+        body = {"prompts": prompts, "first": first, "last": last, "wait": wait}
         return int(json.loads((await self._send("POST", "prompts", body)).body)["next"])
 
     async def get_experience(

@@ -106,7 +106,7 @@ const HEADS = {
   down: (x, y) => `M${x} ${y}l-4 -7h8z`,
 };
 
-/** Fills that differ by their texture too, so that no colour has to be told from another. */
+/** Fills that differ by their texture too, so that they can be distinguished without colours. */
 function patterns() {
   const pattern = (name, width, ...marks) =>
     svg("pattern", { id: `fill-${name}`, width, height: width, patternUnits: "userSpaceOnUse" }, svg("rect", { class: `share-${name}`, width, height: width }), marks);

@@ -8,16 +8,7 @@
 export const SHARES = ["busy", "waiting_input", "waiting_room", "other"];
 export const WORDS = { busy: "busy", waiting_input: "waiting for input", waiting_room: "waiting for room", other: "other" };
 export const ENDED = ["finished", "stopped", "failed"];
-export const STATES = {
-  created: "waiting",
-  starting: "starting",
-  running: "running",
-  paused: "paused",
-  stopping: "stopping",
-  stopped: "stopped",
-  finished: "finished",
-  failed: "failed",
-};
+export const STATES = { created: "waiting" }; // words of states that are not shown by their names
 
 const RECENT = 10; // seconds that live shares and rates look back, as in the terminal
 const RATE_STEPS = 8; // steps that tokens per second and the time left look back

@@ -15,7 +15,6 @@ const LONGEST = 10_000;
 export class Parser {
   constructor() {
     this.rest = "";
-    this.began = false;
     this.lastId = "";
     this.clear();
   }
@@ -27,24 +26,15 @@ export class Parser {
 
   /** The events that are complete with `text`: [{id, kind, data}], `data` as text. */
   push(text) {
-    if (!this.began && text) {
-      this.began = true;
-      if (text.startsWith("\ufeff")) text = text.slice(1);
-    }
-    const all = this.rest + text;
     // A carriage return at the end may be half of a line's end, so it waits for what follows.
-    const upTo = all.endsWith("\r") ? all.length - 1 : all.length;
-    const lines = all.slice(0, upTo).split(/\r\n|\n|\r/);
-    this.rest = lines.pop() + all.slice(upTo);
+    const lines = (this.rest + text).split(/\r\n|\n|\r(?!$)/);
+    this.rest = lines.pop();
     return lines.map((line) => this.line(line)).filter(Boolean);
   }
 
   line(line) {
     if (line === "") return this.dispatch();
-    const colon = line.indexOf(":");
-    if (colon === 0) return null; // a heartbeat
-    const name = colon < 0 ? line : line.slice(0, colon);
-    const value = colon < 0 ? "" : line.slice(colon + 1).replace(/^ /, "");
+    const [, name, value = ""] = line.match(/^([^:]*)(?:: ?(.*))?$/s); // of a heartbeat the name is empty
     if (name === "event") this.kind = value;
     else if (name === "data") this.data.push(value);
     else if (name === "id" && !value.includes("\0")) this.lastId = value;

@@ -1,1 +1,1 @@
-"""Wire formats of external stages: schemas of requests, columns, headers of weights."""
+"""External stages over HTTP: schemas of requests, columns, uploads of weights, and the session of one run."""

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from api.schemas.runs import RunPath, State
-from api.server.operations import Strict
+from api.schemas.runs import RunPath, Strict
 from orchestration.recipe.sections import ExternalStage
+from pipeline.events import RunState
 
 LARGEST = 2**53
 MOST_ROWS = 4096
@@ -133,7 +133,7 @@ class WeightsView(BaseModel):
     """The published version; null when it is not newer."""
 
     version: int | None
-    state: State
+    state: RunState
     bytes: int
     tensors: list[TensorView]
     local: LocalWeights | None

@@ -12,20 +12,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO
 
+import torch
 from aiohttp import web
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from api.server.operations import BINARY
+from api.server.bodies import BINARY, PIECE, check_media_type, transfer_problems
 from api.server.problems import HTTPProblem
 
-if TYPE_CHECKING:
-    import torch
-
-PIECE = 2**20
 SILENT_SECONDS = 30.0  # for which a body may stop
 SLOWEST = 2**17  # bytes a second, at least
 SPARE_DISK = 256 * 2**20  # bytes that uploads leave free on the disk
@@ -35,19 +32,8 @@ LENGTH_BYTES = 8
 DTYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 
 
-class HeaderUnreadable(ValueError):
-    """Raised for bytes with which no safetensors file of floating-point tensors begins. The message says why."""
-
-
-@dataclass(frozen=True)
-class WeightHeader:
-    """``layout``: dtype and shape by tensor name. ``nbytes``: of the whole file, header and payload."""
-
-    layout: dict[str, tuple[str, list[int]]]
-    nbytes: int
-
-
-CheckHeader = Callable[[WeightHeader], Awaitable[None]]
+Layout = dict[str, tuple[str, list[int]]]  # dtype and shape by tensor name
+CheckLayout = Callable[[Layout], Awaitable[object]]
 
 
 def longest_header(names: Iterable[str] | None) -> int:
@@ -55,62 +41,39 @@ def longest_header(names: Iterable[str] | None) -> int:
     return UNKNOWN_HEADER if names is None else 4096 + sum(ENTRY_BYTES + len(json.dumps(name)) for name in names)
 
 
-def parse_header(beginning: bytes | bytearray, most: int = UNKNOWN_HEADER) -> WeightHeader | None:
-    """Returns the header, of at most ``most`` bytes, of a file that begins with ``beginning``; None when a part is missing.
-    Raises HeaderUnreadable.
+def parse_header(text: bytes) -> tuple[Layout, int]:
+    """Returns the layout, and the bytes of the whole file, by the header ``text`` of a safetensors file of floating-point
+    tensors. Raises an HTTPProblem for another one.
 
-    >>> text = b'{"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}'
-    >>> parse_header(len(text).to_bytes(8, "little") + text)
-    WeightHeader(layout={'w': ('float32', [2, 3])}, nbytes=97)
+    >>> parse_header(b'{"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}')
+    ({'w': ('float32', [2, 3])}, 97)
     """
-    length = int.from_bytes(beginning[:LENGTH_BYTES], "little")
-    end = LENGTH_BYTES + length
-    if len(beginning) < LENGTH_BYTES:
-        return None
-    if not 2 <= length <= most:
-        raise HeaderUnreadable(f"its header would have {length} bytes, at most {most} are read")
-    if len(beginning) < end:
-        return None
     try:
-        entries = json.loads(bytes(beginning[LENGTH_BYTES:end]))
+        entries = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise HeaderUnreadable(f"its header is not JSON ({type(error).__name__})") from None
+        raise _unreadable(f"its header is not JSON ({type(error).__name__})") from None
     if not isinstance(entries, dict):
-        raise HeaderUnreadable("its header is not a JSON object")
-    layout, payload = dict[str, tuple[str, list[int]]](), 0
+        raise _unreadable("its header is not a JSON object")
+    entries.pop("__metadata__", None)
+    layout, nbytes = Layout(), LENGTH_BYTES + len(text)
     for name, entry in entries.items():
-        if name != "__metadata__":
-            dtype, shape, size = _tensor(name, entry)
-            layout[name] = (dtype, shape)
-            payload += size
-    return WeightHeader(layout, end + payload)
-
-
-def _tensor(name: str, entry: Any) -> tuple[str, list[int], int]:
-    kind, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
-    if not isinstance(kind, str) or kind not in DTYPES:
-        raise HeaderUnreadable(f"tensor {name[:200]!r} is {str(kind)[:40]}; one of {', '.join(DTYPES)} is allowed")
-    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**53 for n in shape) or len(shape) > 16:
-        raise HeaderUnreadable(f"tensor {name[:200]!r} has no shape of at most 16 sizes")
-    dtype, width = DTYPES[kind]
-    return dtype, shape, width * math.prod(shape)
-
-
-def check_disk(folder: Path, header: WeightHeader) -> None:
-    """Raises an HTTPProblem when the file does not fit on the disk of ``folder``."""
-    if header.nbytes > (free := shutil.disk_usage(folder).free - SPARE_DISK):
-        detail = f"The file has {header.nbytes} bytes, and the server's disk has room for {max(0, free)}."
-        raise HTTPProblem(503, detail, kind="no-room", fix="ask the operator for room", headers={"Retry-After": "60"})
+        kind, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(kind, str) or kind not in DTYPES:
+            raise _unreadable(f"tensor {name[:200]!r} is {str(kind)[:40]}; one of {', '.join(DTYPES)} is allowed")
+        if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**53 for n in shape) or len(shape) > 16:
+            raise _unreadable(f"tensor {name[:200]!r} has no shape of at most 16 sizes")
+        dtype, width = DTYPES[kind]
+        layout[name] = (dtype, shape)
+        nbytes += width * math.prod(shape)
+    return layout, nbytes
 
 
 async def receive_weights(
-    request: web.Request, folder: Path, longest: int, check: CheckHeader
+    request: web.Request, folder: Path, longest: int, check: CheckLayout
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """Returns the tensors of the body, a safetensors file. They are mapped from a file in ``folder`` that is removed with
-    them. ``check`` may refuse the header, of at most ``longest`` bytes, before the payload is read. Raises an
+    them. ``check`` may refuse the layout before the payload is read. The header has at most ``longest`` bytes. Raises an
     HTTPProblem."""
-    from safetensors.torch import load_file
-
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".safetensors") as file:
         await _receive(request, file, longest, check)
         try:
@@ -119,45 +82,39 @@ async def receive_weights(
             raise _unreadable(type(error).__name__) from None
 
 
-async def _receive(request: web.Request, file: IO[bytes], longest: int, check: CheckHeader) -> None:
+async def _receive(request: web.Request, file: IO[bytes], longest: int, check: CheckLayout) -> None:
     """Writes the body to ``file``. Raises an HTTPProblem for another number of bytes than its header declares, and below
     SLOWEST bytes a second."""
-    if request.content_type != BINARY:
-        fix = f"send the header 'Content-Type: {BINARY}'"
-        raise HTTPProblem(415, "The body is of another media type.", kind="media-type", field="body", fix=fix)
-    received, parts, beginning, header = 0, request.content.iter_chunked(PIECE), bytearray(), None
-    began = time.monotonic()
+    check_media_type(request, BINARY)
+    content, began = request.content, time.monotonic()
+    slow = f"The body stopped for {SILENT_SECONDS:.0f} s, or came at less than {SLOWEST} bytes a second."
     try:
-        while True:
+        with transfer_problems(slow):
             async with asyncio.timeout(SILENT_SECONDS):
-                part = await anext(parts, b"")
-            if not part:
-                break
-            received += len(part)
+                beginning = await content.readexactly(LENGTH_BYTES)
+                length = int.from_bytes(beginning, "little")
+                if not 2 <= length <= longest:
+                    raise _unreadable(f"its header would have {length} bytes, at most {longest} are read")
+                text = await content.readexactly(length)
+    except asyncio.IncompleteReadError:
+        raise _unreadable("it ends before its header does") from None
+    layout, nbytes = await asyncio.to_thread(parse_header, text)
+    await check(layout)
+    if nbytes > (free := shutil.disk_usage(file.name).free - SPARE_DISK):
+        detail = f"The file has {nbytes} bytes, and the server's disk has room for {max(0, free)}."
+        raise HTTPProblem(503, detail, kind="no-room", fix="ask the operator for room", headers={"Retry-After": "60"})
+    part, received = beginning + text, 0
+    while part:
+        received += len(part)
+        if received > nbytes or (request.content_length or nbytes) != nbytes:
+            raise _unreadable(f"its header declares {nbytes} bytes in all, and it has another number")
+        await asyncio.to_thread(file.write, part)
+        with transfer_problems(slow):
+            async with asyncio.timeout(SILENT_SECONDS):
+                part = await content.read(PIECE)
             if time.monotonic() - began > SILENT_SECONDS + received / SLOWEST:
                 raise TimeoutError
-            if header is None:
-                beginning += part
-                header = await asyncio.to_thread(parse_header, beginning, longest)
-                if header is None:
-                    continue
-                await check(header)
-                part = bytes(beginning)
-            if received > header.nbytes or (request.content_length or header.nbytes) != header.nbytes:
-                raise _unreadable(f"its header declares {header.nbytes} bytes in all, and it has another number")
-            await asyncio.to_thread(file.write, part)
-    except TimeoutError:
-        detail = f"The body stopped for {SILENT_SECONDS:.0f} s, or came at less than {SLOWEST} bytes a second."
-        raise HTTPProblem(
-            408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}
-        ) from None
-    except (web.RequestPayloadError, ConnectionError):
-        raise HTTPProblem(
-            400, "The body was cut off.", kind="broken-body", field="body", fix="send all of it"
-        ) from None
-    except HeaderUnreadable as error:
-        raise _unreadable(str(error)) from None
-    if header is None or received != header.nbytes:
+    if received != nbytes:
         raise _unreadable("it is shorter than its header declares")
     file.flush()
 

@@ -13,7 +13,6 @@ from pipeline.events import RunState
 from stages.json_schema import schema_of
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-State = RunState
 Seconds = Annotated[float, Field(description="Unix seconds")]
 
 
@@ -32,7 +31,7 @@ class RunView(BaseModel):
 
     id: str
     name: str
-    state: State
+    state: RunState
     reason: str = Field(description="Why it failed or stopped.")
     position: int | None = Field(description="In the queue; null once it is out of it.")
     owner: str = Field(description="The name of the token that submitted it.")

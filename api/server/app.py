@@ -53,14 +53,15 @@ class ServeError(RuntimeError):
     """The server cannot start; the message has the reason and the fix."""
 
 
-def build_app(settings: Settings, url: str, registry: Registry, checks: Checks | None = None) -> web.Application:
-    """Return the application over the index at ``url``. The caller closes ``registry`` and ``checks``."""
+def build_app(settings: Settings, registry: Registry, checks: Checks | None = None) -> web.Application:
+    """Return the application over the index of ``registry``. The caller closes ``registry`` and ``checks``."""
     app = web.Application(middlewares=[problems, admit_connection, admission(settings)])
-    app[SERVICE] = Service(settings, url, registry, Tokens(registry.link), checks)
+    app[SERVICE] = Service(settings, registry, checks)
     watch(app)
     version = importlib.metadata.version("asyncdock")
-    build = functools.partial(openapi_document, ROUTES, version=version, tokens=settings.tokens_needed)
-    document: Callable[[], dict[str, Any]] = functools.cache(build)
+    document: Callable[[], dict[str, Any]] = functools.cache(
+        functools.partial(openapi_document, ROUTES, version=version, tokens=settings.tokens_needed)
+    )
     app[DOCUMENT] = document
     build_routes(app, ROUTES)
     app.on_response_prepare.append(secure)
@@ -74,13 +75,11 @@ async def _announce_closing(app: web.Application) -> None:
 
 
 async def _background_tasks(app: web.Application) -> AsyncIterator[None]:
-    service = app[SERVICE]
-    tasks = [asyncio.create_task(service.close_idle()), asyncio.create_task(service.sessions.watch())]
+    watching = asyncio.create_task(app[SERVICE].sessions.watch())
     yield
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await service.close()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await app[SERVICE].close()
 
 
 async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunner, str]:
@@ -96,9 +95,9 @@ async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunne
         await runner.cleanup()
         if not isinstance(error, OSError):
             raise ServeError(str(error)) from None
-        if error.errno == errno.EADDRINUSE:
-            raise ServeError(f"listen: {where} is taken by another program; give another one with --listen") from None
-        raise ServeError(f"listen: {where} cannot be used ({error.strerror or error}); give another one") from None
+        taken = error.errno == errno.EADDRINUSE
+        why = "is taken by another program" if taken else f"cannot be used ({error.strerror or error})"
+        raise ServeError(f"listen: {where} {why}; give another one with --listen") from None
     host, port = site.sockets[0].getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     return runner, f"{'https' if tls else 'http'}://{name}:{port}"
@@ -139,18 +138,17 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
     raise_descriptor_limit()
     with only_server(settings.data):
         index = None if settings.index else ServiceIndex(settings.data)
-        url = await _connect_index(settings, index)
-        registry = Registry(url, timeout=INDEX_SECONDS)
+        registry = await _connect(settings, index)
         try:
-            app = build_app(settings, url, registry)
+            app = build_app(settings, registry)
             runner, where = await listen(app, settings)
             try:
-                await _warn(settings, url)
+                await _warn(settings, app[SERVICE].tokens)
                 app[SERVICE].checks.prepare()
                 reduce_collections()
                 ready(where)
                 if settings.runs:
-                    beside = [Agent(url, settings.data, settings.runs, index=index).run(stop)]
+                    beside = [Agent(registry.link.url, settings.data, settings.runs, index=index).run(stop)]
                 else:
                     beside = [] if index is None else [index.keep()]
                 await first_of(stop.wait(), *beside)
@@ -175,21 +173,18 @@ def reduce_collections() -> None:
     gc.set_threshold(*GC_THRESHOLD)
 
 
-async def _connect_index(settings: Settings, index: ServiceIndex | None) -> str:
-    """Return the URL of an index that answers. Raises ServeError."""
+async def _connect(settings: Settings, index: ServiceIndex | None) -> Registry:
+    """Return the registry of an index that answers. Raises ServeError."""
     try:
         url = settings.index or await asyncio.to_thread(index.start)  # type: ignore[union-attr]
-        tokens = Tokens(url)
-        try:
-            await tokens.ping()
-        finally:
-            await tokens.close()
+        registry = Registry(url, timeout=INDEX_SECONDS)
+        await Tokens(registry.link).ping()
     except (OSError, RuntimeError, ValueError) as error:
         raise ServeError(f"index: {error}") from None
-    return url
+    return registry
 
 
-async def _warn(settings: Settings, url: str) -> None:
+async def _warn(settings: Settings, tokens: Tokens) -> None:
     """Log what is insecure or missing in the settings."""
     if not settings.loopback and settings.tls_certificate is None:
         log.warning(
@@ -197,8 +192,5 @@ async def _warn(settings: Settings, url: str) -> None:
         )
     if settings.tls_key is not None and (open_to_all := read_by_others(settings.tls_key)):
         log.warning(f"tls_key: {open_to_all}")
-    if settings.tokens_needed:
-        tokens = Tokens(url)
-        if not await tokens.list():
-            log.warning("no token exists yet; make one with `asyncdock token create NAME --scope admin`")
-        await tokens.close()
+    if settings.tokens_needed and not await tokens.list():
+        log.warning("no token exists yet; make one with `asyncdock token create NAME --scope admin`")

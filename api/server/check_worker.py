@@ -1,6 +1,6 @@
 """Process that checks recipes of requests for :mod:`api.server.recipe_checks`, one at a time, read from standard input.
 
-request, submission ──▶ accept ──▶ plan ──▶ answer       {"recipe": …, "plan": …}, or {"problem": …}
+a line of JSON ──▶ accept ──▶ plan ──▶ answer       {"recipe": …, "plan": …}, or {"problem": …}
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any
 
-from api.schemas.runs import RecipeSubmission
+from api.schemas.runs import NamedRecipe, RecipeSubmission, WholeRecipe
 from api.server.access.submission_policy import accept, stored_recipe, unknown_recipe
 from api.server.problems import problem_of
-from api.server.recipe_checks import SIZE_BYTES
 from api.server.service import Settings
 from orchestration import logs
 from orchestration.recipe.planner import plan
@@ -26,36 +23,27 @@ from orchestration.recipe.schema import Recipe
 LONGEST_SECONDS = 300  # of one check, after which the process ends; a server that still runs kills it long before
 
 
-def answer(request: dict[str, Any], submission: bytes) -> dict[str, Any]:
-    """Check the recipe in ``submission``, a request's body. ``request`` has the server's ``settings``, and whether to return
-    the ``plan`` too."""
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Check the recipe in the ``submission`` of ``request``, a body as text. The request also has the server's
+    ``settings``, and whether to return the ``plan`` too."""
     try:
-        submitted = RecipeSubmission.model_validate_json(submission, strict=True)
-        recipe = accepted(Settings.model_validate(request["settings"]), **submitted.model_dump(exclude_unset=True))
+        submitted = RecipeSubmission.model_validate_json(request["submission"], strict=True).root
+        recipe = accepted(Settings.model_validate(request["settings"]), submitted)
         return {"recipe": recipe.to_json(), "plan": asdict(plan(recipe)) if request["plan"] else None}
     except Exception as error:
         return {"problem": problem_of(error).details.model_dump()}
 
 
-def accepted(
-    settings: Settings,
-    *,
-    recipe: dict[str, Any] | None = None,
-    recipe_name: str = "",
-    overrides: Mapping[str, Any] = MappingProxyType({}),
-) -> Recipe:
+def accepted(settings: Settings, submitted: WholeRecipe | NamedRecipe) -> Recipe:
     """Return the recipe that is submitted. Raises RecipeError, and HTTPProblem when no stored recipe has its name."""
-    if recipe is None:
+    if isinstance(submitted, WholeRecipe):
+        recipe = submitted.recipe
+    else:
         try:
-            recipe = stored_recipe(settings, recipe_name)
+            recipe = stored_recipe(settings, submitted.recipe_name)
         except LookupError:
-            raise unknown_recipe(settings, recipe_name, 422, "recipe_name") from None
-    return accept(settings, recipe, overrides)
-
-
-def _read() -> bytes:
-    """Read one message; empty at the end of the input."""
-    return sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(SIZE_BYTES), "big"))
+            raise unknown_recipe(settings, submitted.recipe_name, 422, "recipe_name") from None
+    return accept(settings, recipe, submitted.overrides)
 
 
 def main() -> None:
@@ -63,12 +51,11 @@ def main() -> None:
     os.dup2(2, 1)  # code that a recipe names may print, which must not mix with answers
     os.nice(5)  # gives way to the service on the same core
     logs.configure()
-    while request := _read():
-        submission = _read()
+    for request in sys.stdin.buffer:
         signal.alarm(LONGEST_SECONDS)
-        text = json.dumps(answer(json.loads(request), submission)).encode()
+        text = json.dumps(answer(json.loads(request)))
         signal.alarm(0)
-        answers.write(len(text).to_bytes(SIZE_BYTES, "big") + text)
+        answers.write(text.encode() + b"\n")
         answers.flush()
 
 

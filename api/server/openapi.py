@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from api.server.operations import JSON, PARTS, REASONS, Operation, operations_of
+from api.server.bodies import JSON
+from api.server.operations import PARTS, REASONS, Operation, operations_of
 from api.server.problems import MEDIA_TYPE, ProblemDetails
 
 _REFERENCE = "#/components/schemas/{model}"

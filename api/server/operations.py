@@ -14,6 +14,7 @@ headers depend on the result, a text, or, with ``produces``, a response.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,14 +27,12 @@ from pydantic import BaseModel, RootModel
 
 from api.schemas.runs import Strict as Strict  # the base class of request models
 from api.server.access.tokens import Scope
-from api.server.problems import HTTPProblem, Wrong, of_validation, several
-from api.server.service import SERVICE, Service
+from api.server.bodies import JSON, read_body, refuse_many_values
+from api.server.problems import HTTPProblem, Wrong, errors_of, invalid_request
+from api.server.service import SERVICE
 
 T = TypeVar("T")
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
-JSON = "application/json"
-BINARY = "application/octet-stream"
-EVENT_STREAM = "text/event-stream"
 PARTS = ("path", "query", "headers", "body")
 _FIELDS = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}  # prefixes of field names in errors
 BODY_VALUES = 100_000  # of a JSON body: parsing it blocks the event loop
@@ -71,7 +70,7 @@ class Operation:
 
     ``also``: further statuses of success and their meaning. ``errors``: statuses of problems beside the general ones.
     ``produces``: media type of an answer that is not a model. ``consumes``: media type of a body that the handler reads
-    itself with :func:`read_body`. ``sends``: headers of a successful answer and their meaning. ``seconds``: deadline (None:
+    itself. ``sends``: headers of a successful answer and their meaning. ``seconds``: deadline (None:
     the server's; 0: none). ``body_limit``: bytes (None: the server's). ``body_values``: limit of values in a JSON body, ten
     times that of its tables and lists, and of its keys. ``hidden``: not in the document. ``events``: payload models of an
     event stream.
@@ -101,7 +100,7 @@ class Operation:
 
     @cached_property
     def parts(self) -> dict[str, type[BaseModel]]:
-        return {name: _without_none(self.hints[name]) for name in PARTS if name in self.hints}
+        return {name: self.hints[name] for name in PARTS if name in self.hints}
 
     @cached_property
     def answer(self) -> type[BaseModel] | None:
@@ -123,38 +122,31 @@ class Operation:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Authorize and answer one request."""
         service = request.app[SERVICE]
-        if self.scope is None:
-            return await self._handle(service, request)
-        async with service.authorised(request, self.scope):
-            return await self._handle(service, request)
-
-    async def _handle(self, service: Service, request: web.Request) -> web.StreamResponse:
-        arguments = await self._arguments(request)
         seconds = service.settings.handler_seconds if self.seconds is None else self.seconds
         deadline = asyncio.timeout(seconds or None)
-        try:
-            with service.using(request.match_info.get("run")):
+        async with service.authorised(request, self.scope) if self.scope else contextlib.nullcontext():
+            arguments = await self._arguments(request)
+            try:
                 async with deadline:
-                    answer = await self.handler(service, **arguments)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            detail = f"This took more than {seconds:.0f} s and was given up."
-            raise HTTPProblem(503, detail, kind="timeout", fix="try again", headers={"Retry-After": "5"}) from None
-        return self._response(answer)
+                    return self._response(await self.handler(service, **arguments))
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                detail = f"This took more than {seconds:.0f} s and was given up."
+                raise HTTPProblem(503, detail, kind="timeout", fix="try again", headers={"Retry-After": "5"}) from None
 
     async def _arguments(self, request: web.Request) -> dict[str, Any]:
         """Return the handler's arguments. Raises one HTTPProblem with all errors of the request."""
         arguments: dict[str, Any] = {"request": request} if "request" in self.hints else {}
+        settings, status = request.app[SERVICE].settings, 400
         errors: list[Wrong] = []
-        status = 400
         for name, model in self.parts.items():
             try:
                 if name != "body":
                     arguments[name] = model.model_validate(_part(name, model, request))
                 elif not errors:  # errors in other parts are reported first
-                    body = await read_body(request, limit=self.body_limit)
-                    _refuse_many_values(body, self.body_values)
+                    body = await read_body(request, self.body_limit or settings.body_limit, settings.body_seconds)
+                    refuse_many_values(body, self.body_values)
                     status = 422
                     arguments["body"] = model.model_validate_json(body, strict=True)  # "1" is not accepted as a number
                     if "raw" in self.hints:
@@ -162,12 +154,12 @@ class Operation:
             except pydantic.ValidationError as error:
                 if error.error_count() == 1 and error.errors(include_input=False)[0]["type"] == "json_invalid":
                     status = 400
-                found = of_validation(status, error, _FIELDS[name]).details.errors
+                found = errors_of(error, _FIELDS[name])
                 if issubclass(model, RootModel):  # a union: the name of the tried model is not part of the field
                     found = [w.model_copy(update={"field": w.field.partition(".")[2] or "body"}) for w in found]
                 errors += found
         if errors:
-            raise several(status, "request", "The request is not valid", errors)
+            raise invalid_request(status, errors)
         return arguments
 
     def _response(self, answer: Any) -> web.StreamResponse:
@@ -187,10 +179,7 @@ class Operation:
 def operation(
     method: Method, path: str, *, scope: Scope | None, summary: str, tag: str, **options: Any
 ) -> Callable[[T], T]:
-    """Mark a handler as an operation; ``options`` are the further fields of :class:`Operation`. An event stream has no
-    deadline by default."""
-    if options.get("produces") == EVENT_STREAM:
-        options.setdefault("seconds", 0)
+    """Mark a handler as an operation; ``options`` are the further fields of :class:`Operation`."""
 
     def mark(handler: T) -> T:
         setattr(handler, _MARK, Operation(method, path, handler, scope, summary, tag, **options))  # type: ignore[arg-type]
@@ -222,61 +211,6 @@ async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         task.cancel()
-
-
-async def read_body(request: web.Request, *, limit: int | None = None, media_type: str = JSON) -> bytes:
-    """Return the request's body. Raises an HTTPProblem: 413 past ``limit`` bytes (default: the server's), 408 when it does
-    not arrive in time, 415 when it is not ``media_type``, 400 when it is incomplete."""
-    settings = request.app[SERVICE].settings
-    limit = settings.body_limit if limit is None else limit
-    if request.content_type != media_type or request.headers.get("Content-Encoding", "identity") != "identity":
-        sent = request.headers.get("Content-Type", "")
-        fix = f"send the header 'Content-Type: {media_type}', and no Content-Encoding"
-        raise HTTPProblem(
-            415, "The body is of another media type.", kind="media-type", field="body", value=sent, fix=fix
-        )
-    if (request.content_length or 0) > limit:
-        raise _too_large(limit)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(settings.body_seconds):
-            async for part in request.content.iter_any():
-                body += part
-                if len(body) > limit:
-                    raise _too_large(limit)
-    except TimeoutError:
-        detail = f"The body did not arrive within {settings.body_seconds:.0f} s."
-        raise HTTPProblem(
-            408, detail, kind="slow-body", fix="send it faster", headers={"Connection": "close"}
-        ) from None
-    except (web.RequestPayloadError, ConnectionError) as error:
-        detail = f"The body cannot be read ({type(error).__name__})."
-        raise HTTPProblem(400, detail, kind="broken-body", fix="send all of it") from None
-    return bytes(body)
-
-
-def _too_large(limit: int) -> HTTPProblem:
-    fix = f"send at most {limit} bytes"
-    return HTTPProblem(413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix)
-
-
-def _refuse_many_values(body: bytes, most: int) -> None:
-    """Raise an HTTPProblem (413) for JSON that takes long to parse. Counts these characters inside of texts too."""
-    count = body.count
-    for found, limit, kind in (
-        (count(b","), most, "values"),
-        (count(b"{") + count(b"["), most // 10, "tables and lists"),
-        (count(b":"), most // 10, "keys"),
-    ):
-        if found > limit:
-            detail = f"The body holds {found} {kind}; at most {limit} are read."
-            fix = "send it in parts, or as bytes where that can be"
-            raise HTTPProblem(413, detail, kind="too-large", field="body", fix=fix)
-
-
-def _without_none(hint: Any) -> Any:
-    """Return ``X`` of ``X | None``."""
-    return next((part for part in get_args(hint) if part is not types.NoneType), hint)
 
 
 def _part(name: str, model: type[BaseModel], request: web.Request) -> dict[str, Any]:

@@ -131,13 +131,11 @@ def without_password(text: str) -> str:
     return _PASSWORD.sub("***@", text)
 
 
-def of_validation(status: int, error: pydantic.ValidationError, prefix: str = "") -> HTTPProblem:
+def errors_of(error: pydantic.ValidationError, prefix: str = "") -> list[Wrong]:
     """Return all of pydantic's errors in one part of a request. Values of headers are not sent back."""
-    title = "The request is not valid"
     if (count := error.error_count()) > TOO_MANY_ERRORS:
-        wrong = f"has {count} errors, too many to be listed"
         field = prefix.rstrip(".") or "body"
-        return several(status, "request", title, [Wrong(field=field, wrong=wrong, fix="see /docs")])
+        return [Wrong(field=field, wrong=f"has {count} errors, too many to be listed", fix="see /docs")]
     errors = []
     for item in error.errors(include_url=False, include_context=False)[:MOST_ERRORS]:
         field = prefix + ".".join(str(part) for part in item["loc"])
@@ -145,7 +143,11 @@ def of_validation(status: int, error: pydantic.ValidationError, prefix: str = ""
         # A missing field has no value; pydantic reports the object that lacks it.
         value = None if item["type"] in ("missing", "json_invalid") or prefix == "header." else shown(item["input"])
         errors.append(Wrong(field=field or "body", value=value, wrong=wrong, fix=fix))
-    return several(status, "request", title, errors)
+    return errors
+
+
+def invalid_request(status: int, errors: Sequence[Wrong]) -> HTTPProblem:
+    return several(status, "request", "The request is not valid", errors)
 
 
 def several(status: int, kind: str, title: str, errors: Sequence[Wrong]) -> HTTPProblem:

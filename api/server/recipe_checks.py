@@ -18,95 +18,65 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import structlog
-
 AT_ONCE = 2  # checks; others wait for their turn
-SIZE_BYTES = 8  # before each message: its length
-
-log = structlog.get_logger()
 
 
 class CheckLost(RuntimeError):
     """The process of a check ended before it answered."""
 
 
-class _Checker:
-    """A process that answers one request after the other, until its standard input ends."""
+class _Checker(subprocess.Popen[bytes]):
+    """A process that answers one line of JSON after the other, until its standard input ends."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
+        super().__init__(
             [sys.executable, "-P", "-m", "api.server.check_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C reaches the server alone
             env={**os.environ, "PYTHONPATH": path},
         )
-        self.pid = self._process.pid
 
-    def ask(self, request: list[bytes]) -> bytes:
-        """Send the messages of ``request`` and return the answer. Raises CheckLost."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """Send a line and return the answer. Raises CheckLost."""
+        assert self.stdin is not None
+        assert self.stdout is not None
         try:
-            for message in request:
-                stdin.write(len(message).to_bytes(SIZE_BYTES, "big") + message)
-            stdin.flush()
-            size = stdout.read(SIZE_BYTES)
-            answer = stdout.read(int.from_bytes(size, "big"))
+            self.stdin.write(request)
+            self.stdin.flush()
+            answer = self.stdout.readline()
         except (OSError, ValueError) as error:
             raise CheckLost("it ended before it was asked") from error
-        if not size or len(answer) < int.from_bytes(size, "big"):
+        if not answer.endswith(b"\n"):
             raise CheckLost("it ended before it answered")
-        return answer
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        self._process.kill()
+        return json.loads(answer)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Kill the process. May be repeated, but not called during :meth:`ask`."""
-        self.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        with contextlib.suppress(BrokenPipeError), self:
+            self.kill()
 
 
 class _Call:
-    """One request: the process that answers it, and whether it was cancelled."""
+    """One request. The thread sets ``checker`` and then reads ``cancelled``, and :meth:`cancel` does it the other way
+    round, so the process is killed in any order. It may have answered then, and wait: :meth:`Checks._ask` replaces it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._checker: _Checker | None = None
+        self.checker: _Checker | None = None
         self.cancelled = False
 
-    def begin(self, checker: _Checker) -> bool:
-        """Set the process; False when the request was cancelled before."""
-        with self._lock:
-            self._checker = None if self.cancelled else checker
-            return not self.cancelled
-
-    def end(self) -> None:
-        with self._lock:
-            self._checker = None
-
     def cancel(self) -> None:
-        with self._lock:
-            self.cancelled = True
-            if self._checker is not None:
-                self._checker.kill()
+        self.cancelled = True
+        if checker := self.checker:
+            checker.kill()
 
 
 class Checks:
-    """Runs at most ``at_once`` checks at the same time, each in a process. May be used from several event loops."""
+    """Runs at most AT_ONCE checks at the same time, each in a process. May be used from several event loops."""
 
-    def __init__(self, at_once: int = AT_ONCE) -> None:
-        self._threads = ThreadPoolExecutor(at_once, "check")
+    def __init__(self) -> None:
+        self._threads, self._lock = ThreadPoolExecutor(AT_ONCE, "check"), threading.Lock()
         self._free: list[_Checker] = []
         self._calls: set[_Call] = set()
         self._closed = False
@@ -116,41 +86,40 @@ class Checks:
         if not self._free:
             self._free.append(_Checker())
 
-    async def ask(self, request: dict[str, Any], submission: bytes) -> dict[str, Any]:
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return what :func:`api.server.check_worker.answer` returns in a process. Raises CheckLost."""
         call, loop = _Call(), asyncio.get_running_loop()
         self._calls.add(call)
         try:
-            parts = [json.dumps(request).encode(), submission]
-            return await loop.run_in_executor(self._threads, self._ask, parts, call)
+            return await loop.run_in_executor(self._threads, self._ask, json.dumps(request).encode() + b"\n", call)
         except asyncio.CancelledError:
             call.cancel()
             raise
         finally:
             self._calls.discard(call)
 
-    def _ask(self, request: list[bytes], call: _Call) -> dict[str, Any]:
+    def _ask(self, request: bytes, call: _Call) -> dict[str, Any]:
         while not call.cancelled:
-            idle = self._free.pop() if self._free else None
-            checker = idle or _Checker()
-            if not call.begin(checker):
-                self._keep(checker)
-                break
+            with self._lock:
+                idle = self._free.pop() if self._free else None
+            call.checker = checker = idle or _Checker()
+            if call.cancelled:
+                checker.kill()
             try:
-                answer: dict[str, Any] = json.loads(checker.ask(request))
+                answer = checker.ask(request)
             except CheckLost:
                 checker.close()
-                if idle is None or call.cancelled:
+                if idle is None:
                     raise
                 continue  # it may have ended while it was idle
             finally:
-                call.end()
+                call.checker = None
             self._keep(checker)
             return answer
         raise CheckLost("the request was cancelled")
 
     def _keep(self, checker: _Checker) -> None:
-        if self._closed or self._free or not checker.alive():
+        if self._closed or self._free or checker.poll() is not None:
             checker.close()  # at most one idle process, to save memory
         else:
             self._free.append(checker)

@@ -8,13 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,17 +21,13 @@ from api.server.external_sessions import ExternalSessions
 from api.server.problems import HTTPProblem
 from api.server.recipe_checks import Checks
 from api.server.run_status import RunStatuses
-from orchestration.service.registry import Registry, RunRecord, UnknownRun
-from pipeline.events import ENDED
+from orchestration.service.registry import Registry, RunRecord
 from pipeline.index.client import Index
-
-log = structlog.get_logger()
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 INDEX_SECONDS = 10.0  # for which a request waits for an index that restarts
 MOST_HELD = 2000  # requests that wait or stream, unless connections are limited to fewer
-IDLE_SECONDS = 600.0  # after which the connections to an ended run are closed
-PRINCIPAL = web.RequestKey("principal", Token)
+PRINCIPAL = web.RequestKey("principal", Token)  # the token of a request for an operation with a scope
 LOCAL = Token("local", "local", "admin", 0.0, None)  # the token of every request where none is required
 
 
@@ -96,25 +89,18 @@ class Service:
     """State of one server. ``closing`` is set when the server closes: streams then send a last message and end. ``checks``
     that are passed in are closed by the caller."""
 
-    def __init__(
-        self, settings: Settings, url: str, registry: Registry, tokens: Tokens, checks: Checks | None = None
-    ) -> None:
-        self.settings, self.url, self.registry, self.tokens = settings, url, registry, tokens
-        self.sessions = Sessions(tokens)
+    def __init__(self, settings: Settings, registry: Registry, checks: Checks | None = None) -> None:
+        self.settings, self.registry, self.tokens = settings, registry, Tokens(registry.link)
+        self.sessions = Sessions(self.tokens)
         self.checks, self._owns_checks = checks or Checks(), checks is None
         self.closing = asyncio.Event()
         self.run_statuses = RunStatuses()
-        self._in_use: Counter[str] = Counter()
-        self.external_sessions = ExternalSessions(settings.data, registry, self._in_use)
+        self.external_sessions = ExternalSessions(settings.data, registry)
         self.most_held, self._held = MOST_HELD, 0
-        self._indexes: dict[str, tuple[Index, float]] = {}
 
     def index(self, run: str) -> Index:
-        """Return the index of ``run``. Call it for each use: an unused one is closed when its run has ended."""
-        found = self._indexes.get(run)
-        index = found[0] if found else Index(self.registry.link, run)
-        self._indexes[run] = index, time.monotonic()
-        return index
+        """Return the index of ``run``. It has no connections of its own, and need not be closed."""
+        return Index(self.registry.link, run)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[bool]:
@@ -129,10 +115,6 @@ class Service:
     def folder(self, record: RunRecord) -> Path:
         """Return the folder of a run's files: recipe.json, checkpoints/, logs/, metrics.jsonl."""
         return Path(record.folder) if record.folder else self.settings.data / "runs" / record.id
-
-    def principal(self, request: web.Request) -> Token:
-        """Return the token of the request. Only for operations with a scope."""
-        return request[PRINCIPAL]
 
     @contextlib.asynccontextmanager
     async def authorised(self, request: web.Request, scope: Scope) -> AsyncIterator[None]:
@@ -161,50 +143,13 @@ class Service:
             raise HTTPProblem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
         return token
 
-    @contextlib.contextmanager
-    def using(self, run: str | None) -> Iterator[None]:
-        """Surround a request about ``run``: its index is not closed meanwhile."""
-        if run is None:
-            yield
-            return
-        self._in_use[run] += 1
-        try:
-            yield
-        finally:
-            self._in_use[run] -= 1
-            if not self._in_use[run]:
-                del self._in_use[run]
-
-    async def close_idle(self) -> None:
-        """Close unused indexes of ended runs, periodically, until cancelled."""
-        while True:
-            await asyncio.sleep(IDLE_SECONDS / 10)
-            for run, (index, used) in list(self._indexes.items()):
-                if time.monotonic() - used < IDLE_SECONDS or run in self._in_use:
-                    continue
-                try:
-                    ended = (await self.registry.get(run)).state in ENDED
-                except UnknownRun:
-                    ended = True
-                except ConnectionError:
-                    continue
-                if ended and self._indexes.get(run) == (index, used):  # not used while the registry was asked
-                    del self._indexes[run]
-                    await index.close()
-
     async def forget(self, run: str) -> None:
         """Close what is open for a deleted run."""
         self.run_statuses.forget(run)
         await self.external_sessions.forget(run)
-        found = self._indexes.pop(run, None)
-        if found:
-            await found[0].close()
 
     async def close(self) -> None:
         self.closing.set()
-        for index, _ in self._indexes.values():
-            await index.close()
-        self._indexes.clear()
         await self.external_sessions.close()
         await self.tokens.close()
         if self._owns_checks:

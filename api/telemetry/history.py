@@ -12,6 +12,7 @@ to the same file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -40,47 +41,37 @@ def id_at(seconds: float) -> str:
     return f"{max(0, int(seconds * 1000) - 1)}-{2**63}"
 
 
-class EventsFile:
-    """Reads ``metrics.jsonl``, one event a line, with growing ids. A place in it is found by bisection. Lines that a kill
-    cut short are skipped."""
+def read_after(path: Path, event_id: str, count: int = EVENTS_AT_ONCE) -> list[Event]:
+    """The next ``count`` events after ``event_id`` in a ``metrics.jsonl`` (one event a line, with growing ids); empty when
+    there are none, or no file. Lines that a kill cut short are skipped."""
+    found: list[Event] = []
+    last = order(event_id)
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(_place(file, last))
+        for line in file:
+            if (event := _event_of(line)) is not None and order(event.id) > last:
+                last = order(event.id)
+                found.append(event)
+                if len(found) == count:
+                    break
+    return found
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def after(self, event_id: str, count: int = EVENTS_AT_ONCE) -> list[Event]:
-        """The next ``count`` events after ``event_id``; empty when there are none, or no file."""
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
-            return []
-        with file:
-            file.seek(self._place(file, order(event_id)))
-            found: list[Event] = []
-            last = order(event_id)
-            for line in file:
-                if (event := _event_of(line)) is not None and order(event.id) > last:
-                    last = order(event.id)
-                    found.append(event)
-                    if len(found) == count:
-                        break
-            return found
-
-    @staticmethod
-    def _place(file: IO[bytes], wanted: tuple[int, int]) -> int:
-        """Start of a line at or a few lines before the first id past ``wanted``."""
-        low, high = 0, file.seek(0, 2)  # a line begins at `low`; ids before it are not past `wanted`
-        while high - low > 4096:
-            middle = (low + high) // 2
-            file.seek(middle)
-            file.readline()  # the rest of a line
-            at, found = file.tell(), None
-            while at < high and (line := file.readline()) and (found := _ID_OF_LINE.match(line)) is None:
-                at = file.tell()  # a line that was cut short
-            if found is None or order(found[1].decode()) > wanted:
-                high = middle
-            else:
-                low = at
-        return low
+def _place(file: IO[bytes], wanted: tuple[int, int]) -> int:
+    """Start of a line at or a few lines before the first id past ``wanted``, found by bisection."""
+    low, high = 0, file.seek(0, 2)  # a line begins at `low`; ids before it are not past `wanted`
+    while high - low > 4096:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline()  # the rest of a line
+        at, found = file.tell(), None
+        while at < high and (line := file.readline()) and (found := _ID_OF_LINE.match(line)) is None:
+            at = file.tell()  # a line that was cut short
+        if found is None or order(found[1].decode()) > wanted:
+            high = middle
+        else:
+            low = at
+    return low
 
 
 def _event_of(line: bytes) -> Event | None:
@@ -98,7 +89,7 @@ class History:
     ``file`` is the run's ``metrics.jsonl``."""
 
     def __init__(self, index: Callable[[], Index] | None, file: Path) -> None:
-        self._index, self._file = index, EventsFile(file)
+        self._index, self._file = index, file
 
     async def newest(self) -> str:
         """The id of the newest event in the index."""
@@ -107,10 +98,10 @@ class History:
     async def page(self, after: str) -> list[Event]:
         """The next events after ``after`` that exist now, in order and without a gap."""
         if self._index is None:
-            return await asyncio.to_thread(self._file.after, after)
+            return await asyncio.to_thread(read_after, self._file, after)
         oldest, newest = await self._index().event_ends()
         if newest == BEGINNING or order(after) < order(oldest):
-            found = await asyncio.to_thread(self._file.after, after)
+            found = await asyncio.to_thread(read_after, self._file, after)
             older = [event for event in found if newest == BEGINNING or order(event.id) < order(oldest)]
             if older:
                 return older

@@ -32,9 +32,8 @@ class Trace:
         self.begin, self.end = begin, end
         self._processes: dict[str, int] = {}
         self._tracks: dict[tuple[int, str, int], int] = {}
-        self._free: dict[
-            tuple[int, str], list[int]
-        ] = {}  # by name of a span: end of the last slice of each track, in µs
+        # By the name of a span: the end of the last slice of each track, in µs.
+        self._free: dict[tuple[int, str], list[int]] = {}
 
     def events(self, event: Event) -> Iterator[Slice]:
         """Trace events for ``event``, with the names of processes and tracks that it is the first to use."""
@@ -64,16 +63,9 @@ class Trace:
         lane = next((at for at, until in enumerate(taken) if until <= start), len(taken))
         taken[lane : lane + 1] = [start + duration]
         tid = yield from self._track(pid, span["name"], lane)
-        yield {
-            "ph": "X",
-            "name": span["name"],
-            "cat": "stage",
-            "pid": pid,
-            "tid": tid,
-            "ts": start,
-            "dur": duration,
-            "args": {name: value for name, value in span.items() if name in ("rows", "version")},
-        }
+        args = {name: value for name, value in span.items() if name in ("rows", "version")}
+        times = {"ts": start, "dur": duration}
+        yield {"ph": "X", "name": span["name"], "cat": "stage", "pid": pid, "tid": tid, **times, "args": args}
 
     def _counter(self, worker: str, time: float, name: str, values: dict[str, Any]) -> Iterator[Slice]:
         pid = yield from self._process(worker)
@@ -83,16 +75,9 @@ class Trace:
 
     def _instant(self, worker: str, time: float, name: str, data: Mapping[str, Any]) -> Iterator[Slice]:
         pid = yield from self._process(worker)
-        yield {
-            "ph": "i",
-            "name": name,
-            "cat": "run",
-            "pid": pid,
-            "tid": 0,
-            "ts": round(time * SECOND),
-            "s": "p",
-            "args": {"reason": data["reason"]} if data.get("reason") else {},
-        }
+        args = {"reason": data["reason"]} if data.get("reason") else {}
+        where = {"pid": pid, "tid": 0, "ts": round(time * SECOND)}
+        yield {"ph": "i", "name": name, "cat": "run", **where, "s": "p", "args": args}
 
     def _process(self, worker: str) -> Any:
         """Number of a worker's process; yields its name the first time."""

@@ -250,13 +250,7 @@ def _of_stages(runs: list[RunListener]) -> list[Metric]:
     rows = Family("counter", "asyncdock_stage_rows", "Samples done by a worker.", *worker)
     tokens = Family("counter", "asyncdock_stage_tokens", "Tokens of these samples.", *worker)
     held = Family("gauge", "asyncdock_stage_in_flight_rows", "Samples that a worker has in hand.", *worker)
-    depth = Family(
-        "gauge",
-        "asyncdock_stage_queue_depth",
-        "Ready for a stage, not claimed.",
-        "run",
-        "stage",
-    )
+    depth = Family("gauge", "asyncdock_stage_queue_depth", "Ready for a stage, not claimed.", "run", "stage")
     for listener in runs:
         depths: dict[str, float] = {}
         for name, one in listener.totals.workers.items():

@@ -29,12 +29,8 @@ WAIT_SECONDS = 10.0
 SAVE_SECONDS = 2.0  # between two writes of tracked.json; points since the last one are shown again after a kill
 
 
-class TrackerMissing(RuntimeError):
-    """A tracker's package is not installed; the message says what to install."""
-
-
 class TrackError(RuntimeError):
-    """A run cannot be tracked; the message says why and what to do."""
+    """A run cannot be tracked, such as when a tracker's package is missing; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -159,13 +155,7 @@ class WandB:
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self.key = key or wandb.util.generate_id()
         self._run = wandb.init(
-            project="asyncdock",
-            name=name,
-            id=self.key,
-            resume="allow",
-            mode=mode,
-            dir=str(folder),
-            config=dict(recipe),
+            project="asyncdock", name=name, id=self.key, resume="allow", mode=mode, dir=str(folder), config=dict(recipe)
         )
         # Their own step must only grow; a `sync` of version v comes after step v. So the run's step is an axis of its own.
         self._run.define_metric("step")
@@ -181,18 +171,15 @@ class WandB:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any], str], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": Mlflow,
-    "wandb": WandB,
-}
+Make = Callable[[Path, str, Mapping[str, Any], str], Tracker]  # of its folder, the run, the recipe and the key
+TRACKERS: dict[str, Make] = {"tensorboard": TensorBoard, "mlflow": Mlflow, "wandb": WandB}
 
 
 def _module(name: str, extra: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as missing:
-        raise TrackerMissing(f"--to {extra}: needs {missing.name}; pip install 'asyncdock[{extra}]'") from missing
+        raise TrackError(f"--to {extra}: needs {missing.name}; pip install 'asyncdock[{extra}]'") from missing
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -238,7 +225,7 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
 
 
 async def track(
-    events: Callable[[str], AsyncIterator[Event]], run: str, into: Path, make: Callable[[str], Tracker]
+    events: Callable[[str], AsyncIterator[Event]], run: str, into: Path, make: Make, recipe: Mapping[str, Any]
 ) -> int:
     """Show the events of ``run`` that earlier calls with ``into`` have not shown. Returns the number of points. Raises
     TrackError when ``into`` holds another run."""
@@ -249,7 +236,7 @@ async def track(
         raise TrackError(
             f"--into: {into} has run {known['run']!r}, and {run!r} would be mixed with it; give another folder"
         )
-    tracker, points, count = make(known["key"]), Points(), 0
+    tracker, points, count = make(into, run, recipe, known["key"]), Points(), 0
     loop = asyncio.get_running_loop()
     after, saved = known["after"], loop.time()
 

@@ -56,15 +56,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def share_bar(shares: dict[str, float], width: int) -> Text:
-    """Bar of ``width`` glyphs with the shares of time, rounded so that they fill it."""
-    exact = [shares[name] * width for name in SHARES]
-    cells = [int(value) for value in exact]
-    for at in sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])[: max(0, round(sum(exact)) - sum(cells))]:
-        cells[at] += 1
+    """Bar of ``width`` glyphs with the shares of time. Its inner edges are rounded, so that the shares fill it."""
+    edges = [round(edge * width) for edge in itertools.accumulate((shares[name] for name in SHARES), initial=0.0)]
     bar = Text()
-    for name, count in zip(SHARES, cells, strict=True):
+    for name, (begin, end) in zip(SHARES, itertools.pairwise(edges), strict=True):
         glyph, style = GLYPHS[name]
-        bar.append(glyph * count, style=style)
+        bar.append(glyph * (end - begin), style=style)
     bar.append(" " * (width - len(bar)))
     return bar
 
@@ -118,9 +115,6 @@ class LiveView:
     def __init__(self, progress: Progress, console: Console) -> None:
         self.progress, self.console = progress, console
         self.notice = ""  # one line for the user, such as what Ctrl-C does
-
-    def event(self, event: Event) -> None:
-        """Does nothing: the next redraw shows what ``progress`` has become."""
 
     def notify(self, notice: str) -> None:
         self.notice = notice
@@ -241,16 +235,11 @@ def _swap(progress: Progress) -> Text:
 def _stages(progress: Progress, width: int) -> RenderableType:
     wide = width >= WIDE
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("stage", no_wrap=True, min_width=11)
-    table.add_column("queue", justify="right", no_wrap=True)
-    table.add_column("held", justify="right", no_wrap=True)
     bar = 36 if wide else 18
-    table.add_column("where its time goes", min_width=bar, no_wrap=True)
     names = ("busy", "input", "room", "other") if wide else ("busy", "input")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("rows/s", justify="right", no_wrap=True)
-    table.add_column("tokens/s", justify="right", no_wrap=True)
+    for name in ("stage", "queue", "held", "where its time goes", *names, "rows/s", "tokens/s"):
+        least = {"stage": 11, "where its time goes": bar}.get(name)
+        table.add_column(name, justify="left" if least else "right", min_width=least, no_wrap=True)
     for name, worker in progress.workers.items():
         parts = shares(worker.recent)
         table.add_row(
@@ -288,7 +277,9 @@ class PlainView:
         self._death = ("", "")  # a line that is not printed yet, and its reason: the run may fail with the same one
 
     def event(self, event: Event) -> None:
-        line, (death, reason), data = plain_line(self.progress, event), self._death, event.decoded()
+        """Apply ``event`` to ``progress`` and print its line."""
+        data = self.progress.apply(event)
+        line, (death, reason) = plain_line(self.progress, event), self._death
         if not line:
             return
         self._death = ("", "")

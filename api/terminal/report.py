@@ -20,6 +20,7 @@ from rich.table import Table
 from api.telemetry.progress import Progress
 from api.telemetry.totals import shares
 from api.terminal.live import duration, number
+from api.terminal.screen import pairs_table
 from orchestration.events_file import METRICS, finite, read_metrics
 from orchestration.recipe.planner import Plan, prompt_limits
 from orchestration.recipe.schema import Recipe
@@ -136,40 +137,28 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     """The summary as a table."""
     compared, gain = summary["steps_compared"], summary["reward_gain"]
     first, last = number(summary["reward_first_steps"], ".3f"), number(summary["reward_last_steps"], ".3f")
-    rows = [
-        ("steps", f"{summary['steps']} of {summary['steps_planned']} in {duration(summary['seconds'])}"),
-        ("reward", f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} steps)"),
-    ]
-    if summary["held_out_first"] is not None:
-        before, after = number(summary["held_out_first"], ".3f"), number(summary["held_out_last"], ".3f")
-        rows.append(("held out", f"{before} → {after}  (greedy)"))
+    before, after = number(summary["held_out_first"], ".3f"), number(summary["held_out_last"], ".3f")
     mean, highest = number(summary["staleness_mean"], ".2f"), number(summary["staleness_max"], ".0f")
     tokens = f"{summary['tokens_generated']:,} generated, {summary['tokens_trained']:,} trained"
     if summary["tokens_filtered"]:
         tokens += f", {summary['tokens_filtered']:,} filtered"
-    rows += [
+    too_long = " and ".join(
+        f"{summary[f'prompts_{what}']} {what}" for what in ("skipped", "cut") if summary[f"prompts_{what}"]
+    )
+    saved = summary.get("resume_after_step")
+    return pairs_table(
+        ("steps", f"{summary['steps']} of {summary['steps_planned']} in {duration(summary['seconds'])}"),
+        ("reward", f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} steps)"),
+        ("held out", "" if summary["held_out_first"] is None else f"{before} → {after}  (greedy)"),
         ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
         ("tokens", f"{tokens}, {number(summary['tokens_per_second'], ',.0f')} per second"),
-    ]
-    if summary["prompts_skipped"] or summary["prompts_cut"]:
-        done = [f"{summary[key]} {key[8:]}" for key in ("prompts_skipped", "prompts_cut") if summary[key]]
-        rows.append(("prompts", f"{' and '.join(done)} as too long, listed in {TOO_LONG_FILE}"))
-    if summary["restarts"]:
-        rows.append(("restarts", str(summary["restarts"])))
-    if summary["reason"]:
-        rows.append(("reason", summary["reason"]))
-    if (saved := summary.get("resume_after_step")) is not None:
-        rows.append(("resume", resume_text(saved, summary["steps_planned"], summary["steps"])))
-    return _table(f"{summary['name']}: {summary['state']}", rows)
-
-
-def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for row in rows:
-        table.add_row(*row)
-    return table
+        ("prompts", too_long and f"{too_long} as too long, listed in {TOO_LONG_FILE}"),
+        ("restarts", str(summary["restarts"] or "")),
+        ("reason", summary["reason"]),
+        ("resume", "" if saved is None else resume_text(saved, summary["steps_planned"], summary["steps"])),
+        title=f"{summary['name']}: {summary['state']}",
+        title_justify="left",
+    )
 
 
 def resume_text(saved: int, steps: int, made: int = 0) -> str:
@@ -230,7 +219,7 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             rows[-1] = ("each device", ", ".join(held))
         if plan.reference_bytes:
             rows.append(("reference", format_size(plan.reference_bytes)))
-    return _table(f"{recipe.name}: sound", rows)
+    return pairs_table(*rows, title=f"{recipe.name}: sound", title_justify="left")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from orchestration.escapes import escaped
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
     from rich.measure import Measurement
+    from rich.table import Table
 
 PIPE_WIDTH = 4096  # columns without a terminal: programs read whole lines
 
@@ -35,6 +36,19 @@ def safe_console(**options: Any) -> Console:
     stream = sys.stderr if options.get("stderr") else sys.stdout
     made = Console(**{"markup": False, "width": None if stream.isatty() else PIPE_WIDTH, **options})
     made.push_render_hook(cast("RenderHook", _Escaping()))
+    return made
+
+
+def pairs_table(*rows: tuple[str, str], **options: Any) -> Table:
+    """Return a table of names and values, without rows with an empty value."""
+    from rich.table import Table
+
+    made = Table(box=None, show_header=False, **options)
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        if value:
+            made.add_row(name, value)
     return made
 
 

@@ -11,7 +11,7 @@ Forking is safe because the server uses no accelerator and its only other thread
 It needs Linux: process handles, and signals at a parent's death.
 
 multiprocessing's fork server is not used. A child of it that starts processes, as a runner does, starts a second server and
-imports everything again (0.94 s for torch alone; 0.01 s here); its children survive a killed owner; and it sends pickles.
+imports everything again (`benchmarks/libraries.py` measures it); its children survive a killed owner; and it sends pickles.
 """
 
 from __future__ import annotations

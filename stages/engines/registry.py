@@ -26,7 +26,7 @@ Side = Literal["rollout", "train"]
 
 BUILT_IN: dict[Side, tuple[str, ...]] = {"rollout": ("torch", "vllm", "mock"), "train": ("torch", "mock")}
 ENTRY_POINTS: dict[Side, str] = {"rollout": "asyncdock.rollout_engines", "train": "asyncdock.train_engines"}
-TOLD: dict[Side, tuple[str, ...]] = {"rollout": ("version", "weights"), "train": ("ranks", "meeting")}
+PARAMETERS: dict[Side, tuple[str, ...]] = {"rollout": ("version", "weights"), "train": ("ranks", "meeting")}
 
 
 class EngineUnknown(LookupError):

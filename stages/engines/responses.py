@@ -1,4 +1,4 @@
-"""The iterator that ``generate`` returns.
+"""Responses in progress, and the iterator that ``generate`` returns.
 
 engine ── put(Completion) as each response ends, put(error) when it fails ──▶ Responses ──▶ async for
 consumer closes it, is cancelled or drops it ──▶ abort(responses), once: the engine drops what has not been yielded
@@ -9,7 +9,43 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from stages.engines.protocols import Completion
+import torch
+
+from stages.engines.protocols import Completion, EngineFailed, FinishReason, GroupRequest
+
+
+class ResponseInProgress:
+    """The response at ``place`` of ``request``: all its tokens so far. The first ``begun`` are of earlier requests."""
+
+    def __init__(self, request: GroupRequest, place: int) -> None:
+        self.request, self.place = request, place
+        begun = request.begun.get(place)
+        self.tokens: list[int] = begun.token_ids.tolist() if begun else []
+        self.logprobs: list[float] = begun.logprobs.tolist() if begun else []
+        self.versions = list(begun.versions) if begun else []
+        self.begun = len(self.tokens)
+
+    def add_version(self, version: int, tokens: int) -> None:
+        """Record that weights of ``version`` made the next ``tokens`` tokens."""
+        if self.versions and self.versions[-1][0] == version:
+            tokens += self.versions.pop()[1]
+        self.versions.append((version, tokens))
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(
+            group=self.request.group,
+            place=self.place,
+            token_ids=torch.tensor(self.tokens, dtype=torch.int64),
+            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            versions=tuple(self.versions),
+            finish_reason=reason,
+        )
+
+
+def engine_failed(error: BaseException) -> EngineFailed:
+    failed = EngineFailed(f"the rollout engine failed: {error!r}")
+    failed.__cause__ = error
+    return failed
 
 
 class Responses(AsyncIterator[Completion]):

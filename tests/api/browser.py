@@ -74,7 +74,7 @@ class Browser:
         return found
 
     def click(self, name: str) -> None:
-        """Click what is called so. The page may put it anew while it is looked for."""
+        """Click what is called so. The page may create it again while it is looked for."""
         for _ in range(5):
             try:
                 control = self.named(name)

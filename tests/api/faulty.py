@@ -1,4 +1,4 @@
-"""A service that speaks the endpoints which a client needs, and goes wrong as it is told."""
+"""A service that speaks the endpoints which a client needs, and fails as it is configured to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN = "scripted-20260101-000000-abcd"
 
 
 def run_view(run: str = RUN, **changes: Any) -> dict[str, Any]:
-    """A run as ``GET /v1/runs/{run}`` tells it."""
+    """A run as ``GET /v1/runs/{run}`` returns it."""
     view: dict[str, Any] = {
         "id": run,
         "name": "scripted",
@@ -41,13 +41,13 @@ def run_view(run: str = RUN, **changes: Any) -> dict[str, Any]:
 
 
 def problem(status: int, detail: str, **more: Any) -> web.Response:
-    told = {"type": "about:blank", "title": "Refused", "status": status, "detail": detail, **more}
-    return web.json_response(told, status=status, content_type="application/problem+json")
+    problem = {"type": "about:blank", "title": "Refused", "status": status, "detail": detail, **more}
+    return web.json_response(problem, status=status, content_type="application/problem+json")
 
 
 @dataclass
 class Event:
-    """An event as the stream tells it."""
+    """An event as the stream returns it."""
 
     id: str
     kind: str
@@ -59,8 +59,8 @@ class Event:
 
 @dataclass
 class Stream:
-    """One connection of the event stream: how many ``events`` are told before it ends, what stands ``before`` them, how many
-    earlier ones are told ``again``, how many bytes of the next one follow (``half``), and what is said at the ``end``."""
+    """One connection of the event stream: how many ``events`` are sent before it ends, what stands ``before`` them, how many
+    earlier ones are sent ``again``, how many bytes of the next one follow (``half``), and what is sent at the ``end``."""
 
     events: int | None = None  # None: to the end of the run
     before: bytes = b""
@@ -152,9 +152,9 @@ class Service:
         for run in self.runs:
             if run["id"] == request.match_info["run"]:
                 return run
-        told = {"type": "urn:asyncdock:unknown-run", "title": "Not Found", "detail": "There is no such run."}
-        told |= {"field": "path.run", "fix": "see GET /v1/runs"}
-        raise web.HTTPNotFound(text=json.dumps(told), content_type="application/problem+json")
+        problem = {"type": "urn:asyncdock:unknown-run", "title": "Not Found", "detail": "There is no such run."}
+        problem |= {"field": "path.run", "fix": "see GET /v1/runs"}
+        raise web.HTTPNotFound(text=json.dumps(problem), content_type="application/problem+json")
 
     async def _submit(self, request: web.Request) -> web.Response:
         key, body = request.headers["Idempotency-Key"], await request.json()

@@ -88,7 +88,7 @@ def evaluation(time: float, version: int, reward: float, response: str) -> Event
 def events(ending: str = "finished", reason: str = "") -> list[Event]:
     """A run with one death, two evaluations, and ``ending``."""
     worker = {"stage": "rollout", "worker": "rollout-0", "pid": 7}
-    told = [
+    made = [
         event(0, "state", state="starting", reason=""),
         event(0.1, "worker", **worker, change="started", reason=""),
         event(8, "worker", **worker, change="ready", reason=""),
@@ -97,7 +97,7 @@ def events(ending: str = "finished", reason: str = "") -> list[Event]:
     ]
     for number in range(STEPS):
         at = 10 + 2 * number
-        told += [
+        made += [
             stage(at - 0.5, "rollout-0", at - 8, (at - 8) * 0.7, (at - 8) * 0.2, (at - 8) * 0.05, 40 * number),
             stage(at - 0.4, "update-0", at - 8, (at - 8) * 0.5, (at - 8) * 0.5, 0.0, 32 * number),
             step(number),
@@ -107,17 +107,17 @@ def events(ending: str = "finished", reason: str = "") -> list[Event]:
                   exposed_seconds=0.002, hidden_seconds=0.3),
         ]  # fmt: skip
     died = {"reason": "ended by signal 9"}
-    told += [
+    made += [
         event(26, "worker", **worker, change="died", **died),
         event(26.1, "worker", **worker, change="restarted", **died),
         evaluation(27, STEPS, 0.9, ""),
         event(28, "state", state=ending, reason=reason),
     ]
-    return told
+    return made
 
 
 class ScriptedRun:
-    """A run that does nothing but tell ``script``. With ``endless`` it goes on until it is stopped, and with ``deaf`` it
+    """A run that only emits ``script``. With ``endless`` it goes on until it is stopped, and with ``deaf`` it
     does not even listen to that."""
 
     def __init__(self, out_dir: Path, script: Sequence[Event], *, endless: bool = False, deaf: bool = False) -> None:

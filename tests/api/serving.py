@@ -42,7 +42,7 @@ async def serving(
     handler may have held the event loop."""
     logs.configure(terminal=False)  # as the command has them: what a test shows of an error takes longer
     watchdog, registry = Watchdog(), Registry(url, timeout=3.0)
-    app = build_app(Settings(data=data, **settings), url, registry, shared_checks())
+    app = build_app(Settings(data=data, **settings), registry, shared_checks())
     app.middlewares.insert(0, marked)
     build_routes(app, modules)
     with watchdog.watching():
@@ -59,6 +59,6 @@ def bearer(token: str) -> dict[str, str]:
 async def problem(response: ClientResponse, status: int) -> dict[str, Any]:
     """The problem that ``response`` is, of this status."""
     assert (response.status, response.content_type) == (status, MEDIA_TYPE), await response.text()
-    told = await response.json(content_type=None)
-    assert told["status"] == status
-    return told
+    answer = await response.json(content_type=None)
+    assert answer["status"] == status
+    return answer

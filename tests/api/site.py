@@ -85,7 +85,7 @@ class Site:
     # ── its API ──
 
     def ask_for(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Status 0: nobody answers."""
+        """Status 0: no server answers."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data is not None else {}
         request = urllib.request.Request(f"{self.url}{path}", data=data, method=method, headers=headers)

@@ -1,4 +1,4 @@
-"""Requests that are made to cost much: whoever sends them is answered, and everybody else as if they were not there.
+"""Requests that are made to cost much: their senders get an answer, and other clients are not slowed.
 
 That no handler holds the event loop is seen by the watchdog of :func:`tests.api.serving.serving`.
 """
@@ -94,12 +94,12 @@ async def test_thousands_of_letters_in_a_path_by_eight_connections(client: Clien
 
 async def test_a_name_of_900_kB_in_a_check(client: Client) -> None:
     async with undisturbed(client):
-        told = await problem(await check(client, recipe(name="n" * 900_000)), 422)
-    assert (told["field"], "900000 characters" in told["detail"]) == ("name", True)
+        refusal = await problem(await check(client, recipe(name="n" * 900_000)), 422)
+    assert (refusal["field"], "900000 characters" in refusal["detail"]) == ("name", True)
 
 
 async def test_a_long_value_of_every_key_that_a_request_has(client: Client) -> None:
-    """Whatever is refused is told back, in short: in each place a text of letters, and one of URLs without an end."""
+    """The answer repeats a refused value, shortened: in each place a text of letters, and one of URLs without an end."""
     async with undisturbed(client):
         for text in (
             "a" * 900_000,
@@ -141,7 +141,7 @@ async def test_texts_up_to_the_bounds_take_no_longer(client: Client) -> None:
 @pytest.mark.parametrize(
     "value", ["a" * 10**7, ["a" * 10**7], {"a": list(range(10**6))}, list(range(10**6)), "://" * 10**6]
 )
-def test_what_is_told_back_of_a_value_does_not_grow_with_it(value: object) -> None:
+def test_the_repeated_part_of_a_value_is_bounded(value: object) -> None:
     began = time.process_time()
     assert len(json.dumps(shown(value))) < 3 * LONGEST_VALUE
     assert time.process_time() - began < 0.5
@@ -198,8 +198,8 @@ async def test_a_page_of_the_largest_recipes(client: Client) -> None:
 
 async def test_six_checks_of_8000_unknown_rewards(client: Client) -> None:
     async with undisturbed(client):
-        for told in await asyncio.gather(*(check(client, named(8000)) for _ in range(6))):
-            assert "8000 entries" in (await problem(told, 422))["detail"]
+        for refusal in await asyncio.gather(*(check(client, named(8000)) for _ in range(6))):
+            assert "8000 entries" in (await problem(refusal, 422))["detail"]
     await idle(client)
 
 
@@ -237,12 +237,12 @@ MANY = [
 ]
 
 
-async def test_many_keys_are_refused_and_told_in_short(client: Client) -> None:
+async def test_many_keys_are_refused_with_a_short_answer(client: Client) -> None:
     async with undisturbed(client):
         for body in MANY:
-            told = await problem(await client.post("/v1/recipes/check", json=body), 422)
-            assert told["detail"]
-            assert len(told["errors"]) <= 100
+            refusal = await problem(await client.post("/v1/recipes/check", json=body), 422)
+            assert refusal["detail"]
+            assert len(refusal["errors"]) <= 100
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def asyncdock(*arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "line"),
+    ("name", "expected", "line"),
     [
         ("Loss", "raised KeyError('missing') in loss", 6),
         ("Credit", "raised ValueError('by; my helper') in credit", 13),
@@ -155,13 +155,13 @@ def asyncdock(*arguments: str) -> tuple[int, str, str]:
     ],
 )
 def test_a_failing_algorithm_names_itself_the_method_and_the_line(
-    person: Path, name: str, said: str, line: int
+    person: Path, name: str, expected: str, line: int
 ) -> None:
     code, out, _ = asyncdock("run", "mine.toml", "--out", "out", f"--set=algorithm.name=habits_algorithm:{name}")
     assert code == 1
-    assert out.count(said) == 1, "the reason stands once"
-    (reason,) = [text for text in out.splitlines() if said in text]
-    assert f"algorithm 'habits_algorithm:{name}' {said}" in reason
+    assert out.count(expected) == 1, "the reason stands once"
+    (reason,) = [text for text in out.splitlines() if expected in text]
+    assert f"algorithm 'habits_algorithm:{name}' {expected}" in reason
     assert f"({person / 'habits_algorithm.py'}, line {line})" in reason
     assert "restarted" not in out, "no restart mends it"
     assert f"Go on with: asyncdock resume {person / 'out'}" in out.splitlines()
@@ -182,8 +182,8 @@ def test_a_failure_of_a_worker_process_stands_once_with_its_log(person: Path) ->
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert ended.returncode == 1
-    said = "algorithm 'habits_algorithm:Loss' raised KeyError('missing') in loss"
-    assert (ended.stdout + ended.stderr).count(said) == 1
+    reason = "algorithm 'habits_algorithm:Loss' raised KeyError('missing') in loss"
+    assert (ended.stdout + ended.stderr).count(reason) == 1
     log = person / "out" / "logs" / "update-0.log"
     assert f"  log: {log}" in ended.stdout.splitlines()
     assert "Traceback" in log.read_text()
@@ -228,7 +228,7 @@ def test_the_live_view_shows_the_reason_whole_and_once(width: int) -> None:
 
 @pytest.mark.parametrize("key", ["reward.functions=[{{name='{}'}}]", "algorithm.name={}", "rollout.engine={}"])
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         (
             "habits_missing:f",
@@ -241,24 +241,24 @@ def test_the_live_view_shows_the_reason_whole_and_once(width: int) -> None:
         ("habits_reward:hlaf", "habits_reward has no attribute 'hlaf'; did you mean 'habits_reward:half'?"),
     ],
 )
-def test_a_module_that_cannot_be_imported(person: Path, key: str, name: str, said: str) -> None:
+def test_a_module_that_cannot_be_imported(person: Path, key: str, name: str, expected: str) -> None:
     code, out, err = asyncdock("check", "mine.toml", f"--set={key.format(name)}")
     assert (code, out) == (2, "")
-    assert said.format(person) in err
+    assert expected.format(person) in err
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("Made", "RuntimeError('cannot be made') was raised ({}/habits_algorithm.py, line 41); correct its code"),
         ("Earlier", "has the interface of an earlier version; write `credit` in place of `advantages`"),
     ],
 )
-def test_check_finds_an_algorithm_that_cannot_be_made(person: Path, name: str, said: str) -> None:
+def test_check_finds_an_algorithm_that_cannot_be_made(person: Path, name: str, expected: str) -> None:
     code, _, err = asyncdock("check", "mine.toml", f"--set=algorithm.name=habits_algorithm:{name}")
     assert code == 2
-    assert said.format(person) in err
+    assert expected.format(person) in err
 
 
 # --- paths and folders --------------------------------------------------------------------------------------------------
@@ -297,11 +297,11 @@ def test_the_folder_of_a_run_is_no_recipe(person: Path) -> None:
     code, _, err = asyncdock("run", "out")
     assert code == 2
     assert "continue it with `asyncdock resume out`, or start a run like it with `asyncdock run out/recipe.json`" in err
-    for text, said in (("[1]", "it holds a list"), ("{", "is not a recipe in JSON"), ("{}", "model: is missing")):
+    for text, expected in (("[1]", "it holds a list"), ("{", "is not a recipe in JSON"), ("{}", "model: is missing")):
         Path("other.json").write_text(text)
         code, _, err = asyncdock("check", "other.json")
         assert code == 2
-        assert said in err
+        assert expected in err
 
 
 def test_paths_are_whole_in_a_pipe(person: Path) -> None:
@@ -319,7 +319,7 @@ def test_paths_are_whole_in_a_pipe(person: Path) -> None:
 # --- short runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_equal_rewards_are_told_at_the_end(person: Path) -> None:
+def test_equal_rewards_are_reported_at_the_end(person: Path) -> None:
     _, out, _ = asyncdock("run", "mine.toml", "--out", "out")
     assert "Every reward was 0.5, in all 2 steps: there was nothing to learn from" in out
     assert "0 per second" not in out.replace("10 per", "").replace("00 per", "")
@@ -353,6 +353,6 @@ def test_a_recipe_made_shorter_than_its_warm_up(person: Path) -> None:
 def test_json_keeps_the_reason_on_both_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made: Any = scripted.ScriptedRun(tmp_path, scripted.events("failed", "update-0: no memory"))
     local_run.show_run(made, json=True, plain=False)
-    told = capsys.readouterr()
-    assert "update-0: no memory" in told.out
-    assert told.err.count("update-0: no memory") == 1
+    printed = capsys.readouterr()
+    assert "update-0: no memory" in printed.out
+    assert printed.err.count("update-0: no memory") == 1

@@ -77,7 +77,7 @@ class Watcher:
         assert self.seen[-1]["ended"] is None, "all of it was to happen in the middle of the run"
 
 
-async def test_whatever_is_killed_the_run_ends_well_and_the_api_never_tells_anything_wrong(server: Served) -> None:
+async def test_after_any_kill_the_run_ends_well_and_the_api_stays_correct(server: Served) -> None:
     async with Client(server.url) as client, asyncio.TaskGroup() as tasks:
         run = (await client.submit(RECIPE)).id
         watcher = Watcher(server.url, run)

@@ -1,4 +1,4 @@
-"""Values that nobody would send by accident: each is refused, or means what it says, and none is the server's mistake."""
+"""Unusual values: each is refused or has its literal meaning, and none causes an error of the server."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import ClientTimeout
 
-from api.server import external_sessions as outside_module
-from api.server import service as service_module
+from api.external.session import ExternalSession
+from api.server import external_sessions as sessions_module
 from api.server.app import ROUTES
-from api.server.external_sessions import ExternalSession, ExternalSessions
+from api.server.external_sessions import ExternalSessions
 from api.server.operations import operations_of
-from api.server.service import SERVICE, Service
-from orchestration.service.registry import Registry, UnknownRun
 from tests.api.serving import Client, problem, serving
 from tests.orchestration.runs import MOCK
 
@@ -74,8 +72,8 @@ async def test_no_value_of_any_parameter_is_the_servers_mistake(client: Client, 
     made = 0
     for operation in operations_of(ROUTES):
         path = operation.path
-        for part in ("{name:(?!check$|schema$)[^/]+}", "{version:[0-9]+}", "{token}", "{file}", "{run}"):
-            value = {"{run}": run, "{file}": "index.html"}.get(part, "1")
+        for part in ("{name:(?!check$|schema$)[^/]+}", "{version:[0-9]+}", "{token}", "{file:.+}", "{run}"):
+            value = {"{run}": run, "{file:.+}": "index.html"}.get(part, "1")
             path = path.replace(part, value)
         body = {"json": {}} if ("body" in operation.parts or operation.consumes) else {}
         for value in VALUES:
@@ -169,7 +167,7 @@ async def test_json_that_no_recipe_is_made_of(client: Client, text: str) -> None
         assert await status(client, "POST", path, data=text.encode(), headers=headers) in (400, 413, 422)
 
 
-# --- connections that nobody uses ---------------------------------------------------------------------------------------
+# --- unused connections -------------------------------------------------------------------------------------------------
 
 
 class Kept:
@@ -188,54 +186,16 @@ class Known:
 
 
 async def test_two_requests_may_close_idle_sessions_at_once(tmp_path: Path) -> None:
-    sessions = ExternalSessions(tmp_path, Known(), in_use={"used"})  # type: ignore[arg-type]
+    sessions = ExternalSessions(tmp_path, Known())  # type: ignore[arg-type]
     kept = {run: ExternalSession(Kept(), tmp_path) for run in ("a", "b", "c", "used")}  # type: ignore[arg-type]
-    for one in kept.values():
-        one.used = time.monotonic() - outside_module.IDLE_SECONDS - 1
     sessions._runs = dict(kept)
-    await asyncio.gather(*(sessions._close_idle() for _ in range(3)))
+    async with sessions.run("used"):
+        for one in kept.values():
+            one.used = time.monotonic() - sessions_module.IDLE_SECONDS - 1
+        await asyncio.gather(*(sessions._close_idle() for _ in range(3)))
     assert {run: one.external.closed for run, one in kept.items()} == {"a": 1, "b": 1, "c": 1, "used": 0}  # type: ignore[attr-defined]
     assert set(sessions._runs) == {"used"}, "a session that a request is about stays open"
-
-
-async def test_a_run_that_is_forgotten_while_idle_ones_are_closed(
-    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Closing goes on afterwards: the task that does it does not end of it."""
-    monkeypatch.setattr(service_module, "IDLE_SECONDS", 0.01)
-    async with serving(index_url, tmp_path) as client:
-        service: Service = client.app[SERVICE]  # type: ignore[union-attr]
-        asked, go_on = asyncio.Event(), asyncio.Event()
-
-        class Slow(Registry):
-            async def get(self, run: str) -> Any:
-                asked.set()
-                await go_on.wait()
-                raise UnknownRun(run)
-
-        registry, service.registry = service.registry, Slow(index_url)
-        service.index("first")
-        tidying = asyncio.create_task(service.close_idle())
-        async with asyncio.timeout(10):
-            await asked.wait()
-            await service.forget("first")
-            go_on.set()
-            second = service.index("second")
-            while not second.closed:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert not tidying.done()
-        tidying.cancel()
-        await asyncio.gather(tidying, return_exceptions=True)
-        await service.registry.close()
-        service.registry = registry
-
-
-async def test_what_a_request_is_about_stays_open(index_url: str, tmp_path: Path) -> None:
-    async with serving(index_url, tmp_path) as client:
-        service: Service = client.app[SERVICE]  # type: ignore[union-attr]
-        with service.using("run"), service.using("run"), service.using(None):
-            assert "run" in service._in_use
-        assert not service._in_use
+    assert not kept["used"].users
 
 
 def test_a_sample_whose_text_is_no_text_is_shown() -> None:

@@ -24,10 +24,10 @@ _REQUEST: ContextVar[str] = ContextVar("request")
 
 
 class Watchdog:
-    """``with watchdog.watching()``; ``holds`` are the turns that took too long, as texts, each of which ``tell`` is told."""
+    """``with watchdog.watching()``; ``holds`` are the turns that took too long, as texts; ``report`` is called with each."""
 
-    def __init__(self, tell: Callable[[str], object] = lambda hold: None) -> None:
-        self.holds, self._tell = list[str](), tell
+    def __init__(self, report: Callable[[str], object] = lambda hold: None) -> None:
+        self.holds, self._report = list[str](), report
         self._collecting, self._began = 0.0, 0.0
 
     @contextmanager
@@ -60,7 +60,7 @@ class Watchdog:
     def _note(self, request: str, seconds: float) -> None:
         if request:
             self.holds.append(f"{request} {HELD} {1000 * seconds:.0f} ms")
-            self._tell(self.holds[-1])
+            self._report(self.holds[-1])
 
 
 @web.middleware

@@ -21,7 +21,7 @@ def main() -> None:
         return app
 
     server.build_app = build_marked  # type: ignore[assignment]
-    with Watchdog(tell=lambda hold: print(hold, file=sys.stderr, flush=True)).watching():
+    with Watchdog(report=lambda hold: print(hold, file=sys.stderr, flush=True)).watching():
         cli.main()
 
 

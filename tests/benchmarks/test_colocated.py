@@ -10,7 +10,7 @@ import pytest
 from benchmarks.colocated import ARMS, SECONDS, Arm, main
 
 
-def test_the_smoke_run_tells_what_each_arm_holds_and_waits(
+def test_the_smoke_run_prints_what_each_arm_holds_and_waits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SECONDS, "0")  # put back at the end

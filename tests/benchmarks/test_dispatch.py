@@ -44,19 +44,21 @@ def test_the_iteration_makes_the_moves_that_the_equation_counts() -> None:
 def test_measured_bytes_are_the_counted_ones_and_the_dock_needs_fewer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dispatch_volume.main(["--groups", "3", "--prompt", "64", "--response", "96", "--json", str(tmp_path / "told.json")])
-    told = json.loads((tmp_path / "told.json").read_text())["iteration"]
-    central, dock, ragged = (told["arms"][arm] for arm in ("central", "dock", "dock, ragged"))
+    dispatch_volume.main(
+        ["--groups", "3", "--prompt", "64", "--response", "96", "--json", str(tmp_path / "result.json")]
+    )
+    result = json.loads((tmp_path / "result.json").read_text())["iteration"]
+    central, dock, ragged = (result["arms"][arm] for arm in ("central", "dock", "dock, ragged"))
     for moved in central:
-        counted = told["counted_bytes"][moved["step"]]
+        counted = result["counted_bytes"][moved["step"]]
         assert counted <= moved["got"] + moved["put"] <= counted + 64 * 3, (
             "at most gaps, as columns begin at multiples of 64"
         )
     assert all(moved["put"] == 0 for moved in dock), "what is written stays on its node"
     total = {name: sum(m["got"] for m in arm) for name, arm in (("dock", dock), ("ragged", ragged))}
-    assert total["ragged"] < total["dock"] < 0.3 * told["equation_bytes"]
+    assert total["ragged"] < total["dock"] < 0.3 * result["equation_bytes"]
     printed = capsys.readouterr().out
-    assert f"{told['equation_bytes']:,}" in printed
+    assert f"{result['equation_bytes']:,}" in printed
     assert "31,622" in printed
 
 
@@ -129,12 +131,12 @@ def test_a_quick_run_moves_what_equation_4_says(
     hosts: Network, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hosts.__exit__()
-    assert dispatch_scale.main(["--quick", "--json", str(tmp_path / "told.json")]) == 0
-    told = json.loads((tmp_path / "told.json").read_text())["summary"]
+    assert dispatch_scale.main(["--quick", "--json", str(tmp_path / "result.json")]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())["summary"]
     arms = ("dock", "central", "peers")
-    assert [(row["arm"], row["nodes"]) for row in told] == [(arm, n) for arm in arms for n in (1, 2)]
-    assert all(row["within"] and row["linearity"] > 0 for row in told), told
-    found = {(row["arm"], row["nodes"]): row for row in told}
+    assert [(row["arm"], row["nodes"]) for row in result] == [(arm, n) for arm in arms for n in (1, 2)]
+    assert all(row["within"] and row["linearity"] > 0 for row in result), result
+    found = {(row["arm"], row["nodes"]): row for row in result}
     wire = {cell: sum(row["wire_bytes"]) for cell, row in found.items()}
     assert wire["dock", 1] == wire["central", 1] == 0, "one host moves nothing over its link"
     assert wire["central", 2] > 0.1 * found["central", 2]["equation_bytes"], "the other host's samples at least went in"
@@ -151,8 +153,8 @@ def test_ctrl_c_takes_the_hosts_down(hosts: Network) -> None:
         assert run.stderr.readline().startswith("round 1"), "it is under way"
         assert namespaces(run.pid)
         run.send_signal(signal.SIGINT)
-        said = run.communicate(timeout=60)[1]
-        assert (run.returncode, said.splitlines()[-1]) == (130, "interrupted; the hosts are taken down"), said
+        errors = run.communicate(timeout=60)[1]
+        assert (run.returncode, errors.splitlines()[-1]) == (130, "interrupted; the hosts are taken down"), errors
         assert not namespaces(run.pid)
     finally:
         run.kill()

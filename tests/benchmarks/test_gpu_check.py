@@ -32,8 +32,8 @@ def test_on_a_cpu_the_smoke_run_passes_and_disowns_its_speeds(
     assert len(limited) == 9
     assert all(figure.value <= 1e-4 for figure in limited), "the CPU agrees with itself far closer than another device"
     lines = capsys.readouterr().out.splitlines()[1:]
-    for figure, told in zip(figures, lines, strict=True):
-        assert told.endswith("(no meaning on a CPU)") == figure.timed
+    for figure, text in zip(figures, lines, strict=True):
+        assert text.endswith("(no meaning on a CPU)") == figure.timed
     timed = (
         "rollout",
         "update",
@@ -70,7 +70,7 @@ def test_what_is_carried_is_all_that_torch_and_transformers_do_not_bring() -> No
     assert not [name for name in names if name.startswith("nvidia")]
 
 
-def test_a_python_without_the_packages_is_told_which_and_what_to_do() -> None:
+def test_missing_packages_are_reported_with_a_fix() -> None:
     assert missing() == ""
     bare = subprocess.run(  # -S: nothing but the standard library
         [sys.executable, "-S", "benchmarks/gpu_check.py"],

@@ -1,4 +1,4 @@
-"""The overlap benchmark tells the truth about what it is given, and still runs."""
+"""The overlap benchmark measures what it is given, and still runs."""
 
 from __future__ import annotations
 
@@ -41,17 +41,21 @@ def test_an_average_step_takes_each_stage_what_the_workload_says(balance: float)
 
 def test_the_smoke_run_compares_the_orders_of_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--smoke", "--json", str(tmp_path / "overlap.json")])
-    told = json.loads((tmp_path / "overlap.json").read_text())
-    assert [(arm["name"], arm["bound"]) for arm in told["arms"]] == [("synchronous", None), ("η = 0", 0), ("η = 2", 2)]
-    for arm in told["arms"]:
+    result = json.loads((tmp_path / "overlap.json").read_text())
+    assert [(arm["name"], arm["bound"]) for arm in result["arms"]] == [
+        ("synchronous", None),
+        ("η = 0", 0),
+        ("η = 2", 2),
+    ]
+    for arm in result["arms"]:
         assert arm["staleness_max"] <= (arm["bound"] or 0)
         assert 0 < arm["of_bound"] == max(arm["generation_share"], arm["training_share"])
         assert arm["tokens_per_second"] == pytest.approx(arm["tokens"] / arm["seconds"])
-        assert (arm["first"], arm["last"]) == (0, told["workload"]["steps"] - 1)
-    assert len({arm["tokens"] for arm in told["arms"]}) == 1, "the same groups have the same lengths in every arm"
+        assert (arm["first"], arm["last"]) == (0, result["workload"]["steps"] - 1)
+    assert len({arm["tokens"] for arm in result["arms"]}) == 1, "the same groups have the same lengths in every arm"
     lines = capsys.readouterr().out.splitlines()
     assert [line[:18].strip() for line in lines[-3:]] == ["synchronous", "η = 0", "η = 2"]
-    assert lines[-3].split()[-1] == "1.00", "speed-up is told against the synchronous order"
+    assert lines[-3].split()[-1] == "1.00", "speed-up is relative to the synchronous order"
 
 
 def test_replicas_that_swap_one_after_the_other_never_all_stop(tmp_path: Path) -> None:
@@ -63,13 +67,13 @@ def test_replicas_that_swap_one_after_the_other_never_all_stop(tmp_path: Path) -
 
 def test_torch_replicas_in_processes_swap_one_after_the_other(tmp_path: Path) -> None:
     main(["--smoke", "--engine", "torch", "--replicas", "2", "--json", str(tmp_path / "overlap.json")])
-    told = json.loads((tmp_path / "overlap.json").read_text())
-    together, rolling = told["runs"]
+    result = json.loads((tmp_path / "overlap.json").read_text())
+    together, rolling = result["runs"]
     assert (together["rolling"], rolling["rolling"]) == (False, True)
     assert rolling["at_once"] == 1, "by the workers' own clocks never two in their swaps"
     assert rolling["all_stop_share"] == rolling["longest_stop"] == 0
-    for run in told["runs"]:
-        assert 2 <= run["swaps"] <= 2 * told["workload"]["steps"], "each replica has taken the last version"
+    for run in result["runs"]:
+        assert 2 <= run["swaps"] <= 2 * result["workload"]["steps"], "each replica has taken the last version"
         assert run["tokens_per_second"] > 0 < run["exposed_seconds"]
         assert run["staleness_max"] <= run["bound"] == 2
 
@@ -81,7 +85,7 @@ def test_all_stop_only_while_every_replica_is_stopped() -> None:
     assert all_stops(3, stops, 0.0, 20.0) == []
 
 
-def test_the_longest_gap_is_where_nobody_made_anything() -> None:
+def test_the_longest_gap_is_where_no_token_was_made() -> None:
     made = [*without([(0.0, 4.0), (5.0, 9.0)], [(1.0, 2.0), (3.5, 5.5)]), (1.25, 3.0)]
     assert sorted(made) == [(0.0, 1.0), (1.25, 3.0), (2.0, 3.5), (5.5, 9.0)]
     assert longest_gap(made, 0.0, 8.0) == 2.0

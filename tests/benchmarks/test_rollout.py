@@ -44,9 +44,9 @@ def test_the_floor_of_slow_memory_is_what_is_read() -> None:
 
 def test_the_smoke_run_has_all_arms_make_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--smoke", "--threads", "1", "--json", str(tmp_path / "rollout.json")])
-    told = json.loads((tmp_path / "rollout.json").read_text())
-    assert [(row["rows"], row["group"], row["tokens"]) for row in told["cases"]] == [(4, 2, 3), (2, 1, 4)]
-    for row in told["cases"]:
+    result = json.loads((tmp_path / "rollout.json").read_text())
+    assert [(row["rows"], row["group"], row["tokens"]) for row in result["cases"]] == [(4, 2, 3), (2, 1, 4)]
+    for row in result["cases"]:
         assert list(row["arms"]) == ["ours", "generate", "continuous"]
         assert row["seconds_against_fastest"] >= 1.0
         for arm in row["arms"].values():

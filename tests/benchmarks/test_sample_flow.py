@@ -14,7 +14,7 @@ RAGGED, DENSE = Case("ragged", 6, 2, 9), Case("dense", 6, 5, 5)
 
 
 @pytest.mark.parametrize("case", [RAGGED, DENSE], ids=["ragged", "dense"])
-def test_rows_in_another_order_or_of_another_turn_are_told_from_the_right_ones(case: Case) -> None:
+def test_rows_in_another_order_or_of_another_turn_are_distinguished_from_the_right_ones(case: Case) -> None:
     rows, again = case.make(), case.make()
     assert fingerprint(rows) == fingerprint(again)
     order = list(reversed(range(case.rows)))
@@ -35,7 +35,7 @@ def test_a_cast_of_a_column_is_noticed() -> None:
     assert fingerprint(cast)["logprobs"] != fingerprint(rows)["logprobs"]
 
 
-def test_a_peer_is_told_at_its_better_mode_against_ours_of_the_same_round() -> None:
+def test_a_peer_is_reported_at_its_better_mode_against_ours_of_the_same_round() -> None:
     def rounds(seconds: dict[int, tuple[str, float]]) -> list[Round]:
         return [
             Round(number, mode, {}, (turn := Turn(taken, 9.0, 9.0, 9.0, True)), (turn, turn))
@@ -48,16 +48,16 @@ def test_a_peer_is_told_at_its_better_mode_against_ours_of_the_same_round() -> N
     assert against(theirs, [], "put")["mode"] == "polling", "without ours, the fewer seconds"
 
 
-def test_a_quick_run_of_ours_alone_tells_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_of_ours_alone_reports_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--quick", "--peers", "ours", "--repeats", "1", "--json", str(tmp_path / "flow.json")])
-    told = json.loads((tmp_path / "flow.json").read_text())
-    assert [case["case"] for case in told["cases"]] == [case.name for case in CASES]
-    for case in told["cases"]:
+    result = json.loads((tmp_path / "flow.json").read_text())
+    assert [case["case"] for case in result["cases"]] == [case.name for case in CASES]
+    for case in result["cases"]:
         ours = case["arms"]["ours"]
         assert ours["turns_out_of_order"] == 0
         assert all(ours[what]["us"] > 0 and ours[what]["times_ours"] == 1.0 for what in ("put", "get", "read"))
         assert set(case["memcpy_mb_per_s"]) == {"warm", "fresh", "shared"}
-    names = [row["name"] for row in told["rows"]]
+    names = [row["name"] for row in result["rows"]]
     assert names == [
         "put, a",
         "get, a",
@@ -76,10 +76,10 @@ def test_a_quick_run_of_ours_alone_tells_every_row(tmp_path: Path, capsys: pytes
         "index with 5,000 rows",
         "memory after 20 turns",
     ]
-    without_peer = {row["name"] for row in told["rows"] if row["met"] is None}
+    without_peer = {row["name"] for row in result["rows"] if row["met"] is None}
     assert {"get, a", "get, a2"} <= without_peer, "nothing is called met that was compared with nothing"
     printed = capsys.readouterr().out
-    assert all(row["goal"] in printed and row["measured"] in printed for row in told["rows"])
+    assert all(row["goal"] in printed and row["measured"] in printed for row in result["rows"])
 
 
 def test_an_unknown_arm_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

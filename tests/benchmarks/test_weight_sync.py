@@ -14,30 +14,30 @@ from stages.resharding.plan import Phase, adamw_bytes, memory, plan_reshard
 
 def test_the_smoke_run_counts_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--smoke", "--train", "tp=2", "--rollout", "dp=2", "--json", str(tmp_path / "sync.json")])
-    told = json.loads((tmp_path / "sync.json").read_text())
+    result = json.loads((tmp_path / "sync.json").read_text())
     state = model_state(config("tiny"))
     train = place(state, Layout(tp=2))
     plan = plan_reshard(train, place(state, Layout(dp_replicate=2), names="vllm"), bucket_bytes=2**16)
     figures = {one.phase.value: one for one in memory(plan, adamw_bytes(train))}
 
     gathers = ["gather", "gather: bare all-to-alls", "gather: one copy"]
-    rows = [one["phase"] for one in told["phases"]]
+    rows = [one["phase"] for one in result["phases"]]
     assert rows == ["offload state", *gathers, "offload weights", "bring back"]
-    for one in told["phases"]:
+    for one in result["phases"]:
         assert one["ratio"] > 0
         assert one["rate"] == pytest.approx(one["nbytes"] / one["seconds"])
-    sizes = {one["phase"]: one["nbytes"] for one in told["phases"]}
+    sizes = {one["phase"]: one["nbytes"] for one in result["phases"]}
     assert [sizes[name] for name in gathers] == [state.nbytes] * 3
     assert sizes["offload state"] + sizes["offload weights"] == sizes["bring back"]
 
-    arms = {one["arm"]: one for one in told["arms"]}
+    arms = {one["arm"]: one for one in result["arms"]}
     assert tuple(arms) == ARMS
     trained = max(figures["train"].live)
     for arm in ("swap", "swap, prefetch"):
         assert arms[arm]["released"] == trained
         assert arms[arm]["generating"] == max(figures["generate"].live)
         assert arms[arm]["peak"] == max(max(one.live) for one in figures.values())
-        assert 0 < arms[arm]["temporary"] == max(plan.temporary) <= 2 * told["bucket_bytes"]
+        assert 0 < arms[arm]["temporary"] == max(plan.temporary) <= 2 * result["bucket_bytes"]
     assert arms["naive"]["released"] == 0
     assert arms["naive"]["generating"] == trained + state.nbytes
     assert arms["naive"]["peak"] > arms["swap"]["peak"]
@@ -45,11 +45,11 @@ def test_the_smoke_run_counts_what_the_plan_says(tmp_path: Path, capsys: pytest.
     assert arms["swap, prefetch"]["hidden"] == pytest.approx(
         arms["swap"]["exposed"] - arms["swap, prefetch"]["exposed"]
     )
-    assert told["goals"]["temporary of two buckets or less"]
-    assert "gather at 0.7 of its floor or more" in told["goals"]
+    assert result["goals"]["temporary of two buckets or less"]
+    assert "gather at 0.7 of its floor or more" in result["goals"]
 
     lines = capsys.readouterr().out.splitlines()
-    assert told["exchange"] == "shared memory"
+    assert result["exchange"] == "shared memory"
     assert lines[0].endswith("buckets of 64 KiB, exchanged by shared memory")
     assert [line.split("  ")[0].strip() for line in lines if line.startswith(("naive", "swap"))] == list(ARMS)
 

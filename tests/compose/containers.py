@@ -222,8 +222,8 @@ class Stack:
                 whole, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[writing]
             )
         os.close(writing)
-        with os.fdopen(reading) as told:
-            pid = json.loads(told.read() or '{"child-pid": 0}')["child-pid"]
+        with os.fdopen(reading) as status:
+            pid = json.loads(status.read() or '{"child-pid": 0}')["child-pid"]
         assert pid, f"{name} did not start:\n{log.read_text()}"
         container = Container(name, spec, process, pid, log)
         container.variables = variables

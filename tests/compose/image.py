@@ -224,7 +224,7 @@ def debian(folder: Path) -> Path:
 
 
 def _installed_besides(folder: str, names: list[str]) -> list[str]:
-    """What somebody has added to this machine's Python."""
+    """Packages that were added to this machine's Python."""
     added = [name for name in names if not re.match(r"pip\b|setuptools\b|_distutils|pkg_resources", name)]
     return added if Path(folder).name == "site-packages" else [name for name in names if name == "__pycache__"]
 

@@ -2,7 +2,7 @@
 
     bwrap (root file system, mounts, no privileges, own processes) ──▶ setpriv (user, group) ──▶ program
 
-Needs root and Debian's bubblewrap. The program ends with whoever started it, however that ends.
+Needs root and Debian's bubblewrap. The program ends with the process that started it, however that ends.
 """
 
 from __future__ import annotations

@@ -123,10 +123,10 @@ def test_an_agent_has_memory_to_share_and_no_way_out() -> None:
 
 def test_the_index_forgets_nothing() -> None:
     lines = (FOLDER / "redis" / "redis.conf").read_text().splitlines()
-    said = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
-    assert (said["appendonly"], said["maxmemory-policy"]) == ("yes", "noeviction")
+    settings = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
+    assert (settings["appendonly"], settings["maxmemory-policy"]) == ("yes", "noeviction")
     limit = in_bytes(SERVICES["redis"]["deploy"]["resources"]["limits"]["memory"])
-    assert 1.5 * in_bytes(said["maxmemory"].removesuffix("b")) <= limit
+    assert 1.5 * in_bytes(settings["maxmemory"].removesuffix("b")) <= limit
 
 
 # --- secrets ---------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "compose"
 
 
-def test_setup_makes_every_secret_for_nobody_else_on_the_machine(folder: Path) -> None:
+def test_the_secrets_of_setup_are_private(folder: Path) -> None:
     done = subprocess.run([folder / "setup"], check=True, capture_output=True, text=True)
     made = {path.name: path.read_text() for path in (folder / "secrets").iterdir()}
     assert set(made) == set(load()["secrets"])
@@ -243,6 +243,6 @@ def test_the_image_has_every_requirement_in_a_version_that_we_allow() -> None:
 @pytest.mark.parametrize("recipe", sorted((FOLDER / "recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_recipes_of_the_stack_are_whole(recipe: Path) -> None:
     with recipe.open("rb") as file:
-        said: dict[str, Any] = tomllib.load(file)
-    assert said["name"] == recipe.stem
-    assert said["description"]
+        parsed: dict[str, Any] = tomllib.load(file)
+    assert parsed["name"] == recipe.stem
+    assert parsed["description"]

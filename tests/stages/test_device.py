@@ -1,4 +1,4 @@
-"""Devices: what can be asked for here, and what is said of those that are not here."""
+"""Devices: selection, and the errors for devices that are not present."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ def test_what_runs_on_the_cpu_is_known_without_asking_for_a_device(monkeypatch: 
 def test_on_the_cpu_everything_has_an_answer() -> None:
     cpu = torch.device("cpu")
     assert device.backend(cpu) == "gloo"
-    assert not device.can_pin(cpu)
     assert device.host_empty(5, cpu).shape == (5,)
     assert device.allocated(cpu) is None
     assert device.stream(cpu) is None

@@ -22,11 +22,11 @@ from rich.text import Text
 
 from api.cli.exit_codes import FAILED, OF_STATE
 from api.cli.options import EventsOption, JsonOption, PlainOption, ServerOption, SetOption
-from api.cli.output import local_time, pairs_table, print_json, refuse, table
+from api.cli.output import local_time, print_json, refuse, table
 from api.cli.recipe_files import complete_path
 from api.cli.service.asking import ask, ask_for_completion, is_loopback, newest_runs
 from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError, forget, remember
-from api.terminal.screen import complain, safe_console, write
+from api.terminal.screen import complain, pairs_table, safe_console, write
 from orchestration.escapes import escaped
 
 if TYPE_CHECKING:
@@ -318,13 +318,12 @@ async def watch_run(
     about = await client.run(run)
     client.patience = WATCH_PATIENCE
     progress = Progress(about.name, about.steps, about.recipe["pipeline"]["staleness"])
-    with viewing(progress, console, json=json, plain=plain) as (view, say_beside):
+    with viewing(progress, console, json=json, plain=plain) as (show, say_beside):
         say.append(say_beside)
         if about.position:
             say_beside(f"{run} waits: number {about.position} in the queue")
         async for event in client.events(run):
-            progress.apply(event)
-            view.event(event)
+            show(event)
         say.pop()
     return await client.wait_until_ended(run)
 
@@ -359,6 +358,7 @@ def run_table(run: RunView, now: float) -> Table:
         ("took", _took(run, now)),
         ("runner", f"{run.agent}, attempt {run.attempts}" if run.agent else ""),
         ("folder", run.folder),
+        pad_edge=False,
     )
 
 

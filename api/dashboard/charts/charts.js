@@ -3,6 +3,7 @@
 
 import uPlot from "../vendor/uPlot.js";
 import { announce, element, say } from "../element.js";
+import { number } from "../format.js";
 
 const HEIGHT = 148;
 const TABLE_ROWS = 50; // newest steps in the table
@@ -21,16 +22,16 @@ export function smooth(values, span) {
 export class Chart {
   /** `series`: [{label, colour, format, dash, width, points, stepped, hushed, optional}]; a hushed one is drawn but not read out, an
    * optional one is not spoken of while it has no value.
-   * `floor`: whether the scale begins at zero; `group`: charts of one group share the cursor. */
-  constructor({ title, note = "", series, floor = false, group = "run", format }) {
-    Object.assign(this, { title, series, floor, group, format });
+   * `floor`: whether the scale begins at zero. */
+  constructor({ title, note = "", series, floor = false, format = (value) => number(value, 2) }) {
+    Object.assign(this, { title, series, floor, format });
     this.data = [[], ...series.map(() => [])];
     this.id = `chart-${title.toLowerCase().replaceAll(/\W+/g, "-")}`;
     this.readings = series.map((one) => (one.hushed ? null : element("span", { class: "value" }, "–")));
     this.keys = series.map((one, at) =>
       one.hushed
         ? null
-        : element("span", { class: `key key-${one.colour}${one.dash ? " dashed" : ""}` }, element("i"), `${one.label} `, this.readings[at]),
+        : element("span", { class: `key${one.dash ? " dashed" : ""}` }, element("i", { set: { style: `color: var(--${one.colour})` } }), `${one.label} `, this.readings[at]),
     );
     this.at = element("span", { class: "at" });
     this.plot = element("div", {
@@ -129,7 +130,7 @@ export class Chart {
           { ...axis, size: 24, gap: 4, space: 48, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000] },
           { ...axis, size: 46, gap: 4, space: 28, values: (u, values) => values.map((value) => this.format(value)) },
         ],
-        cursor: { sync: { key: this.group }, y: false, drag: { x: false, y: false }, points: { size: 7 } },
+        cursor: { sync: { key: "run" }, y: false, drag: { x: false, y: false }, points: { size: 7 } },
         hooks: { setCursor: [(u) => this.read(u.cursor.idx ?? this.data[0].length - 1, u.cursor.idx != null)] },
         series: [{}, ...series],
       },

@@ -6,7 +6,7 @@
  *    update         ████  ██
  *
  * A claim's span is light, and darker where several of one worker overlap; inside it, what took the time (a training step, a swap of
- * weights) is solid. What is under way has not ended and so is no span yet: after the last one the worker's own accounts, told twice a
+ * weights) is solid. What is under way has not ended and so is no span yet: after the last one the worker's own accounts, sent twice a
  * second, are drawn as a narrow band.
  */
 

@@ -95,8 +95,6 @@ export class Checkpoints {
       say(this.note, problem.message);
     }
   }
-
-  update() {}
 }
 
 export class Logs {
@@ -172,8 +170,6 @@ export class RecipeView {
   }
 
   show() {}
-
-  update() {}
 }
 
 /** [dotted key, value] of everything in nested tables. */

@@ -109,7 +109,6 @@ export class RunPage {
       plot(
         {
           title: "Reward",
-          format: (value) => number(value, 2),
           series: [
             { label: "each step", colour: "series-1", width: 1.5, hushed: true },
             { label: "mean", colour: "series-1", format: (value) => fixed(value, 3) },
@@ -118,9 +117,9 @@ export class RunPage {
         },
         (columns) => [rewards(columns), softly(columns), this.heldOut(columns)],
       ),
-      plot({ title: "Loss", format: (value) => number(value, 2), series: [{ label: "loss", colour: "series-1", format: (value) => number(value, 3) }] }, ({ get }) => [get("loss")]),
+      plot({ title: "Loss", series: [{ label: "loss", colour: "series-1", format: (value) => number(value, 3) }] }, ({ get }) => [get("loss")]),
       plot(
-        { title: "KL", note: "to the behaviour policy", floor: true, format: (value) => number(value, 2), series: [{ label: "KL", colour: "series-1", format: (value) => number(value, 2) }] },
+        { title: "KL", note: "to the behaviour policy", floor: true, series: [{ label: "KL", colour: "series-1" }] },
         ({ get }) => [get("kl_behaviour")],
       ),
       plot(
@@ -128,7 +127,6 @@ export class RunPage {
           title: "Staleness",
           note: "versions",
           floor: true,
-          format: (value) => number(value, 2),
           series: [
             { label: "max", colour: "series-2", width: 1.5, stepped: true },
             { label: "mean", colour: "series-1" },
@@ -141,11 +139,8 @@ export class RunPage {
         {
           title: "Tokens per second",
           floor: true,
-          format: (value) => count(value),
-          series: [
-            { label: "generated", colour: "series-1" },
-            { label: "trained", colour: "series-2", width: 1.5 },
-          ],
+          format: count,
+          series: [{ label: "generated", colour: "series-1" }, { label: "trained", colour: "series-2", width: 1.5 }],
         },
         ({ speed }) => [speed("tokens_generated"), speed("tokens_trained")],
       ),
@@ -153,11 +148,7 @@ export class RunPage {
         {
           title: "Seconds per step",
           floor: true,
-          format: (value) => number(value, 2),
-          series: [
-            { label: "step", colour: "series-1" },
-            { label: "of it training", colour: "series-2", width: 1.5 },
-          ],
+          series: [{ label: "step", colour: "series-1" }, { label: "of it training", colour: "series-2", width: 1.5 }],
         },
         ({ get }) => [get("seconds"), get("train_seconds")],
       ),

@@ -5,8 +5,7 @@ import { element, say } from "../element.js";
 import { count, size } from "../format.js";
 
 // What one changes most; every other key can be added.
-const USUAL = ["name", "train.steps", "train.groups_per_step", "algorithm.group_size", "pipeline.staleness", "rollout.max_tokens", "train.learning_rate", "seed"];
-const WORDS = {
+const USUAL = {
   name: "Name",
   "train.steps": "Optimizer steps",
   "train.groups_per_step": "Prompts per step",
@@ -96,8 +95,6 @@ export class Start {
     this.now = "stored";
   }
 
-  destroy() {}
-
   async load() {
     try {
       const [{ recipes }, schema] = await Promise.all([this.service.json("v1/recipes"), this.service.json("v1/recipes/schema")]);
@@ -128,8 +125,8 @@ export class Start {
     this.recipe = found.recipe;
     const all = new Map(flat(found.recipe));
     this.keys.replaceChildren(...[...all.keys()].map((each) => element("option", { value: each, label: this.meanings.get(each) ?? "" })));
-    for (const each of USUAL) {
-      const field = this.usual.get(each) ?? this.field(each, WORDS[each], this.grid);
+    for (const [each, label] of Object.entries(USUAL)) {
+      const field = this.usual.get(each) ?? this.field(each, label, this.grid);
       this.usual.set(each, field);
       field.input.placeholder = all.has(each) ? String(all.get(each)) : "";
     }

@@ -71,6 +71,11 @@ def _version_problem() -> HTTPProblem:
     return HTTPProblem(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", kind="http", fix="send METHOD PATH HTTP/1.1")
 
 
+def _too_many() -> HTTPProblem:
+    headers = {"Retry-After": "1"}
+    return HTTPProblem(503, "Too many connections.", kind="connections", fix="try again", headers=headers)
+
+
 class _NoRequest(web.Response):
     """The answer to data that is not an HTTP request; :meth:`Connection.send` writes it."""
 
@@ -339,7 +344,7 @@ class Connections(web.BaseSite):
         if oldest is None:
             return False
         log.warning("too many connections; one that waits for its client is closed", open=len(self._open))
-        self._end(oldest, HTTPProblem(503, "Too many connections.", kind="connections", fix="try again"))
+        self._end(oldest, _too_many())
         return True
 
     def _end(self, connection: Connection, why: HTTPProblem) -> None:
@@ -359,7 +364,7 @@ class Connections(web.BaseSite):
         loop = asyncio.get_running_loop()
         log.warning("no connection can be accepted", reason=str(error), open=len(self._open))
         for connection in list(self._waiting)[:ACCEPTED_AT_ONCE]:
-            self._end(connection, HTTPProblem(503, "Too many connections.", kind="connections", fix="try again"))
+            self._end(connection, _too_many())
         loop.remove_reader(listening)
 
         def resume() -> None:
@@ -389,6 +394,5 @@ async def admit_connection(request: web.Request, handler: Any) -> web.StreamResp
         if request.version not in VERSIONS:
             raise _version_problem()
         if connection.surplus:
-            headers = {"Retry-After": "1"}
-            raise HTTPProblem(503, "Too many connections.", kind="connections", fix="try again", headers=headers)
+            raise _too_many()
     return await handler(request)

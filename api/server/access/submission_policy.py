@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import string
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,10 @@ class _Submission:
         """The value of a dotted key; None where there is none."""
         value: Any = self.data
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+            if isinstance(value, list) and part.isdecimal():
+                value = value[int(part)]
+            else:
+                value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
     def refuse(self, key: str, value: Any, wrong: str, fix: str, replacement: Any) -> None:
@@ -107,30 +110,30 @@ class _Submission:
 
     def refuse_code(self) -> None:
         """Refuse ``module:name`` that the operator has not listed, and templates that do more than name columns."""
-        allowed, functions = self.settings, self.value("reward.functions")
-        for index, function in enumerate(functions if isinstance(functions, list) else ()):
-            name = function.get("name") if isinstance(function, Mapping) else None
-            self._refuse_code(f"reward.functions.{index}.name", name, "reward", allowed.allow_rewards, "spelling")
-        stages = self.value("stages")
-        for index, stage in enumerate(stages if isinstance(stages, list) else ()):
-            name = stage.get("use") if isinstance(stage, Mapping) else None
-            self._refuse_code(f"stages.{index}.use", name, "stage", allowed.allow_stages, "refused")
+        code = {
+            **dict.fromkeys(self._each("reward.functions", "name"), ("reward", "spelling")),
+            **dict.fromkeys(self._each("stages", "use"), ("stage", "refused")),
+            "algorithm.name": ("algorithm", "grpo"),
+            "rollout.engine": ("engine", "torch"),
+            "train.engine": ("engine", "torch"),
+            "prompts.path": ("dataset", "refused"),
+        }
+        for key, (kind, replacement) in code.items():
+            name = self.value(key)
+            if isinstance(name, str) and ":" in name and name not in getattr(self.settings, f"allow_{kind}s"):
+                fix = f"use an installed name, or {ASK.format(f'--allow-{kind}')}"
+                self.refuse(key, name, "is code that this server does not run", fix, replacement)
         if any(problem.key.startswith("stages.") for problem in self.problems):
             self.data["stages"] = []  # nothing of them is imported
-        name = self.value("algorithm.name")
-        self._refuse_code("algorithm.name", name, "algorithm", allowed.allow_algorithms, "grpo")
-        for key in ("rollout.engine", "train.engine"):
-            self._refuse_code(key, self.value(key), "engine", allowed.allow_engines, "torch")
-        self._refuse_code("prompts.path", self.value("prompts.path"), "dataset", allowed.allow_datasets, "refused")
         template = self.value("prompts.template")
         if isinstance(template, str) and not _only_names_columns(template):
             fix = "name columns alone, as {prompt}"
             self.refuse("prompts.template", template, "uses more than the columns themselves", fix, "{prompt}")
 
-    def _refuse_code(self, key: str, name: Any, kind: str, allowed: Collection[str], replacement: str) -> None:
-        if isinstance(name, str) and ":" in name and name not in allowed:
-            fix = f"use an installed name, or {ASK.format(f'--allow-{kind}')}"
-            self.refuse(key, name, "is code that this server does not run", fix, replacement)
+    def _each(self, table: str, key: str) -> Iterator[str]:
+        """The dotted ``key`` of each entry of a list of tables."""
+        entries = self.value(table)
+        return (f"{table}.{index}.{key}" for index in range(len(entries) if isinstance(entries, list) else 0))
 
     def refuse_addresses(self) -> None:
         """Refuse names that are too long, another index, and ports on addresses that the operator has not allowed."""

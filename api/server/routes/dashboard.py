@@ -1,12 +1,12 @@
-"""Files of the dashboard: a page, its scripts and styles, and the vendored uPlot (MIT) and Inter (OFL).
+"""Files of the dashboard and of the reference page: pages, scripts and styles, and the vendored uPlot (MIT), Inter (OFL).
 
-The files need no token, as those of ``/docs``: the page gets what it shows from the API, with the token of its user.
+The files need no token: the dashboard gets what it shows from the API, with the token of its user.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from aiohttp import web
 from pydantic import Field
@@ -15,7 +15,7 @@ from api.server.operations import Strict, operation
 from api.server.problems import HTTPProblem
 from api.server.service import Service
 
-FOLDER = Path(__file__).parents[2] / "dashboard"
+API = Path(__file__).parents[2]
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -32,41 +32,43 @@ POLICY = (
 
 
 class FilePath(Strict):
-    file: str = Field(pattern=r"^[A-Za-z]+\.[A-Za-z0-9]+$", max_length=40)
-
-
-class SubfolderPath(FilePath):
-    folder: Literal["pages", "charts", "vendor"]
+    file: str = Field(pattern=r"^((pages|charts|vendor)/)?[A-Za-z]+\.[A-Za-z0-9]+$", max_length=48)
 
 
 @operation("GET", "/", scope=None, summary="The dashboard", tag="service", produces="text/html", hidden=True)
 async def dashboard(service: Service) -> web.FileResponse:
-    answer = _file(FOLDER, "index.html")
+    answer = _file("dashboard/index.html")
     answer.headers["Content-Security-Policy"] = POLICY
     return answer
 
 
-@operation("GET", "/dashboard/{file}", scope=None, summary="Its files", tag="service", produces="text/css", hidden=True)
+@operation("GET", "/docs", scope=None, summary="The reference", tag="service", produces="text/html", hidden=True)
+async def docs(service: Service) -> web.FileResponse:
+    return _file("reference/index.html")
+
+
+FILES: dict[str, Any] = {
+    "scope": None,
+    "summary": "Their files",
+    "tag": "service",
+    "produces": "text/css",
+    "hidden": True,
+}
+
+
+@operation("GET", "/dashboard/{file:.+}", **FILES)
 async def dashboard_file(service: Service, path: FilePath) -> web.FileResponse:
-    return _file(FOLDER, path.file)
+    return _file(f"dashboard/{path.file}")
 
 
-@operation(
-    "GET",
-    "/dashboard/{folder}/{file}",
-    scope=None,
-    summary="Files in its folders",
-    tag="service",
-    produces="text/css",
-    hidden=True,
-)
-async def dashboard_subfolder_file(service: Service, path: SubfolderPath) -> web.FileResponse:
-    return _file(FOLDER / path.folder, path.file)
+@operation("GET", "/docs/{file:.+}", **FILES)
+async def docs_file(service: Service, path: FilePath) -> web.FileResponse:
+    return _file(f"reference/{path.file}")
 
 
-def _file(folder: Path, name: str) -> web.FileResponse:
+def _file(name: str) -> web.FileResponse:
     """The answer with a file. Browsers revalidate it each time, so that all files are of one version after an update."""
-    path = folder / name
+    path = API / name
     if path.suffix not in TYPES or not path.is_file():
         raise HTTPProblem(404, "There is nothing at this path.", kind="no-such-path", fix="see /docs")
     return web.FileResponse(path, headers={"Content-Type": TYPES[path.suffix], "Cache-Control": "no-cache"})

@@ -14,7 +14,8 @@ from pydantic_core import PydanticCustomError, to_json
 
 from api.schemas.events import MESSAGES
 from api.schemas.runs import MetricsView, RunPath
-from api.server.operations import JSON, Strict, operation
+from api.server.bodies import JSON
+from api.server.operations import Strict, operation
 from api.server.problems import HTTPProblem
 from api.server.service import SERVICE, Service
 from api.telemetry.fanout import Ending, EventReader, Fanout, Fanouts
@@ -44,6 +45,10 @@ class Telemetry:
     def history(self, record: RunRecord) -> History:
         return History(lambda: self._service.index(record.id), self._service.folder(record) / METRICS)
 
+    async def close(self, _: web.Application) -> None:
+        self.fanouts.close()
+        await self.exposition.close()
+
     def _fanout(self, record: RunRecord) -> Fanout:
         async def ending() -> Ending | None:
             now = await self._service.registry.get(record.id)
@@ -59,12 +64,7 @@ def watch(app: web.Application) -> None:
     """Prepare ``app``, which has its service, for the operations here."""
     app[TELEMETRY] = telemetry = Telemetry(app[SERVICE])
     app.middlewares.insert(0, telemetry.server.count)
-
-    async def closing(app: web.Application) -> None:
-        telemetry.fanouts.close()
-        await telemetry.exposition.close()
-
-    app.on_shutdown.append(closing)
+    app.on_shutdown.append(telemetry.close)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,6 +115,7 @@ class StreamHeaders(Strict):
     tag="metrics",
     errors=(404,),
     produces="text/event-stream",
+    seconds=0,
     events=MESSAGES,
 )
 async def stream(

@@ -70,7 +70,8 @@ async def check_recipe(service: Service, request: web.Request, body: RecipeSubmi
 async def checked(service: Service, request: web.Request, submission: bytes, *, plan: bool) -> dict[str, Any]:
     """Return ``recipe``, the one that the body ``submission`` names or contains, as JSON with all defaults, and its ``plan``
     if ``plan`` is true. Raises an HTTPProblem with every error of the recipe."""
-    check = service.checks.ask({"settings": service.settings.model_dump(mode="json"), "plan": plan}, submission)
+    settings = service.settings.model_dump(mode="json")
+    check = service.checks.ask({"settings": settings, "plan": plan, "submission": submission.decode()})
     try:
         answer = await while_wanted(request, check)
     except CheckLost as lost:

@@ -34,7 +34,7 @@ from api.server.operations import Reply, operation
 from api.server.problems import HTTPProblem, without_password
 from api.server.routes.recipes import checked
 from api.server.run_status import RunStatus
-from api.server.service import Service
+from api.server.service import PRINCIPAL, Service
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.service.registry import RunRecord
@@ -67,7 +67,7 @@ async def submit_run(
         detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."
         raise HTTPProblem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
     content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
-    fingerprint, owner = hashlib.sha256(content).hexdigest(), service.principal(request).name
+    fingerprint, owner = hashlib.sha256(content).hexdigest(), request[PRINCIPAL].name
     record, made = await service.registry.submit(recipe, owner=owner, key=headers.key, fingerprint=fingerprint)
     return Reply(await _view(service, record), 201 if made else 200, {"Location": f"/v1/runs/{record.id}"})
 
@@ -120,7 +120,7 @@ async def checkpoint_run(service: Service, path: RunPath) -> RunView:
 @operation("DELETE", RUN, scope="run", summary="The run and its data are gone", tag="runs", errors=(404, 409))
 async def delete_run(service: Service, request: web.Request, path: RunPath) -> None:
     """Only a run that has ended, and only by who submitted it, or a token of scope admin."""
-    token, record = service.principal(request), await service.registry.get(path.run)
+    token, record = request[PRINCIPAL], await service.registry.get(path.run)
     if record.owner != token.name and not token.may("admin"):
         raise HTTPProblem(403, "This run belongs to another owner.", kind="owner", fix="ask its owner, or an admin")
     await service.registry.delete(path.run)

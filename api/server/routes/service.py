@@ -1,20 +1,17 @@
-"""Routes about the server itself: its health, the OpenAPI document, the reference page."""
+"""Routes about the server itself: its health, the OpenAPI document."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from importlib import resources
 from typing import Any, Literal
 
 from aiohttp import web
 from pydantic import BaseModel, RootModel
 
-from api.server.operations import Strict, operation
+from api.server.operations import operation
 from api.server.problems import HTTPProblem
 from api.server.service import DOCUMENT, Service
-
-PAGES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 
 class Health(BaseModel):
@@ -44,21 +41,3 @@ async def readyz(service: Service) -> Health:
 @operation("GET", "/openapi.json", scope=None, summary="This document", tag="service", seconds=0)
 async def openapi_json(service: Service, request: web.Request) -> Document:
     return Document(await asyncio.to_thread(request.app[DOCUMENT]))
-
-
-class PagePath(Strict):
-    file: Literal["reference.js", "reference.css"]
-
-
-@operation("GET", "/docs", scope=None, summary="The reference", tag="service", produces="text/html", hidden=True)
-async def docs(service: Service) -> str:
-    return _page("index.html")
-
-
-@operation("GET", "/docs/{file}", scope=None, summary="What it needs", tag="service", produces="text/css", hidden=True)
-async def docs_file(service: Service, path: PagePath) -> web.Response:
-    return web.Response(text=_page(path.file), content_type=PAGES[path.file.partition(".")[2]], charset="utf-8")
-
-
-def _page(name: str) -> str:
-    return resources.files("api").joinpath("reference", name).read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from orchestration.recipe.field_problems import field_problem
 from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
-from stages.engines.registry import BUILT_IN, TOLD, EngineUnknown, Side, engine_names, find_factory
+from stages.engines.registry import BUILT_IN, PARAMETERS, EngineUnknown, Side, engine_names, find_factory
 from stages.prompts.tasks import CONFIGS
 from stages.user_code import place_of
 
@@ -42,9 +42,9 @@ def engines_are_found(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, key, wrong, fix if ":" in name else known)
             continue
         try:
-            inspect.signature(factory).bind(recipe, **dict.fromkeys(TOLD[side]), **options)
+            inspect.signature(factory).bind(recipe, **dict.fromkeys(PARAMETERS[side]), **options)
         except (TypeError, ValueError) as error:
-            fix = f"it is called with the recipe, {', '.join(TOLD[side])} and what {side}.options holds"
+            fix = f"it is called with the recipe, {', '.join(PARAMETERS[side])} and what {side}.options holds"
             key = f"{side}.options" if options else key
             yield problem(recipe, key, f"does not fit what makes the engine ({error})", fix)
 

@@ -30,8 +30,9 @@ from tensordict import TensorDictBase
 from stages.algorithms import TokenBatch
 from stages.algorithms.batch import TrainBatch
 from stages.algorithms.named import AlgorithmLike, split_gap
+from stages.engines.checks import Layout, check_weights, layout_of
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
-from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes, WeightMismatch
+from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes
 from stages.engines.responses import Responses
 
 
@@ -61,7 +62,7 @@ class MockRolloutEngine:
     def __init__(self, options: MockRolloutOptions, *, version: int = 0) -> None:
         self._options = options
         self._spans = [(0.0, version, 0)]  # from what the clock shows on: version, digest of its weights
-        self._layout: dict[str, tuple[torch.Size, torch.dtype]] | None = None
+        self._layout: Layout | None = None
         self._waiting: deque[_Row] = deque()
         self._decoding: list[tuple[float, int, _Row]] = []  # heap: the clock at its end, order of joining, row
         self._joined = 0
@@ -74,10 +75,6 @@ class MockRolloutEngine:
     @property
     def version(self) -> int:
         return self._spans[-1][1]
-
-    @property
-    def rows_in_flight(self) -> int:
-        return len(self._decoding) + len(self._waiting)
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         self._check_open()
@@ -94,8 +91,8 @@ class MockRolloutEngine:
     ) -> SwapTimes:
         self._check_open()
         async with self._swaps:
-            layout = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
-            self._check_layout(layout)
+            if self._layout is not None:  # the first weights that are loaded fix the layout of all later ones
+                check_weights(weights, self._layout)
             digest = _digest(tensor for _, tensor in sorted(weights.items()))
             began = time.perf_counter()
             await self._sleep(self._options.copy_seconds)
@@ -105,7 +102,7 @@ class MockRolloutEngine:
             self._arm()
             try:
                 await self._sleep(self._options.swap_seconds)
-                self._layout = layout
+                self._layout = layout_of(weights)
                 if cut:
                     self._cut()
                 self._spans.append((self._clock, version, digest))
@@ -278,14 +275,6 @@ class MockRolloutEngine:
         oldest = min((row.first + row.begun for _, _, row in self._decoding), default=self._clock)
         while len(self._spans) > 1 and self._spans[1][0] <= oldest:
             self._spans.pop(0)
-
-    def _check_layout(self, layout: dict[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """The first weights that are loaded fix the names, shapes and dtypes of all later ones."""
-        if self._layout is None or layout == self._layout:
-            return
-        for name in sorted({*layout, *self._layout}):
-            if layout.get(name) != self._layout.get(name):
-                raise WeightMismatch(f"{name}: offered {layout.get(name)}, the engine has {self._layout.get(name)}")
 
     def _check_open(self) -> None:
         if self._closed:

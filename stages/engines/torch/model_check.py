@@ -31,7 +31,8 @@ def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side) -> str:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, TypeError, OSError) as error:
-        return f"its config cannot be read: {_first_line(error)}"
+        first, *_ = str(error).split("\n")
+        return f"its config cannot be read: {first}"
     if config.get_text_config().is_encoder_decoder:
         return f"{config.model_type!r} is an encoder with a decoder, and only decoders are trained"
     if type(config) not in AutoModelForCausalLM._model_mapping:  # what from_pretrained looks it up in
@@ -40,23 +41,18 @@ def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side) -> str:
         model = _small_model(config, dtype)
     except Exception:  # a kind with sizes of its own: the engine looks at the whole model
         return ""
-    try:
-        _build(side, model)
+    try:  # what refuses a model
+        if side == "rollout":
+            from stages.engines.torch.decoding.decoder import TorchDecoder
+
+            TorchDecoder(model, torch.device("cpu"))
+        else:
+            from stages.engines.torch.train import TorchTrainEngine
+
+            TorchTrainEngine(model, learning_rate=1e-5, total_steps=1, device="cpu")
     except (ValueError, NotImplementedError) as error:
         return str(error).removeprefix("model: ")
     return ""
-
-
-def _build(side: Side, model: Any) -> None:
-    """Run the part of each engine that refuses a model."""
-    if side == "rollout":
-        from stages.engines.torch.decoding.decoder import TorchDecoder
-
-        TorchDecoder(model, torch.device("cpu"))
-    else:
-        from stages.engines.torch.train import TorchTrainEngine
-
-        TorchTrainEngine(model, learning_rate=1e-5, total_steps=1, device="cpu")
 
 
 def _small_model(config: PretrainedConfig, dtype: torch.dtype) -> Any:
@@ -96,7 +92,3 @@ def _small(config: PretrainedConfig) -> PretrainedConfig:
             with contextlib.suppress(AttributeError):  # follows from the others
                 setattr(text, name, value)
     return small
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

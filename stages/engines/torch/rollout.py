@@ -28,12 +28,12 @@ import structlog
 import torch
 
 from stages import device as devices
+from stages.engines.checks import check_request
 from stages.engines.protocols import Completion, EngineClosed, EngineFailed, GroupRequest, SwapTimes
-from stages.engines.requests import check_request
-from stages.engines.responses import Responses
+from stages.engines.responses import Responses, engine_failed
 from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoding.decoder import TorchDecoder
-from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission, engine_failed, start_row
+from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
 from stages.engines.torch.decoding.weights import WeightSet
 from stages.threads import deferred, run_in_temporary_thread, run_in_thread
 
@@ -48,10 +48,10 @@ class TorchRolloutEngine:
 
     ``model``: the engine changes it (its attention and, on CPU, its linear layers are replaced). ``tokenizer``: needed for
     stop strings only. ``max_rows``: rows that decode at once. ``prefill_tokens``: padded tokens of one prefill forward at
-    most; one prompt always fits. ``threads``: torch's CPU threads. ``dtype``: the model is converted to it first.
-    ``accelerated`` (None: on an accelerator): decode steps are static and recorded, and the next token is launched before
-    the newest one is read; responses are the same. ``packed`` (None: on a CPU that has it): weights are copied into the
-    CPU's own layout; :attr:`tensors` needs False. Raises ``ValueError`` for a model that keeps its own attention.
+    most; one prompt always fits. ``threads``: torch's CPU threads. ``accelerated`` (None: on an accelerator): decode steps
+    are static and recorded, and the next token is launched before the newest one is read; responses are the same.
+    ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout; :attr:`tensors` needs False.
+    Raises ``ValueError`` for a model that keeps its own attention.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class TorchRolloutEngine:
         *,
         max_rows: int,
         threads: int | None = None,
-        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         prefill_tokens: int = 4096,
         initial_version: int = 0,
@@ -72,7 +71,6 @@ class TorchRolloutEngine:
             raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
         chosen = devices.select() if device is None else torch.device(device)
         static = chosen.type != "cpu" if accelerated is None else accelerated
-        model = model if dtype is None else model.to(dtype)
         self._decoder = run_in_temporary_thread(lambda: TorchDecoder(model, chosen, static=static, packed=packed))
         self._batch = ContinuousBatch(
             self._decoder,
@@ -99,11 +97,6 @@ class TorchRolloutEngine:
     def version(self) -> int:
         return self._batch.version
 
-    @property
-    def rows(self) -> int:
-        """Number of rows that decode or wait; it changes at any time."""
-        return len(self._batch.rows) + len(self._batch.waiting)
-
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         """See :class:`RolloutEngine`. The rows are submitted before the iterator is awaited. Raises ``ValueError`` for a
         request that cannot be served, and ``EngineClosed``; the iterator raises that and ``EngineFailed``."""
@@ -116,7 +109,7 @@ class TorchRolloutEngine:
         rows: list[ResponseRow] = []
         for request in requests:
             group = PendingGroup(request, request.prompt_ids, waiting=len(request.places))
-            rows += [start_row(submission, group, place) for place in request.places]
+            rows += [ResponseRow(submission, group, place) for place in request.places]
         self._post(lambda: self._submit(submission, rows))
         return responses
 

@@ -20,13 +20,14 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -151,12 +152,11 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _total(self, values: torch.Tensor) -> torch.Tensor:
         return self._gathered(values.flatten()).sum(0).view_as(values).cpu()
 
-    def _add_up(self, sums: dict[str, float], largest: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        names = [*sorted(sums), *sorted(largest)]
-        values = self._gathered(torch.tensor([(sums | largest)[name] for name in names], dtype=torch.float32)).double()
-        totals = {name: float(value) for name, value in zip(names, values.sum(0), strict=True)}
-        peaks = {name: float(value) for name, value in zip(names, values.amax(0), strict=True)}
-        return {name: totals[name] for name in sums}, {name: peaks[name] for name in largest}
+    def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
+        names = sorted(metrics)
+        values = self._gathered(torch.tensor([metrics[name] for name in names], dtype=torch.float32)).double()
+        totals, peaks = values.sum(0).tolist(), values.amax(0).tolist()
+        return {name: (peaks if name.startswith("max_") else totals)[at] for at, name in enumerate(names)}
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """The tensors [n] of all replicas: [dp, n]."""
@@ -216,23 +216,20 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def save_pretrained(self, path: Path) -> None:
         """Every rank calls this. Rank 0 writes files of at most ``FILE_BYTES``, or of one tensor."""
-        path = Path(path)
-        files = _files({n: p.numel() * self._dtype.itemsize for n, p in self.model.named_parameters()}, FILE_BYTES)
-        held: dict[str, torch.Tensor] = {}
+        sizes = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
+        files = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
+        held: dict[str, dict[str, torch.Tensor]] = {}
         for name, value in self.weights():
             if self.ranks.rank:
                 continue
             path.mkdir(parents=True, exist_ok=True)
-            held[name] = value.cpu().contiguous()
-            names = files[(at := _file_of(files, name))]
-            if name == names[-1]:
-                save_file(held, path / at, metadata={"format": "pt"})
-                held = {}
+            file = files.tensor_to_filename[name]
+            held.setdefault(file, {})[name] = value.cpu().contiguous()
+            if len(held[file]) == len(files.filename_to_tensors[file]):
+                save_file(held.pop(file), path / file, metadata={"format": "pt"})
         if self.ranks.rank == 0:
-            if len(files) > 1:
-                where = {name: file for file, names in files.items() for name in names}
-                total = sum(p.numel() * self._dtype.itemsize for p in self.model.parameters())
-                index = {"metadata": {"total_size": total}, "weight_map": where}
+            if files.is_sharded:
+                index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
                 (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
             config = self.model.config
             config.__dict__.pop("quantization_config", None)
@@ -278,31 +275,6 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor()
 
 
-def _files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Assign tensors to files, in order, each file with at most ``limit`` bytes or one tensor.
-
-    >>> _files({"a": 6, "b": 3, "c": 9}, 10)
-    {'model-00001-of-00002.safetensors': ['a', 'b'], 'model-00002-of-00002.safetensors': ['c']}
-    >>> _files({"a": 6}, 10)
-    {'model.safetensors': ['a']}
-    """
-    files: list[list[str]] = []
-    room = -1
-    for name, size in sizes.items():
-        if size > room:
-            files.append([])
-            room = limit
-        files[-1].append(name)
-        room -= size
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    return {f"model-{at:05}-of-{len(files):05}.safetensors": names for at, names in enumerate(files, 1)}
-
-
-def _file_of(files: Mapping[str, list[str]], name: str) -> str:
-    return next(file for file, names in files.items() if name in names)
-
-
 # --- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
@@ -316,7 +288,10 @@ def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
     plan = config.base_model_tp_plan
     if not plan:
         raise ValueError(f"tp: {kind} comes without a tensor-parallel plan; use tp = 1")
-    found = [(name, module, _style_of(plan, name)) for name, module in model.base_model.named_modules()]
+    found = [
+        (name, module, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)))  # the plan has * for a layer's number
+        for name, module in model.base_model.named_modules()
+    ]
     for name, _, style in found:
         if style not in (None, SUMMED, *STYLES):
             known = ", ".join([*STYLES, SUMMED])
@@ -330,10 +305,6 @@ def _cut_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             _sum_gradients(module, mesh.get_group())
         else:
             parallelize_module(module, mesh, STYLES[style](), src_data_rank=None)  # every rank has the whole weight
-
-
-def _style_of(plan: Mapping[str, str], name: str) -> str | None:
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 class _SumGradient(torch.autograd.Function):

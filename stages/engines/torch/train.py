@@ -130,9 +130,9 @@ class TorchTrainEngine:
         token = torch.zeros(1, dtype=torch.int64)
         return self._compute(pack([token], [[token]], self.device, self._dtype))
 
-    def _add_up(self, sums: dict[str, float], largest: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Combine the metrics of all ranks."""
-        return sums, largest
+    def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Combine the metrics of all ranks: the largest of those called ``max_…``, the sum of the others."""
+        return metrics
 
     def _clip(self) -> float:
         """Bound the gradient's norm. Returns the norm before."""
@@ -208,13 +208,9 @@ class TorchTrainEngine:
             for _ in range(passes - len(plan)):
                 idle = self._idle_pass()
                 idle.backward(torch.zeros_like(idle))
-            added, largest = self._add_up(
-                {name: value.item() for name, value in sums.items() if not name.startswith("max_")}
-                | {"fed_tokens": float(fed)},
-                {name: value.item() for name, value in sums.items() if name.startswith("max_")},
-            )
+            added = self._add_up({name: value.item() for name, value in sums.items()} | {"fed_tokens": float(fed)})
             loss, fed_tokens = added.pop("loss"), added.pop("fed_tokens")
-            gap, metrics = split_gap(added | largest)
+            gap, metrics = split_gap(added)
             grad_norm = self._clip()
             if not (math.isfinite(grad_norm) and math.isfinite(loss)):
                 raise FloatingPointError(

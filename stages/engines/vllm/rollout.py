@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from stages.engines.protocols import Completion, EngineClosed, EngineFailed, FinishReason, GroupRequest, SwapTimes
-from stages.engines.responses import Responses
+from stages.engines.responses import Responses, engine_failed
 from stages.engines.vllm.library import import_vllm, vllm_environment
 from stages.engines.vllm.rows import VllmRow, check_request, sampling_params
 from stages.engines.vllm.weights import COLLECTIVE, HALF_LOADED, SHARED_MEMORY, Landed, VllmWeights
@@ -114,11 +114,6 @@ class VllmRolloutEngine:
     def version(self) -> int:
         return self._version
 
-    @property
-    def rows(self) -> int:
-        """Number of rows that decode or wait."""
-        return len(self._rows)
-
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         """See :class:`RolloutEngine`. Raises ``ValueError`` for a request that cannot be served, and ``EngineClosed``."""
         self._refuse_closed()
@@ -169,23 +164,20 @@ class VllmRolloutEngine:
             return None
         async with self._swaps:
             self._refuse_closed()
-            return await self._score(prompt_ids, response_ids)
-
-    async def _score(self, prompt_ids: torch.Tensor, response_ids: torch.Tensor) -> torch.Tensor:
-        await self._start()
-        ids = [*prompt_ids.tolist(), *response_ids.tolist()]
-        params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        prompt = {"prompt_token_ids": ids, "cache_salt": str(self._version)}
-        found: list[Any] = []
-        if self._paused:
-            await self._llm.resume_generation()
-        try:
-            async with aclosing(self._llm.generate(prompt, params, f"score-{next(self._numbers)}")) as outputs:
-                async for output in outputs:
-                    found = found or output.prompt_logprobs or []
-        finally:
+            await self._start()
+            ids = [*prompt_ids.tolist(), *response_ids.tolist()]
+            params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+            prompt = {"prompt_token_ids": ids, "cache_salt": str(self._version)}
+            found: list[Any] = []
             if self._paused:
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
+                await self._llm.resume_generation()
+            try:
+                async with aclosing(self._llm.generate(prompt, params, f"score-{next(self._numbers)}")) as outputs:
+                    async for output in outputs:
+                        found = found or output.prompt_logprobs or []
+            finally:
+                if self._paused:
+                    await self._llm.pause_generation(mode="keep", clear_cache=False)
         after = zip(ids[len(prompt_ids) :], found[len(prompt_ids) :], strict=True)
         return torch.tensor([position[token].logprob for token, position in after], dtype=torch.float32)
 
@@ -242,10 +234,10 @@ class VllmRolloutEngine:
     async def _request(self, row: VllmRow) -> FinishReason | None:
         """Generate the rest of the row. Returns None when it was aborted before its end."""
         row.cut = False
-        row.asked = f"{row.request.group}-{row.place}-{next(self._numbers)}"
+        row.request_id = f"{row.request.group}-{row.place}-{next(self._numbers)}"
         version = self._version
         prompt = {"prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens, "cache_salt": str(version)}
-        async with aclosing(self._llm.generate(prompt, sampling_params(self._vllm, row), row.asked)) as outputs:
+        async with aclosing(self._llm.generate(prompt, sampling_params(self._vllm, row), row.request_id)) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]
                 if not row.tokens and version != self._version:
@@ -269,8 +261,7 @@ class VllmRolloutEngine:
     def _fail(self, error: Exception) -> EngineFailed:
         """Record that vLLM cannot go on, and end every iterator with the error. Returns the first such error."""
         if self._failed is None:
-            self._failed = EngineFailed(f"the rollout engine failed: {error!r}")
-            self._failed.__cause__ = error
+            self._failed = engine_failed(error)
             self._end(self._failed)
         return self._failed
 
@@ -317,7 +308,7 @@ class VllmRolloutEngine:
             row.cut = True  # before vLLM aborts it: its task goes on then
         try:
             await self._llm.pause_generation(mode="abort" if cut else self._pause, clear_cache=self._rebuild)
-            await self._llm.abort([row.asked for row in self._rows if row.asked and not row.tokens])
+            await self._llm.abort([row.request_id for row in self._rows if row.request_id and not row.tokens])
             loaded = await self._weights.load(published)
         except Exception as error:
             if HALF_LOADED not in str(error) and not self._llm.errored:

@@ -3,55 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from stages.engines.protocols import Completion, FinishReason, GroupRequest
-from stages.engines.requests import check_request as check_basics
-from stages.engines.responses import Responses
+from stages.engines.checks import check_request as check_basics
+from stages.engines.protocols import GroupRequest
+from stages.engines.responses import ResponseInProgress, Responses
 
 
-@dataclass(eq=False)
-class VllmRow:
+class VllmRow(ResponseInProgress):
     """One response in progress: the tokens that vLLM has made of it, and the request that makes the rest."""
 
-    request: GroupRequest
-    place: int
-    responses: Responses
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    asked: str = ""  # id of the present vLLM request
-    begun: int = 0  # tokens made before it was claimed this time
-    cut: bool = False  # a swap cuts it, if it has a token of this claim
-
-    def __post_init__(self) -> None:
-        if has := self.request.begun.get(self.place):
-            self.tokens, self.logprobs = has.token_ids.tolist(), has.logprobs.tolist()
-            self.versions, self.begun = list(has.versions), len(has.token_ids)
+    def __init__(self, request: GroupRequest, place: int, responses: Responses) -> None:
+        super().__init__(request, place)
+        self.responses = responses
+        self.request_id = ""  # of the present vLLM request
+        self.cut = False  # a swap cuts it, if it has a token of this claim
 
     @property
     def limit(self) -> int:
         """Tokens that it may have at the end of this claim."""
         params = self.request.params
         return min(params.max_tokens, self.begun + params.budget) if params.budget else params.max_tokens
-
-    def add_version(self, version: int, tokens: int) -> None:
-        if self.versions and self.versions[-1][0] == version:
-            tokens += self.versions.pop()[1]
-        self.versions.append((version, tokens))
-
-    def completion(self, reason: FinishReason) -> Completion:
-        return Completion(
-            group=self.request.group,
-            place=self.place,
-            token_ids=torch.tensor(self.tokens, dtype=torch.int64),
-            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
-            versions=tuple(self.versions),
-            finish_reason=reason,
-        )
 
 
 def check_request(
@@ -61,8 +33,6 @@ def check_request(
     and top-p. ``cuts_stop_strings``: its swaps abort requests, so that a stop string may be split between two."""
     check_basics(request, vocabulary=vocabulary, context=context)
     params, where = request.params, f"group {request.group}: "
-    if any(len(has.token_ids) >= params.max_tokens for has in request.begun.values()):
-        raise ValueError(f"{where}{params}; responses begun with fewer than max_tokens are needed")
     if params.stop and (params.budget or request.begun):
         raise ValueError(
             f"{where}stop is {params.stop}; a stop string that a cut splits would be missed: use stop_token_ids"

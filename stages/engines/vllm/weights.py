@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch.distributed import FileStore
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from stages.engines.protocols import WeightMismatch
+from stages.engines.checks import check_weights
+from stages.models import weight_shapes
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
 
 # Names of the transports that stages/engines/vllm/worker.py registers.
@@ -34,7 +34,8 @@ class VllmWeights:
     this engine alone. ``timeout``: seconds for a version to land."""
 
     def __init__(self, vllm: Any, model: Path, dtype: torch.dtype, shared: Path, timeout: float) -> None:
-        self._vllm, self._layout = vllm, _layout(model, dtype)
+        self._vllm = vllm
+        self._layout = {name: (shape, dtype) for name, shape in weight_shapes(str(model)).items()}
         self.store = WeightStore(shared, slots=1)
         self._file = shared / "landed"
         shared.mkdir(parents=True, exist_ok=True)
@@ -53,16 +54,7 @@ class VllmWeights:
 
     def check(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Raise ``WeightMismatch`` unless ``weights`` are the model's parameters in name, shape and dtype."""
-        for name in self._layout.keys() - weights.keys():
-            raise WeightMismatch(f"{name}: missing from the weights offered")
-        for name, tensor in weights.items():
-            if name not in self._layout:
-                raise WeightMismatch(f"{name}: unknown to the engine's model")
-            shape, dtype = self._layout[name]
-            if tensor.shape != shape:
-                raise WeightMismatch(f"{name}: shape {tuple(tensor.shape)} offered, the engine has {tuple(shape)}")
-            if tensor.dtype != dtype:
-                raise WeightMismatch(f"{name}: dtype {tensor.dtype} offered, the engine has {dtype}")
+        check_weights(weights, self._layout)
 
     async def bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Published:
         """Write ``weights`` where the workers load them from, and have them verified. Raises ``WeightsDamaged``."""
@@ -116,10 +108,3 @@ class Landed(dict[str, torch.Tensor]):
         super().__init__(
             {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in published.tensors}
         )
-
-
-def _layout(model: Path, dtype: torch.dtype) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shapes and dtypes of :meth:`TrainEngine.weights` for ``model``, found without loading its weights."""
-    with torch.device("meta"):
-        blank = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, local_files_only=True))
-    return {name: (parameter.shape, dtype) for name, parameter in blank.named_parameters()}

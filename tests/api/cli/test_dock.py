@@ -36,8 +36,8 @@ async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
         claim = await dock.claim("score", 1)
         assert claim is not None
         stats = await dock.index.stats()
-        told = {"run": "r", "stats": stats, "ledger": await dock.index.ledger()}
-        shown = text_of(status_view(told, stats["leases"][0]["since"] + 1.5))
+        status = {"run": "r", "stats": stats, "ledger": await dock.index.ledger()}
+        shown = text_of(status_view(status, stats["leases"][0]["since"] + 1.5))
         assert "score  rows   2 rows  1 rows" in shown
         assert "1.5 s  58.5 s" in shown
         assert "32 KiB  1 MiB  3%" in shown
@@ -61,14 +61,14 @@ async def test_a_live_run_is_looked_into_by_its_folder(tmp_path: Path) -> None:
     async with executing(run) as (watched, _):
         await watched.until(lambda: len(watched.of("step")) >= 1)
         assert (tmp_path / "run" / WHERE).stat().st_mode & 0o777 == 0o600
-        told = await asyncio.to_thread(CliRunner().invoke, app, ["dock", "status", str(tmp_path / "run"), "--json"])
-        assert told.exit_code == 0, told.output
-        assert next(iter(json.loads(told.stdout)["stats"]["stages"])) == "rollout"
-        group = json.loads(told.stdout)["stats"]["admitted"] - 1
-        told = await asyncio.to_thread(
+        result = await asyncio.to_thread(CliRunner().invoke, app, ["dock", "status", str(tmp_path / "run"), "--json"])
+        assert result.exit_code == 0, result.output
+        assert next(iter(json.loads(result.stdout)["stats"]["stages"])) == "rollout"
+        group = json.loads(result.stdout)["stats"]["admitted"] - 1
+        result = await asyncio.to_thread(
             CliRunner().invoke, app, ["dock", "inspect", str(group), str(tmp_path / "run"), "--json"]
         )
-        assert json.loads(told.stdout)[0]["group"] == group
+        assert json.loads(result.stdout)[0]["group"] == group
         watched.stop.set()
     assert not (tmp_path / "run" / WHERE).exists()
 
@@ -79,7 +79,7 @@ def test_without_a_run_the_fix_is_named(tmp_path: Path) -> None:
         (["dock", "status"], "give the folder of a run that is alive, or both --index URL and --run ID"),
         (["dock", "status", "--index", "redis://:word@127.0.0.1:1", "--run", "x"], "no answer for 5 s"),
     ):
-        told = CliRunner().invoke(app, arguments)
-        assert told.exit_code == 2
-        assert needle in told.stderr
-        assert "word" not in told.stderr
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2
+        assert needle in result.stderr
+        assert "word" not in result.stderr

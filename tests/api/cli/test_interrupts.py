@@ -81,10 +81,10 @@ def test_ctrl_c_during_the_start_ends_the_command_without_a_traceback(tmp_path: 
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.05)  # two signals at once are one
         began = time.monotonic()
-        said, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=30)
         assert time.monotonic() - began < 10
-        assert process.returncode == 130, said
-        assert "Traceback" not in said
+        assert process.returncode == 130, output
+        assert "Traceback" not in output
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
     finally:
@@ -98,16 +98,16 @@ def test_every_way_to_stop_writes_a_checkpoint_and_says_where_a_resume_begins(
     process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path)
     try:
         assert process.stdout is not None
-        said = []
+        output = []
         for line in process.stdout:
-            said.append(line)
+            output.append(line)
             if line.startswith("step 2/"):
                 break
         os.kill(process.pid, number)
-        said.append(process.communicate(timeout=90)[0])
+        output.append(process.communicate(timeout=90)[0])
     finally:
         end(process)
-    text = "".join(said)
+    text = "".join(output)
     assert process.returncode == 130, text
     saved = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert saved is not None
@@ -119,7 +119,7 @@ def test_every_way_to_stop_writes_a_checkpoint_and_says_where_a_resume_begins(
 
 
 @pytest.mark.parametrize(
-    ("saved", "done", "said"),
+    ("saved", "done", "expected"),
     [
         (0, 0, "from the beginning"),
         (0, 1, "from the beginning; step 1 is made again"),
@@ -127,8 +127,8 @@ def test_every_way_to_stop_writes_a_checkpoint_and_says_where_a_resume_begins(
         (4, 7, "after step 4 of 9; steps 5 to 7 are made again"),
     ],
 )
-def test_where_a_resume_begins_is_said(saved: int, done: int, said: str) -> None:
-    assert resume_text(saved, 9, done) == said
+def test_the_begin_of_a_resume_is_reported(saved: int, done: int, expected: str) -> None:
+    assert resume_text(saved, 9, done) == expected
 
 
 # ── a folder has one run ──
@@ -205,10 +205,10 @@ def test_errors_of_groups_and_a_folder_that_cannot_be_written_to(
     with pytest.raises(SystemExit) as ended, errors_in_words():
         raise ExceptionGroup("several", [ExceptionGroup("inner", [OSError(28, "No space left on device")])])
     assert ended.value.code == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: OSError: [Errno 28] No space left on device\n")
+    output = capsys.readouterr().err
+    assert output.startswith("error: OSError: [Errno 28] No space left on device\n")
     (spare,) = tmp_path.glob("asyncdock-error-*.log")
-    assert str(spare) in said
+    assert str(spare) in output
 
 
 # ── a model that no engine runs ──

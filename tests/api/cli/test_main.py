@@ -98,17 +98,17 @@ def test_check_prints_the_derived_numbers() -> None:
 def test_check_as_json_is_what_the_service_answers() -> None:
     """The recipe, which can be given back as it is, and its derived numbers; nothing of a wrong one."""
     code, out, err = asyncdock("check", "mock", "--set", "train.groups_per_step=5", "--json")
-    told = CheckedRecipe.model_validate_json(out)
+    checked = CheckedRecipe.model_validate_json(out)
     assert (code, err) == (0, "")
-    assert asdict(told.plan) == json.loads(out)["plan"]
-    recipe = parse_recipe(told.recipe)
-    assert (recipe.train.groups_per_step, plan(recipe)) == (5, told.plan)
+    assert asdict(checked.plan) == json.loads(out)["plan"]
+    recipe = parse_recipe(checked.recipe)
+    assert (recipe.train.groups_per_step, plan(recipe)) == (5, checked.plan)
     code, out, err = asyncdock("check", "mock", "--set", "train.steps=0", "--json")
     assert (code, out) == (2, "")
     assert "train.steps = 0" in err
 
 
-def test_check_tells_the_memory_of_a_model() -> None:
+def test_check_prints_the_memory_of_a_model() -> None:
     _, out, _ = asyncdock("check", "quickstart")
     assert "134,515,008 weights in float32" in out
     assert "2.004 GiB for weights, gradients and optimizer" in " ".join(out.split())
@@ -116,7 +116,7 @@ def test_check_tells_the_memory_of_a_model() -> None:
     assert "1.002 GiB for weights, gradients and optimizer on each of 2 ranks" in " ".join(out.split())
 
 
-def test_all_problems_are_told_at_once_with_their_fixes() -> None:
+def test_all_problems_are_reported_at_once_with_their_fixes() -> None:
     sets = ["train.stepz=3", "rollout.temperature=0", "pipeline.window=9", "model.dtype=float16", "nonsense"]
     code, out, err = asyncdock("check", "mock", *(f"--set={text}" for text in sets))
     assert (code, out) == (2, "")
@@ -196,7 +196,7 @@ def test_resume_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     assert "recipe.json" in err
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     code, out, _ = asyncdock("--version")
     assert code == 0
     assert out.startswith("asyncdock 0.")
@@ -261,11 +261,11 @@ async def test_the_first_interrupt_stops_cleanly(tmp_path: Path) -> None:
 
 async def test_the_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     made = scripted.ScriptedRun(tmp_path, scripted.events(), deaf=True)
-    said: list[str] = []
+    lines: list[str] = []
 
     def say(line: str) -> None:
-        said.append(line)
-        if len(said) == 1:
+        lines.append(line)
+        if len(lines) == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
     async with asyncio.timeout(10):
@@ -273,7 +273,7 @@ async def test_the_second_interrupt_ends_at_once(tmp_path: Path) -> None:
         await made.waiting.wait()
         os.kill(os.getpid(), signal.SIGINT)
         assert await task is None
-    assert len(said) == 2
+    assert len(lines) == 2
 
 
 async def _nothing() -> None:

@@ -32,20 +32,22 @@ def plan(*arguments: str) -> tuple[int, str, str]:
 
 def test_json_has_the_plans_figures() -> None:
     code, out, _ = plan("tiny", "--train", "dp=2,tp=2", "--rollout", "dp=4,tp=1", "--bucket", "16KiB", "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     state = model_state(load_config("tiny"))
     train = placement(state, Ranks(0, 2, 2))  # as the engine lays it out
     made = plan_reshard(train, place(state, Layout(dp_replicate=4), names="vllm"), bucket_bytes=16 * 1024)
     assert code == 0
-    assert (told["bytes"], told["ranks"], told["rounds"]) == (state.nbytes, 4, len(made.rounds))
-    assert (told["sent"], told["received"], told["kept"]) == tuple(map(list, (made.sent, made.received, made.kept)))
-    for one, figures in zip(told["phases"], memory(made, adamw_bytes(train, gradients=False)), strict=True):
+    assert (report["bytes"], report["ranks"], report["rounds"]) == (state.nbytes, 4, len(made.rounds))
+    assert (report["sent"], report["received"], report["kept"]) == tuple(
+        map(list, (made.sent, made.received, made.kept))
+    )
+    for one, figures in zip(report["phases"], memory(made, adamw_bytes(train, gradients=False)), strict=True):
         assert one["phase"] == figures.phase.value
         assert one["live"] == list(figures.live)
         assert max(one["temporary"]) <= 2 * 16 * 1024
-    generate = next(one for one in told["phases"] if one["phase"] == "generate")
+    generate = next(one for one in report["phases"] if one["phase"] == "generate")
     assert generate["live"] == [state.nbytes] * 4  # nothing of training is left
-    assert sum(told["naive"]["redundant"]) > 0
+    assert sum(report["naive"]["redundant"]) > 0
 
 
 MIXED = ("model.dtype=bfloat16", "train.precision=mixed")
@@ -58,18 +60,18 @@ def test_without_layouts_it_is_the_swap_that_a_run_of_the_recipe_makes(settings:
     of = load_recipe(RECIPES / "colocated.toml", settings)
     made, most = reshard_plan(of), turns(of)
     code, out, _ = plan("colocated", *(part for text in settings for part in ("--set", text)), "--json")
-    told = json.loads(out)
-    phases = {one["phase"]: one for one in told["phases"]}
-    assert (code, told["ranks"], told["notes"]) == (0, 2, [])
-    assert (told["received"], told["kept"]) == (list(made.received), list(made.kept))
-    assert told["bucket_bytes"] == of.sync.bucket
+    report = json.loads(out)
+    phases = {one["phase"]: one for one in report["phases"]}
+    assert (code, report["ranks"], report["notes"]) == (0, 2, [])
+    assert (report["received"], report["kept"]) == (list(made.received), list(made.kept))
+    assert report["bucket_bytes"] == of.sync.bucket
     assert max(phases["generate"]["live"]) == most.generating
     assert max(phases["gather"]["live"]) == most.between
     assert max(phases["gather"]["temporary"]) == most.buckets
     assert max(phases["prefetch"]["host"]) == most.host
-    assert told["dtype"] == "float32"
-    assert told["rollout_dtype"] == of.model.dtype
-    assert told["bytes"] == model_state(load_config("tiny"), torch.float32).nbytes
+    assert report["dtype"] == "float32"
+    assert report["rollout_dtype"] == of.model.dtype
+    assert report["bytes"] == model_state(load_config("tiny"), torch.float32).nbytes
 
 
 def test_the_page_shows_what_the_command_prints() -> None:
@@ -83,16 +85,16 @@ def test_the_page_shows_what_the_command_prints() -> None:
 def test_engines_of_a_separate_recipe_are_planned_as_they_are_laid_out() -> None:
     vllm = ("--set", "rollout.engine=vllm", "--set", "rollout.vllm.tensor_parallel=2")
     code, out, _ = plan("tiny", *vllm, "--train", "dp=2,tp=2", "--json")
-    told = json.loads(out)
-    assert (code, told["rollout"]) == (0, "dp_replicate=2,tp=2")
-    assert ["launch.placement = 'separate'" in note for note in told["notes"]] == [True]
+    report = json.loads(out)
+    assert (code, report["rollout"]) == (0, "dp_replicate=2,tp=2")
+    assert ["launch.placement = 'separate'" in note for note in report["notes"]] == [True]
     code, out, err = plan("tiny", *vllm)
     assert (code, out) == (2, "")
     assert "--rollout: 'tp=2' has 2 ranks where --train 'one rank' has 1; they take turns" in err
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "expected"),
     [
         (
             "tp=4",
@@ -103,13 +105,13 @@ def test_engines_of_a_separate_recipe_are_planned_as_they_are_laid_out() -> None
         ("dp=2,tp=2", None),
     ],
 )
-def test_a_layout_that_the_train_engine_does_not_run_is_planned_and_named(layout: str, said: str | None) -> None:
+def test_a_layout_that_the_train_engine_does_not_run_is_planned_and_named(layout: str, expected: str | None) -> None:
     code, out, _ = plan("tiny", "--train", layout, "--rollout", "dp=4")
     assert code == 0
     assert "MindSpeed RL, Eq. 3" in out
-    assert ("! the train engine does not run this layout: " in " ".join(out.split())) == (said is not None)
-    if said:
-        assert said in " ".join(out.split())
+    assert ("! the train engine does not run this layout: " in " ".join(out.split())) == (expected is not None)
+    if expected:
+        assert expected in " ".join(out.split())
 
 
 def test_a_model_that_the_engine_cannot_cut_is_named_in_its_words(tmp_path: Path) -> None:
@@ -140,14 +142,14 @@ def test_a_checkpoint_is_planned_without_its_weights(tmp_path: Path) -> None:
         "tiny", "--set", f"model.source={tmp_path}", "--train", "dp_replicate=2,tp=2,ep=2,ep_order=outer",
         "--rollout", "dp=4,ep=4", "--json",
     )  # fmt: skip
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert told["expert_bytes"] > 0
-    assert sum(told["naive"]["redundant"]) == told["naive"]["eq3"] == told["naive"]["general"]
+    assert report["expert_bytes"] > 0
+    assert sum(report["naive"]["redundant"]) == report["naive"]["eq3"] == report["naive"]["general"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("tiny", "dp=4", "tp=2"), "--rollout: 'tp=2' has 2 ranks where --train 'dp=4' has 4; they take turns"),
         (("tiny", "xp=4", "tp=4"), "--train xp: is no part of a layout; use dp,"),
@@ -160,11 +162,11 @@ def test_a_checkpoint_is_planned_without_its_weights(tmp_path: Path) -> None:
         (("tiny", "dp=4", "tp=4", "--ranks-per-node", "0"), "--ranks-per-node: 0 is no number of ranks; use a whole"),
     ],
 )
-def test_wrong_input_is_refused_with_what_to_write(arguments: tuple[str, ...], said: str) -> None:
+def test_wrong_input_is_refused_with_what_to_write(arguments: tuple[str, ...], expected: str) -> None:
     recipe, train, rollout, *more = arguments
     code, out, err = plan(recipe, "--train", train, "--rollout", rollout, *more)
     assert (code, out) == (2, "")
-    assert said in err
+    assert expected in err
 
 
 def test_a_model_that_cannot_be_laid_out_is_refused(tmp_path: Path) -> None:

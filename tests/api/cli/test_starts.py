@@ -1,6 +1,6 @@
 """Commands and servers start at once: what takes seconds to import is left to the processes that compute with it.
 
-Each command runs as a person would start it, with ``-X importtime``, which tells of every module that it imports.
+Each command runs as a person would start it, with ``-X importtime``, which lists every module that it imports.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def asyncdock(*arguments: str | Path) -> tuple[str, set[str]]:
     return done.stdout, imported(done.stderr)
 
 
-def imported(told: str) -> set[str]:
-    found = set(re.findall(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", told, re.MULTILINE))
-    assert "api.cli.exit_codes" in found, "nothing is told of imports"
+def imported(output: str) -> set[str]:
+    found = set(re.findall(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", output, re.MULTILINE))
+    assert "api.cli.exit_codes" in found, "the imports are not listed"
     return found
 
 

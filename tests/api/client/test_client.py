@@ -143,7 +143,7 @@ async def test_a_refusal_is_not_repeated_and_has_a_type(
     assert len(service.requests) == 1
 
 
-async def test_all_that_is_wrong_is_told(service: Service, client: Client) -> None:
+async def test_all_problems_of_a_request_are_reported(service: Service, client: Client) -> None:
     wrong = [
         {"field": "train.steps", "value": 0, "wrong": "is out of range", "fix": "use a value >= 1"},
         {"field": "modle", "wrong": "is not known", "fix": "did you mean 'model'?"},
@@ -156,7 +156,7 @@ async def test_all_that_is_wrong_is_told(service: Service, client: Client) -> No
     assert "modle: is not known; did you mean 'model'?" in str(refused.value)
 
 
-async def test_what_is_no_asyncdock_is_said_to_be_none(service: Service, client: Client) -> None:
+async def test_a_foreign_http_server_is_recognized(service: Service, client: Client) -> None:
     page = "<html>It works!</html>"
     service.faults.extend(
         [
@@ -176,7 +176,7 @@ async def test_what_is_no_asyncdock_is_said_to_be_none(service: Service, client:
         await anext(client.events(RUN))
 
 
-async def test_what_speaks_no_http_is_said_not_to() -> None:
+async def test_a_server_without_http_is_recognized() -> None:
     async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"-ERR unknown command\r\n")
         await writer.drain()
@@ -318,7 +318,7 @@ faults = st.sampled_from([lost, busy(503, "0"), busy(429)])
 @given(st.lists(streams, max_size=6), st.lists(st.one_of(st.none(), faults), max_size=6), st.integers(0, len(SCRIPT)))
 @hypothesis_settings(max_examples=60, deadline=None)
 def test_no_event_is_lost_and_none_comes_twice(plans: list[Stream], broken: list[Any], begin: int) -> None:
-    """Whatever the connections do: told half an event, told old ones again, dropped, refused."""
+    """Under any behaviour of the connections: half an event, repeated events, dropped, refused."""
 
     async def read() -> list[int]:
         async with asyncio.timeout(30), Service(SCRIPT) as service, Client(service.url) as client:
@@ -372,7 +372,7 @@ async def test_a_stream_that_stays_away_ends_the_wait(service: Service, client: 
         await anext(events)
 
 
-async def test_a_run_deleted_while_it_is_watched_is_told(service: Service, client: Client) -> None:
+async def test_a_run_deleted_while_it_is_watched_is_reported(service: Service, client: Client) -> None:
     service.streams.append(Stream(events=2))
     events = client.events(RUN)
     assert [(await anext(events)).data["step"] for _ in range(2)] == [0, 1]

@@ -138,7 +138,7 @@ async def test_the_commands_drive_a_run_from_its_start_to_its_deletion(served: S
 
 
 async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, client: Client, tmp_path: Path) -> None:
-    """While it goes on, and again when it has ended: what TensorBoard then reads is what the run has told, each once."""
+    """While it goes on, and again when it has ended: TensorBoard reads what the run has emitted, each value once."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -146,7 +146,7 @@ async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, cl
         command = ["track", run, "--server", served.url, "--to", "tensorboard", "--into", str(into)]
         return CliRunner().invoke(app, command, env={"ASYNCDOCK_TOKEN": ""})
 
-    lasting = {"train.steps": 5, "rollout.mock": {"time_scale": 0.4}}  # workers tell of their stages once a second
+    lasting = {"train.steps": 5, "rollout.mock": {"time_scale": 0.4}}  # workers report their stages once a second
     run = (await client.submit(RECIPE, {"name": "tracked", **lasting, **INLINE})).id
     done = await asyncio.to_thread(track, run, tmp_path / "board")
     assert done.exit_code == 0, done.output
@@ -154,12 +154,12 @@ async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, cl
     again = await asyncio.to_thread(track, run, tmp_path / "board")
     assert again.stdout == f"0 points of {run} are in {tmp_path / 'board'}\n"
 
-    told = [event async for event in client.events(run)]
+    events_of_run = [event async for event in client.events(run)]
     board = EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0})
     board.Reload()
     names = set(board.Tags()["scalars"])
     read = {name: [(one.step, one.wall_time, one.value) for one in board.Scalars(name)] for name in names}
-    steps = [event for event in told if event.kind == "step"]
+    steps = [event for event in events_of_run if event.kind == "step"]
     assert len(steps) == 5
     numbers = {
         name
@@ -168,10 +168,10 @@ async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, cl
     }
     assert {"reward_mean", "loss", "staleness_max", "tokens_generated"} <= numbers
     for name in numbers:
-        said = [(event.data["step"], event.time, pytest.approx(event.data[name], rel=1e-6)) for event in steps]
-        assert read.pop(f"train/{name}") == said, name
+        emitted = [(event.data["step"], event.time, pytest.approx(event.data[name], rel=1e-6)) for event in steps]
+        assert read.pop(f"train/{name}") == emitted, name
     assert not [name for name in read if name.startswith("train/")]
-    swaps = [event for event in told if event.kind == "sync" and event.data["worker"] == "rollout-0"]
+    swaps = [event for event in events_of_run if event.kind == "sync" and event.data["worker"] == "rollout-0"]
     assert swaps
     assert read["sync/rollout-0/exposed_seconds"] == [
         (event.data["version"], event.time, pytest.approx(event.data["exposed_seconds"], rel=1e-6)) for event in swaps

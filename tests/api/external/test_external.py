@@ -43,7 +43,7 @@ from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 ROOT = Path(__file__).parents[3]
 OUTSIDE = ROOT / "tests" / "custom_engines"
 BINARY = "application/octet-stream"
-UNKNOWN = "0" * 32  # a lease's token that nobody was given
+UNKNOWN = "0" * 32  # a lease's token that was never given out
 EXTERNAL: dict[str, Any] = {**MOCK, "external": {"stages": ["rollout"]}}
 
 
@@ -173,7 +173,7 @@ async def test_a_whole_grpo_run_whose_rollout_is_another_program(index_url: str,
     assert_each_sample_once(of, run.watched)
     assert max(step["gap_max"] for step in run.watched.of("step")) < 1e-4
     swaps = [sync["version"] for sync in run.watched.of("sync") if sync["worker"] == "external-llama"]
-    assert len(swaps) >= 6, "not all of the versions that it loaded were told"
+    assert len(swaps) >= 6, "not all of the versions that it loaded were reported"
 
 
 def test_that_program_imports_nothing_of_ours() -> None:
@@ -238,7 +238,7 @@ async def test_a_run_that_waits_in_the_queue_answers_that_nothing_is_there_until
             assert (first["token"] is not None, first["state"]) == (True, "running")
             name, held = "external-rollout-test", len(first["rows"])
             await watched.until(
-                lambda: any((told["worker"], told["in_flight"]) == (name, held) for told in watched.of("stage"))
+                lambda: any((event["worker"], event["in_flight"]) == (name, held) for event in watched.of("stage"))
             )
             stages = (await (await client.get(f"{at}/stages")).json())["stages"]
             [worker] = next(stage["workers"] for stage in stages if stage["name"] == "rollout")
@@ -253,10 +253,10 @@ async def test_prompts_experience_and_leases_over_http(index_url: str, tmp_path:
         prompts = [{"prompt": f"{letter}=", "answer": letter} for letter in "abcd"]
         body = {"prompts": prompts, "first": 0}
         assert await run.ask("POST", "prompts", json=body) == await run.ask("POST", "prompts", json=body) == {"next": 4}
-        told = await run.refused(422, "POST", "prompts", json={"prompts": [{"question": "?"}]})
-        assert (told["field"], told["fix"]) == ("prompts", "set prompts.column")
-        told = await run.refused(409, "POST", "prompts", json={"prompts": prompts, "first": 9})
-        assert "out of order: the next one is 4" in told["detail"]
+        details = await run.refused(422, "POST", "prompts", json={"prompts": [{"question": "?"}]})
+        assert (details["field"], details["fix"]) == ("prompts", "set prompts.column")
+        details = await run.refused(409, "POST", "prompts", json={"prompts": prompts, "first": 9})
+        assert "out of order: the next one is 4" in details["detail"]
         got = await run.claim(count=4, columns=["prompt_ids", "given"])
         assert sorted({row["group"] for row in got["rows"]}) == [0, 1, 2, 3]
         assert [json.loads(text) for text in got["columns"]["given"].texts()[::4]] == ["a=", "b=", "c=", "d="]
@@ -281,8 +281,8 @@ async def test_prompts_experience_and_leases_over_http(index_url: str, tmp_path:
             assert refused["fix"]
         put = put_body(got["token"], ids[:4], right)
         assert await run.ask("POST", "experience", **put) == {"left": 12, "version": None}
-        told = await run.refused(409, "POST", "experience", **put)
-        assert told["type"] == "urn:asyncdock:lease-lost"
+        details = await run.refused(409, "POST", "experience", **put)
+        assert details["type"] == "urn:asyncdock:lease-lost"
         begun = {name: values[:1] for name, values in right.items() if name != "truncated"}
         put = put_body(got["token"], ids[4:5], begun, park=True)
         assert await run.ask("POST", "experience", **put) == {"left": 11, "version": None}
@@ -293,35 +293,35 @@ async def test_prompts_experience_and_leases_over_http(index_url: str, tmp_path:
         assert again["begun"]["rows"] == ids[4:5]
         assert again["columns"]["begun.response_ids"].values.tolist() == [5, 6]
         assert await run.ask("POST", f"leases/{got['token']}/release") is None, "harmless when it has ended"
-        told = await run.refused(409, "POST", f"leases/{got['token']}/renew")
-        assert told["type"] == "urn:asyncdock:lease-lost"
+        details = await run.refused(409, "POST", f"leases/{got['token']}/renew")
+        assert details["type"] == "urn:asyncdock:lease-lost"
 
 
 async def test_refusals_say_what_to_do(index_url: str, tmp_path: Path) -> None:
     async with going(index_url, tmp_path, recipe(EXTERNAL)) as run:
-        told = await run.refused(409, "POST", "experience/get", json={**GET, "stage": "reward"})
-        assert (told["type"], told["fix"]) == (
+        details = await run.refused(409, "POST", "experience/get", json={**GET, "stage": "reward"})
+        assert (details["type"], details["fix"]) == (
             "urn:asyncdock:not-external",
             "open a run with external.stages = ['reward']",
         )
-        told = await run.refused(409, "POST", "prompts", json={"prompts": [{"prompt": "a"}]})
-        assert "prompts.source = 'external'" in told["fix"]
-        told = await run.refused(422, "POST", "experience/get", json={**GET, "version": 7})
-        assert (told["field"], told["fix"]) == ("version", "give one of 0 .. 0")
-        told = await run.refused(422, "POST", "experience/get", json={**GET, "version": None})
-        assert "weight_sync_notify" in told["fix"]
-        told = await run.refused(422, "POST", "experience/get", json={**GET, "columns": ["nothing"]})
-        assert told["field"] == "columns.nothing"
-        told = await run.refused(422, "POST", "experience/get", json={**GET, "worker": "../x", "wait": 1e9})
-        assert [error["field"] for error in told["errors"]] == ["worker", "wait"]
-        told = await run.refused(409, "PUT", "weights/0", data=b"", headers={"Content-Type": BINARY})
-        assert told["type"] == "urn:asyncdock:not-external"
-        told = await run.refused(409, "GET", "weights/5")
-        assert told["type"] == "urn:asyncdock:weights-gone"
+        details = await run.refused(409, "POST", "prompts", json={"prompts": [{"prompt": "a"}]})
+        assert "prompts.source = 'external'" in details["fix"]
+        details = await run.refused(422, "POST", "experience/get", json={**GET, "version": 7})
+        assert (details["field"], details["fix"]) == ("version", "give one of 0 .. 0")
+        details = await run.refused(422, "POST", "experience/get", json={**GET, "version": None})
+        assert "weight_sync_notify" in details["fix"]
+        details = await run.refused(422, "POST", "experience/get", json={**GET, "columns": ["nothing"]})
+        assert details["field"] == "columns.nothing"
+        details = await run.refused(422, "POST", "experience/get", json={**GET, "worker": "../x", "wait": 1e9})
+        assert [error["field"] for error in details["errors"]] == ["worker", "wait"]
+        details = await run.refused(409, "PUT", "weights/0", data=b"", headers={"Content-Type": BINARY})
+        assert details["type"] == "urn:asyncdock:not-external"
+        details = await run.refused(409, "GET", "weights/5")
+        assert details["type"] == "urn:asyncdock:weights-gone"
         for body in (b"", b"\xff" * 64, save({"x": np.zeros(1)}), b"\x02" + b"\0" * 7 + b"[]"):
             headers = {"Content-Type": BINARY}
-            told = await run.refused(400, "POST", "experience", data=body, headers=headers)
-            assert told["field"] == "body"
+            details = await run.refused(400, "POST", "experience", data=body, headers=headers)
+            assert details["field"] == "body"
         await run.refused(415, "POST", "experience", data=b"{}", headers={"Content-Type": "text/plain"})
         response = await run.client.post("/v1/runs/no-such-run/experience/get", json=GET)
         assert (await problem(response, 404))["type"] == "urn:asyncdock:unknown-run"
@@ -414,14 +414,14 @@ async def test_the_weights_that_are_served_are_the_trainers(index_url: str, tmp_
     of = recipe({**TINY, "external": {"stages": ["rollout"]}})
     expected = {name: value.clone() for name, value in train_engine(of).weights()}
     async with going(index_url, tmp_path, of) as run:
-        told = await run.ask("GET", "weights?wait=30")
-        assert (told["version"], told["state"]) == (0, "running")
+        answer = await run.ask("GET", "weights?wait=30")
+        assert (answer["version"], answer["state"]) == (0, "running")
         served = load(await (await run.client.get(f"{run.at}/weights/0")).read())
-        assert {tensor["name"] for tensor in told["tensors"]} == set(served) == set(expected)
+        assert {tensor["name"] for tensor in answer["tensors"]} == set(served) == set(expected)
         for name, value in expected.items():
             assert np.array_equal(served[name], value.numpy())
-        at = np.memmap(told["local"]["path"], np.uint8, "r")  # as a program on the same machine may read them
-        for tensor in told["tensors"]:
+        at = np.memmap(answer["local"]["path"], np.uint8, "r")  # as a program on the same machine may read them
+        for tensor in answer["tensors"]:
             mapped = at[tensor["offset"] :][: 4 * int(np.prod(tensor["shape"]))].view(np.float32)
             assert np.array_equal(mapped, expected[tensor["name"]].numpy().reshape(-1))
 

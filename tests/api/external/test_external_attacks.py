@@ -87,8 +87,8 @@ async def test_a_foreign_bearer_can_do_nothing_with_a_lease(index_url: str, tmp_
         assert await leases(run) == before
         notify = {"worker": "test", "version": 0}
         await run.ask("POST", "weights/notify", json=notify, headers=foreigner)
-        told = await run.refused(422, "POST", "experience/get", json={**GET, "version": None}, headers=owner)
-        assert told["field"] == "version", "another bearer has said what this one's worker has loaded"
+        details = await run.refused(422, "POST", "experience/get", json={**GET, "version": None}, headers=owner)
+        assert details["field"] == "version", "the loaded version belongs to another bearer"
         renewed = await run.ask("POST", f"leases/{got['token']}/renew?lease=60", headers=owner)
         assert renewed["token"] == got["token"]
         columns = to_body(json.dumps({"token": got["token"], "rows": rows}), responses(len(rows), 0))
@@ -146,13 +146,13 @@ async def test_values_without_sense_are_refused_with_their_column(index_url: str
         got = await run.claim()
         ids = [row["id"] for row in got["rows"]]
         for what, (changes, field) in WRONG.items():
-            told = await run.refused(422, "POST", "experience", **put_body(got["token"], ids, {**RIGHT, **changes}))
-            assert told["field"] == field, what
-            assert told["fix"], what
+            details = await run.refused(422, "POST", "experience", **put_body(got["token"], ids, {**RIGHT, **changes}))
+            assert details["field"] == field, what
+            assert details["fix"], what
         control = json.dumps({"token": got["token"], "rows": ids})
         body = with_bytes_of_flags({"control": control, **responses(4, 0)}, 0xFF)
-        told = await run.refused(422, "POST", "experience", data=body, headers={"Content-Type": BINARY})
-        assert told["field"] == "columns.truncated"
+        details = await run.refused(422, "POST", "experience", data=body, headers={"Content-Type": BINARY})
+        assert details["field"] == "columns.truncated"
         assert await run.ask("POST", "experience", **put_body(got["token"], ids, RIGHT)) == {"left": 0, "version": None}
 
 
@@ -186,11 +186,11 @@ async def test_a_run_survives_the_worst_values_that_are_taken(index_url: str, tm
                 token, ids = got["token"], [row["id"] for row in got["rows"]]
                 for wrong in (1.1e6, -3e38):
                     columns = {"reward": [wrong] * count, "scores": [[0.0]] * count}
-                    told = await run.refused(422, "POST", "experience", **put_body(token, ids, columns))
-                    assert told["field"] == "columns.reward"
+                    details = await run.refused(422, "POST", "experience", **put_body(token, ids, columns))
+                    assert details["field"] == "columns.reward"
                 columns = {"reward": [1.0] * count, "scores": [[-2e6]] * count}
-                told = await run.refused(422, "POST", "experience", **put_body(token, ids, columns))
-                assert told["field"] == "columns.scores"
+                details = await run.refused(422, "POST", "experience", **put_body(token, ids, columns))
+                assert details["field"] == "columns.scores"
                 ends = [1e6 if row["place"] % 2 else -1e6 for row in got["rows"]]
                 columns = {"reward": ends, "scores": [[math.nan]] * count}
                 await run.ask("POST", "experience", **put_body(token, ids, columns))
@@ -251,7 +251,7 @@ UNREADABLE: dict[str, bytes] = {
     "a shape that is negative": file_of({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"\0" * 4),
     "a header nested 10,000 deep": struct.pack("<Q", 20_000) + b"[" * 10_000 + b"]" * 10_000,
     "nothing but its header": save(whole_model())[:5000],
-    "more than its header tells": save(whole_model()) + b"\0",
+    "more than its header declares": save(whole_model()) + b"\0",
 }
 
 
@@ -261,13 +261,13 @@ async def test_weights_that_are_not_the_models_are_refused_and_the_right_ones_ta
     """NaN, no tensor, and a wrong name were all published, and ended the run at the engines."""
     headers = {"Content-Type": BINARY}
     async with going(index_url, tmp_path, recipe(TRAINER)) as run:
-        for what, (tensors, said) in WRONG_WEIGHTS.items():
-            told = await run.refused(422, "PUT", "weights/0", data=save(tensors), headers=headers)
-            assert (told["type"], told["field"]) == ("urn:asyncdock:misfit", "body"), what
-            assert re.search(said, told["detail"]), told["detail"]
+        for what, (tensors, output) in WRONG_WEIGHTS.items():
+            details = await run.refused(422, "PUT", "weights/0", data=save(tensors), headers=headers)
+            assert (details["type"], details["field"]) == ("urn:asyncdock:misfit", "body"), what
+            assert re.search(output, details["detail"]), details["detail"]
         for what, body in UNREADABLE.items():
-            told = await run.refused(400, "PUT", "weights/0", data=body, headers=headers)
-            assert told["field"] == "body", what
+            details = await run.refused(400, "PUT", "weights/0", data=body, headers=headers)
+            assert details["field"] == "body", what
         assert (await run.ask("GET", "weights"))["version"] is None
         await run.ask("PUT", "weights/0", data=save(whole_model()), headers=headers)
         assert (await run.ask("GET", "weights"))["version"] == 0
@@ -287,10 +287,10 @@ async def test_weights_larger_than_the_model_are_refused_before_their_payload(in
 
         try:
             async with asyncio.timeout(10):
-                told = await run.refused(422, "PUT", "weights/0", data=body(), headers={"Content-Type": BINARY})
+                details = await run.refused(422, "PUT", "weights/0", data=body(), headers={"Content-Type": BINARY})
         finally:
             asked.set()
-        assert told["field"] == "body"
+        assert details["field"] == "body"
         assert not spooled(tmp_path)
 
 
@@ -301,8 +301,8 @@ async def test_an_unknown_models_weights_are_bounded_and_stay_as_they_were_first
     headers = {"Content-Type": BINARY}
     async with going(index_url, tmp_path, of) as run:
         giant = {"w": {"dtype": "F32", "shape": [2**25], "data_offsets": [0, 2**27]}}
-        told = await run.refused(422, "PUT", "weights/0", data=file_of(giant), headers=headers)
-        assert "at most 67108864" in told["detail"]
+        details = await run.refused(422, "PUT", "weights/0", data=file_of(giant), headers=headers)
+        assert "at most 67108864" in details["detail"]
         await run.ask("PUT", "weights/0", data=save({"w": torch.zeros(4)}), headers=headers)
 
 
@@ -315,8 +315,8 @@ async def test_the_disks_free_space_bounds_what_is_spooled(
         free = upload.shutil.disk_usage(tmp_path).free
         monkeypatch.setattr(upload, "SPARE_DISK", free)
         put = {"data": save(whole_model()), "headers": {"Content-Type": BINARY}}
-        told = await run.refused(503, "PUT", "weights/0", **put)
-        assert told["type"] == "urn:asyncdock:no-room"
+        details = await run.refused(503, "PUT", "weights/0", **put)
+        assert details["type"] == "urn:asyncdock:no-room"
         monkeypatch.undo()
         await run.ask("PUT", "weights/0", **put)
 

@@ -1,4 +1,4 @@
-"""docs/api.md: its commands are run, in their order, against a server; what it says they print they print."""
+"""docs/api.md: its commands are run, in their order, against a server; they print what it shows."""
 
 from __future__ import annotations
 

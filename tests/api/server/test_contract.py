@@ -53,7 +53,7 @@ def operations(of: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def fits(payload: object, schema: dict[str, Any], of: dict[str, Any]) -> None:
-    """Raises ValidationError unless ``payload`` is as ``schema`` of the document ``of`` says."""
+    """Raises ValidationError unless ``payload`` fits ``schema`` of the document ``of``."""
     jsonschema.Draft202012Validator({**schema, "components": of["components"]}).validate(payload)
 
 
@@ -81,21 +81,21 @@ async def test_the_server_says_in_its_document_whether_it_asks_for_tokens(
     index_url: str, tmp_path: Path, settings: dict[str, Any], asked: bool
 ) -> None:
     async with serving(index_url, tmp_path, **settings) as client:
-        told = await (await client.get("/openapi.json")).json()
-        assert bool(told["paths"]["/v1/runs"]["get"]["security"]) is asked
+        answer = await (await client.get("/openapi.json")).json()
+        assert bool(answer["paths"]["/v1/runs"]["get"]["security"]) is asked
         assert (await client.get("/v1/runs")).status == (401 if asked else 200)
 
 
 async def _statuses(client: Client, headers: dict[str, str]) -> dict[tuple[str, str], int]:
     """What each operation of the document answers; those that make no error of their own end in one of the request's."""
-    told = await (await client.get("/openapi.json")).json()
+    received = await (await client.get("/openapi.json")).json()
 
     async def ask(method: str, path: str) -> tuple[tuple[str, str], int]:
-        url = re.sub(r"{(version|token)}", "1", re.sub(r"{(run|name)}", "nobody", path))
+        url = re.sub(r"{(version|token)}", "1", re.sub(r"{(run|name)}", "unknown", path))
         async with client.request(method, url, headers=headers) as answer:
             return (method, path), answer.status
 
-    return dict(await asyncio.gather(*(ask(method, path) for method, path, _ in operations(told))))
+    return dict(await asyncio.gather(*(ask(method, path) for method, path, _ in operations(received))))
 
 
 def _declared(status: str) -> set[tuple[str, str]]:
@@ -133,9 +133,9 @@ STAGE = {"stage": "reward", "worker": "reward-0", "rows": 8, "busy": 0.1, "wall"
 
 @pytest.fixture
 async def run(index_url: str) -> AsyncGenerator[Index, None]:
-    """A run with one step and one worker, that nobody executes."""
+    """A run with one step and one worker and no workers."""
     registry = Registry(index_url)
-    record, _ = await registry.submit(parse_recipe({**MOCK, "name": "told"}))
+    record, _ = await registry.submit(parse_recipe({**MOCK, "name": "contract"}))
     index = Index(index_url, record.id)
     await index.transition(["", "created"], "running")
     await index.emit(AnyEvent(kind="step", data=STEP))
@@ -161,15 +161,15 @@ async def run(index_url: str) -> AsyncGenerator[Index, None]:
 )
 async def test_a_submission_is_a_whole_recipe_or_a_name(client: Client, body: Any, field: str, fix: str) -> None:
     for path in ("/v1/runs", "/v1/recipes/check"):
-        told = await problem(await client.post(path, json=body), 422)
-        assert told["field"] == field
-        assert fix in told["fix"]
+        details = await problem(await client.post(path, json=body), 422)
+        assert details["field"] == field
+        assert fix in details["fix"]
 
 
 async def test_unknown_kinds_are_named_with_those_there_are(client: Client, run: Index) -> None:
-    told = await problem(await client.get(f"/v1/runs/{run.run}/metrics/stream?kinds=step,stpe"), 400)
-    assert (told["field"], told["value"]) == ("query.kinds.1", "stpe")
-    assert all(f"'{kind}'" in told["fix"] for kind in EVENTS)
+    details = await problem(await client.get(f"/v1/runs/{run.run}/metrics/stream?kinds=step,stpe"), 400)
+    assert (details["field"], details["value"]) == ("query.kinds.1", "stpe")
+    assert all(f"'{kind}'" in details["fix"] for kind in EVENTS)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ async def test_unknown_kinds_are_named_with_those_there_are(client: Client, run:
 async def test_unknown_names_of_metrics_are_named_with_those_there_are(
     client: Client, run: Index, query: str, status: int, value: str, allowed: str
 ) -> None:
-    told = await problem(await client.get(f"/v1/runs/{run.run}/metrics?{query}"), status)
-    assert (told["field"].partition(".names")[0], told["value"]) == ("query", value)
-    assert allowed in told["fix"]
+    details = await problem(await client.get(f"/v1/runs/{run.run}/metrics?{query}"), status)
+    assert (details["field"].partition(".names")[0], details["value"]) == ("query", value)
+    assert allowed in details["fix"]
 
 
 @pytest.mark.parametrize(
@@ -246,10 +246,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 async def test_the_python_client_says_which_kind_there_is_not(served: Served) -> None:
     async with PythonClient(served.url) as client:
         with pytest.raises(WrongInput, match="stpe") as raised:
-            await anext(client.events("nobody", kinds=("step", "stpe")))
+            await anext(client.events("unknown", kinds=("step", "stpe")))
         assert "'step'" in str(raised.value)
         with pytest.raises(WrongInput, match=r"ledger\.generatd"):
-            await client.metrics("nobody", names=["ledger.generatd"])
+            await client.metrics("unknown", names=["ledger.generatd"])
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +323,7 @@ def test_every_operation_of_a_generated_client_can_be_imported(generated: Callab
 
 
 def test_a_generated_client_drives_a_run(served: Served, generated: Callable[[str], ModuleType]) -> None:
-    models, told = generated("models"), json.loads(json.dumps(document()))
+    models, answer = generated("models"), json.loads(json.dumps(document()))
     client = generated("client").Client(base_url=served.url, timeout=SECONDS, raise_on_unexpected_status=True)
 
     def call(operation: str, *arguments: Any, **named: Any) -> Any:
@@ -350,7 +350,7 @@ def test_a_generated_client_drives_a_run(served: Served, generated: Callable[[st
     call("runs.stop_run", run)
     until(lambda: call("runs.get_run", run).ended is not None, "the run has ended")
     reading.join(SECONDS)
-    _check_messages(messages(read[0]), models, told)
+    _check_messages(messages(read[0]), models, answer)
     assert call("metrics.history", run, names=["step.reward_mean"]).series["step"]["reward_mean"]
     unknown = call("metrics.history", run, names=["step.rewardmean"])
     assert (unknown.status, "step.reward_mean" in unknown.fix) == (422, True)
@@ -359,14 +359,16 @@ def test_a_generated_client_drives_a_run(served: Served, generated: Callable[[st
     assert (type(gone), gone.status) == (models.ProblemDetails, 404)
 
 
-def _check_messages(found: list[tuple[str, str, dict[str, Any]]], models: ModuleType, told: dict[str, Any]) -> None:
+def _check_messages(found: list[tuple[str, str, dict[str, Any]]], models: ModuleType, answer: dict[str, Any]) -> None:
     """Each message fits the schema that the document has for its event, and the class generated of it."""
     assert {event for _, event, _ in found} == {"state", "step", "stage", "end"}
-    schemas = told["paths"]["/v1/runs/{run}/metrics/stream"]["get"]["responses"]["200"]["content"]["text/event-stream"]
+    schemas = answer["paths"]["/v1/runs/{run}/metrics/stream"]["get"]["responses"]["200"]["content"][
+        "text/event-stream"
+    ]
     for id, event, data in found:
-        fits({"event": event, "id": id, "data": json.dumps(data)}, schemas["schema"]["contentSchema"]["items"], told)
+        fits({"event": event, "id": id, "data": json.dumps(data)}, schemas["schema"]["contentSchema"]["items"], answer)
         name = MESSAGES[event].__name__
-        fits(data, {"$ref": f"#/components/schemas/{name}"}, told)
+        fits(data, {"$ref": f"#/components/schemas/{name}"}, answer)
         assert getattr(models, name).from_dict(data).to_dict() == data
     steps = [data["step"] for _, event, data in found if event == "step"]
     assert steps == list(range(len(steps)))

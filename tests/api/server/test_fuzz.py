@@ -41,8 +41,8 @@ async def test_an_api_that_does_not_keep_to_its_document_is_found_out() -> None:
         return web.json_response(document)
 
     async def answer(request: web.Request) -> web.Response:
-        said = {"count": "none" if request.path == "/lies" else 1}
-        return web.json_response(said, status=500 if request.path == "/breaks" else 200)
+        output = {"count": "none" if request.path == "/lies" else 1}
+        return web.json_response(output, status=500 if request.path == "/breaks" else 200)
 
     app = web.Application()
     app.add_routes([web.get("/openapi.json", openapi), web.get("/{any}", answer)])

@@ -1,4 +1,4 @@
-"""The decorator: what a handler is given, what is refused before it, and what the document says of it."""
+"""The decorator: what a handler is given, what is refused before it, and what the document has of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 from aiohttp import web
 from pydantic import BaseModel, Field
 
+from api.server.bodies import BINARY, read_body
 from api.server.openapi import openapi_document
-from api.server.operations import Reply, Strict, operation, operations_of, read_body
+from api.server.operations import Reply, Strict, operation, operations_of
 from api.server.problems import HTTPProblem
 from api.server.service import Service
 from tests.api.serving import Client, problem, serving
@@ -44,7 +45,7 @@ class ThingBody(Strict):
 
 class Thing(BaseModel):
     thing: str
-    told: dict[str, Any]
+    received: dict[str, Any]
 
 
 @operation("GET", "/things/{thing}", scope=None, summary="A thing", tag="things", errors=(404,))
@@ -56,7 +57,7 @@ async def get_thing(service: Service, path: ThingPath, query: ThingQuery, header
         raise RuntimeError("the password is hunter2")
     if path.thing == "slow":
         await asyncio.Event().wait()
-    return Thing(thing=path.thing, told={"max": query.most, "kinds": query.kinds, "key": headers.key})
+    return Thing(thing=path.thing, received={"max": query.most, "kinds": query.kinds, "key": headers.key})
 
 
 @operation(
@@ -70,7 +71,7 @@ async def get_thing(service: Service, path: ThingPath, query: ThingQuery, header
     sends={"Location": "Where it is"},
 )
 async def post_thing(service: Service, body: ThingBody) -> Reply[Thing]:
-    return Reply(Thing(thing="new", told=body.model_dump()), 201, {"Location": "/things/new"})
+    return Reply(Thing(thing="new", received=body.model_dump()), 201, {"Location": "/things/new"})
 
 
 @operation("DELETE", "/things/{thing}", scope="admin", summary="Forget a thing", tag="things")
@@ -87,8 +88,8 @@ async def delete_thing(service: Service, path: ThingPath) -> None: ...
     body_limit=2000,
 )
 async def put_raw(service: Service, request: web.Request) -> Thing:
-    body = await read_body(request, limit=2000, media_type="application/octet-stream")
-    return Thing(thing="raw", told={"bytes": len(body)})
+    body = await read_body(request, 2000, 20.0, media_type=BINARY)
+    return Thing(thing="raw", received={"bytes": len(body)})
 
 
 MODULE = types.ModuleType("things")
@@ -108,7 +109,7 @@ async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]
 async def test_a_handler_is_given_what_it_names_as_its_models(client: Client) -> None:
     response = await client.get("/things/ball?max=3&kinds=a&kinds=b", headers={"idempotency-key": "k1"})
     assert response.status == 200
-    assert await response.json() == {"thing": "ball", "told": {"max": 3, "kinds": ["a", "b"], "key": "k1"}}
+    assert await response.json() == {"thing": "ball", "received": {"max": 3, "kinds": ["a", "b"], "key": "k1"}}
 
 
 async def test_a_reply_brings_its_own_status_and_headers(client: Client) -> None:
@@ -126,17 +127,17 @@ async def test_nothing_is_204(client: Client) -> None:
 
 async def test_all_that_is_wrong_is_told_at_once_with_field_value_and_fix(client: Client) -> None:
     response = await client.get("/things/Ball1?max=77&min=2", headers={"Idempotency-Key": "a secret"})
-    told = await problem(response, 400)
-    fields = {error["field"]: error for error in told["errors"]}
+    details = await problem(response, 400)
+    fields = {error["field"]: error for error in details["errors"]}
     assert set(fields) == {"path.thing", "query.max", "query.min", "header.Idempotency-Key"}
     assert (fields["query.max"]["value"], fields["query.max"]["fix"]) == ("77", "give less than or equal to 9")
-    assert (told["field"], told["value"]) == ("path.thing", "Ball1")
-    assert "a secret" not in json.dumps(told)
+    assert (details["field"], details["value"]) == ("path.thing", "Ball1")
+    assert "a secret" not in json.dumps(details)
 
 
 async def test_a_query_key_given_twice_is_refused_unless_it_is_a_list(client: Client) -> None:
-    told = await problem(await client.get("/things/ball?max=3&max=4"), 400)
-    assert told["field"] == "query.max"
+    details = await problem(await client.get("/things/ball?max=3&max=4"), 400)
+    assert details["field"] == "query.max"
 
 
 @pytest.mark.parametrize(
@@ -155,14 +156,14 @@ async def test_a_query_key_given_twice_is_refused_unless_it_is_a_list(client: Cl
 )
 async def test_a_body_that_is_not_what_the_model_takes(client: Client, body: str, status: int, field: str) -> None:
     headers = {"Content-Type": "application/json"}
-    told = await problem(await client.post("/things", data=body.encode(), headers=headers), status)
-    assert told["field"] == field
+    details = await problem(await client.post("/things", data=body.encode(), headers=headers), status)
+    assert details["field"] == field
 
 
 async def test_a_body_of_another_media_type_is_refused(client: Client) -> None:
     for headers in ({"Content-Type": "text/plain"}, {"Content-Type": "application/json", "Content-Encoding": "gzip"}):
-        told = await problem(await client.post("/things", data=b'{"part": {"size": 1}}', headers=headers), 415)
-        assert "application/json" in told["fix"]
+        details = await problem(await client.post("/things", data=b'{"part": {"size": 1}}', headers=headers), 415)
+        assert "application/json" in details["fix"]
 
 
 async def test_a_body_without_a_length_is_cut_off_at_the_limit(client: Client) -> None:
@@ -177,7 +178,7 @@ async def test_a_body_without_a_length_is_cut_off_at_the_limit(client: Client) -
 async def test_an_operation_may_have_a_limit_of_its_own(client: Client) -> None:
     headers = {"Content-Type": "application/octet-stream"}
     response = await client.put("/things/raw", data=b"x" * 1500, headers=headers)
-    assert (await response.json())["told"] == {"bytes": 1500}
+    assert (await response.json())["received"] == {"bytes": 1500}
     await problem(await client.put("/things/raw", data=b"x" * 2001, headers=headers), 413)
 
 
@@ -199,9 +200,9 @@ async def test_a_handler_that_takes_too_long_is_given_up(client: Client) -> None
 
 
 async def test_a_bug_tells_the_client_nothing_of_itself(client: Client) -> None:
-    told = await problem(await client.get("/things/bug"), 500)
-    assert "hunter2" not in json.dumps(told)
-    assert "RuntimeError" not in json.dumps(told)
+    details = await problem(await client.get("/things/bug"), 500)
+    assert "hunter2" not in json.dumps(details)
+    assert "RuntimeError" not in json.dumps(details)
 
 
 async def test_paths_and_methods_that_are_not_there_are_problems_too(client: Client) -> None:

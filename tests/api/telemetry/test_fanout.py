@@ -1,5 +1,5 @@
 """What a reader of a run's events relies on: all of them, once, in order, from wherever it asks; and that another reader
-which does not read disturbs nobody."""
+which does not read disturbs no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from api.telemetry import fanout as stream
 from api.telemetry import history as events
 from api.telemetry.fanout import NOW, Batch, Ending, EventReader, Fanout, Fanouts
-from api.telemetry.history import EventsFile, History, id_at, order
+from api.telemetry.history import History, id_at, order, read_after
 from orchestration.events_file import MetricsFile, event_json
 from orchestration.service.registry import RunRecord
 from pipeline.events import Event, Kind, StateEvent
@@ -58,7 +58,7 @@ class Site:
     async def ended(self) -> Ending | None:
         return self.over
 
-    async def tell(self, number: int, kind: Kind = "step", size: int = 0) -> None:
+    async def emit(self, number: int, kind: Kind = "step", size: int = 0) -> None:
         await self.index.emit(AnyEvent(kind=kind, data={"number": number, "padding": "x" * size}))
 
     async def finish(self) -> None:
@@ -136,8 +136,8 @@ async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
 async def numbers(site: Site, **options: Any) -> list[int]:
     """The numbers of all events up to the end."""
     found = []
-    async with reading(site, **options) as told:
-        async for event in told:
+    async with reading(site, **options) as events:
+        async for event in events:
             if event.kind == "end":
                 assert event.data["state"] == "finished"
                 return found
@@ -149,20 +149,20 @@ async def numbers(site: Site, **options: Any) -> list[int]:
 # ── all of them, once, in order ──
 
 
-async def test_readers_that_come_at_any_time_are_told_everything_once(site: Site) -> None:
+async def test_readers_that_come_at_any_time_get_every_event_once(site: Site) -> None:
     """Twelve readers join while events come as fast as the index takes them: from the beginning, each at another moment."""
     count, readers = 3000, []
 
-    async def tell() -> None:
+    async def emit() -> None:
         for first in range(0, count, 20):
-            await asyncio.gather(*(site.tell(number) for number in range(first, first + 20)))
+            await asyncio.gather(*(site.emit(number) for number in range(first, first + 20)))
         await site.finish()
 
-    telling = asyncio.create_task(tell())
+    emitting = asyncio.create_task(emit())
     for wait in range(12):
         readers.append(asyncio.create_task(numbers(site)))
         await asyncio.sleep(0.01 * wait)
-    await telling
+    await emitting
     first, *others = await asyncio.gather(*readers)
     assert sorted(first) == list(range(count))
     assert all(found == first for found in others), "not all in the same order"
@@ -170,30 +170,30 @@ async def test_readers_that_come_at_any_time_are_told_everything_once(site: Site
 
 async def test_a_reader_goes_on_where_it_was_cut_off(site: Site) -> None:
     for number in range(30):
-        await site.tell(number)
-    async with reading(site) as told:
-        before = [await anext(told) for _ in range(11)]
-    await site.tell(30)
+        await site.emit(number)
+    async with reading(site) as events:
+        before = [await anext(events) for _ in range(11)]
+    await site.emit(30)
     await site.finish()
     assert await numbers(site, after=before[-1].id) == list(range(11, 31))
     assert before[0].data["time"] == pytest.approx(time.time(), abs=60)
 
 
-async def test_from_now_on_tells_nothing_of_the_past(site: Site) -> None:
-    await site.tell(1)
-    async with reading(site, after=NOW) as told:
+async def test_from_now_on_sends_no_past_events(site: Site) -> None:
+    await site.emit(1)
+    async with reading(site, after=NOW) as events:
         await until(lambda: bool(site.fanouts._fanouts and next(iter(site.fanouts._fanouts.values()))._live))
-        await site.tell(2)
-        assert (await anext(told)).data["number"] == 2
+        await site.emit(2)
+        assert (await anext(events)).data["number"] == 2
 
 
-async def test_kinds_are_told_apart_and_the_end_is_told_to_all(site: Site) -> None:
+async def test_kinds_are_filtered_and_the_end_is_sent_to_all(site: Site) -> None:
     for number in range(6):
-        await site.tell(number, "stage" if number % 2 else "step")
+        await site.emit(number, "stage" if number % 2 else "step")
     everything, some = asyncio.create_task(numbers(site)), asyncio.create_task(numbers(site, kinds="stage,sync"))
     await until(lambda: len(site.fanouts._listeners) == 2)
     for number in range(6, 10):
-        await site.tell(number, "stage" if number % 2 else "step")
+        await site.emit(number, "stage" if number % 2 else "step")
     await site.finish()
     assert await everything == list(range(10))
     assert await some == [1, 3, 5, 7, 9]
@@ -213,7 +213,7 @@ async def test_one_reader_of_the_index_whatever_the_number_of_listeners(site: Si
         readers = [asyncio.create_task(numbers(site)) for _ in range(20)]
         await until(lambda: len(site.fanouts._listeners) == 20)
         for number in range(5):
-            await site.tell(number)
+            await site.emit(number)
         await site.finish()
         assert await asyncio.gather(*readers) == [list(range(5))] * 20
     assert waits <= 8
@@ -225,18 +225,18 @@ async def test_one_reader_of_the_index_whatever_the_number_of_listeners(site: Si
 async def test_what_the_index_has_let_go_of_comes_from_the_file(site: Site) -> None:
     with MetricsFile(site.file) as file:
         for number in range(1200):
-            await site.tell(number)
+            await site.emit(number)
         async for page in History(lambda: site.index, site.file).pages():
             for event in page:
                 file.event(event)
     await site.index._redis.xtrim(f"{site.index.prefix}events", maxlen=50, approximate=False)
     for number in range(1200, 1210):
-        await site.tell(number)
+        await site.emit(number)
     await site.finish()
     assert await numbers(site) == list(range(1210))
 
 
-async def test_a_run_that_ended_is_told_from_its_folder_alone(site: Site) -> None:
+async def test_an_ended_run_is_read_from_its_folder_alone(site: Site) -> None:
     with MetricsFile(site.file) as file:
         for number in range(700):
             file.event(Event(f"{number + 1}-0", float(number), "step", {"number": number}))
@@ -250,7 +250,7 @@ async def test_a_run_that_ends_without_saying_so_ends_for_its_readers(
 ) -> None:
     """Its runner was killed for good, and the registry says that it failed."""
     monkeypatch.setattr(stream, "HEARTBEAT_SECONDS", 0.2)
-    await site.tell(0)
+    await site.emit(0)
     reader = asyncio.create_task(numbers(site))
     await until(lambda: bool(site.fanouts._listeners))
     site.over = Ending("finished", "", time.time())
@@ -264,7 +264,7 @@ async def test_a_quiet_stream_has_heartbeats_with_the_place_to_go_on_from(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "HEARTBEAT_SECONDS", 0.1)
-    await site.tell(0, "ledger")
+    await site.emit(0, "ledger")
     async with (
         ClientSession(timeout=ClientTimeout(total=10)) as session,
         session.get(site.base, params={"kinds": "step"}) as response,
@@ -274,29 +274,29 @@ async def test_a_quiet_stream_has_heartbeats_with_the_place_to_go_on_from(
         async for line in response.content:
             beats += line.startswith(b": heartbeat")
             if line.startswith(b"id: "):
-                assert line.decode().strip() == f"id: {newest}", "an event of another kind was told"
+                assert line.decode().strip() == f"id: {newest}", "an event of another kind was sent"
                 assert beats
                 return
 
 
-async def test_a_reader_that_does_not_read_is_dropped_and_slows_nobody(site: Site) -> None:
+async def test_a_reader_that_does_not_read_is_dropped_and_slows_no_other(site: Site) -> None:
     site.most = 64 << 10
     reader, writer = await asyncio.open_connection("127.0.0.1", int(site.base.rsplit(":")[-1].strip("/")), limit=1024)
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # and never reads: the transport stops at its limit
     await until(lambda: len(site.fanouts._listeners) == 1)
     count, slowest = 0, 0.0
-    async with reading(site) as told, asyncio.timeout(60):
+    async with reading(site) as events, asyncio.timeout(60):
         while not site.dropped:
             began = time.monotonic()
-            await asyncio.gather(*(site.tell(count + i, size=4000) for i in range(8)))
-            assert sorted([(await anext(told)).data["number"] for _ in range(8)]) == list(range(count, count + 8))
+            await asyncio.gather(*(site.emit(count + i, size=4000) for i in range(8)))
+            assert sorted([(await anext(events)).data["number"] for _ in range(8)]) == list(range(count, count + 8))
             slowest, count = max(slowest, time.monotonic() - began), count + 8
         await site.finish()
-        assert [(await anext(told)).kind for _ in range(2)] == ["state", "end"]
+        assert [(await anext(events)).kind for _ in range(2)] == ["state", "end"]
     assert site.dropped == ["slow"]
     assert slowest < 3
     rest = b""
-    while part := await reader.read(1 << 20):  # it wakes up: what it is told last is why
+    while part := await reader.read(1 << 20):  # it reads again: the last event gives the reason
         rest = (rest + part)[-4096:]
     assert b"event: dropped" in rest
     assert b"too slow" in rest
@@ -304,12 +304,12 @@ async def test_a_reader_that_does_not_read_is_dropped_and_slows_nobody(site: Sit
 
 
 async def test_a_server_that_goes_down_says_so(site: Site) -> None:
-    async with reading(site) as told:
+    async with reading(site) as events:
         await until(lambda: bool(site.fanouts._listeners))
-        await site.tell(0)
-        assert (await anext(told)).data["number"] == 0
+        await site.emit(0)
+        assert (await anext(events)).data["number"] == 0
         site.fanouts.close()
-        last = await anext(told)
+        last = await anext(events)
         assert (last.kind, last.data["reason"]) == ("dropped", "the server goes down; connect again")
 
 
@@ -319,11 +319,11 @@ async def test_a_deleted_run_drops_its_readers(site: Site, monkeypatch: pytest.M
     async def gone() -> Ending | None:
         raise LookupError("no such run")
 
-    await site.tell(0)
-    async with reading(site) as told:
-        await anext(told)
+    await site.emit(0)
+    async with reading(site) as events:
+        await anext(events)
         monkeypatch.setattr(next(iter(site.fanouts._fanouts.values())), "_read_ending", gone)
-        last = await anext(told)
+        last = await anext(events)
         assert (last.kind, last.data["reason"]) == ("dropped", "the run was deleted")
 
 
@@ -357,7 +357,7 @@ def test_any_place_in_the_file_is_found(
             if i - 1 not in torn:
                 kept.append(event)
     path.write_text("".join(lines))
-    found = EventsFile(path).after(f"{max(asked, 0)}-0", count)
+    found = read_after(path, f"{max(asked, 0)}-0", count)
     expected = [event for event in kept if order(event.id) > (max(asked, 0), 0)][:count]
     assert [event.id for event in found] == [event.id for event in expected]
 

@@ -1,4 +1,4 @@
-"""What the views and reports know of a run is what its events said."""
+"""Views and reports show what the events of a run contain."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ events = st.lists(
 )
 
 
-@given(told=events, every=st.sampled_from([0.0, 1.0, 7.0, 60.0]))
-def test_points_are_the_events_of_their_time(told: list[tuple[float, int, float | None]], every: float) -> None:
-    told = sorted(told, key=lambda one: one[0])
+@given(past=events, every=st.sampled_from([0.0, 1.0, 7.0, 60.0]))
+def test_points_are_the_events_of_their_time(past: list[tuple[float, int, float | None]], every: float) -> None:
+    past = sorted(past, key=lambda one: one[0])
     series = Series(every)
-    for number, (time, rows, loss) in enumerate(told):
+    for number, (time, rows, loss) in enumerate(past):
         data: dict[str, Any] = {"step": number, "rows": rows, "staleness_max": float(rows), "text": "x", "flag": True}
         series.add(Event(f"{number}-0", time, "step", data | ({} if loss is None else {"loss": loss})))
     columns = series.columns().get("step", {"time": []})
@@ -31,20 +31,20 @@ def test_points_are_the_events_of_their_time(told: list[tuple[float, int, float 
     times: Any = columns["time"]
     assert times == sorted(times)
     groups = (
-        [[one for one in told if time <= one[0] < time + every] for time in times] if every else [[o] for o in told]
+        [[one for one in past if time <= one[0] < time + every] for time in times] if every else [[o] for o in past]
     )
-    assert sum(map(len, groups)) == len(told)
-    if told:
+    assert sum(map(len, groups)) == len(past)
+    if past:
         assert columns["rows"] == [sum(rows for _, rows, _ in group) for group in groups]
         assert columns["staleness_max"] == [max(rows for _, rows, _ in group) for group in groups]
-        assert columns["step"][-1] == len(told) - 1
+        assert columns["step"][-1] == len(past) - 1
         losses = [[loss for *_, loss in group if loss is not None] for group in groups]
         if "loss" in columns:
             for found, given_ in zip(columns["loss"], losses, strict=True):
                 assert found == (pytest.approx(sum(given_) / len(given_)) if given_ else None)
 
 
-def test_what_is_not_wanted_is_not_told() -> None:
+def test_only_wanted_numbers_are_kept() -> None:
     series = Series(0, Wanted(["stage.queue_depth", "sync/rollout-0"]))
     for worker in ("rollout-0", "rollout-1"):
         series.add(Event("1-0", 1.0, "stage", {"worker": worker, "queue_depth": 3, "rows": 5}))
@@ -60,8 +60,8 @@ def test_what_is_not_wanted_is_not_told() -> None:
 
 def test_more_points_than_an_answer_holds_are_refused() -> None:
     series = Series(0, most=3)
-    told = [Event(f"{number}-0", float(number), "step", {"loss": 1.0}) for number in range(4)]
-    for event in told[:3]:
+    past = [Event(f"{number}-0", float(number), "step", {"loss": 1.0}) for number in range(4)]
+    for event in past[:3]:
         series.add(event)
     with pytest.raises(TooMany, match=r"more than 3 points.*larger every"):
-        series.add(told[3])
+        series.add(past[3])

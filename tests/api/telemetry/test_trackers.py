@@ -1,4 +1,4 @@
-"""What somebody with a tracker relies on: every step once, at its own step and time, whatever happened in between."""
+"""Trackers show every step once, at its own step and time, also after failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from api.telemetry.trackers import (
     Point,
     Points,
     TensorBoard,
-    TrackerMissing,
     TrackError,
     WandB,
     events_of_folder,
@@ -44,7 +43,7 @@ def stage(number: int, busy: float) -> Event:
 
 def run_folder(folder: Path, steps: int) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "recipe.json").write_text(json.dumps({"name": "told", "train": {"steps": 9}}))
+    (folder / "recipe.json").write_text(json.dumps({"name": "tracked", "train": {"steps": 9}}))
     with MetricsFile(folder / METRICS) as file:
         for number in range(steps):
             file.event(step(number))
@@ -82,19 +81,19 @@ def test_shares_of_a_worker_are_those_between_two_steps() -> None:
 
 
 async def test_tracking_goes_on_where_it_was(tmp_path: Path) -> None:
-    folder, kept = run_folder(tmp_path / "told", 3), Kept()
+    folder, kept = run_folder(tmp_path / "tracked", 3), Kept()
     events = lambda after: events_of_folder(folder, after)  # noqa: E731
-    await track(events, "told", tmp_path / "into", lambda key: kept)
+    await track(events, "tracked", tmp_path / "into", lambda *_: kept, {})
     before = len(kept.points)
     assert [p.step for p in kept.points if "train/loss" in p.numbers] == [0, 1, 2]
     with MetricsFile(folder / METRICS) as file:
         file.event(step(7))
     keys: list[str] = []
-    await track(events, "told", tmp_path / "into", lambda key: (keys.append(key), kept)[1])  # type: ignore[func-returns-value]
+    await track(events, "tracked", tmp_path / "into", lambda *given: keys.append(given[-1]) or kept, {})  # type: ignore[func-returns-value]
     assert [point.step for point in kept.points[before:]] == [7]
     assert keys == ["kept"]
-    with pytest.raises(TrackError, match="has run 'told'"):
-        await track(events, "another", tmp_path / "into", lambda key: kept)
+    with pytest.raises(TrackError, match="has run 'tracked'"):
+        await track(events, "another", tmp_path / "into", lambda *_: kept, {})
 
 
 async def test_what_was_shown_before_a_failure_is_not_shown_again(tmp_path: Path) -> None:
@@ -109,8 +108,8 @@ async def test_what_was_shown_before_a_failure_is_not_shown_again(tmp_path: Path
                 yield event
 
     with pytest.raises(ConnectionError):
-        await track(broken, "told", tmp_path, lambda key: kept)
-    await track(broken, "told", tmp_path, lambda key: kept)
+        await track(broken, "tracked", tmp_path, lambda *_: kept, {})
+    await track(broken, "tracked", tmp_path, lambda *_: kept, {})
     assert [point.step for point in kept.points] == [0, 1, 2, 3, 4]
 
 
@@ -118,7 +117,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = run_folder(tmp_path / "told", 4)
+    folder = run_folder(tmp_path / "tracked", 4)
     for _ in range(2):  # the second time there is nothing more
         result = CliRunner().invoke(app, ["track", str(folder), "--to", "tensorboard"])
         assert result.exit_code == 0, result.output
@@ -134,9 +133,9 @@ def test_mlflow_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.Monke
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    made = Mlflow(tmp_path, "told", {"train": {"steps": 9}}, "")
+    made = Mlflow(tmp_path, "tracked", {"train": {"steps": 9}}, "")
     made.show(Point(START, 3, {"train/loss": 0.5}))
-    again = Mlflow(tmp_path, "told", {}, made.key)
+    again = Mlflow(tmp_path, "tracked", {}, made.key)
     again.show(Point(START + 1, 4, {"train/loss": 0.25}))
     again.close()
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").resolve().as_uri())
@@ -152,7 +151,7 @@ def test_wandb_writes_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    made = WandB(tmp_path, "told", {"train": {"steps": 9}}, "")
+    made = WandB(tmp_path, "tracked", {"train": {"steps": 9}}, "")
     for number in range(3):
         made.show(Point(time.time(), number, {"train/loss": 0.5 / (number + 1)}))
     assert made._run.summary["train/loss"] == pytest.approx(0.5 / 3)
@@ -167,12 +166,12 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(
     tracker: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(TrackerMissing, match=rf"pip install 'asyncdock\[{package}\]'"):
-        tracker(tmp_path, "told", {}, "")
+    with pytest.raises(TrackError, match=rf"pip install 'asyncdock\[{package}\]'"):
+        tracker(tmp_path, "tracked", {}, "")
 
 
 def test_what_cannot_be_tracked_is_refused(tmp_path: Path) -> None:
-    unknown = CliRunner().invoke(app, ["track", str(run_folder(tmp_path / "told", 1)), "--to", "paper"])
+    unknown = CliRunner().invoke(app, ["track", str(run_folder(tmp_path / "tracked", 1)), "--to", "paper"])
     assert unknown.exit_code == 2
     assert "tensorboard, mlflow, wandb" in unknown.output
     nowhere = CliRunner().invoke(app, ["track", str(tmp_path / "nowhere")])

@@ -111,12 +111,11 @@ def test_a_sparkline_fits_and_rises_with_its_values(values: list[float], width: 
             assert low <= high
 
 
-def test_plain_lines_tell_a_run_one_line_a_step() -> None:
+def test_plain_lines_show_one_line_a_step() -> None:
     out = io.StringIO()
     progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
     view = terminal.PlainView(progress, Console(file=out, width=40))
     for event in scripted.events("failed", "update-0: [boom]"):
-        progress.apply(event)
         view.event(event)
     lines = out.getvalue().splitlines()
     steps = [line for line in lines if line.startswith("step ")]

@@ -1,4 +1,4 @@
-"""What others have said is read on a terminal, and does nothing else to it."""
+"""Text from outside is shown on a terminal without effect on it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sample() -> SampleView:
 
 
 def run(**changes: Any) -> RunView:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "id": "run",
         "name": "run",
         "state": "failed",
@@ -60,7 +60,7 @@ def run(**changes: Any) -> RunView:
         "position": None,
         "owner": TEXT,
     }
-    told |= {
+    fields |= {
         "created": 0.0,
         "started": None,
         "ended": None,
@@ -69,7 +69,7 @@ def run(**changes: Any) -> RunView:
         "folder": TEXT,
         "steps": 1,
     }
-    return RunView.model_construct(**told, steps_done=0, reward=None, recipe={}, **changes)
+    return RunView.model_construct(**fields, steps_done=0, reward=None, recipe={}, **changes)
 
 
 def safe(text: str) -> bool:
@@ -165,10 +165,9 @@ def test_a_live_view_shows_messages_safely() -> None:
     out = io.StringIO()
     console = safe_console(file=out, width=100, force_terminal=True)
     progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
-    with viewing(progress, console, json=False, plain=False) as (view, say):
+    with viewing(progress, console, json=False, plain=False) as (show, say):
         for event in (*scripted.events()[:-1], scripted.event(40, "state", state="failed", reason=ATTACK)):
-            progress.apply(event)
-            view.event(event)
+            show(event)
         say(ATTACK)
         console.print(ATTACK)
     moves = re.compile("\x1b\\[(\\?25[lh]|[0-9]*[ABCDGHK]|[0-9;]*m)|\r")  # what a live view itself sends
@@ -182,10 +181,9 @@ def test_plain_lines_are_safe(capsys: pytest.CaptureFixture[str]) -> None:
     for as_json in (False, True):
         out = io.StringIO()
         progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
-        with viewing(progress, safe_console(file=out), json=as_json, plain=True) as (view, say):
+        with viewing(progress, safe_console(file=out), json=as_json, plain=True) as (show, say):
             event = scripted.event(40, "state", state="failed", reason=TEXT)
-            progress.apply(event)
-            view.event(event)
+            show(event)
             say(ATTACK)
         printed = capsys.readouterr().out + out.getvalue()
         assert "good\\u001b[2J" in printed

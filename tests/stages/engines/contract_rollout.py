@@ -1,4 +1,4 @@
-"""What every RolloutEngine must hold. An adapter's tests subclass one of the two classes here and say how it is built.
+"""What every RolloutEngine must hold. An adapter's tests subclass one of the two classes here and build it.
 
     RolloutContract   places, seeds, streaming, abort, pause, weights and their versions, close
     ModelContract     the same, and what an engine with a real model must hold besides: logprobs, stops, failure
@@ -144,7 +144,7 @@ class RolloutContract(ABC):
             assert (await anext(stream)).group == 1
             assert set(await collect(stream)) == {(0, 0)}
 
-    async def test_what_nobody_wants_any_more_is_aborted_and_the_rest_goes_on(self, engine: RolloutEngine) -> None:
+    async def test_an_abandoned_request_is_aborted_and_the_rest_goes_on(self, engine: RolloutEngine) -> None:
         closed = engine.generate([self.ask(0, max_tokens=self.long_tokens)])
         consumer = asyncio.create_task(collect(engine.generate([self.ask(1, max_tokens=self.long_tokens)])))
         kept = engine.generate([self.ask(2)])
@@ -197,9 +197,7 @@ class RolloutContract(ABC):
         assert done.versions == ((version + 1, len(done.token_ids)),)
         await self.load(engine, 0)
 
-    async def test_a_response_that_saw_a_swap_says_which_version_made_how_much_of_it(
-        self, engine: RolloutEngine
-    ) -> None:
+    async def test_a_response_that_saw_a_swap_has_the_tokens_of_each_version(self, engine: RolloutEngine) -> None:
         """The swap has to come between two of its tokens; on a slow machine it may come late, and is tried again."""
         until, number, versions = time.monotonic() + self.deadline, 0, ()
         while len(versions) < 2:
@@ -362,14 +360,14 @@ class ModelContract(RolloutContract):
             for number in (0, 1, 0):
                 if number != 0 or engine.version:
                     await engine.load_weights(engine.version + 1, self.weights(number), hold=True)
-                told = 0
+                compared = 0
                 for (group, _), done in found.items():
                     asked = requests[group]
                     scores = await engine.score(asked.prompt_ids, done.token_ids, temperature=asked.params.temperature)
                     if scores is not None:
                         assert torch.allclose(scores, self.teacher_forced(number, asked, done), atol=self.atol)
-                        told += 1
-                assert told, "at some temperature it must be able to tell"
+                        compared += 1
+                assert compared, "it must have scores at some temperature"
         await engine.resume()
 
     async def _check_logprobs(self, engine: RolloutEngine, number: int, requests: Sequence[GroupRequest]) -> None:

@@ -1,4 +1,4 @@
-"""What every train engine keeps, whatever it is built on. An adapter's tests are a class that says how one is made:
+"""What every train engine keeps, whatever it is built on. An adapter's tests are a class that makes one:
 
 class TestMine(TrainEngineContract):
     def make(self, seed: int) -> TrainEngine: ...
@@ -25,14 +25,14 @@ Weights = dict[str, torch.Tensor]
 
 class TrainEngineContract:
     """``make`` gives an engine for token ids below ``tests.batches.VOCABULARY``; another seed has other weights, the same
-    one the same. ``transformers`` says whether what it saves opens with transformers."""
+    one the same. ``transformers``: whether transformers opens what it saves."""
 
     transformers = True
 
     def make(self, seed: int) -> TrainEngine:
         raise NotImplementedError
 
-    def test_a_step_moves_the_weights_and_tells_what_readers_need(self) -> None:
+    def test_a_step_moves_the_weights_and_returns_the_metrics(self) -> None:
         engine = self.make(0)
         before, metrics = weights_of(engine), engine.train_batch(make_batch(), GRPO())
         after = weights_of(engine)
@@ -60,10 +60,12 @@ class TrainEngineContract:
     def test_the_algorithm_decides_what_is_computed(self) -> None:
         """Its loss, its metrics and the columns that it reads."""
         bare = make_batch().exclude("ref_logprobs")
-        told = [self.make(0).train_batch(batch, GRPO(kl_coef=kl)) for batch, kl in ((bare, 0.0), (make_batch(), 0.5))]
-        assert "kl_reference" not in told[0]
-        assert told[1]["kl_reference"] > 0
-        assert told[0]["loss"] != told[1]["loss"]
+        metrics = [
+            self.make(0).train_batch(batch, GRPO(kl_coef=kl)) for batch, kl in ((bare, 0.0), (make_batch(), 0.5))
+        ]
+        assert "kl_reference" not in metrics[0]
+        assert metrics[1]["kl_reference"] > 0
+        assert metrics[0]["loss"] != metrics[1]["loss"]
 
     def test_the_same_engine_on_the_same_batches_has_the_same_bits(self) -> None:
         ends = []
@@ -92,13 +94,13 @@ class TrainEngineContract:
         assert not found.requires_grad
         assert found.device.type == "cpu"
         together = found.unbind()
-        for row, mine in zip(rows, together, strict=True):
-            assert mine.shape == row["response_ids"].shape
-            assert bool((mine <= 0).all())
+        for row, own in zip(rows, together, strict=True):
+            assert own.shape == row["response_ids"].shape
+            assert bool((own <= 0).all())
         for group in {int(row["group"]) for row in rows}:
             members = [at for at, row in enumerate(rows) if row["group"] == group]
             alone = engine.logprobs(stack([rows[at] for at in members])).unbind()
-            assert all(torch.equal(together[at], mine) for at, mine in zip(members, alone, strict=True))
+            assert all(torch.equal(together[at], own) for at, own in zip(members, alone, strict=True))
         assert_same_bits(weights_of(engine), before)
 
     def test_weights_are_whole_detached_and_named_once_in_a_fixed_order(self) -> None:

@@ -1,11 +1,11 @@
-"""The smallest engine that keeps the contract: it says its prompt again, each token moved on by the one weight it has.
+"""The smallest engine that keeps the contract: it repeats its prompt, each token moved on by the one weight it has.
 
     [rollout]
     engine = "tests.stages.engines.echo:engine"
 
 generate ── one task per row ──▶ a token a turn, while the gate is open ──▶ Responses
 pause, resume ── shut and open the gate;  load_weights ── between two turns, so that it is a token boundary
-cut ── whoever has got a token leaves with what it has
+cut ── a row with a token leaves with what it has
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Row:
 
     def end(self, reason: FinishReason) -> None:
         made = torch.tensor(self.tokens)
-        certain = torch.zeros(len(self.tokens))  # logprobs: it never says anything else
+        certain = torch.zeros(len(self.tokens))  # logprobs: its tokens are certain
         versions = tuple(self.versions)
         self.responses.put(Completion(self.request.group, self.place, made, certain, versions, reason))
 
@@ -125,8 +125,8 @@ class EchoRolloutEngine:
         while len(row.tokens) < limit and reason != "stop":
             await asyncio.sleep(0)  # a turn for the others
             await self._gate.wait()
-            said = int(prompt[len(row.tokens) % len(prompt)])
-            row.tokens.append((said + offset * int(self.step)) % self._vocabulary)
+            token = int(prompt[len(row.tokens) % len(prompt)])
+            row.tokens.append((token + offset * int(self.step)) % self._vocabulary)
             count = row.versions.pop()[1] if row.versions and row.versions[-1][0] == self._version else 0
             row.versions.append((self._version, count + 1))
             if row.tokens[-1] in params.stop_token_ids:

@@ -118,7 +118,7 @@ def test_weights_that_are_packed_cannot_be_given_away() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_without_vllm_its_engine_says_what_to_install() -> None:
+def test_without_vllm_its_engine_names_the_install_command() -> None:
     recipe = load_recipe(
         Path(__file__).parents[3] / "recipes" / "quickstart-vllm.toml", ["model.source=tiny"], files=False
     )

@@ -99,14 +99,10 @@ class TwoPartAttention:
     ) -> torch.Tensor:
         """Store the step's keys and values, and attend: ``query`` [T, H, D], ``key`` and ``value`` [T, KV heads, D] of its
         packed tokens. Returns [T, H * D of the values]."""
-        if isinstance(self.step, PrefillStep):
-            return self._attend_prefill(self.step, layer, query, key, value, scaling)
-        assert self.step is not None
-        return self._attend_decode(self.step, layer, query, key, value, scaling)
-
-    def _attend_prefill(
-        self, step: PrefillStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+        step = self.step
+        if isinstance(step, DecodeStep):
+            return self._attend_decode(step, layer, query, key, value, scaling)
+        assert step is not None
         g, longest = step.padded.shape
         q, k, v = (x[step.padded].transpose(1, 2) for x in (query, key, value))  # [g, heads, P, D]
         keys, values = self._room(self.prompts, layer, step.first + g, longest, k, v)

@@ -171,13 +171,13 @@ class ContinuousBatch:
 
     def _next_may_end(self) -> bool:
         """Whether the launched token may be a row's last one; then nothing is launched beyond it."""
-        return any(len(row.tokens) + 1 >= row.group.request.params.max_tokens for row in self.rows)
+        return any(len(row.tokens) + 1 >= row.request.params.max_tokens for row in self.rows)
 
     def _draw(self, first: int, logits: torch.Tensor, unread: int = 0) -> Drawn:
         """Draw the next token of each row from number ``first`` on, ``unread`` tokens after its last one."""
         rows = self.rows[first:]
-        points = [uniform(row.group.request.seed, row.place, len(row.tokens) + unread) for row in rows]
-        return draw(logits, [row.group.request.params for row in rows], points)
+        points = [uniform(row.request.seed, row.place, len(row.tokens) + unread) for row in rows]
+        return draw(logits, [row.request.params for row in rows], points)
 
     def _append(self, first: int, drawn: Drawn) -> bool:
         """Append the drawn tokens to the rows from number ``first`` on that have not ended. Returns whether any ends."""
@@ -190,14 +190,15 @@ class ContinuousBatch:
         return ended
 
     def _deliver_ended(self) -> None:
-        finished = [number for number, row in enumerate(self.rows) if row.ended is not None]
         results: dict[int, tuple[Submission, list[Completion | Exception]]] = {}
-        for row in map(self.rows.__getitem__, finished):
-            results.setdefault(id(row.submission), (row.submission, []))[1].append(row.completion())
+        for row in self.rows:
+            if row.ended is not None:
+                results.setdefault(id(row.submission), (row.submission, []))[1].append(row.completion(row.ended))
         for submission, completions in results.values():
             submission.deliver(completions)
-        for number in reversed(finished):
-            self._remove(number)
+        for number in reversed(range(len(self.rows))):
+            if self.rows[number].ended is not None:
+                self._remove(number)
 
     def _remove(self, number: int) -> None:
         self.decoder.leave(number)
@@ -206,7 +207,7 @@ class ContinuousBatch:
             self.rows[number] = last
 
     def _finish_reason(self, row: ResponseRow) -> FinishReason | None:
-        params = row.group.request.params
+        params = row.request.params
         if row.tokens[-1] in params.stop_token_ids:
             return "stop"
         if params.stop:

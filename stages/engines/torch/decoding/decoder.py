@@ -67,13 +67,11 @@ class TorchDecoder:
     """Decodes a batch with ``model``, a transformers ``PreTrainedModel`` that it changes in place.
 
     All calls but those of ``weights.check`` and ``weights.prepare`` come from one thread. ``static``: decode steps have few
-    sizes and are recorded where the device can (None: on an accelerator). ``packed``: weights are copied into oneDNN's
+    sizes and are recorded where the device can. ``packed``: weights are copied into oneDNN's
     layout (None: on a CPU that has it). Raises ``ValueError`` for a model that keeps its own attention.
     """
 
-    def __init__(
-        self, model: Any, device: torch.device, static: bool | None = None, packed: bool | None = None
-    ) -> None:
+    def __init__(self, model: Any, device: torch.device, static: bool = False, packed: bool | None = None) -> None:
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = device
         self.dtype: torch.dtype = model.dtype
@@ -83,7 +81,7 @@ class TorchDecoder:
         self.prompts: list[Prompt] = []
         self.attention = TwoPartAttention()
         self._sharing: SharedPrompts | None = None
-        self._static = device.type != "cpu" if static is None else static
+        self._static = static
         can_pack = device.type == "cpu" and torch.backends.mkldnn.is_available()
         self.weights = DecoderWeights(self.model, can_pack if packed is None else packed)
         self._recorded: dict[tuple[int, ...], _Recorded] = {}

@@ -1,15 +1,15 @@
-"""Rows of the torch rollout engine: requests, responses in progress, and the delivery of completions."""
+"""Rows of the torch rollout engine: responses in progress, their prompts, and the delivery of completions."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from stages.engines.protocols import Completion, EngineFailed, FinishReason, GroupRequest
+from stages.engines.protocols import Completion, FinishReason, GroupRequest
+from stages.engines.responses import ResponseInProgress
 from stages.engines.torch.decoding.decoder import Prompt
 
 
@@ -26,40 +26,6 @@ class PendingGroup:
 
 
 @dataclass(eq=False)
-class ResponseRow:
-    """One response in progress."""
-
-    submission: Submission
-    group: PendingGroup
-    place: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    begun: int = 0  # tokens made before it was claimed this time
-    whole: PendingGroup | None = None  # the prompt with those tokens appended, until the row starts
-    ended: FinishReason | None = None
-
-    def append(self, token: int, logprob: float, version: int) -> None:
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if self.versions and self.versions[-1][0] == version:
-            self.versions[-1] = (version, self.versions[-1][1] + 1)
-        else:
-            self.versions.append((version, 1))
-
-    def completion(self) -> Completion:
-        assert self.ended is not None
-        return Completion(
-            group=self.group.request.group,
-            place=self.place,
-            token_ids=torch.tensor(self.tokens, dtype=torch.int64),
-            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
-            versions=tuple(self.versions),
-            finish_reason=self.ended,
-        )
-
-
-@dataclass(eq=False)
 class Submission:
     """One call of ``generate``: the loop and the queue for its completions."""
 
@@ -67,33 +33,33 @@ class Submission:
     results: asyncio.Queue[Completion | Exception]
 
     def deliver(self, items: Sequence[Completion | Exception]) -> None:
+        """Put ``items`` into the queue, from another thread. Does nothing when the loop is closed."""
+
         def put() -> None:
             for item in items:
                 self.results.put_nowait(item)
 
-        _call_in_loop(self.loop, put)
+        try:
+            self.loop.call_soon_threadsafe(put)
+        except RuntimeError:
+            if not self.loop.is_closed():
+                raise
 
 
-def start_row(submission: Submission, group: PendingGroup, place: int) -> ResponseRow:
-    """A new row. With tokens in ``request.begun``, one prefill computes their keys and values."""
-    row, request = ResponseRow(submission, group, place), group.request
-    if (begun := request.begun.get(place)) is not None:
-        row.tokens, row.logprobs = begun.token_ids.tolist(), begun.logprobs.tolist()
-        row.versions, row.begun = list(begun.versions), len(row.tokens)
-        row.whole = PendingGroup(request, torch.cat([request.prompt_ids.cpu(), begun.token_ids.cpu()]), waiting=1)
-    return row
+class ResponseRow(ResponseInProgress):
+    """One response in the batch or waiting for it. One prefill computes the keys and values of the tokens that it has from
+    earlier requests."""
 
+    def __init__(self, submission: Submission, group: PendingGroup, place: int) -> None:
+        super().__init__(group.request, place)
+        self.submission, self.group = submission, group
+        self.whole: PendingGroup | None = None  # the prompt with those tokens appended, until the row starts
+        self.ended: FinishReason | None = None
+        if self.begun:
+            ids = torch.cat([group.ids.cpu(), torch.tensor(self.tokens)])
+            self.whole = PendingGroup(group.request, ids, waiting=1)
 
-def engine_failed(error: BaseException) -> EngineFailed:
-    failed = EngineFailed(f"the rollout engine failed: {error!r}")
-    failed.__cause__ = error
-    return failed
-
-
-def _call_in_loop(loop: asyncio.AbstractEventLoop, act: Callable[[], Any]) -> None:
-    """Run ``act`` in ``loop``. Does nothing when the loop is closed."""
-    try:
-        loop.call_soon_threadsafe(act)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.add_version(version, 1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.engines.protocols import WeightMismatch
+from stages.engines.checks import check_weights, layout_of
 from stages.engines.torch.decoding.llama_forward import LlamaForward, PackedLinear, own_places
 
 WeightSet = list[tuple[Any, str, torch.Tensor]]  # holder, attribute, its new tensor
@@ -26,7 +26,7 @@ class DecoderWeights:
 
     def __init__(self, model: Any, packed: bool) -> None:
         self.model, self.packed = model, packed
-        self._shapes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+        self._layout = layout_of(dict(model.named_parameters()))
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._llama: LlamaForward | None = None
 
@@ -46,19 +46,7 @@ class DecoderWeights:
 
     def check(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Raise ``WeightMismatch`` unless ``weights`` are the model's parameters in name, shape and dtype."""
-        missing, unknown = self._shapes.keys() - weights.keys(), weights.keys() - self._shapes.keys()
-        problems = [f"{name}: missing" for name in sorted(missing)] + [f"{name}: unknown" for name in sorted(unknown)]
-        for name, (shape, dtype) in self._shapes.items():
-            given = weights.get(name)
-            if given is not None and given.shape != shape:
-                problems.append(f"{name}: shape {tuple(given.shape)}, the model has {tuple(shape)}")
-            elif given is not None and given.dtype != dtype:
-                problems.append(f"{name}: dtype {given.dtype}, the model has {dtype}")
-        if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise WeightMismatch(
-                "; ".join(problems[:5]) + more + "; offer the parameters of the same model, tied ones once"
-            )
+        check_weights(weights, self._layout)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that the decoder computes with, which the caller may write between two calls. Their names are those of

@@ -89,7 +89,7 @@ async def test_agents_that_share_a_folder_have_a_part_each_and_another_one_finds
         assert [left for folder in data.glob("agent-*") for left in shared_memory(folder)] == []
 
 
-async def test_the_runs_of_a_folder_that_nobody_took_are_taken_over_by_the_others(
+async def test_the_runs_of_an_unclaimed_folder_are_taken_over_by_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with fewer containers than before: the run goes on where its folder is, by an agent that works in another one."""

@@ -31,7 +31,7 @@ from tests.api import scripted
 from tests.api.faulty import RUN, Event, Service, Stream, busy, lost, problem, run_view, served
 
 ROOT = Path(__file__).resolve().parents[4]
-NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens
+NOWHERE = "http://127.0.0.1:9"  # the discard port, on which no process listens
 SCRIPT = [
     Event(f"{1000 + at}-0", event.kind, {"time": event.time, **event.data})
     for at, event in enumerate(scripted.events())
@@ -78,7 +78,7 @@ def test_runs_are_listed(service: Service) -> None:
     assert service.requests[-1].query["state"] == "created"
 
 
-def test_no_runs_are_said_to_be_none(service: Service) -> None:
+def test_an_empty_list_of_runs_is_reported(service: Service) -> None:
     service.runs.clear()
     assert asyncdock("runs", "list")[2].startswith("No runs at http://127.0.0.1:")
     assert "with these filters" in asyncdock("runs", "list", "--state", "failed")[2]
@@ -102,8 +102,8 @@ def test_a_recipe_of_the_service_is_started_with_overrides(service: Service) -> 
     assert "asyncdock runs watch scripted-0" in err
     overrides = {"train.steps": 5, "name": "mine", "rollout.mock": {"time_scale": 0.5}}
     assert service.bodies == [{"recipe_name": "mock", "overrides": overrides}]
-    told = json.loads(asyncdock("runs", "start", "mock", "--key", "k", "--json")[1])
-    assert json.loads(asyncdock("runs", "start", "mock", "--key", "k", "--json")[1]) == told
+    submitted = json.loads(asyncdock("runs", "start", "mock", "--key", "k", "--json")[1])
+    assert json.loads(asyncdock("runs", "start", "mock", "--key", "k", "--json")[1]) == submitted
 
 
 def test_a_recipe_here_is_sent_whole(service: Service, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_recipe_here_is_sent_whole(service: Service, tmp_path: Path) -> None:
     ("command", "state"),
     [("pause", "paused"), ("resume", "running"), ("stop", "stopping"), ("checkpoint", "running")],
 )
-def test_a_run_is_told_what_to_do(service: Service, command: str, state: str) -> None:
+def test_a_command_changes_the_state_of_a_run(service: Service, command: str, state: str) -> None:
     code, _, err = asyncdock("runs", command, RUN)
     assert (code, err) == (FINISHED, f"{RUN}: {state}\n")
     assert json.loads(asyncdock("runs", command, RUN, "--json")[1])["state"] == state
@@ -201,7 +201,7 @@ def test_a_started_run_can_be_watched_at_once(service: Service) -> None:
     assert "number 1 in the queue" in out
 
 
-def test_a_lost_service_is_told_while_it_is_watched(service: Service) -> None:
+def test_a_lost_service_is_reported_while_a_run_is_watched(service: Service) -> None:
     service.streams.append(Stream(events=5))
     service.faults.extend([None, None, lost, busy(503, "0")])
     code, out, _ = asyncdock("runs", "watch", RUN)
@@ -255,21 +255,21 @@ def test_each_refusal_has_its_exit_code(service: Service, status: int, expected:
     [["list"], ["show", "x"], ["start", "mock"], ["stop", "x"], ["pause", "x"], ["resume", "x"], ["checkpoint", "x"],
      ["watch", "x"], ["logs", "x"], ["samples", "x"], ["delete", "x", "--yes"]],
 )  # fmt: skip
-def test_no_service_is_told_with_what_to_do(arguments: list[str]) -> None:
+def test_an_unreachable_service_is_reported_with_a_fix(arguments: list[str]) -> None:
     code, out, err = asyncdock("runs", *arguments, "--server", NOWHERE)
     assert (code, out) == (NO_SERVICE, "")
     assert f"error: {NOWHERE} cannot be reached: Connection refused; start a service with `asyncdock serve`" in err
     assert "Traceback" not in err
 
 
-def test_a_name_that_does_not_resolve_is_told() -> None:
+def test_a_name_that_does_not_resolve_is_reported() -> None:
     code, _, err = asyncdock("runs", "list", "--server", "http://dock.invalid")
     assert code == NO_SERVICE
     assert "http://dock.invalid cannot be reached" in err
     assert "--server" in err
 
 
-def test_an_address_that_is_none_is_told() -> None:
+def test_an_invalid_address_is_reported() -> None:
     code, _, err = asyncdock("runs", "list", "--server", "localhost:8765")
     assert code == BAD_INPUT
     assert "server = 'localhost:8765': is not the address of a service; write it as http://HOST:PORT" in err
@@ -283,7 +283,7 @@ def test_an_unknown_run_is_suggested_one(service: Service, name: str) -> None:
     assert "`asyncdock runs list` shows those that there are" in asyncdock("runs", "show", "zzz")[2]
 
 
-def test_what_makes_no_sense_now_is_told(service: Service) -> None:
+def test_a_request_that_the_state_forbids_is_reported(service: Service) -> None:
     service.runs[0]["state"] = "finished"
     code, _, err = asyncdock("runs", "pause", RUN)
     assert (code, err) == (FAILED, "error: The run is finished; start another one\n")
@@ -353,7 +353,7 @@ def test_each_service_gets_its_own_token(service: Service) -> None:
             assert {request.headers["Authorization"] for request in each.requests} == {f"Bearer {each.token}"}
 
 
-def test_a_refused_token_is_told_with_where_it_came_from(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_token_is_reported_with_its_source(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     service.token = "adock_good"
     remember(service.url, "adock_old")
     code, _, err = asyncdock("runs", "list")
@@ -380,7 +380,7 @@ def test_a_keyring_that_others_can_read_is_refused(service: Service) -> None:
     assert asyncdock("logout")[0] == BAD_INPUT
 
 
-def test_a_keyring_that_is_broken_is_told_without_its_tokens(service: Service) -> None:
+def test_a_broken_keyring_is_reported_without_its_tokens(service: Service) -> None:
     remember(service.url, "adock_good")
     keyring_file().write_text('{"x": "adock_secret"')
     code, _, err = asyncdock("runs", "list")

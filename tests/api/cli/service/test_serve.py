@@ -143,7 +143,7 @@ async def test_a_run_is_driven_from_its_submission_to_its_deletion(server: Serve
 
         deadline = time.monotonic() + SECONDS
         while not (stages := await call("GET", f"/v1/runs/{run}/stages"))["stages"][0]["workers"]:
-            assert time.monotonic() < deadline  # a worker tells of itself once a second
+            assert time.monotonic() < deadline  # a worker reports once a second
             await asyncio.sleep(0.1)
         assert [stage["name"] for stage in stages["stages"]] == ["rollout", "reward", "advantage", "update"]
         rollout = stages["stages"][0]["workers"][0]
@@ -206,9 +206,9 @@ async def test_ctrl_c_closes_the_server_and_not_its_runs(mortal: Served) -> None
         await until(call, run, lambda view: view["steps_done"] > before["steps_done"])
         assert not stream.done()
         assert await asyncio.to_thread(mortal.stop) == 0
-        told = (await stream).rstrip().rpartition("\n\n")[2]
-    assert "event: dropped" in told  # the stream's last word, with the reason
-    assert "the server goes down" in told
+        last_event = (await stream).rstrip().rpartition("\n\n")[2]
+    assert "event: dropped" in last_event  # the last event of the stream, with the reason
+    assert "the server goes down" in last_event
     assert left_behind(mortal.data)  # its runner, workers and index
     await asyncio.to_thread(mortal.start)
     async with calling(mortal) as call:
@@ -247,7 +247,7 @@ def test_a_folder_others_could_read_and_a_lock_that_is_held_are_no_secret(
     assert "has mode 755, so others can read it, and holds files that are not a service's" in err
 
 
-async def test_two_servers_on_one_folder_and_a_port_that_is_taken_are_told_apart(
+async def test_two_servers_on_one_folder_and_a_port_that_is_taken_are_distinguished(
     server: Served, tmp_path: Path
 ) -> None:
     assert server.process is not None
@@ -264,7 +264,7 @@ async def test_two_servers_on_one_folder_and_a_port_that_is_taken_are_told_apart
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         (["--listen", "127.0.0.1:http"], "http"),
         (["--listen", "127.0.0.1:99999"], "port"),
@@ -273,10 +273,10 @@ async def test_two_servers_on_one_folder_and_a_port_that_is_taken_are_told_apart
         (["--max-arena", "much"], "size"),
     ],
 )
-def test_what_cannot_be_served_is_said(options: list[str], said: str, tmp_path: Path) -> None:
+def test_invalid_settings_are_reported(options: list[str], expected: str, tmp_path: Path) -> None:
     code, out, err = asyncdock("serve", "--data", tmp_path / "service", *options)
     assert (code, out) == (2, "")
-    assert said in err
+    assert expected in err
     assert "opensesame" not in err
     assert "Traceback" not in err
 

@@ -166,15 +166,15 @@ def test_a_deployment_adopts_its_token_each_time_it_begins_until_it_is_revoked(i
     assert f"can be read by others (mode 644); run `chmod 600 {file}`" in token(*adopt)[1]
     file.chmod(0o600)
     file.write_text("opensesame\n")
-    code, said = token(*adopt)
-    assert (code, "opensesame" in said, "is not one; it is adock_" in said) == (BAD_INPUT, False, True)
+    code, output = token(*adopt)
+    assert (code, "opensesame" in output, "is not one; it is adock_" in output) == (BAD_INPUT, False, True)
     file.write_text(f"{text}\n")
     for _ in range(2):
         assert token(*adopt) == (0, f"id {identity}, scope admin\n")
         assert known() == ["stack"]
     assert token("revoke", identity)[0] == 0
-    code, said = token(*adopt)
-    assert (code, f"{identity} was revoked" in said, f"make another one, and put it into {file}" in said) == (
+    code, output = token(*adopt)
+    assert (code, f"{identity} was revoked" in output, f"make another one, and put it into {file}" in output) == (
         1,
         True,
         True,
@@ -266,7 +266,7 @@ async def test_too_many_requests_are_put_off(index_url: str, tmp_path: Path) -> 
 async def test_a_client_that_never_ends_its_headers_is_cut_off(index_url: str, tmp_path: Path) -> None:
     settings = Settings(data=tmp_path, port=0, idle_seconds=0.3)
     registry = Registry(index_url)
-    runner, url = await listen(build_app(settings, index_url, registry), settings)
+    runner, url = await listen(build_app(settings, registry), settings)
     reader, writer = await asyncio.open_connection("127.0.0.1", URL(url).port)
     writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
     async with asyncio.timeout(10):
@@ -281,7 +281,7 @@ async def test_a_request_that_is_no_http_is_not_logged_with_its_token(
 ) -> None:
     settings = Settings(data=tmp_path, port=0)
     registry = Registry(index_url)
-    runner, url = await listen(build_app(settings, index_url, registry), settings)
+    runner, url = await listen(build_app(settings, registry), settings)
     for header in (
         b"Authorization: Bearer hunter2\x00",
         b"Authorization Bearer hunter2",

@@ -196,7 +196,7 @@ async def test_bodies_that_do_not_come_delay_nobody(few: Served) -> None:
 @contextlib.asynccontextmanager
 async def listening(url: str, data: Path, **settings: Any) -> AsyncGenerator[tuple[Connections, int], None]:
     made, registry = Settings(data=data, port=0, **settings), Registry(url)
-    runner, where = await listen(build_app(made, url, registry), made)
+    runner, where = await listen(build_app(made, registry), made)
     try:
         site = next(iter(runner.sites))
         assert isinstance(site, Connections)
@@ -230,7 +230,7 @@ async def test_headers_have_a_deadline_however_they_come(index_url: str, tmp_pat
             writer.close()
         silent, writer = await asyncio.open_connection("127.0.0.1", port)
         async with asyncio.timeout(10):
-            await silent.read()  # one that says nothing is closed as well
+            await silent.read()  # a silent one is closed as well
         writer.close()
         await until(lambda: len(site) == 0)
 
@@ -291,7 +291,7 @@ async def test_answers_that_are_not_read_hold_no_connection(
         Settings(data=tmp_path, port=0, max_connections=4, max_connections_per_address=4),
         Registry(index_url),
     )
-    app = build_app(made, index_url, registry)
+    app = build_app(made, registry)
     app.router.add_get("/much", much)
     runner, url = await listen(app, made)
     (site,) = runner.sites
@@ -427,11 +427,11 @@ async def test_five_hundred_readers_at_once_are_all_admitted(usual: Served, toke
 
 async def test_a_revoked_tokens_stream_ends_within_a_second(usual: Served, token: str) -> None:
     async with tokens_of(usual) as tokens, aiohttp.ClientSession(usual.url) as session:
-        known, mine = await tokens.create("bob", "read")
+        known, presented = await tokens.create("bob", "read")
         async with session.post("/v1/runs", json={"recipe": RUN}, headers=bearer(token)) as response:
             run = (await response.json())["id"]
         path = f"/v1/runs/{run}/metrics/stream"
-        revoked = await session.get(path, headers=bearer(mine))
+        revoked = await session.get(path, headers=bearer(presented))
         other = await session.get(path, headers=bearer(token))
         await revoked.content.readuntil(b"\n\n")
         done = asyncio.create_task(revoked.content.read())
@@ -440,31 +440,31 @@ async def test_a_revoked_tokens_stream_ends_within_a_second(usual: Served, token
             last = await done
         assert b"event: dropped" in last
         assert b"revoked" in last
-        assert (await session.get(path, headers=bearer(mine))).status == 401
+        assert (await session.get(path, headers=bearer(presented))).status == 401
         assert not other.content.at_eof()
         async with session.post(f"/v1/runs/{run}/stop", headers=bearer(token)) as response:
             assert response.status == 202
-        assert b"event: end" in await other.content.read()  # nobody else's has ended
+        assert b"event: end" in await other.content.read()  # the streams of other tokens go on
     assert "Traceback" not in usual.log.read_text()
 
 
 async def test_a_token_that_may_less_now_ends_what_needed_more(usual: Served) -> None:
     async with tokens_of(usual) as tokens, aiohttp.ClientSession(usual.url) as session:
-        _, mine = await tokens.create("bob", "run")
-        async with session.post("/v1/runs", json={"recipe": RUN}, headers=bearer(mine)) as response:
+        _, token = await tokens.create("bob", "run")
+        async with session.post("/v1/runs", json={"recipe": RUN}, headers=bearer(token)) as response:
             run = (await response.json())["id"]
-        stream = await session.get(f"/v1/runs/{run}/metrics/stream", headers=bearer(mine))
+        stream = await session.get(f"/v1/runs/{run}/metrics/stream", headers=bearer(token))
         await stream.content.readuntil(b"\n\n")
         async with attacking(usual) as attack:  # an upload, which needs the scope `run` as well
-            head = f"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {mine}\r\n"
+            head = f"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
             reader, _ = await attack(f"{head}Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{{".encode())
-            await latencies(usual, 1, **bearer(mine))
-            await tokens.adopt(mine, "bob", "read")
+            await latencies(usual, 1, **bearer(token))
+            await tokens.adopt(token, "bob", "read")
             async with asyncio.timeout(2):
                 assert (await answer(reader))[0] == 401
         assert not stream.content.at_eof()  # reading is allowed still
-        await tokens.adopt(mine, "bob", "run")
-        async with session.post(f"/v1/runs/{run}/stop", headers=bearer(mine)) as response:
+        await tokens.adopt(token, "bob", "run")
+        async with session.post(f"/v1/runs/{run}/stop", headers=bearer(token)) as response:
             assert response.status == 202
         assert b"event: end" in await stream.content.read()
 
@@ -487,9 +487,9 @@ async def test_an_expired_tokens_stream_ends_at_that_time(usual: Served, token: 
 
 async def test_a_revoked_tokens_upload_ends_within_a_second(usual: Served) -> None:
     async with tokens_of(usual) as tokens, attacking(usual) as attack:
-        known, mine = await tokens.create("bob", "run")
+        known, token = await tokens.create("bob", "run")
         head = (
-            f"POST /v1/recipes/check HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {mine}\r\n"
+            f"POST /v1/recipes/check HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
             "Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
         )
         reader, writer = await attack(head.encode() + b"{")
@@ -500,7 +500,7 @@ async def test_a_revoked_tokens_upload_ends_within_a_second(usual: Served) -> No
                 await asyncio.sleep(0.02)
 
         sending = asyncio.create_task(send())
-        await latencies(usual, 1, **bearer(mine))  # it is under way by now
+        await latencies(usual, 1, **bearer(token))  # it is under way by now
         await tokens.revoke(known.id)
         async with asyncio.timeout(1):
             status, _, body = await answer(reader)
@@ -532,7 +532,7 @@ MALFORMED = {
     b"Transfer-Encoding: chunked\r\n\r\nhunter2\r\n",
     "a bad chunk later": b"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\nhunter2\r\n",
-    "a bad chunk that nobody reads": b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+    "a bad chunk that is not read": b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
     "two lengths": b"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n",
     "a negative length": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: -4\r\n\r\n",
     "a huge length": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999999\r\n\r\n",
@@ -554,11 +554,11 @@ async def test_what_is_no_http_is_answered_by_a_problem_that_names_no_library(fe
     async with attacking(few) as attack:
         reader, _ = await attack(MALFORMED[what])
         status, headers, body = await answer(reader)
-        told = json.loads(body)
+        received = json.loads(body)
         assert headers["content-type"].partition(";")[0] == MEDIA_TYPE
-        assert (told["status"], 400 <= status < 600) == (status, True)
+        assert (received["status"], 400 <= status < 600) == (status, True)
         assert status != 500
-        assert told["detail"]
+        assert received["detail"]
         whole = f"{headers} {body!r}".lower()
         assert not [name for name in ("aiohttp", "python", "hunter2", "traceback") if name in whole]
         assert headers["x-content-type-options"] == "nosniff"
@@ -586,7 +586,7 @@ async def test_an_answer_that_breaks_off_closes_the_connection(
         raise RuntimeError("it broke")
 
     made, registry = Settings(data=tmp_path, port=0), Registry(index_url)
-    app = build_app(made, index_url, registry)
+    app = build_app(made, registry)
     app.router.add_get("/broken", broken)
     runner, url = await listen(app, made)
     async with aiohttp.ClientSession(url) as session, session.get("/broken") as response:

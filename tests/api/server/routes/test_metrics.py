@@ -52,14 +52,14 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-class Told:
-    """A run that nobody runs: the test tells its events."""
+class EventfulRun:
+    """A run without workers: the test emits its events."""
 
     def __init__(self, record: RunRecord, index: Index, registry: Registry) -> None:
         self.record, self.index, self.registry = record, index, registry
         self.path = f"/v1/runs/{record.id}"
 
-    async def tell(self, kind: Kind, data: dict[str, Any]) -> None:
+    async def emit(self, kind: Kind, data: dict[str, Any]) -> None:
         await self.index.emit(AnyEvent(kind=kind, data=data))
 
     async def begin(self) -> None:
@@ -88,15 +88,15 @@ async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]
 
 
 @pytest.fixture
-async def run(index_url: str) -> AsyncGenerator[Told, None]:
+async def run(index_url: str) -> AsyncGenerator[EventfulRun, None]:
     registry = Registry(index_url)
-    record, _ = await registry.submit(parse_recipe({**MOCK, "name": f"told-{uuid.uuid4().hex[:6]}"}))
+    record, _ = await registry.submit(parse_recipe({**MOCK, "name": f"events-{uuid.uuid4().hex[:6]}"}))
     index = Index(index_url, record.id)
-    told = Told(record, index, registry)
-    await told.begin()
-    yield told
+    answer = EventfulRun(record, index, registry)
+    await answer.begin()
+    yield answer
     if (await registry.get(record.id)).state == "running":
-        await told.finish()
+        await answer.finish()
     await registry.delete(record.id)
     await index.close()
     await registry.close()
@@ -115,7 +115,7 @@ async def events(response: ClientResponse) -> list[tuple[str, str, dict[str, Any
 # ── the stream ──
 
 
-async def test_a_run_is_streamed_to_its_end_and_from_any_event_on(client: Client, run: Told) -> None:
+async def test_a_run_is_streamed_to_its_end_and_from_any_event_on(client: Client, run: EventfulRun) -> None:
     async def whole() -> list[tuple[str, str, dict[str, Any]]]:
         async with client.get(f"{run.path}/metrics/stream") as response:
             assert response.status == 200
@@ -124,30 +124,32 @@ async def test_a_run_is_streamed_to_its_end_and_from_any_event_on(client: Client
 
     reading = asyncio.create_task(whole())
     for number in range(5):
-        await run.tell("step", step(number))
+        await run.emit("step", step(number))
     await run.finish()
-    told = await asyncio.wait_for(reading, 20)
-    assert [kind for _, kind, _ in told if kind != "state"] == [*["step"] * 5, "end"]
-    assert [data["state"] for _, kind, data in told if kind == "state"][-2:] == ["running", "finished"]
-    assert told[-1][2] == {"state": "finished", "reason": ""}
-    assert [data["step"] for _, kind, data in told if kind == "step"] == list(range(5))
-    at = next(i for i, (_, kind, data) in enumerate(told) if kind == "step" and data["step"] == 1)
-    async with client.get(f"{run.path}/metrics/stream", headers={"Last-Event-ID": told[at][0]}) as response:
-        assert await events(response) == told[at + 1 :]
-    query = {"last_event_id": told[at][0], "kinds": "step"}
+    answer = await asyncio.wait_for(reading, 20)
+    assert [kind for _, kind, _ in answer if kind != "state"] == [*["step"] * 5, "end"]
+    assert [data["state"] for _, kind, data in answer if kind == "state"][-2:] == ["running", "finished"]
+    assert answer[-1][2] == {"state": "finished", "reason": ""}
+    assert [data["step"] for _, kind, data in answer if kind == "step"] == list(range(5))
+    at = next(i for i, (_, kind, data) in enumerate(answer) if kind == "step" and data["step"] == 1)
+    async with client.get(f"{run.path}/metrics/stream", headers={"Last-Event-ID": answer[at][0]}) as response:
+        assert await events(response) == answer[at + 1 :]
+    query = {"last_event_id": answer[at][0], "kinds": "step"}
     async with client.get(f"{run.path}/metrics/stream", params=query) as response:
-        assert await events(response) == [*told[at + 1 : at + 4], told[-1]]
+        assert await events(response) == [*answer[at + 1 : at + 4], answer[-1]]
 
 
-async def test_a_stream_is_refused_before_it_begins(client: Client, run: Told) -> None:
-    await problem(await client.get("/v1/runs/nobody/metrics/stream"), 404)
+async def test_a_stream_is_refused_before_it_begins(client: Client, run: EventfulRun) -> None:
+    await problem(await client.get("/v1/runs/unknown/metrics/stream"), 404)
     wrong = await problem(await client.get(f"{run.path}/metrics/stream", headers={"Last-Event-ID": "17; DROP"}), 400)
     assert wrong["field"] == "header.Last-Event-ID"
     await problem(await client.get(f"{run.path}/metrics/stream", params={"kinds": "Step"}), 400)
     await problem(await client.get(f"{run.path}/metrics/stream", params={"kind": "step"}), 400)
 
 
-async def test_streams_and_metrics_need_a_token_where_one_is_needed(index_url: str, tmp_path: Path, run: Told) -> None:
+async def test_streams_and_metrics_need_a_token_where_one_is_needed(
+    index_url: str, tmp_path: Path, run: EventfulRun
+) -> None:
     async with serving(index_url, tmp_path, require_token=True) as client:
         for path in ("/metrics", *(f"{run.path}/{what}" for what in ("metrics", "metrics/stream", "trace"))):
             await problem(await client.get(path), 401)
@@ -157,25 +159,25 @@ async def test_streams_and_metrics_need_a_token_where_one_is_needed(index_url: s
 # ── history ──
 
 
-async def test_history_is_columns_by_series(client: Client, run: Told) -> None:
+async def test_history_is_columns_by_series(client: Client, run: EventfulRun) -> None:
     for number in range(3):
-        await run.tell("step", step(number, loss=float("nan") if number == 1 else 0.5))
-        await run.tell("stage", stage("reward-0", wall=4.0 * (number + 1)))
-    await run.tell("sync", {"worker": "update-0", "version": 1, "bytes": 10, "publish_seconds": 0.1})
-    told = await (await client.get(f"{run.path}/metrics")).json()
-    assert told["every"] == 0
-    assert set(told["series"]) == {"step", "stage/reward-0", "sync/update-0"}
-    assert told["series"]["step"]["step"] == [0, 1, 2]
-    assert told["series"]["step"]["loss"] == [0.5, None, 0.5]
-    assert "groups" not in told["series"]["step"]
-    assert told["series"]["stage/reward-0"]["wall"] == [4, 8, 12]
-    assert all(len(values) == 3 for values in told["series"]["step"].values())
+        await run.emit("step", step(number, loss=float("nan") if number == 1 else 0.5))
+        await run.emit("stage", stage("reward-0", wall=4.0 * (number + 1)))
+    await run.emit("sync", {"worker": "update-0", "version": 1, "bytes": 10, "publish_seconds": 0.1})
+    answer = await (await client.get(f"{run.path}/metrics")).json()
+    assert answer["every"] == 0
+    assert set(answer["series"]) == {"step", "stage/reward-0", "sync/update-0"}
+    assert answer["series"]["step"]["step"] == [0, 1, 2]
+    assert answer["series"]["step"]["loss"] == [0.5, None, 0.5]
+    assert "groups" not in answer["series"]["step"]
+    assert answer["series"]["stage/reward-0"]["wall"] == [4, 8, 12]
+    assert all(len(values) == 3 for values in answer["series"]["step"].values())
     some = await (await client.get(f"{run.path}/metrics", params={"names": "step.reward_mean,sync"})).json()
     assert set(some["series"]) == {"step", "sync/update-0"}
     assert set(some["series"]["step"]) == {"time", "reward_mean"}
 
 
-async def test_history_of_a_time_and_by_the_hour(client: Client, run: Told, tmp_path: Path) -> None:
+async def test_history_of_a_time_and_by_the_hour(client: Client, run: EventfulRun, tmp_path: Path) -> None:
     """From the run's file, as the index has nothing of it."""
     await run.index._redis.delete(f"{run.index.prefix}events")
     start = 3600.0 * 400_000
@@ -186,9 +188,9 @@ async def test_history_of_a_time_and_by_the_hour(client: Client, run: Told, tmp_
             time = start + 60 * number
             file.event(Event(f"{int(time * 1000)}-0", time, "step", step(number)))
     query = {"from": start + 3600, "to": start + 3 * 3600 - 1, "every": 3600}
-    told = await (await client.get(f"{run.path}/metrics", params=query)).json()
-    numbers = told["series"]["step"]
-    assert (told["from"], told["to"], told["every"]) == (query["from"], query["to"], 3600)
+    answer = await (await client.get(f"{run.path}/metrics", params=query)).json()
+    numbers = answer["series"]["step"]
+    assert (answer["from"], answer["to"], answer["every"]) == (query["from"], query["to"], 3600)
     assert numbers["time"] == [start + 3600, start + 7200]
     assert numbers["step"] == [119, 179]  # the last of it
     assert numbers["rows"] == [32 * 60] * 2  # of all together
@@ -197,18 +199,18 @@ async def test_history_of_a_time_and_by_the_hour(client: Client, run: Told, tmp_
     assert chosen["every"] == 120
 
 
-async def test_what_cannot_be_answered_says_what_to_ask_instead(client: Client, run: Told) -> None:
+async def test_what_cannot_be_answered_says_what_to_ask_instead(client: Client, run: EventfulRun) -> None:
     backwards = await problem(await client.get(f"{run.path}/metrics", params={"from": 9, "to": 3}), 422)
     assert backwards["field"] == "query.to"
     assert (await problem(await client.get(f"{run.path}/metrics", params={"every": -1}), 400))["field"] == "query.every"
     await problem(await client.get(f"{run.path}/metrics", params={"from": "yesterday"}), 400)
-    await problem(await client.get("/v1/runs/nobody/metrics"), 404)
+    await problem(await client.get("/v1/runs/unknown/metrics"), 404)
 
 
 # ── samples ──
 
 
-async def test_samples_are_found_by_step_reward_and_staleness(client: Client, run: Told, tmp_path: Path) -> None:
+async def test_samples_are_found_by_step_reward_and_staleness(client: Client, run: EventfulRun, tmp_path: Path) -> None:
     key = f"{run.registry._index.prefix}run:{run.record.id}"
     await run.registry._index._redis.hset(key, "folder", str(tmp_path))
     book = SampleLog(tmp_path / FOLDER, 1 << 20)
@@ -240,17 +242,17 @@ async def test_samples_are_found_by_step_reward_and_staleness(client: Client, ru
 # ── trace ──
 
 
-async def test_a_trace_is_what_perfetto_documents(client: Client, run: Told) -> None:
+async def test_a_trace_is_what_perfetto_documents(client: Client, run: EventfulRun) -> None:
     now = time.time() - 3
     overlapping = [
         {"name": "rollout", "start": now + at, "seconds": 0.5, "rows": 8, "version": 1} for at in (0, 0.25, 1)
     ]
-    await run.tell("span", {"stage": "rollout", "worker": "rollout-0", "spans": overlapping, "left_out": 0})
+    await run.emit("span", {"stage": "rollout", "worker": "rollout-0", "spans": overlapping, "left_out": 0})
     train = {"name": "train", "start": now, "seconds": 0.3, "version": 2}
-    await run.tell("span", {"stage": "update", "worker": "update-0", "spans": [train], "left_out": 4})
-    await run.tell("stage", stage("rollout-0", depth=5))
-    await run.tell("step", step(2, reward_mean=float("nan")))
-    await run.tell("worker", {"stage": "reward", "worker": "reward-0", "change": "died", "pid": 1, "reason": "killed"})
+    await run.emit("span", {"stage": "update", "worker": "update-0", "spans": [train], "left_out": 4})
+    await run.emit("stage", stage("rollout-0", depth=5))
+    await run.emit("step", step(2, reward_mean=float("nan")))
+    await run.emit("worker", {"stage": "reward", "worker": "reward-0", "change": "died", "pid": 1, "reason": "killed"})
     response = await client.get(f"{run.path}/trace", params={"from": now - 5, "to": now + 5})
     assert response.headers["Content-Disposition"].startswith("attachment")
     trace = await response.json()
@@ -334,17 +336,17 @@ async def scraped(client: Client) -> dict[tuple[str, ...], float]:
         for sample in family.samples:
             key = (sample.name, *(sample.labels[label] for label in LABELS if label in sample.labels))
             assert sample.labels.keys() <= set(LABELS)
-            assert key not in found, f"{key} is told twice"
+            assert key not in found, f"{key} appears twice"
             found[key] = sample.value
     return found
 
 
-async def test_prometheus_reads_what_active_runs_do(client: Client, run: Told) -> None:
+async def test_prometheus_reads_what_active_runs_do(client: Client, run: EventfulRun) -> None:
     name = run.record.id
-    await run.tell("step", step(6))
-    await run.tell("stage", stage("rollout-0", rows=8))
-    await run.tell("sync", {"worker": "update-0", "version": 1, "bytes": 64, "publish_seconds": 0.5, **hidden(0, 0)})
-    await run.tell("sync", {"worker": "rollout-0", "version": 1, "bytes": 64, "publish_seconds": 0.0, **hidden(0.1, 2)})
+    await run.emit("step", step(6))
+    await run.emit("stage", stage("rollout-0", rows=8))
+    await run.emit("sync", {"worker": "update-0", "version": 1, "bytes": 64, "publish_seconds": 0.5, **hidden(0, 0)})
+    await run.emit("sync", {"worker": "rollout-0", "version": 1, "bytes": 64, "publish_seconds": 0.0, **hidden(0.1, 2)})
     found = await scraped(client)
     assert found["asyncdock_runs", "running"] >= 1
     assert found["asyncdock_run_info", name, run.record.name, "running"] == 1
@@ -364,8 +366,8 @@ async def test_prometheus_reads_what_active_runs_do(client: Client, run: Told) -
     assert found["asyncdock_sync_seconds_total", name, "publish"] == 0.5
     assert found["asyncdock_sync_bytes_total", name] == 64
     # What comes later is added as it comes; a worker that was killed counts on in its next life.
-    await run.tell("worker", {"stage": "rollout", "worker": "rollout-0", "change": "restarted"})
-    await run.tell("stage", stage("rollout-0", wall=1.0, rows=5))
+    await run.emit("worker", {"stage": "rollout", "worker": "rollout-0", "change": "restarted"})
+    await run.emit("stage", stage("rollout-0", wall=1.0, rows=5))
 
     async def grown() -> dict[tuple[str, ...], float]:
         rows = ("asyncdock_stage_rows_total", name, "rollout", "rollout-0")
@@ -394,15 +396,15 @@ def hidden(exposed: float, hidden: float) -> dict[str, float]:
     return {"exposed_seconds": exposed, "hidden_seconds": hidden}
 
 
-async def test_prometheus_reads_what_the_server_does(client: Client, run: Told) -> None:
+async def test_prometheus_reads_what_the_server_does(client: Client, run: EventfulRun) -> None:
     await client.get("/healthz")
-    await client.get("/v1/runs/nobody/metrics")
+    await client.get("/v1/runs/unknown/metrics")
     await client.get("/no/such/path-" + uuid.uuid4().hex)
     async with client.get(f"{run.path}/metrics/stream"):
         found = await scraped(client)
     assert found["asyncdock_http_requests_total", "GET", "/healthz", "200"] == 1
     assert found["asyncdock_http_requests_total", "GET", "/v1/runs/{run}/metrics", "404"] == 1
-    assert found["asyncdock_http_requests_total", "GET", "none", "404"] == 1, "a label holds what somebody invented"
+    assert found["asyncdock_http_requests_total", "GET", "none", "404"] == 1, "a label holds a made-up path"
     assert found["asyncdock_http_request_duration_seconds_count", "GET", "/healthz"] == 1
     assert found["asyncdock_stream_readers",] == 1
     assert found["asyncdock_stream_readers_dropped_total", "slow"] == 0

@@ -65,9 +65,9 @@ async def test_a_submitted_run_waits_and_is_all_there(client: Client) -> None:
 async def test_a_stored_recipe_is_submitted_by_its_name(client: Client) -> None:
     response = await client.post("/v1/runs", json={"recipe_name": "mock", "overrides": {"train.steps": 7}})
     assert (response.status, (await response.json())["steps"]) == (201, 7)
-    told = await problem(await client.post("/v1/runs", json={"recipe_name": "../mock"}), 422)
-    assert (told["field"], told["type"]) == ("recipe_name", "urn:asyncdock:unknown-recipe")
-    assert "mock" in told["fix"]
+    details = await problem(await client.post("/v1/runs", json={"recipe_name": "../mock"}), 422)
+    assert (details["field"], details["type"]) == ("recipe_name", "urn:asyncdock:unknown-recipe")
+    assert "mock" in details["fix"]
 
 
 async def test_a_repeat_under_one_key_makes_no_second_run(client: Client) -> None:
@@ -76,18 +76,18 @@ async def test_a_repeat_under_one_key_makes_no_second_run(client: Client) -> Non
     again = await client.post("/v1/runs", json=body, headers=headers)
     assert (first.status, again.status) == (201, 200)
     assert (await first.json())["id"] == (await again.json())["id"]
-    told = await problem(await client.post("/v1/runs", json={"recipe": recipe()}, headers=headers), 422)
-    assert (told["type"], told["field"]) == ("urn:asyncdock:key-reused", "header.Idempotency-Key")
+    details = await problem(await client.post("/v1/runs", json={"recipe": recipe()}, headers=headers), 422)
+    assert (details["type"], details["field"]) == ("urn:asyncdock:key-reused", "header.Idempotency-Key")
 
 
 async def test_everything_wrong_with_a_recipe_is_told_with_its_fix(client: Client) -> None:
     wrong = {"train.stepz": 3, "rollout.temperature": 0, "pipeline.index": "redis://u:opensesame@host"}
-    told = await problem(await client.post("/v1/runs", json={"recipe": recipe(), "overrides": wrong}), 422)
-    errors = {error["field"]: error for error in told["errors"]}
+    details = await problem(await client.post("/v1/runs", json={"recipe": recipe(), "overrides": wrong}), 422)
+    errors = {error["field"]: error for error in details["errors"]}
     assert set(errors) == {"train.stepz", "rollout.temperature", "pipeline.index"}
     assert errors["train.stepz"]["fix"] == "did you mean 'steps'?"
     assert errors["train.stepz"]["value"] == 3
-    assert "opensesame" not in json.dumps(told)
+    assert "opensesame" not in json.dumps(details)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ async def test_the_list_is_filtered_and_paged(client: Client) -> None:
     waiting = await (await client.get("/v1/runs", params={"name": name, "state": "created"})).json()
     assert len(waiting["runs"]) == 5
     assert (await (await client.get("/v1/runs", params={"name": name, "state": "failed"})).json())["runs"] == []
-    assert (await (await client.get("/v1/runs", params={"name": name, "owner": "nobody"})).json())["runs"] == []
+    assert (await (await client.get("/v1/runs", params={"name": name, "owner": "unknown"})).json())["runs"] == []
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ async def test_a_filter_that_means_nothing_is_refused(client: Client, query: str
 
 @pytest.mark.parametrize("what", ["", "/stages", "/checkpoints", "/logs"])
 async def test_a_run_that_is_not_there(client: Client, what: str) -> None:
-    told = await problem(await client.get(f"/v1/runs/no-such-run{what}"), 404)
-    assert (told["type"], told["field"]) == ("urn:asyncdock:unknown-run", "path.run")
+    details = await problem(await client.get(f"/v1/runs/no-such-run{what}"), 404)
+    assert (details["type"], details["field"]) == ("urn:asyncdock:unknown-run", "path.run")
     for path in ("..", "%2e%2e", "..%2f..%2fetc", "@runs", "a%00b", "*"):
         assert (await client.get(f"/v1/runs/{path}{what}")).status in (400, 404)
 
@@ -148,8 +148,8 @@ async def test_a_run_that_is_not_there(client: Client, what: str) -> None:
 async def test_what_makes_no_sense_now_is_a_conflict(client: Client) -> None:
     run = (await submitted(client))["id"]
     for what in ("pause", "resume", "checkpoint"):
-        told = await problem(await client.post(f"/v1/runs/{run}/{what}"), 409)
-        assert (told["type"], told["value"]) == ("urn:asyncdock:wrong-state", "created")
+        details = await problem(await client.post(f"/v1/runs/{run}/{what}"), 409)
+        assert (details["type"], details["value"]) == ("urn:asyncdock:wrong-state", "created")
     await problem(await client.delete(f"/v1/runs/{run}"), 409)
 
 
@@ -189,7 +189,7 @@ async def test_a_run_is_deleted_by_its_owner_or_an_admin_only(index_url: str, tm
 
 @pytest.fixture
 async def run_with_files(client: Client, registry: Registry, tmp_path: Path) -> str:
-    """A run that has logs and a link among them, and a file that nobody may read beside its folder."""
+    """A run that has logs and a link among them, and a file that must not be read beside its folder."""
     run = (await submitted(client))["id"]
     folder = tmp_path / "runs" / run / "logs"
     folder.mkdir(parents=True)
@@ -241,9 +241,9 @@ async def test_whole_checkpoints_are_listed(client: Client, run_with_files: str,
         (step / "model" / "weights").write_bytes(b"x" * 100)
         (step / "run.json").write_text(json.dumps({"version": version, "counters": {}, "remake": []}))
     (folder / "step-00000009").mkdir()  # not whole yet
-    told = await (await client.get(f"/v1/runs/{run_with_files}/checkpoints")).json()
-    assert [step["version"] for step in told["checkpoints"]] == [3, 6]
-    assert all(step["bytes"] > 100 for step in told["checkpoints"])
+    answer = await (await client.get(f"/v1/runs/{run_with_files}/checkpoints")).json()
+    assert [step["version"] for step in answer["checkpoints"]] == [3, 6]
+    assert all(step["bytes"] > 100 for step in answer["checkpoints"])
 
 
 async def test_the_newest_step_is_told_of_a_run(
@@ -257,8 +257,8 @@ async def test_the_newest_step_is_told_of_a_run(
         await index.emit(AnyEvent(kind="step", data={"step": step, "reward_mean": step / 4}))
     for _ in range(5):
         await index.emit(AnyEvent(kind="stage", data={"stage": "update", "worker": "update-0"}))
-    told = await (await client.get(f"/v1/runs/{run}")).json()
-    assert (told["state"], told["steps_done"], told["reward"]) == ("starting", 3, 0.5)
+    answer = await (await client.get(f"/v1/runs/{run}")).json()
+    assert (answer["state"], answer["steps_done"], answer["reward"]) == ("starting", 3, 0.5)
     await index.close()
 
 
@@ -287,9 +287,9 @@ async def test_the_schema_of_a_recipe_fits_the_recipes_there_are(client: Client)
 
 async def test_a_recipe_is_checked_without_being_run(client: Client) -> None:
     before = (await (await client.get("/v1/runs?limit=1")).json())["runs"]
-    told = await (await client.post("/v1/recipes/check", json={"recipe_name": "mock"})).json()
-    assert told["recipe"]["pipeline"]["window"] == 1
-    assert told["plan"]["groups_in_flight"] == 8
+    answer = await (await client.post("/v1/recipes/check", json={"recipe_name": "mock"})).json()
+    assert answer["recipe"]["pipeline"]["window"] == 1
+    assert answer["plan"]["groups_in_flight"] == 8
     assert (await (await client.get("/v1/runs?limit=1")).json())["runs"] == before
     await problem(await client.post("/v1/recipes/check", json={"recipe": {"name": "x"}}), 422)
 

@@ -1,4 +1,4 @@
-"""bfloat16: float32 logits in both engines, and a probe that tells roundings from wrong weights."""
+"""bfloat16: float32 logits in both engines, and a probe that separates roundings from wrong weights."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_probes_of_successive_versions_share_rows_and_stay_small() -> None:
 
 
 class Wrong(TorchRolloutEngine):
-    """Loads ``fault`` of the next weights that it is given, and says nothing of it."""
+    """Loads ``fault`` of the next weights that it is given, without an error."""
 
     fault: Callable[[Weights], Weights] | None = None
 

@@ -75,6 +75,11 @@ def ask(group: int, places: int = 2, length: int = 7, seed: int | None = None, *
     return GroupRequest(group, tuple(range(places)), ids, SamplingParams(**params), group if seed is None else seed)
 
 
+def rows_of(engine: TorchRolloutEngine) -> int:
+    """Number of rows that decode or wait."""
+    return len(engine._batch.rows) + len(engine._batch.waiting)
+
+
 class Brake:
     """Holds the compute thread inside its ``step``-th decode until let go, so that a test acts at a known token."""
 
@@ -364,18 +369,18 @@ async def test_closing_the_iterator_or_cancelling_its_consumer_frees_the_rows() 
         consumer = asyncio.create_task(collect(engine.generate([ask(1, places=6, max_tokens=200)])))
         kept = engine.generate([ask(2, places=2, max_tokens=100)])
         await brake.pause()
-        assert engine.rows == 14
+        assert rows_of(engine) == 14
         consumer.cancel()
         await asyncio.wait([consumer])
         await closed.aclose()  # type: ignore[attr-defined]
         await closed.aclose()  # type: ignore[attr-defined]
         await engine.pause()
-        assert engine.rows == 2
+        assert rows_of(engine) == 2
         await engine.resume()
         found = await collect(kept)
         assert await collect(closed) == {}
         await engine.pause()
-        assert engine.rows == 0
+        assert rows_of(engine) == 0
         assert engine._decoder.prompts == []
         assert engine._decoder.rows == []
     assert all(torch.allclose(d.logprobs, teacher_forced(llama(), ask(2), d), atol=1e-4) for d in found.values())
@@ -397,7 +402,7 @@ async def test_requests_that_cannot_be_served_are_refused_at_once(request_: Grou
     async with running() as engine:
         with pytest.raises(ValueError, match=complaint):
             engine.generate([ask(0), request_])
-        assert engine.rows == 0
+        assert rows_of(engine) == 0
 
 
 async def test_a_model_that_two_part_attention_cannot_serve_is_refused() -> None:
@@ -411,7 +416,7 @@ async def test_a_model_that_two_part_attention_cannot_serve_is_refused() -> None
 
 
 def allowed(logits: torch.Tensor, params: SamplingParams) -> list[bool]:
-    """Top-k and then top-p as the papers say it, one token at a time. A token whose mass ahead equals top-p but for
+    """Top-k and then top-p as the papers define it, one token at a time. A token whose mass ahead equals top-p but for
     rounding may be drawn or not; it counts as allowed."""
     probabilities = (logits.double() / params.temperature).softmax(-1)
     order = probabilities.argsort(descending=True).tolist()[: params.top_k or None]
@@ -485,7 +490,7 @@ def test_no_point_of_the_range_draws_a_token_of_weight_zero() -> None:
         assert picked[3] in (3, 700)
 
 
-def test_uniform_numbers_are_told_apart_by_seed_place_and_index() -> None:
+def test_uniform_numbers_differ_by_seed_place_and_index() -> None:
     points = [uniform(seed, place, index) for seed in (1, 11) for place in (1, 11) for index in (0, 1, 11)]
     assert len(set(points)) == len(points)
     assert all(0 <= point < 1 for point in points)
@@ -506,7 +511,7 @@ def tasks():
 
 async def main():
     engine = TorchRolloutEngine(model, max_rows=64, threads=2, device="cpu")
-    end = time.monotonic() + 30  # nothing tells of a thread that has ended
+    end = time.monotonic() + 30  # the end of a thread emits no event
     while tasks() != before + 1 and time.monotonic() < end:
         await asyncio.sleep(0.01)
     made = tasks() - before
@@ -523,6 +528,6 @@ asyncio.run(main())
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them")
 def test_one_thread_alone_computes_in_parallel() -> None:
-    """The engine's own thread, later with a helper for the second core; whoever made the engine has none."""
-    told = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, check=True, timeout=120)
-    assert told.stdout.split() == ["1", "2"]
+    """The engine's own thread, later with a helper for the second core; the thread that made the engine has none."""
+    output = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, check=True, timeout=120)
+    assert output.stdout.split() == ["1", "2"]

@@ -73,20 +73,20 @@ def assert_gradients(got: dict[str, Any], expected: dict[str, torch.Tensor]) -> 
 
 
 def assert_step(found: list[dict[str, Any]], expected: dict[str, Any], shares: list[list[int]], tp: int) -> None:
-    for rank, told in enumerate(found):
-        assert told["metrics"] == found[0]["metrics"], "every rank tells the same"
+    for rank, result in enumerate(found):
+        assert result["metrics"] == found[0]["metrics"], "every rank returns the same"
         for step in ("metrics", "again"):
-            got, wanted = dict(told[step]), dict(expected[step])
+            got, wanted = dict(result[step]), dict(expected[step])
             assert got.pop("fed_tokens") >= wanted.pop("fed_tokens")  # a split group's prompt is computed again
             tolerance = 1e-5 if step == "metrics" else 1e-4  # AdamW's first step makes signs of tiny gradients
             assert got == pytest.approx(wanted, rel=tolerance, abs=1e-7)
-        for at, row in zip(shares[rank // tp], told["logprobs"], strict=True):
+        for at, row in zip(shares[rank // tp], result["logprobs"], strict=True):
             assert row == pytest.approx(expected["logprobs"][at], rel=1e-5, abs=1e-5)
-        assert told["weights"].keys() == expected["weights"].keys()
-        for name, value in told["weights"].items():
+        assert result["weights"].keys() == expected["weights"].keys()
+        for name, value in result["weights"].items():
             assert value.shape == expected["weights"][name].shape
             np.testing.assert_array_equal(value, found[0]["weights"][name], err_msg=f"rank {rank}: {name}")
-        for name, copy in told["copies"].items():
+        for name, copy in result["copies"].items():
             np.testing.assert_array_equal(copy, found[rank - rank % tp]["copies"][name], err_msg=name)
     assert_gradients(found[0]["gradients"], expected["gradients"])
 
@@ -106,16 +106,16 @@ def test_ranks_with_far_less_work_keep_step_and_change_nothing(dp: int, tp: int)
     assert expected["metrics"]["grad_norm"] > 1
     found = on_ranks(dp, tp, one_step, "qwen3", "lopsided", "sequence", options)
     assert_step(found, expected, positions(dp, "lopsided"), tp)
-    assert {told["passes"] for told in found} == {found[0]["passes"]}
+    assert {result["passes"] for result in found} == {found[0]["passes"]}
     assert found[0]["passes"] > 2
 
 
 def test_a_rank_holds_its_share_of_weights_and_moments() -> None:
     found = together(2, 2, "llama")
     whole = sum(value.nbytes for value in alone("llama")["weights"].values())
-    for told in found:
-        assert told["held"] < 0.27 * whole  # a quarter, the norms inside layers twice
-        assert sum(4 * int(np.prod(shape)) for shape in told["shards"].values()) <= told["held"]  # FSDP pads
+    for result in found:
+        assert result["held"] < 0.27 * whole  # a quarter, the norms inside layers twice
+        assert sum(4 * int(np.prod(shape)) for shape in result["shards"].values()) <= result["held"]  # FSDP pads
 
 
 def test_a_step_on_ranks_has_the_same_bits_each_time() -> None:
@@ -127,8 +127,8 @@ def test_a_step_on_ranks_has_the_same_bits_each_time() -> None:
 
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
     """Beside the supervisor, who sees processes end: one that hangs ends the others when the group's time is over."""
-    [said, _] = on_ranks(2, 1, left_alone, timeout=8.0)
-    assert "timeout" in said.lower() or "timed out" in said.lower(), said
+    [message, _] = on_ranks(2, 1, left_alone, timeout=8.0)
+    assert "timeout" in message.lower() or "timed out" in message.lower(), message
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -243,23 +243,23 @@ def test_ranks_in_mixed_precision_are_as_near_to_float32_as_one(dp: int, tp: int
     """Ranks that cut matrices round the parts of a sum: they compute other bfloat16 numbers than one, and no worse ones."""
     [one], found, exact = mixed(1, 1), mixed(dp, tp), alone("qwen3")["gradients"]
     before = {name: value.detach().numpy() for name, value in model_of("qwen3").named_parameters()}
-    for told in found:
+    for result in found:
         for key in ("computed", "kept", "published"):
-            assert told[key] == one[key]
-        assert told["loss"] == found[0]["loss"] == pytest.approx(one["loss"], rel=0.02)
+            assert result[key] == one[key]
+        assert result["loss"] == found[0]["loss"] == pytest.approx(one["loss"], rel=0.02)
         for name, master in one["masters"].items():
-            np.testing.assert_array_equal(told["masters"][name], found[0]["masters"][name], err_msg=name)
-            gap, usual = (np.linalg.norm(r["gradients"][name] - exact[name].numpy()) for r in (told, one))
+            np.testing.assert_array_equal(result["masters"][name], found[0]["masters"][name], err_msg=name)
+            gap, usual = (np.linalg.norm(r["gradients"][name] - exact[name].numpy()) for r in (result, one))
             assert gap < 2 * usual < 0.12 * exact[name].norm(), f"{name}: {gap} beside {usual}"
             if tp == 1:  # AdamW makes signs of what is nearly zero
-                way = np.linalg.norm(told["masters"][name] - master) / np.linalg.norm(master - before[name])
+                way = np.linalg.norm(result["masters"][name] - master) / np.linalg.norm(master - before[name])
                 assert way < 0.1, f"{name}: {dp} ranks went another way than one ({way})"
 
 
 # --- shares ----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_are_told_apart() -> None:
+def test_ranks_are_distinguished() -> None:
     assert [Ranks(rank, 2, 3).replica for rank in range(6)] == [0, 0, 0, 1, 1, 1]
     with pytest.raises(ValueError, match="4 of 4"):
         Ranks(4, 2, 2)
@@ -309,7 +309,7 @@ def test_groups_stay_whole_where_that_balances() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "plan", "said"),
+    ("tp", "plan", "message"),
     [
         (4, {}, "num_attention_heads = 6, which 4 ranks cannot share evenly"),
         (3, {}, "num_key_value_heads = 2, which 3 ranks cannot share evenly"),
@@ -317,10 +317,10 @@ def test_groups_stay_whole_where_that_balances() -> None:
         (2, {"layers.*.mlp": "moe_tp_experts"}, r"wants layers\.0\.mlp 'moe_tp_experts'; this engine knows colwise"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, str] | None, said: str) -> None:
+def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, str] | None, message: str) -> None:
     model = model_of("qwen3")
     model.config.base_model_tp_plan = plan if plan != {} else model.config.base_model_tp_plan
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         cuts(model, tp)
 
 
@@ -331,7 +331,7 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, 
 def test_a_rollout_engine_on_the_same_devices_gets_the_weights_bit_for_bit(
     dp: int, tp: int, kind: str, compute: str
 ) -> None:
-    told = on_ranks(dp, tp, taking_turns, kind, compute)
-    assert told == [told[0]] * (dp * tp)
-    assert "model.layers.0.self_attn.qkv_proj.weight" in told[0]
-    assert ("model.layers.1.mlp.gate_up_proj.bias" in told[0]) == (kind == "biased")
+    result = on_ranks(dp, tp, taking_turns, kind, compute)
+    assert result == [result[0]] * (dp * tp)
+    assert "model.layers.0.self_attn.qkv_proj.weight" in result[0]
+    assert ("model.layers.1.mlp.gate_up_proj.bias" in result[0]) == (kind == "biased")

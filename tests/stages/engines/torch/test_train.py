@@ -140,8 +140,8 @@ def test_logprobs_are_those_of_the_plain_forward_in_the_order_of_the_rows() -> N
     engine = engine_of(copy.deepcopy(plain), temperature=0.7)
     got = engine.logprobs(batch)
     assert got.dtype == torch.float32
-    for mine, expected in zip(got.unbind(), plain_logprobs(plain, batch, 0.7), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    for own, expected in zip(got.unbind(), plain_logprobs(plain, batch, 0.7), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("budget", [1, 8, 16, 25, 60, 10_000])
@@ -262,7 +262,7 @@ def test_logprobs_of_a_group_have_the_same_bits_alone_and_in_company() -> None:
     for group in {int(row["group"]) for row in rows}:
         members = [i for i, row in enumerate(rows) if row["group"] == group]
         alone = engine.logprobs(stack([rows[i] for i in members])).unbind()
-        assert all(torch.equal(together[i], mine) for i, mine in zip(members, alone, strict=True))
+        assert all(torch.equal(together[i], own) for i, own in zip(members, alone, strict=True))
 
 
 def test_a_run_resumed_from_its_saved_state_continues_bit_for_bit() -> None:
@@ -408,8 +408,8 @@ def test_save_pretrained_opens_and_gives_the_same_logits(tmp_path: Path) -> None
     opened = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert getattr(opened.config, "quantization_config", None) is None
     got = plain_logprobs(opened, make_batch())
-    for mine, expected in zip(engine.logprobs(make_batch()).unbind(), got, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    for own, expected in zip(engine.logprobs(make_batch()).unbind(), got, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -173,7 +173,7 @@ class TestVllm(OnSmolLM2):
 
 
 @pytest.mark.parametrize("options", [{"pause": "abort"}, {"kv_cache": "rebuild"}], ids=["abort", "rebuild"])
-async def test_a_swap_that_computes_anew_leaves_nothing_of_the_old_weights(options: dict[str, str]) -> None:
+async def test_a_swap_that_computes_again_leaves_nothing_of_the_old_weights(options: dict[str, str]) -> None:
     """Tokens after the swap have the logprobs that the new weights alone give the whole response; with filters too."""
     contract = TestVllm()
     engine = await contract.build(0, filters=True, **options)
@@ -220,7 +220,7 @@ async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(t
         request = contract.ask(1, (0,), max_tokens=contract.long_tokens)
         stream = engine.generate([request])
         landed = await engine.receive(published)
-        assert (engine.version, engine.rows) == (0, 1)
+        assert (engine.version, len(engine._rows)) == (0, 1)
         assert {name: tensor.shape for name, tensor in landed.items()} == {
             name: tensor.shape for name, tensor in contract.weights(1).items()
         }
@@ -243,7 +243,7 @@ async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(t
 
 
 async def test_an_update_that_vllm_never_ends_fails_the_engine_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its worker stops in the middle, as one that waits for a device would; whoever waits for rows gets to know."""
+    """Its worker stops in the middle, as one that waits for a device would; its iterators raise."""
     monkeypatch.setattr(vllm_rollout, "SHUTDOWN_SECONDS", 2.0)
     contract = OnSmolLM2()
     engine = await contract.build(0)

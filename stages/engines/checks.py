@@ -1,10 +1,15 @@
-"""The check of a generation request that all engines share."""
+"""Checks of requests and of weights that all engines share."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from stages.engines.protocols import GroupRequest
+from stages.engines.protocols import GroupRequest, WeightMismatch
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each parameter, by name
+SHOWN = 5  # problems in a message
 
 
 def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> None:
@@ -27,4 +32,24 @@ def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> No
     if len(ids) + params.max_tokens > context:
         raise ValueError(
             f"{where}{len(ids)} prompt tokens + max_tokens {params.max_tokens} > context {context}; shorten one"
+        )
+
+
+def layout_of(weights: Mapping[str, torch.Tensor]) -> Layout:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+
+
+def check_weights(weights: Mapping[str, torch.Tensor], expected: Layout) -> None:
+    """Raise ``WeightMismatch`` unless ``weights`` have the names, shapes and dtypes ``expected``."""
+    given = layout_of(weights)
+    problems = [f"{name}: missing" for name in sorted(expected.keys() - given.keys())]
+    problems += [f"{name}: unknown" for name in sorted(given.keys() - expected.keys())]
+    for name in sorted(given.keys() & expected.keys()):
+        if given[name] != expected[name]:
+            (shape, dtype), (needed, of) = given[name], expected[name]
+            problems.append(f"{name}: {dtype} {shape} offered, the engine has {of} {needed}")
+    if problems:
+        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise WeightMismatch(
+            "; ".join(problems[:SHOWN]) + more + "; offer the parameters of the same model, tied ones once"
         )
