@@ -75,8 +75,9 @@ import torch
 
 from pipeline.blocks import PackedRows
 from pipeline.columns import Column, Packed, Schema
-from pipeline.index.client import Claim, Index, RunConfig, StageSpec, WarehouseRecord
+from pipeline.index.client import Claim, Index, RunConfig, StageSpec
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent
+from pipeline.index.warehouses import WarehouseRecord
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 
@@ -466,7 +467,7 @@ async def host_main(
     cpu = time.process_time() - used
     living.cancel()
     await asyncio.gather(living, return_exceptions=True)
-    server = dock.served
+    server = dock.warehouses.server
     sent, received = (server.payload_sent, server.payload_received) if server else (0, 0)
     ends.send(("counts", Counts(dock.mapped - began, sent, received, dock.near, dock.far, cpu)))
     await dock.close()

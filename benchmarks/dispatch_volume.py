@@ -218,7 +218,7 @@ async def iteration(batch: Batch, url: str, home: Path, *, central: bool, ragged
             await store.serve("127.0.0.1")
 
         def counted() -> tuple[int, int]:
-            servers = [store.served for store in stores]
+            servers = [store.warehouses.server for store in stores]
             return sum(s.payload_sent for s in servers if s), sum(s.payload_received for s in servers if s)
 
         moved = []

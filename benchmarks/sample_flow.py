@@ -375,7 +375,7 @@ class Ours:
     def leave(self) -> None:
         if self._home is not None:
             if self._worker == "producer":  # the last to leave
-                self._runner.run(self._dock.flush())
+                self._runner.run(self._dock.writer.flush())
                 self._runner.run(self._dock.index.erase())
                 shutil.rmtree(self._home)
             self._runner.run(self._opened.aclose())

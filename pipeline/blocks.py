@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDictBase
 
-from pipeline.columns import Column, ColumnError, Packed, Schema, offsets_of
+from pipeline.columns import Column, ColumnError, Packed, Schema, indexes_of, offsets_of
 from pipeline.warehouse.arena import StaleHandle
 
 MAGIC = 0x6B636F64636E7973  # "syncdock", little endian
@@ -325,12 +325,7 @@ class BlockReader:
         """A copy of ``runs`` as an array of words of ``unit`` bytes, which must divide all starts and lengths."""
         shift = unit.bit_length() - 1  # faster than a division
         starts, lengths = runs.starts >> shift, runs.lengths >> shift
-        ends = np.cumsum(lengths)
-        if ends[-1] == len(starts):
-            return self._views[unit][starts]
-        index = np.repeat(starts - (ends - lengths), lengths)
-        index += np.arange(len(index))
-        return self._views[unit][index]
+        return self._views[unit][starts if lengths.sum() == len(starts) else indexes_of(starts, lengths)]
 
     def _view(self, dtype: torch.dtype, start: int, nbytes: int) -> torch.Tensor:
         if nbytes == 0:

@@ -11,25 +11,18 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 Dtype = torch.dtype | Literal["utf8"]
+Ragged = Literal["packed", "jagged", "padded"]
 
 MAX_COLUMNS = 31  # the index keeps a sample's columns as bits of one 32-bit word
-_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
+DTYPES: tuple[torch.dtype, ...] = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
 )
 
 
@@ -48,10 +41,8 @@ class Column:
     finite: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype != "utf8" and self.dtype not in _DTYPES:
-            raise ColumnError(
-                f"column {self.name!r}: dtype {self.dtype} cannot be stored; use one of {_DTYPES} or text"
-            )
+        if self.dtype != "utf8" and self.dtype not in DTYPES:
+            raise ColumnError(f"column {self.name!r}: dtype {self.dtype} cannot be stored; use one of {DTYPES} or text")
         if self.dtype == "utf8" and self.shape is not None:
             raise ColumnError(f"column {self.name!r}: text has no shape; use Column.text({self.name!r})")
 
@@ -139,8 +130,8 @@ class Schema:
         columns = [
             Column(
                 name,
-                dtype if dtype == "utf8" else getattr(torch, dtype),
-                None if shape is None else tuple(shape),
+                "utf8" if dtype == "utf8" else getattr(torch, dtype),
+                shape if shape is None else tuple(shape),
                 finite,
             )
             for name, dtype, shape, finite in json.loads(text)
@@ -166,6 +157,17 @@ class Packed:
         """Elements of each row of a ragged column, int64 [B]."""
         assert self.offsets is not None, "a dense column has no lengths"
         return self.offsets.diff()
+
+    def value(self, column: Column, rows: int, ragged: Ragged, fill: float = 0) -> Any:
+        """These ``rows`` rows of ``column`` for its reader: a dense column as a tensor [B, *shape], text as a list of B
+        strings, a ragged one as this object ("packed"), :meth:`jagged` or :meth:`padded` with ``fill``."""
+        if column.shape is not None:
+            return self.values.view(rows, *column.shape)
+        if column.dtype == "utf8":
+            return self.texts()
+        if ragged == "packed":
+            return self
+        return self.jagged() if ragged == "jagged" else self.padded(fill)
 
     def jagged(self) -> torch.Tensor:
         """A jagged nested tensor [B, j] on the same memory."""

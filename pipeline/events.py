@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, dataclass_transform
 
 Kind = Literal[
     "state", "step", "evaluation", "ledger", "stage", "span", "sync", "turn", "checkpoint", "worker", "prompt"
@@ -38,21 +39,21 @@ Time = Annotated[float, Doc("Unix seconds.")]
 Seconds = Annotated[Number, Doc("Seconds.")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Payload:
-    """Base of events' data: dataclasses with a form on the wire."""
+    """Base of events' data. Subclasses are frozen dataclasses with a form on the wire."""
 
-    _defaults: ClassVar[tuple[tuple[str, Any], ...]]
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     @classmethod
+    @cache
     def defaults(cls) -> tuple[tuple[str, Any], ...]:
         """Names and defaults of the fields; ``dataclasses.MISSING`` where there is no default."""
-        if "_defaults" not in cls.__dict__:
-            cls._defaults = tuple(
-                (one.name, one.default if one.default_factory is dataclasses.MISSING else one.default_factory())
-                for one in dataclasses.fields(cls)
-            )
-        return cls._defaults
+        return tuple(
+            (one.name, one.default if one.default_factory is dataclasses.MISSING else one.default_factory())
+            for one in dataclasses.fields(cls)  # type: ignore[arg-type]
+        )
 
     def wire(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain values."""
@@ -74,27 +75,26 @@ class Payload:
         return cls(**known)
 
 
-@dataclass(frozen=True, kw_only=True)
 class EventData(Payload):
     """Base of the payloads of events. ``kind``: the event's name in streams and files."""
 
     kind: ClassVar[Kind]
 
+    def __init_subclass__(cls, kind: Kind) -> None:
+        super().__init_subclass__()
+        cls.kind = kind
 
-@dataclass(frozen=True, kw_only=True)
-class StateEvent(EventData):
+
+class StateEvent(EventData, kind="state"):
     """The run's state has changed."""
 
-    kind = "state"
     state: RunState
     reason: Annotated[str, Doc("Why it failed or stopped; empty where there is nothing to say.")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepEvent(EventData):
+class StepEvent(EventData, kind="step"):
     """An optimizer step was made. Further numbers are the algorithm's and the engine's own metrics."""
 
-    kind = "step"
     step: Annotated[int, Doc("From 0.")]
     version: Annotated[int, Doc("Policy version that the step made.")]
     rows: Annotated[int, Doc("Samples trained.")]
@@ -123,7 +123,6 @@ class StepEvent(EventData):
         return super().of({**data, "metrics": {name: value for name, value in data.items() if name not in names}})
 
 
-@dataclass(frozen=True, kw_only=True)
 class Answer(Payload):
     """A held-out prompt and its greedy response."""
 
@@ -132,11 +131,9 @@ class Answer(Payload):
     reward: Number
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationEvent(EventData):
+class EvaluationEvent(EventData, kind="evaluation"):
     """Held-out prompts were answered by one version."""
 
-    kind = "evaluation"
     version: Version
     step: Annotated[int, Doc("Steps that had been made.")]
     count: Annotated[int, Doc("Prompts.")]
@@ -144,11 +141,9 @@ class EvaluationEvent(EventData):
     samples: Sequence[Answer]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LedgerEvent(EventData):
+class LedgerEvent(EventData, kind="ledger"):
     """Samples and tokens since the run's beginning: generated = trained + filtered + remade + in flight."""
 
-    kind = "ledger"
     generated: int
     trained: int
     filtered: int
@@ -163,11 +158,9 @@ class LedgerEvent(EventData):
     dropped: Annotated[Mapping[str, int], Doc("Groups that were dropped, by reason.")] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageEvent(EventData):
+class StageEvent(EventData, kind="stage"):
     """A worker's share in a stage since its process began. Seconds; the four shares add up to `wall`."""
 
-    kind = "stage"
     stage: str
     worker: Worker
     busy: Seconds
@@ -182,7 +175,6 @@ class StageEvent(EventData):
     in_flight: Annotated[int, Doc("Rows that the worker holds.")]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Span(Payload):
     """One thing that a worker did, such as a claim, a swap or a publication."""
 
@@ -193,22 +185,18 @@ class Span(Payload):
     version: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpanEvent(EventData):
+class SpanEvent(EventData, kind="span"):
     """What a worker did since its last event of this kind: the longest spans of it."""
 
-    kind = "span"
     stage: str
     worker: Worker
     spans: Sequence[Span]
     left_out: Annotated[int, Doc("Shorter ones that are left out.")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyncEvent(EventData):
+class SyncEvent(EventData, kind="sync"):
     """Weights were published, loaded by an engine, or moved between ranks."""
 
-    kind = "sync"
     worker: Worker
     version: Version
     bytes: int
@@ -230,11 +218,9 @@ class SyncEvent(EventData):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnEvent(EventData):
+class TurnEvent(EventData, kind="turn"):
     """In a colocated run: training and generation have taken turns on a rank's device. Sizes in bytes."""
 
-    kind = "turn"
     worker: Worker
     phase: str
     version: Version
@@ -243,21 +229,17 @@ class TurnEvent(EventData):
     cache_bytes: Annotated[int, Doc("Of them, the KV cache.")] = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointEvent(EventData):
+class CheckpointEvent(EventData, kind="checkpoint"):
     """A checkpoint is whole."""
 
-    kind = "checkpoint"
     version: Version
     path: Annotated[str, Doc("On the machine that runs it.")]
     requested: Annotated[bool, Doc("Whether it was requested.")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerEvent(EventData):
+class WorkerEvent(EventData, kind="worker"):
     """A worker process has started, stopped, died, or met something else that `change` names."""
 
-    kind = "worker"
     stage: str
     worker: Worker
     change: Annotated[str, Doc("started, ready, stopped, died, restarted, kept its weights, taken over, rewound, …")]
@@ -267,12 +249,10 @@ class WorkerEvent(EventData):
     version: Annotated[int | None, Doc("Policy version that a run was rewound to.")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptEvent(EventData):
+class PromptEvent(EventData, kind="prompt"):
     """Prompts that the run does not ask as they were given: one that another program put into it was left out, with its
     `position`; or some are too long, with how many were `skipped` and `cut` so far."""
 
-    kind = "prompt"
     change: Literal["left out", "too long"]
     reason: str
     position: int | None = None

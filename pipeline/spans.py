@@ -17,17 +17,7 @@ MOST = 32  # spans of one report: a stage that works row by row makes thousands 
 
 
 class Spans:
-    """The spans of one worker since the last report: the ``most`` longest of them, and how many were left out.
-
-    >>> spans = Spans(most=2)
-    >>> for start, seconds in ((10.0, 0.5), (11.0, 0.1), (12.0, 0.25)):
-    ...     spans.add("train", start, seconds)
-    >>> spans.take()
-    ([Span(name='train', start=10.0, seconds=0.5, rows=0, version=None), \
-Span(name='train', start=12.0, seconds=0.25, rows=0, version=None)], 1)
-    >>> spans.take()
-    ([], 0)
-    """
+    """The spans of one worker since the last report: the ``most`` longest of them, and how many were left out."""
 
     def __init__(self, most: int = MOST) -> None:
         self.most, self.left_out = most, 0

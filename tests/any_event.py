@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pipeline.events import EventData, Kind
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnyEvent(EventData):
+class AnyEvent(EventData, kind="state"):
     kind: Kind  # type: ignore[misc]
     data: Mapping[str, Any]
 

@@ -5,10 +5,10 @@
                └──┼──────────────────────────────────────────────────────── within the patience ◀──────────┤
                   └────▶ anything else ──▶ ServiceError ◀───────────────────────── beyond the patience ◀───┘
 
-Three libraries were measured for this and not taken. Downloads of 4 to 256 MB on loopback reach 920 to 1,900 MB/s with
-aiohttp and 560 to 690 MB/s with httpx, and a small call takes 0.14 ms and 0.58 ms; httpx also takes a server that does not
-speak HTTP for a lost connection, and httpx-sse needs it. stamina sleeps past its timeout when Retry-After is longer, and
-reports every repeat through hooks of the whole process (by default a line on standard output).
+Three libraries were tried for this and not taken. Downloads and small calls take longer with httpx than with aiohttp
+(`benchmarks/libraries.py`); httpx also takes a server that does not speak HTTP for a lost connection, and httpx-sse needs
+it. stamina sleeps past its timeout when Retry-After is longer, and reports every repeat through hooks of the whole process
+(by default a line on standard output).
 """
 
 from __future__ import annotations

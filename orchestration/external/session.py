@@ -30,14 +30,7 @@ from pipeline.columns import Packed, Schema
 from pipeline.events import LedgerEvent
 from pipeline.index.client import Claim, Index, LeaseLost, redacted
 from pipeline.warehouse.dock import Dock
-from stages.external_checks import (
-    Columns,
-    Misfit,
-    check_columns,
-    check_logprobs,
-    check_responses,
-    check_rewards,
-)
+from stages.external_checks import Columns, Misfit, check_columns, check_logprobs, check_responses, check_rewards
 from stages.flow.catalogue import RESPONSE
 from stages.prompts.external import put_prompts
 from stages.rollout.stage import PROGRESS, group_seed
@@ -183,7 +176,7 @@ class External(ExternalWeights):
         found = await dock.fetch_packed(claim, list(columns) or dock.schema.names(await self._of_stage(claim, "needs")))
         if claim.stage != "rollout":
             return found, ([], {})
-        refs = claim.refs[dock.producer("response_ids")]
+        refs = claim.refs[await dock.warehouses.producer("response_ids")]
         positions = np.flatnonzero(refs["block"])
         progress = await dock.gather(refs[positions], list(PROGRESS)) if len(positions) else {}
         return found, (claim.row[positions].tolist(), progress)
@@ -330,7 +323,7 @@ class External(ExternalWeights):
                     tls=self.recipe.pipeline.tls_contexts(),
                 )
                 await self.index.forget_worker(self.worker)  # blocks that an earlier process of this name left open
-                await dock.enter()
+                await dock.warehouses.enter()
                 self._dock = dock
             return self._dock
 

@@ -35,13 +35,13 @@ class Calls:
         self._shared = isinstance(where, Link)
         self.url, self.run, self.timeout = self._link.url, run, self._link.timeout
         self.prefix = key_prefix(run)
-        self._redis, self._retry = self._link.redis, self._link.retry
-        self._closed = False
+        self._redis: Any = self._link.retried  # redis-py types the replies of each protocol version
+        self.closed = False  # whether :meth:`close` was called
         self._waits: set[asyncio.Timeout] = set()
 
     async def close(self) -> None:
         """End every call under way; blocked waits raise IndexUnreachable. A shared link stays open."""
-        self._closed = True
+        self.closed = True
         for wait in self._waits:
             wait.reschedule(0.0)
         if not self._shared:
@@ -53,14 +53,9 @@ class Calls:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._closed
-
     async def load(self, library: str | None = None) -> None:
         """Put the function library, or another one, on the server (replacing another version of it)."""
-        await self._retry(lambda again: self._redis.function_load(library or _library(), replace=True))
+        await self._redis.function_load(library or _library(), replace=True)
 
     async def call(self, function: str, /, **arguments: Any) -> Any:
         """Call a server-side function by its name, for the class that owns it: everything else calls a typed method.
@@ -79,9 +74,9 @@ class Calls:
         head, tail = ("FCALL", f"asyncdock_{function}", 1, self.prefix, packed, request), (link.client, lane)
         began, tries = time.monotonic(), 0
         try:
-            if (line := link.line) is not None:  # nearly always; the line has a timer of its own
+            if (connection := link.connection) is not None:  # nearly always; it has a timer of its own
                 try:
-                    return await line.send((*head, "0", *tail))
+                    return await connection.send((*head, "0", *tail))
                 except ConnectionError:
                     tries = 1
                 except ResponseError as refused:

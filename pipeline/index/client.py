@@ -15,71 +15,40 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 from pipeline.events import RunState, StateEvent
 from pipeline.index.calls import key_prefix
-from pipeline.index.claims import REF, STATES, Claim, Claims, Handle, Nothing, Stored, pack_made, ranges
+from pipeline.index.claims import Claim, Claims
 from pipeline.index.errors import (
-    BlockLost,
     BoundBroken,
-    FieldsChanged,
     GateClosed,
     IndexRefused,
     IndexUnreachable,
     LeaseLost,
     NeverFits,
-    WarehouseGone,
     WrittenTwice,
 )
-from pipeline.index.events import EVENTS_AT_ONCE, EVENTS_KEPT, Events, Logs, stamped
+from pipeline.index.events import EVENTS_AT_ONCE, Events, Logs, stamped
 from pipeline.index.keys import Keys
 from pipeline.index.link import Link, redacted
 from pipeline.index.prompts import ExternalPromptCalls
-from pipeline.index.training import PublishedWeights, SwapTurn, Training
-from pipeline.index.warehouses import Block, Full, Lost, WarehouseRecord, Warehouses
+from pipeline.index.training import Training
+from pipeline.index.warehouses import Warehouses
 
-__all__ = [
+__all__ = [  # of other modules, for the packages above
     "EVENTS_AT_ONCE",
-    "EVENTS_KEPT",
-    "INDEX_VARIABLE",
-    "MAX_STAGES",
-    "REF",
-    "STATES",
-    "UNLIMITED",
-    "Block",
-    "BlockLost",
     "BoundBroken",
     "Claim",
-    "FieldsChanged",
-    "Full",
     "GateClosed",
-    "Handle",
-    "Index",
     "IndexRefused",
     "IndexUnreachable",
     "LeaseLost",
     "Link",
-    "Lost",
     "NeverFits",
-    "Nothing",
-    "PublishedWeights",
-    "ResumePoint",
-    "RunConfig",
-    "RunStatus",
-    "StageQueue",
-    "StageSpec",
-    "Stored",
-    "SwapTurn",
-    "Takes",
-    "WarehouseGone",
-    "WarehouseRecord",
     "WrittenTwice",
-    "pack_made",
-    "ranges",
     "redacted",
-    "worker_name",
 ]
 
 Takes = Literal["rows", "groups", "batch"]
@@ -128,25 +97,14 @@ class RunConfig:
         """The configuration as the function library stores it."""
         stages: list[dict[str, Any]] = []
         producers = 1  # 0 is the admission
-        for i, s in enumerate(self.stages):
-            stages.append(
-                {"name": s.name, "takes": s.takes, "needs": s.needs, "makes": s.makes, "releases": s.releases}
-                | {"bit": 1 << i, "producer": producers if s.makes else -1}
-            )
-            producers += bool(s.makes)
-        for stage in stages:
-            stage["reads"] = [0, *_producers_before(stage["needs"], stages)]
-        return {
-            "stages": stages,
-            "producers": producers,
-            "row_fields": ["s", "f", "g", *(f"b{producer}" for producer in range(producers))],
-            "groups_per_step": self.groups_per_step,
-            "slack": self.slack,
-            "window": self.window,
-            "staleness": self.staleness,
-            "reach": self.reach,
-            "headstart": int(self.headstart * 1000),
-        }
+        for i, stage in enumerate(self.stages):
+            stages.append(asdict(stage) | {"bit": 1 << i, "producer": producers if stage.makes else -1})
+            producers += bool(stage.makes)
+        for packed in stages:
+            packed["reads"] = [0, *_producers_before(packed["needs"], stages)]
+        row_fields = ["s", "f", "g", *(f"b{producer}" for producer in range(producers))]
+        derived = {"producers": producers, "row_fields": row_fields, "headstart": int(self.headstart * 1000)}
+        return {**asdict(self), "stages": stages, **derived}
 
 
 def _producers_before(needs: int, stages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -220,7 +178,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
     async def states(self, runs: Sequence[str]) -> list[tuple[str, str]]:
         """State and reason of several runs of this server, in one round trip; empty strings for an unknown run."""
         reads = [("HMGET", key_prefix(run) + "state", "state", "reason") for run in runs]
-        found = await self._retry(lambda again: self._link.send_all(reads)) if runs else []
+        found = await self._link.send_all(reads) if runs else []
         return [((state or b"").decode(), (reason or b"").decode()) for state, reason in found]
 
     async def status(self, versions: Sequence[int] = ()) -> RunStatus:
@@ -263,16 +221,16 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
 
     async def put(self, name: str, value: str) -> None:
         """Write a small document of the run, such as its recipe."""
-        await self._retry(lambda again: self._redis.set(f"{self.prefix}doc:{name}", value))
+        await self._redis.set(f"{self.prefix}doc:{name}", value)
 
     async def put_once(self, name: str, value: str) -> str:
         """Write a document unless it exists; returns its text."""
-        await self._retry(lambda again: self._redis.set(f"{self.prefix}doc:{name}", value, nx=True))
+        await self._redis.set(f"{self.prefix}doc:{name}", value, nx=True)
         return await self.get(name) or value
 
     async def get(self, name: str) -> str | None:
         """The text of a document; None when it does not exist."""
-        found = await self._retry(lambda again: self._redis.get(f"{self.prefix}doc:{name}"))
+        found = await self._redis.get(f"{self.prefix}doc:{name}")
         return None if found is None else found.decode()
 
     async def rewind(self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = ()) -> None:
@@ -283,21 +241,17 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
     async def retire(self) -> None:
         """Remove the samples of a run that has ended, and all keys of their flow. Events, state, documents and the ledger
         stay for readers. Can be repeated."""
-        if await self._retry(lambda again: self._redis.exists(f"{self.prefix}config")):
+        if await self._redis.exists(f"{self.prefix}config"):
             await self.call("retire")
         await self.erase(keep=("events", "state", "doc:*", "config", "n"))
 
     async def erase(self, keep: Sequence[str] = ()) -> None:
         """Remove every key of the run except ``keep`` (a name that ends in ``*``: all that begin so)."""
         kept = tuple(name.removesuffix("*") for name in keep if name.endswith("*"))
-
-        async def once(again: bool) -> None:
-            async for key in self._redis.scan_iter(match=self.prefix.replace("[", "\\[") + "*", count=1000):
-                name = key.decode().removeprefix(self.prefix)
-                if name not in keep and not (kept and name.startswith(kept)):
-                    await self._redis.unlink(key)
-
-        await self._retry(once, self.timeout)
+        async for key in self._redis.scan_iter(match=self.prefix.replace("[", "\\[") + "*", count=1000):
+            name = key.decode().removeprefix(self.prefix)
+            if name not in keep and not (kept and name.startswith(kept)):
+                await self._redis.unlink(key)
 
 
 def worker_name(stage: str, number: int) -> str:

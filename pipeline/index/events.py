@@ -23,9 +23,7 @@ class Events(Calls):
     async def emit(self, event: EventData) -> None:
         """Append ``event``, with the time of this moment."""
         fields = {"kind": event.kind, **stamped(event)}
-        await self._retry(
-            lambda again: self._redis.xadd(f"{self.prefix}events", fields, maxlen=EVENTS_KEPT, approximate=True)  # type: ignore[arg-type]
-        )
+        await self._redis.xadd(f"{self.prefix}events", fields, maxlen=EVENTS_KEPT, approximate=True)
 
     async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
         """The next events after id ``after``, waiting for them; empty when none came within ``timeout`` seconds."""
@@ -35,22 +33,20 @@ class Events(Calls):
     async def past_events(self, after: str = "0", count: int = EVENTS_AT_ONCE) -> list[Event]:
         """At most ``count`` events after id ``after``, without waiting. The stream keeps about :data:`EVENTS_KEPT`; use
         :meth:`event_ends` to find out whether ``after`` is still in it."""
-        found = await self._retry(
-            lambda again: self._redis.xrange(f"{self.prefix}events", min=f"({after}", max="+", count=count)
-        )
+        found = await self._redis.xrange(f"{self.prefix}events", min=f"({after}", max="+", count=count)
         return [_event(entry, fields) for entry, fields in found]
 
     async def event_ends(self) -> tuple[str, str]:
         """The ids of the oldest and the newest event in the stream; "0" and "0" when it is empty."""
         key = f"{self.prefix}events"
         both = [("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1)]
-        found = await self._retry(lambda again: self._link.send_all(both))
+        found = await self._link.send_all(both)
         oldest, newest = (entries[0][0].decode() if entries else "0" for entries in found)
         return oldest, newest
 
     async def newest(self, kind: str, within: int = 1000) -> Event | None:
         """The newest event of this kind among the last ``within`` events; None when there is none."""
-        found = await self._retry(lambda again: self._redis.xrevrange(f"{self.prefix}events", count=within))
+        found = await self._redis.xrevrange(f"{self.prefix}events", count=within)
         return next((_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()), None)
 
     async def follow(self, after: str = "0") -> AsyncIterator[Event]:
@@ -69,14 +65,14 @@ class Logs(Calls):
 
         async def once(again: bool) -> None:
             try:
-                await self._redis.xadd(self.prefix + log, {"e": entry}, id=f"{number + 1}-0")
+                await self._link.redis.xadd(self.prefix + log, {"e": entry}, id=f"{number + 1}-0")
             except ResponseError as refused:
                 if not again:
                     raise IndexRefused(
                         f"log {log!r} has an entry {number} already ({refused}); give another name"
                     ) from None
 
-        await self._retry(once)
+        await self._link.retry(once)
 
     async def read_log(self, log: str, number: int, timeout: float) -> bytes | None:
         """Entry ``number`` of ``log``, waiting ``timeout`` seconds for it. Raises IndexRefused when it was trimmed."""
@@ -90,19 +86,14 @@ class Logs(Calls):
 
     async def put_signed(self, key: str, owner: str) -> int:
         """Add ``owner`` to the set of owners that have signed ``key``; returns how many have."""
-
-        async def once(again: bool) -> int:
-            both = self._redis.pipeline(transaction=True)
-            both.sadd(self.prefix + key, owner)
-            both.scard(self.prefix + key)
-            return int((await both.execute())[1])
-
-        return await self._retry(once)
+        both = ("SADD", self.prefix + key, owner), ("SCARD", self.prefix + key)
+        *_, (_, count) = await self._link.send_all([("MULTI",), *both, ("EXEC",)])
+        return int(count)
 
     async def trim_log(self, log: str, number: int, key: str) -> None:
         """Remove entry ``number`` of ``log``, and the set of owners that have signed ``key``."""
-        await self._retry(lambda again: self._redis.xdel(self.prefix + log, f"{number + 1}-0"))
-        await self._retry(lambda again: self._redis.delete(self.prefix + key))
+        await self._redis.xdel(self.prefix + log, f"{number + 1}-0")
+        await self._redis.delete(self.prefix + key)
 
 
 def stamped(event: EventData) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Connections to the index's server: one pipelined connection for calls, others for blocking reads.
 
-Two places do without a library, for speed (measured on one machine, one call at a time):
-- A call over redis-py's public interface (`send_packed_command`, `read_response` in a task of its own) takes 31 µs instead
-  of 23, and 60 % more of the client's CPU time; its clients take one connection for each call under way.
-- A call that succeeds at once costs 6 µs in `Link.retry`, and 66 µs in `stamina.retry_context`.
+Two places do without a library, for speed (`benchmarks/libraries.py` compares them): redis-py's client takes one connection
+for each call under way, and `stamina.retry_context` takes longer than the call that it repeats.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import resource
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import hiredis
@@ -32,7 +30,7 @@ log = structlog.get_logger()
 WAITS_SHARE = 8  # one in so many of the files that a process may open can be a blocking connection of one link
 
 
-class _Line(asyncio.Protocol):
+class PipelinedConnection(asyncio.Protocol):
     """A pipelined connection: commands are sent at once, and replies arrive in the order of the commands.
 
     ``connection`` is a connected one of redis-py, which handles URLs, TLS and passwords. Its transport is taken over."""
@@ -104,15 +102,15 @@ class _Line(asyncio.Protocol):
 
 
 class _Commands(redis.Redis):
-    """redis-py's command methods, over the pipelined connection of a link."""
+    """redis-py's command methods, over ``send`` of a link."""
 
-    def __init__(self, link: Link, pool: redis.ConnectionPool) -> None:
+    def __init__(self, pool: redis.ConnectionPool, send: Callable[[tuple[Any, ...]], Awaitable[Any]]) -> None:
         super().__init__(connection_pool=pool)
-        self._link = link
+        self._send = send
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         name = args[0]
-        reply = await self._link.send((*name.split(), *args[1:]))
+        reply = await self._send((*name.split(), *args[1:]))
         options.pop("keys", None)
         callback = self.response_callbacks.get(name)
         return callback(reply, **options) if callback else reply
@@ -132,13 +130,14 @@ class Link:
         # No deadlines in redis-py: they would make a task of each call.
         patience = min(5.0, timeout / 3)
         options: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": patience}
-        self.redis = _Commands(self, redis.ConnectionPool.from_url(url, **options))
+        pool = redis.ConnectionPool.from_url(url, **options)
+        self.redis, self.retried = _Commands(pool, self.send), _Commands(pool, self.send_retried)
         waits = redis.ConnectionPool.from_url(url, **options)
         if shares_waits:
             waits = redis.BlockingConnectionPool.from_url(url, max_connections=_most_waits(), timeout=None, **options)
         self._waiting = redis.Redis(connection_pool=waits)
         self._reads: dict[Any, asyncio.Future[Any]] = {}
-        self._line: _Line | None = None
+        self._connection: PipelinedConnection | None = None
         self._connecting = asyncio.Lock()
         self.client = uuid.uuid4().hex[:12]
         self.calls = itertools.count()
@@ -148,39 +147,48 @@ class Link:
     async def close(self) -> None:
         """End every call under way; blocked reads raise IndexUnreachable."""
         self.closed = True
-        if self._line is not None:
-            self._line.close()
+        if self._connection is not None:
+            self._connection.close()
         await self.redis.connection_pool.disconnect()
         await self._waiting.connection_pool.disconnect()
 
     @property
-    def line(self) -> _Line | None:
+    def connection(self) -> PipelinedConnection | None:
         """The connection for calls; None when it is not connected."""
-        return self._line if self._line is not None and not self._line.lost else None
+        return self._connection if self._connection is not None and not self._connection.lost else None
 
     async def send(self, command: tuple[Any, ...]) -> Any:
         """Send one command and return its reply, without a retry; see :meth:`retry`."""
-        return await (self.line or await self._connect()).send(command)
+        return await (self.connection or await self._connect()).send(command)
+
+    async def send_retried(self, command: tuple[Any, ...]) -> Any:
+        """Like :meth:`send`, repeated after a lost connection."""
+        return await self.retry(lambda again: self.send(command))
 
     async def send_all(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Send commands in one round trip, and return their replies."""
-        line = self.line or await self._connect()
-        return await asyncio.gather(*[line.send(command) for command in commands])
+        """Send commands in one round trip, one directly after the other, and return their replies. Repeated after a lost
+        connection."""
 
-    async def _connect(self) -> _Line:
+        async def once(again: bool) -> list[Any]:
+            connection = self.connection or await self._connect()
+            return await asyncio.gather(*[connection.send(command) for command in commands])
+
+        return await self.retry(once)  # type: ignore[no-any-return]
+
+    async def _connect(self) -> PipelinedConnection:
         async with self._connecting:
             if self.closed:
                 raise ConnectionError("the index's client was closed")
-            if self.line is None:
+            if self.connection is None:
                 connection = self.redis.connection_pool.make_connection()
                 try:
                     await connection.connect()
                 except BaseException:  # otherwise each attempt at a server that accepts and does not reply stays open
                     await connection.disconnect(nowait=True)
                     raise
-                self._line = _Line(connection, self.timeout / 3)
-            assert self._line is not None
-            return self._line
+                self._connection = PipelinedConnection(connection, self.timeout / 3)
+            assert self._connection is not None
+            return self._connection
 
     async def read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
         """Block until one of ``streams`` has entries after its position, for at most ``timeout`` seconds."""

@@ -60,10 +60,9 @@ class Lost:
 class Warehouses(Calls):
     """Calls about warehouses and the blocks in their arenas."""
 
-    async def join_warehouse(self, name: str, node: str, path: Path, nbytes: int) -> int:
-        """Register a warehouse with all of its bytes free; returns its number. Repeating it changes nothing."""
-        reply = await self.call("join_warehouse", warehouse=name, node=node, path=str(path), bytes=nbytes)
-        return int(reply["number"])
+    async def join_warehouse(self, name: str, node: str, path: Path, nbytes: int) -> None:
+        """Register a warehouse with all of its bytes free. Repeating it changes nothing."""
+        await self.call("join_warehouse", warehouse=name, node=node, path=str(path), bytes=nbytes)
 
     async def announce_warehouse(self, number: int, host: str, port: int) -> None:
         """Record the address at which other nodes reach a warehouse. Repeated every few seconds as a heartbeat."""

@@ -34,22 +34,14 @@ import numpy as np
 import structlog
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from pipeline.columns import Packed, Schema
-from pipeline.index.client import (
-    Claim,
-    Index,
-    IndexRefused,
-    IndexUnreachable,
-    Stored,
-    WarehouseGone,
-    ranges,
-    worker_name,
-)
+from pipeline.columns import Packed, Ragged, Schema
+from pipeline.index.claims import Claim, Stored, ranges
+from pipeline.index.client import Index, worker_name
+from pipeline.index.errors import IndexRefused, IndexUnreachable, WarehouseGone
 from pipeline.loader.balance import balanced
 from pipeline.loop_thread import LoopThread
 from pipeline.warehouse.dock import Dock
 
-Ragged = Literal["packed", "jagged", "padded"]
 log = structlog.get_logger()
 
 ENDED = ("finished", "stopped", "failed")
@@ -80,14 +72,7 @@ class Batch:
         return len(self.row)
 
     def __getitem__(self, name: str) -> Any:
-        column, packed = self.schema[name], self.columns[name]
-        if column.shape is not None:
-            return packed.values.view(len(self), *column.shape)
-        if column.dtype == "utf8":
-            return packed.texts()
-        if self.ragged == "packed":
-            return packed
-        return packed.jagged() if self.ragged == "jagged" else packed.padded(self.fill)
+        return self.columns[name].value(self.schema[name], len(self), self.ragged, self.fill)
 
     def select(self, positions: Sequence[int]) -> Batch:
         """A copy of the rows at ``positions``: a micro-batch. Commit the whole batch, not its parts."""
@@ -290,7 +275,7 @@ class _Link(LoopThread):
                 secret=stream.secret,
                 tls=(tls, tls) if tls else None,  # a reader serves no warehouse
             )
-            await dock.enter()
+            await dock.warehouses.enter()
             self._dock = dock
         return self._dock
 

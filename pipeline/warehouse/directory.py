@@ -15,7 +15,9 @@ import structlog
 
 from pipeline.blocks import BlockReader, PackedRows
 from pipeline.columns import ColumnError, Packed, Schema
-from pipeline.index.client import BlockLost, Index, Lost, WarehouseGone, WarehouseRecord
+from pipeline.index.client import Index
+from pipeline.index.errors import BlockLost, WarehouseGone
+from pipeline.index.warehouses import Lost, WarehouseRecord
 from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.wire.client import RemoteWarehouse
 from pipeline.warehouse.wire.protocol import WarehouseUnreachable
@@ -94,9 +96,8 @@ class WarehouseDirectory:
         """Create this worker's warehouse in ``folder`` with ``nbytes`` bytes, or map it when it is there."""
         await self._agree_on_schema()
         path = (folder / f"arena-{self._name}").resolve()
-        arena = Arena.create(path, nbytes)
-        number = await self._index.join_warehouse(self._name, self.node, path, nbytes)
-        self._arenas[number] = arena, BlockReader(arena.slice(0, arena.nbytes), self._schema)
+        Arena.create(path, nbytes)
+        await self._index.join_warehouse(self._name, self.node, path, nbytes)
         await self.enter()
 
     async def _agree_on_schema(self) -> None:

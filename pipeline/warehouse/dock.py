@@ -4,8 +4,8 @@
                        ▲                                   ├▶ train(claim, step) ─▶ release(before=step)
                        └── begun(claim, columns) ◀─────────┴▶ park(claim, positions, columns so far)
 
-TensorDict at the borders. Every wait has a deadline. The parts: :mod:`writer`, :mod:`reader`, and :mod:`directory`, which
-knows where the warehouses are.
+TensorDict at the borders. Every wait has a deadline. The parts: :mod:`writer`, :mod:`reader` (the base class), and
+:mod:`directory`, which knows where the warehouses are.
 """
 
 from __future__ import annotations
@@ -17,33 +17,24 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tensordict import TensorDict
 
-from pipeline.columns import Packed, Schema
-from pipeline.index.client import (
-    STATES,
-    Claim,
-    Index,
-    Nothing,
-    RunConfig,
-    StageSpec,
-    pack_made,
-    ranges,
-    redacted,
-)
+from pipeline.columns import Schema
+from pipeline.index.claims import STATES, Claim, Nothing, pack_made, ranges
+from pipeline.index.client import Index, RunConfig, StageSpec
+from pipeline.index.link import redacted
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.directory import WarehouseDirectory
 from pipeline.warehouse.reader import Reader
-from pipeline.warehouse.wire.server import WarehouseServer
 from pipeline.warehouse.writer import SLAB, SOURCE_RESERVE, NoRoom, Rows, Writer
 
 __all__ = ["SLAB", "Dock", "NoRoom", "Rows"]
 
 
-class Dock:
+class Dock(Reader):
     """One worker's access to a run's samples.
 
     ``warehouse`` names the one that this worker writes to; its arena lies in ``directory``. ``node`` says which warehouses
@@ -68,12 +59,12 @@ class Dock:
         wire_timeout: float = 10.0,
         slab: int = SLAB,
     ) -> None:
-        self.index, self.schema, self.worker, self.lease = index, schema, worker, lease
+        self.index, self.worker, self.lease = index, worker, lease
         self.folder, self.node = directory, node or platform.node()
-        self.warehouses = WarehouseDirectory(
+        warehouses = WarehouseDirectory(
             index, schema, name=warehouse, node=self.node, secret=secret, tls=tls, wire_timeout=wire_timeout
         )
-        self.reader = Reader(schema, self.warehouses)
+        super().__init__(schema, warehouses)
         self.writer = Writer(index, schema, self.warehouses, worker=worker, room_timeout=room_timeout, slab=slab)
 
     @classmethod
@@ -124,38 +115,25 @@ class Dock:
         """Bring this node's warehouse into the run, with ``nbytes`` bytes; does nothing when it is there."""
         await self.warehouses.join(self.folder, nbytes)
 
-    async def enter(self) -> None:
-        """Find the run's warehouses, to read and write samples without bringing one."""
-        await self.warehouses.enter()
-
     @property
     def home(self) -> int:
         """The number of the warehouse that this worker writes to; 0 before it is known."""
         home = self.warehouses.known_home
         return home.number if home else 0
 
-    def producer(self, column: str) -> int:
-        """Which of a claim's ``refs`` say where ``column`` lies; 0 is the admission. Known after :meth:`enter`."""
-        return self.warehouses.producers[column]
-
     async def serve(self, host: str, port: int = 0, *, advertise: str | None = None) -> tuple[str, int]:
         """Let other nodes reach this node's warehouse at ``host``, or at ``advertise`` where they know it by another name.
         Returns the address. One worker of a node does this, until it closes."""
         return await self.warehouses.serve(host, port, advertise=advertise)
 
-    @property
-    def served(self) -> WarehouseServer | None:
-        """The server that this worker runs."""
-        return self.warehouses.server
-
     async def drain(self) -> int:
         """Move all blocks of this node's warehouse to the others, and take it out of the run. Returns the bytes moved.
         Rows that are leased meanwhile are delivered again if their reader came too late."""
         home, moved = await self.warehouses.home(), 0
-        await self.flush()
+        await self.writer.flush()
         while True:
             left = await self.index.leave_warehouse(home.number)
-            await self.enter()
+            await self.warehouses.enter()
             if not left.closed and not left.open:
                 break
             pairs = []
@@ -170,10 +148,6 @@ class Dock:
                 await self.index.wait("room", left.wait, 5.0)  # other workers still write there, and will stop
         await self.index.lose_warehouse(home.number)
         return moved
-
-    async def flush(self) -> None:
-        """Close the blocks that no write is using: their bytes can be free as soon as their rows are."""
-        await self.writer.flush()
 
     async def close(self) -> None:
         """Give back the blocks that this worker holds open, and its connections. The rows that it wrote stay."""
@@ -219,22 +193,6 @@ class Dock:
     async def wait(self, stage: str, nothing: Nothing, timeout: float) -> bool:
         """Wait until a claim of ``stage`` that found ``nothing`` may find something."""
         return await self.index.wait(nothing.topic, nothing.wait, min(timeout, nothing.due or timeout))
-
-    async def fetch(
-        self, claim: Claim, columns: Sequence[str], *, ragged: Literal["jagged", "padded"] = "jagged", fill: float = 0
-    ) -> TensorDict:
-        """The claimed rows' ``columns``, batch size [B], in the claim's order; views of shared memory where they lie
-        side by side on this node, valid while the lease is held. Ragged columns come as jagged nested tensors [B, j],
-        or ``padded`` with ``fill``; text as strings. Raises StaleHandle for released rows."""
-        return await self.reader.fetch(claim, columns, ragged=ragged, fill=fill)
-
-    async def fetch_packed(self, claim: Claim, columns: Sequence[str]) -> dict[str, Packed]:
-        """Like :meth:`fetch`, each column as one packed buffer with its offsets, as packed training takes it."""
-        return await self.reader.fetch_packed(claim, columns)
-
-    async def gather(self, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
-        """The columns ``names`` of the rows that lie where ``refs`` say (REF [B], B > 0), in that order."""
-        return await self.reader.gather(refs, names)
 
     async def commit(
         self,

@@ -22,18 +22,10 @@ from tensordict import TensorDictBase
 
 from pipeline.blocks import pack
 from pipeline.columns import Schema
-from pipeline.index.client import (
-    REF,
-    Block,
-    BlockLost,
-    Full,
-    Index,
-    IndexRefused,
-    NeverFits,
-    Stored,
-    WarehouseGone,
-    WarehouseRecord,
-)
+from pipeline.index.claims import REF, Stored
+from pipeline.index.client import Index
+from pipeline.index.errors import BlockLost, IndexRefused, NeverFits, WarehouseGone
+from pipeline.index.warehouses import Block, Full, WarehouseRecord
 from pipeline.warehouse.directory import OFFSET_BITS, WarehouseDirectory
 
 Rows = Mapping[str, Any] | TensorDictBase
@@ -278,18 +270,13 @@ class Writer:
         """Admit the waiting puts, those of one block together, until none waits."""
         try:
             while self._puts:
-                await self._admit(self._take_puts())
+                first = self._puts[0].written
+                alike = [p for p in self._puts if (p.written.block, p.written.mask) == (first.block, first.mask)]
+                together = dict.fromkeys(alike[:_PUTS_TOGETHER])
+                self._puts = [put for put in self._puts if put not in together]
+                await self._admit(list(together))
         finally:
             self._admitting = False
-
-    def _take_puts(self) -> list[_Put]:
-        """The waiting puts that lie in the block of the first, taken off the list."""
-        first = self._puts[0].written
-        together = [put for put in self._puts if (put.written.block, put.written.mask) == (first.block, first.mask)]
-        together = together[:_PUTS_TOGETHER]
-        taken = set(map(id, together))
-        self._puts = [put for put in self._puts if id(put) not in taken]
-        return together
 
     async def _admit(self, together: Sequence[_Put]) -> None:
         """Admit puts of one block, and set their results."""

@@ -123,8 +123,8 @@ class WeightSender:
         store.set_timeout(timedelta(seconds=self._timeout))
         serving = threading.Thread(target=serve_store, args=(engine, store), name="weights-rendezvous", daemon=True)
         serving.start()
-        with closing(_Line(self._device, store, 0, self._timeout)) as line:
-            line.move(buckets)
+        with closing(_DevicePair(self._device, store, 0, self._timeout)) as pair:
+            pair.move(buckets)
         serving.join(self._timeout)  # until the engine hangs up: it has everything then
 
     @contextmanager
@@ -166,29 +166,23 @@ class WeightReceiver:
         """Fill ``memory``, uint8 [``published.nbytes``]. Raises ``WeightsDamaged`` for bytes that are not those that were
         published, and ``WeightsUnreachable``."""
         published.check()
+        options: dict[str, Any] = {"connecting": CONNECT_SECONDS, "timeout": self._timeout, "tls": self._tls}
         try:
-            self._receive(published, memory)
+            if not published.source:
+                raise RuntimeError("it was published for one node alone; set sync.transport = 'collective'")
+            host, port, _ = json.loads(published.source)
+            with closing(connect((host, port), self._secret, **options)) as trainer:
+                trainer.send_message({"version": published.version, "device": self._device.type})
+                answer = trainer.receive_message()
+                if not answer["have"]:
+                    raise published.damage("the trainer has them no more; take the newest")
+                receive = self._receive_by_group if answer["group"] else self._receive_bytes
+                receive(trainer, published, memory)
         except WeightsDamaged:
             raise
         except (RuntimeError, OSError, ValueError, KeyError) as error:
             wrong = f"weights of version {published.version}: not received from the trainer at {published.source!r}"
             raise WeightsUnreachable(f"{wrong}: {error}") from error
-
-    def _receive(self, published: Published, memory: np.ndarray) -> None:
-        if not published.source:
-            raise RuntimeError("it was published for one node alone; set sync.transport = 'collective' for the trainer")
-        host, port, _ = json.loads(published.source)
-        options: dict[str, Any] = {"connecting": CONNECT_SECONDS, "timeout": self._timeout, "tls": self._tls}
-        with closing(connect((host, port), self._secret, **options)) as trainer:
-            trainer.send_message({"version": published.version, "device": self._device.type})
-            answer = trainer.receive_message()
-            if not answer["have"]:
-                gone = "the trainer has them no more; take the newest"
-                raise WeightsDamaged(f"weights of version {published.version}: {gone}")
-            if answer["group"]:
-                self._receive_by_group(trainer, published, memory)
-                return
-            self._receive_bytes(trainer, published, memory)
 
     def _receive_bytes(self, trainer: SecretSocket, published: Published, memory: np.ndarray) -> None:
         """Fill ``memory``; each bucket is verified while the next one comes."""
@@ -204,8 +198,8 @@ class WeightReceiver:
 
     def _receive_by_group(self, trainer: SecretSocket, published: Published, memory: np.ndarray) -> None:
         devices.use(self._device)
-        with closing(_Line(self._device, RemoteStore(trainer), 1, self._timeout)) as line:
-            line.move(_buckets(memory, published), landed=lambda number: verify(memory, published, number))
+        with closing(_DevicePair(self._device, RemoteStore(trainer), 1, self._timeout)) as pair:
+            pair.move(_buckets(memory, published), landed=lambda number: verify(memory, published, number))
 
 
 @dataclass(frozen=True)
@@ -281,7 +275,7 @@ def serve_store(peer: SecretSocket, store: Store) -> None:
         return
 
 
-class _Line:
+class _DevicePair:
     """One end of a group of two devices, through which rank 0 sends and rank 1 receives."""
 
     def __init__(self, device: torch.device, store: Store, rank: int, timeout: float) -> None:

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from pipeline.blocks import BlockReader, pack
 from pipeline.columns import (
+    DTYPES,
     MAX_COLUMNS,
     Column,
     ColumnError,
@@ -24,18 +25,6 @@ from pipeline.columns import (
 from pipeline.warehouse.arena import StaleHandle
 from tests.pipeline.block_view import BlockView
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-]
 SCHEMA = Schema(
     [
         Column.ragged("ids", torch.int64),
@@ -278,7 +267,7 @@ def test_a_column_that_a_row_does_not_have_is_an_error() -> None:
         shelf.take(["answer"], [(having, 0), ((having[0], 999), 1)])
 
 
-def test_values_that_are_not_finite_are_refused_where_the_schema_says_so() -> None:
+def test_values_that_are_not_finite_are_refused_in_finite_columns() -> None:
     schema = Schema(
         [Column.scalar("reward", torch.float32, finite=True), Column.ragged("kl", torch.float64, finite=True)]
     )

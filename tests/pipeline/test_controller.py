@@ -15,7 +15,8 @@ from tensordict import TensorDict
 from pipeline.clock import Clock
 from pipeline.columns import Column, Schema
 from pipeline.controller import Controller, Output
-from pipeline.index.client import Block, Claim, Index, RunConfig, StageSpec
+from pipeline.index.client import Claim, Index, RunConfig, StageSpec
+from pipeline.index.warehouses import Block
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
 from tests.any_event import AnyEvent
@@ -105,7 +106,7 @@ async def test_rows_are_processed_in_order_and_each_once(dock: Dock) -> None:
     assert made["doubled"].tolist() == (2 * made["number"]).tolist() == list(range(0, 24, 2))
 
 
-async def test_a_controller_tells_what_it_does(dock: Dock) -> None:
+async def test_a_controller_reports_its_work(dock: Dock) -> None:
     await admit(dock, range(2))
     stage = Double()
     stage.gate.clear()
@@ -129,7 +130,7 @@ async def test_a_controller_tells_what_it_does(dock: Dock) -> None:
     assert reports[-1]["busy"] > 0
 
 
-async def test_a_controller_tells_what_it_did_and_when(dock: Dock) -> None:
+async def test_a_controller_reports_its_spans(dock: Dock) -> None:
     """Each claim is a span; when more were made than fit a report, it has the longest and the number left out."""
     most = 5
     controller = Controller(dock, Double(most=1), spans=Spans(most))
@@ -207,7 +208,7 @@ async def test_leases_are_renewed_while_a_stage_takes_its_time(dock: Dock) -> No
 
 
 async def test_a_lease_that_is_gone_ends_the_work_on_it(dock: Dock) -> None:
-    """The work would be refused in the end: it is cancelled when the renewal says so, not after hours of generation."""
+    """The work would be refused in the end: it is cancelled when the renewal fails, not after hours of generation."""
     await admit(dock, range(1))
     stage = Double()
     stage.gate.clear()
@@ -350,7 +351,7 @@ async def test_cancelling_ends_everything_at_once(dock: Dock, moment: str) -> No
     assert await dock.index.queue_depth("double") == (0 if moment in ("working", "waiting for rows") else 3)
 
 
-async def test_waiting_for_room_is_told_apart_from_work(index: Index, tmp_path: Path) -> None:
+async def test_waiting_for_room_is_not_counted_as_work(index: Index, tmp_path: Path) -> None:
     await index.init(RunConfig(STAGES, 100, 0, 1, 0), {"published": 0, "trained": 0, "admitted": 0})
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
     await dock.join(8192)

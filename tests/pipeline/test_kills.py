@@ -29,7 +29,7 @@ STAGES = (
 )
 SECRET = b"a secret of the run, sixteen or more"
 
-# A worker that stops at the named moment, says so, and waits to be killed.
+# A worker that stops at the named moment, reports it, and waits to be killed.
 VICTIM = """
 import asyncio, sys, time
 from pathlib import Path
@@ -184,7 +184,7 @@ async def test_a_killed_index_comes_back_with_all_that_it_acknowledged(tmp_path:
         started.stop()
 
 
-async def test_a_cut_to_the_index_is_waited_out_or_told(index_url: str, tmp_path: Path) -> None:
+async def test_a_cut_to_the_index_is_waited_out_or_raised(index_url: str, tmp_path: Path) -> None:
     """Answers that are lost on the way are asked for again, and given, without anything being done twice."""
     url = urlsplit(index_url)
     target = (url.hostname, url.port) if url.port else url.path
@@ -213,7 +213,7 @@ async def test_a_cut_to_the_index_is_waited_out_or_told(index_url: str, tmp_path
 
 
 @pytest.mark.parametrize("ways", [("there",), ("back",), ()], ids=["requests lost", "answers lost", "both"])
-async def test_a_cut_between_two_nodes_is_told_within_the_deadline_and_nothing_is_lost(
+async def test_a_cut_between_two_nodes_is_raised_within_the_deadline_and_nothing_is_lost(
     index: Index, tmp_path: Path, ways: tuple[str, ...]
 ) -> None:
     await index.init(RunConfig(STAGES), {})
@@ -238,7 +238,7 @@ async def test_a_cut_between_two_nodes_is_told_within_the_deadline_and_nothing_i
         _, port = await a.serve("127.0.0.1")
         async with Cable(("127.0.0.1", port)) as cable:
             await index.announce_warehouse(1, "127.0.0.1", cable.port)
-            await b.enter()
+            await b.warehouses.enter()
             await a.put({"tokens": [torch.arange(n) for n in (3, 0, 5)]})
             claim = await b.claim("score", 3)
             assert claim is not None
@@ -282,13 +282,13 @@ async def test_many_workers_that_die_at_random_deliver_every_row_exactly_once(do
     await dock.put({"tokens": [torch.tensor([n]) for n in range(300)]})
 
     async def consume(name: str) -> None:
-        mine = Dock(dock.index, SCHEMA, worker=name, directory=tmp_path)
-        while (claim := await mine.claim("score", rng.randint(1, 20))) is not None:
-            rows = (await mine.fetch(claim, ["tokens"]))["tokens"].values().tolist()
+        killed_dock = Dock(dock.index, SCHEMA, worker=name, directory=tmp_path)
+        while (claim := await killed_dock.claim("score", rng.randint(1, 20))) is not None:
+            rows = (await killed_dock.fetch(claim, ["tokens"]))["tokens"].values().tolist()
             await asyncio.sleep(rng.random() * 0.01)
             half = len(claim) // 2
             for positions in (range(half), range(half, len(claim))):
-                await mine.commit(claim, positions, {"score": torch.zeros(len(positions))})
+                await killed_dock.commit(claim, positions, {"score": torch.zeros(len(positions))})
                 done.extend(rows[i] for i in positions)
 
     for life in range(200):

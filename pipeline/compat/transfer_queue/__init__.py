@@ -135,11 +135,11 @@ async def _kv_put(
         fields = TensorDict(rows, batch_size=[1])
     elif fields is not None and not isinstance(fields, TensorDict):
         raise ValueError("`fields` can only be dict or TensorDict")
-    return await _put([key], partition_id, fields, None if tag is None else [tag], data_parser)
+    return await _kv_batch_put([key], partition_id, fields, None if tag is None else [tag], data_parser)
 
 
 async def _kv_batch_put(
-    keys: list[str],
+    keys: list[str] | str,
     partition_id: str,
     fields: TensorDict | None = None,
     tags: list[Tag] | None = None,
@@ -147,16 +147,6 @@ async def _kv_batch_put(
 ) -> KVBatchMeta:
     """Put fields (a TensorDict of one row for each key) and tags (one for each key) of several keys, in one atomic step.
     New fields join those that the keys have, or replace them; so do tags."""
-    return await _put(keys, partition_id, fields, tags, data_parser)
-
-
-async def _put(
-    keys: list[str] | str,
-    partition_id: str,
-    fields: TensorDict | None,
-    tags: list[Tag] | None,
-    parser: Parser | None,
-) -> KVBatchMeta:
     keys = _checked_keys(keys)
     if fields is None and tags is None:
         raise ValueError("Please provide at least one parameter of `fields` or `tags`.")
@@ -171,7 +161,7 @@ async def _put(
     if tags is not None and len(tags) != len(keys):
         raise ValueError(f"keys with length {len(keys)} does not match length of tags {len(tags)}")
     partition = _checked_partition(partition_id)
-    return await _connected().put(keys, partition, {} if fields is None else _parsed(fields, parser), tags)
+    return await _connected().put(keys, partition, {} if fields is None else _parsed(fields, data_parser), tags)
 
 
 def _parsed(fields: TensorDictBase, parser: Parser | None) -> dict[str, Any]:

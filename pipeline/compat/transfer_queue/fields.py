@@ -20,7 +20,7 @@ from tensordict import NonTensorData, NonTensorStack
 from pipeline.blocks import jagged_parts
 from pipeline.columns import ColumnError, Packed, offsets_of
 from pipeline.compat.transfer_queue.batch_meta import Tag
-from pipeline.index.client import IndexRefused
+from pipeline.index.errors import IndexRefused
 
 MAX_FIELDS = 63  # of a partition: the index keeps a key's fields as bits of two 32-bit words
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -34,8 +34,10 @@ from pipeline.compat.transfer_queue.fields import (
     encode_field,
     encode_tags,
 )
-from pipeline.index.client import REF, FieldsChanged, Index, IndexRefused, RunConfig, worker_name
+from pipeline.index.claims import REF
+from pipeline.index.client import Index, RunConfig, worker_name
 from pipeline.index.embedded import EmbeddedIndex
+from pipeline.index.errors import FieldsChanged, IndexRefused
 from pipeline.index.keys import KeysFound
 from pipeline.loop_thread import LoopThread
 from pipeline.warehouse.arena import StaleHandle, shared_memory_directory
@@ -99,7 +101,7 @@ class Queue(LoopThread):
         near = sorted(w.name for w in found if w.node == self.dock.node and not w.leaving)
         if near:
             self.dock = dock(near[0])
-            await self.dock.enter()
+            await self.dock.warehouses.enter()
         else:
             self.dock = dock("local" if not found else f"local-{uuid.uuid4().hex[:6]}")
             await self.dock.join(conf["arena"])

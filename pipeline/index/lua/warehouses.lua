@@ -1,11 +1,9 @@
 -- Warehouses join, leave, and are lost.
 
--- {warehouse = name, node, path, bytes} → {number, bytes}: a warehouse joins with all of its bytes free. Repeating it changes
--- nothing.
+-- {warehouse = name, node, path, bytes}: a warehouse joins with all of its bytes free. Repeating it changes nothing.
 define('join_warehouse', function(run, a)
-  local number = call('HGET', run .. 'names', a.warehouse)
-  if not number then
-    number = count(run, 'warehouses', 1)
+  if not call('HGET', run .. 'names', a.warehouse) then
+    local number = count(run, 'warehouses', 1)
     call('HSET', run .. 'names', a.warehouse, number)
     call('HSET', run .. 'warehouses', number,
       cmsgpack.pack({ name = a.warehouse, node = a.node, path = a.path, bytes = a.bytes, host = '', port = 0, leaving = false }))
@@ -14,8 +12,7 @@ define('join_warehouse', function(run, a)
     call('ZADD', run .. 'byaddr:' .. number, 0, '0')
     wake(run, 'warehouses')
   end
-  local known = cmsgpack.unpack(call('HGET', run .. 'warehouses', number))
-  return { number = int(number), bytes = known.bytes }
+  return true
 end)
 
 local function change_warehouse(run, number, change)

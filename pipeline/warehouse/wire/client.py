@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from aiohappyeyeballs import start_connection
 
 from pipeline.blocks import PackedRows
 from pipeline.columns import Column, Packed, Schema
@@ -145,9 +146,6 @@ class RemoteWarehouse:
         mask = self._schema.mask(names)
         asked = [self._schema[name] for name in self._schema.names(mask)]
         rows = len(slots)
-        for name, array in (("blocks", blocks), ("offsets", offsets), ("slots", slots)):
-            if array.dtype != np.int64 or array.shape != (rows,):
-                raise TransferError(f"read: {name} is {array.dtype} {list(array.shape)}, must be int64 [{rows}]")
         if not rows or not asked:
             return {name: self._schema[name].empty() for name in names}
         control = read_head(self._schema).pack(mask, rows) + np.stack([blocks, offsets, slots]).tobytes()
@@ -268,32 +266,19 @@ class RemoteWarehouse:
             ) from None
 
     async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        failed: OSError | None = None
-        for family, kind, protocol, _, address in await loop.getaddrinfo(*self._address, type=socket.SOCK_STREAM):
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.setblocking(False)
-                await loop.sock_connect(sock, address)
-                stream = await Stream.open(sock, self._ssl, self._address[0])
-            except BaseException as error:
-                sock.close()
-                if isinstance(error, tls.SSLError) and not isinstance(error, tls.SSLEOFError | tls.SSLZeroReturnError):
-                    raise TransferError(
-                        f"warehouse {self._address}: no TLS with it ({error}); check that it serves TLS, and that the "
-                        "client's context trusts its certificate under this name"
-                    ) from None
-                if not isinstance(error, OSError) or isinstance(error, tls.SSLError):
-                    raise
-                failed = error
-                continue
-            try:
-                return await self._greet(stream)
-            except BaseException:
-                stream.close()
-                raise
-        assert failed is not None
-        raise failed
+        found = await asyncio.get_running_loop().getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+        stream = Stream(await start_connection(found))
+        try:
+            await stream.start_tls(self._ssl, self._address[0])
+            return await self._greet(stream)
+        except BaseException as error:
+            stream.close()
+            if isinstance(error, tls.SSLError) and not isinstance(error, tls.SSLEOFError | tls.SSLZeroReturnError):
+                raise TransferError(
+                    f"warehouse {self._address}: no TLS with it ({error}); check that it serves TLS, and that the "
+                    "client's context trusts its certificate under this name"
+                ) from None
+            raise
 
     async def _greet(self, stream: Stream) -> _Connection:
         hello = bytes(await stream.receive(HELLO.size))

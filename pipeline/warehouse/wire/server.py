@@ -125,10 +125,8 @@ class WarehouseServer:
         self.address, self.limits = (host, port), limits or Limits()
         self._reader = BlockReader(arena.slice(0, arena.nbytes), schema)
         self._serving: asyncio.Task[None] | None = None
-        self._open = set[Stream | socket.socket]()
-        self._handshakes: dict[
-            asyncio.Task[None], None
-        ] = {}  # of clients that have not proven the secret, oldest first
+        self._open = set[Stream]()
+        self._handshakes = dict[asyncio.Task[None], None]()  # of clients that have not proven the secret, oldest first
         self._sent = self._received = self.payload_sent = self.payload_received = 0
 
     @property
@@ -137,11 +135,11 @@ class WarehouseServer:
 
     @property
     def bytes_sent(self) -> int:
-        return self._sent + sum(peer.sent for peer in self._open if isinstance(peer, Stream))
+        return self._sent + sum(peer.sent for peer in self._open)
 
     @property
     def bytes_received(self) -> int:
-        return self._received + sum(peer.received for peer in self._open if isinstance(peer, Stream))
+        return self._received + sum(peer.received for peer in self._open)
 
     async def start(self) -> tuple[str, int]:
         """Listen; returns the address, with the port that the system chose when it was 0."""
@@ -173,6 +171,7 @@ class WarehouseServer:
                 while True:
                     try:
                         sock, peer = await loop.sock_accept(listening)
+                        stream = Stream(sock)
                     except OSError as error:  # no file descriptor is left, or the peer has gone
                         log.warning("a connection could not be accepted", error=str(error))
                         await asyncio.sleep(0.1)
@@ -183,21 +182,18 @@ class WarehouseServer:
                         del self._handshakes[oldest]
                         oldest.cancel()
                         log.warning("handshake ended: too many at once", handshakes=self.limits.handshakes)
-                    self._open.add(sock)
-                    task = tasks.create_task(self._run_connection(sock, peer))
+                    self._open.add(stream)
+                    task = tasks.create_task(self._run_connection(stream, peer))
                     self._handshakes[task] = None
                     task.add_done_callback(lambda task: self._handshakes.pop(task, None))
 
-    async def _run_connection(self, sock: socket.socket, peer: object) -> None:
+    async def _run_connection(self, stream: Stream, peer: object) -> None:
         """One connection, from its handshake to its end. An error ends this connection alone."""
-        current: Stream | socket.socket = sock
         task = asyncio.current_task()
         assert task is not None
         try:
             async with asyncio.timeout(self.limits.hello_seconds):
-                stream = await Stream.open(sock, self._ssl, None)
-                self._open.remove(current)
-                self._open.add(current := stream)
+                await stream.start_tls(self._ssl, None)
                 if not await self._greet(stream):
                     log.warning("handshake refused: version or secret", peer=peer)
                     return
@@ -212,10 +208,9 @@ class WarehouseServer:
         except Exception:
             log.exception("connection failed", peer=peer)
         finally:
-            self._open.remove(current)
-            if isinstance(current, Stream):
-                self._sent, self._received = self._sent + current.sent, self._received + current.received
-            current.close()
+            self._open.remove(stream)
+            self._sent, self._received = self._sent + stream.sent, self._received + stream.received
+            stream.close()
 
     async def _greet(self, stream: Stream) -> bool:
         """The handshake. Returns whether the client knows the secret; it learns nothing else before it has proven that."""

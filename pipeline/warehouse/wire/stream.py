@@ -18,31 +18,23 @@ _WAKE = 1 << 20  # bytes that a receiver of many lets gather before it is woken
 
 
 class Stream:
-    """A socket for one task at a time. It keeps no bytes, and its callers set the deadline."""
+    """The connected ``sock`` for one task at a time. It keeps no bytes, and its callers set the deadline."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self._loop = sock, asyncio.get_running_loop()
         self.sent = self.received = self._moved = 0
         self._woken_at = 1
-
-    @classmethod
-    async def open(cls, sock: socket.socket, ssl: tls.SSLContext | None, server: str | None) -> Stream:
-        """Over the connected ``sock``; ``server`` is the name to check its certificate against, None for a server."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if ssl is None:
-            return cls(sock)
-        wrapped = ssl.wrap_socket(
-            sock, server_side=server is None, do_handshake_on_connect=False, server_hostname=server
-        )
-        stream = cls(wrapped)
-        try:
-            await stream._until(wrapped.do_handshake)
-        except BaseException:
-            wrapped.close()
-            raise
-        return stream
+
+    async def start_tls(self, ssl: tls.SSLContext | None, server: str | None) -> None:
+        """Use TLS, unless ``ssl`` is None. ``server``: the name to check its certificate against; None for a server."""
+        if ssl is not None:
+            self.sock = wrapped = ssl.wrap_socket(
+                self.sock, server_side=server is None, do_handshake_on_connect=False, server_hostname=server
+            )
+            await self._until(wrapped.do_handshake)
 
     async def _until(self, step: Callable[[], T], *, sends: bool = False) -> T:
         """``step``, once the socket is ready for it. TLS may have to read in order to send, and the other way round."""

@@ -157,7 +157,7 @@ def test_bytes_are_free_once_their_keys_are_cleared_or_replaced(queue: Any) -> N
     assert used() == 0
 
 
-def test_memory_is_bounded_and_a_full_queue_says_so(queue: Any) -> None:
+def test_memory_is_bounded_and_a_full_queue_raises(queue: Any) -> None:
     with pytest.raises(NeverFits, match="can never fit"):
         queue.kv_put("a", "p", {"x": torch.zeros(2_000_000)})
     for key in "abc":
@@ -317,7 +317,7 @@ def test_sixty_three_fields_and_a_refused_put_takes_none(queue: Any) -> None:
     assert list(both.keys()) == ["f0", "f30", "f31", "f32", "f33", "f62"]
     assert [row.tolist() for row in both["f62"].unbind()] == [[-62], [162]]
     queue.kv_clear(["a", "b"], "p")
-    tq._connected().call(tq._connected().dock.flush())
+    tq._connected().call(tq._connected().dock.writer.flush())
     assert used() == 0
     queue.kv_put("a", "p", {f"g{i}": torch.tensor(i) for i in range(63)})
 

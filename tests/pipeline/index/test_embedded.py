@@ -62,7 +62,7 @@ async def test_a_run_goes_on_through_the_death_of_its_index(home: Path) -> None:
             await asyncio.to_thread(server.start)
             assert await asyncio.wait_for(call, 20) == (str(moment), True)
         assert (await index.state())[0] == "2"
-        assert await asyncio.wait_for(waiting, 20), "who waited is woken"
+        assert await asyncio.wait_for(waiting, 20), "the waiting client is woken"
         await index.close()
 
 
@@ -88,11 +88,11 @@ def test_two_servers_stand_side_by_side(home: Path) -> None:
     with EmbeddedIndex(home / "one") as one, EmbeddedIndex(home / "two") as two:
         clients = [redis.Redis.from_url(server.url) for server in (one, two)]
         for number, client in enumerate(clients):
-            client.set("who", number)
-        assert [int(client.get("who") or -1) for client in clients] == [0, 1]
+            client.set("number", number)
+        assert [int(client.get("number") or -1) for client in clients] == [0, 1]
         assert one.pid != two.pid
         one.stop()
-        assert int(clients[1].get("who") or -1) == 1
+        assert int(clients[1].get("number") or -1) == 1
         for client in clients:
             client.close()
 
@@ -115,7 +115,7 @@ def test_stop_leaves_nothing_behind_and_may_be_repeated(home: Path) -> None:
     assert not server.socket.exists()
 
 
-def test_a_server_that_cannot_start_says_where_to_look(home: Path) -> None:
+def test_a_server_that_cannot_start_raises_an_error_that_names_its_log(home: Path) -> None:
     data = home / "data"
     with EmbeddedIndex(data) as server:
         redis.Redis.from_url(server.url).set("a", 1)

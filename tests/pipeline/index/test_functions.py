@@ -35,7 +35,7 @@ def test_no_other_module_calls_a_function_by_its_name() -> None:
                 assert not pattern.search(path.read_text()), f"{path}: give the function a typed method in {INDEX}"
 
 
-def test_every_method_says_what_it_does() -> None:
+def test_every_method_has_a_docstring() -> None:
     for name in dir(Index):
         if not name.startswith("_"):
             member = getattr(Index, name)

@@ -1,4 +1,4 @@
-"""Leases against a caller who has not claimed them: tokens cannot be guessed, and run, stage and owner must fit."""
+"""Leases are safe from callers that have not claimed them: tokens cannot be guessed, and run, stage and owner must fit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def assert_untouched(dock: Dock, held: Claim) -> None:
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-async def test_nobody_but_its_owner_can_use_a_lease(owner: str, dock: Dock) -> None:
+async def test_only_its_owner_can_use_a_lease(owner: str, dock: Dock) -> None:
     held = await claim(dock, owner)
     before = await dock.index.stats()
     for foreign in set(FOREIGN) - {owner}:

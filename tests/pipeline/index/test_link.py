@@ -56,7 +56,7 @@ async def test_hundreds_of_calls_and_waits_take_few_connections(link: Link, inde
         await shared.close()
 
 
-async def test_who_waits_for_longer_or_comes_later_waits_on(link: Link) -> None:
+async def test_longer_and_later_waits_go_on(link: Link) -> None:
     """The first of those that wait for the same gives up, or is cancelled: the others miss nothing."""
     index = Index(link, uuid.uuid4().hex[:8])
     first = asyncio.create_task(index.wait("topic", "0", 0.1))
@@ -102,7 +102,7 @@ async def test_an_index_that_is_gone_fails_all_that_wait_for_it_by_their_deadlin
 
 
 async def test_a_server_that_does_not_answer_costs_no_descriptors() -> None:
-    """It takes connections, as one that is stopped does, and says nothing: each attempt to reach it is closed."""
+    """It takes connections, as one that is stopped does, and never replies: each attempt to reach it is closed."""
     opened: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(lambda reader, writer: opened.append(writer), "127.0.0.1", 0)
     link = Link(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=0.9)

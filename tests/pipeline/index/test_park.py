@@ -68,7 +68,7 @@ async def commit(dock: Dock, claimed: Claim, positions: list[int], tokens: int, 
     await dock.commit(claimed, positions, rows, generated=[(version, tokens)] * len(positions))
 
 
-async def test_a_parked_row_is_continued_by_whoever_is_free(nodes: tuple[Dock, Dock]) -> None:
+async def test_a_parked_row_is_continued_by_any_free_worker(nodes: tuple[Dock, Dock]) -> None:
     a, b = nodes
     await admit(a, 0)
     first = await claim(a)

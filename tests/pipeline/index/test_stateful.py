@@ -25,17 +25,8 @@ from hypothesis import strategies as st
 
 from pipeline.blocks import pack
 from pipeline.columns import Column, Schema
-from pipeline.index.client import (
-    Claim,
-    Full,
-    GateClosed,
-    Index,
-    IndexRefused,
-    LeaseLost,
-    RunConfig,
-    StageSpec,
-    WrittenTwice,
-)
+from pipeline.index.client import Claim, GateClosed, Index, IndexRefused, LeaseLost, RunConfig, StageSpec, WrittenTwice
+from pipeline.index.warehouses import Full
 from pipeline.staleness import max_age
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from pipeline.columns import Column, ColumnError, Packed, Schema
-from pipeline.index.client import Claim, Index, IndexRefused, LeaseLost, Nothing, StageSpec
+from pipeline.index.claims import Nothing
+from pipeline.index.client import Claim, Index, IndexRefused, LeaseLost, StageSpec
 from pipeline.loader.balance import balanced
 from pipeline.loader.loader import Batch, SampleLoader, SampleStream
 from pipeline.warehouse.arena import StaleHandle

@@ -12,7 +12,6 @@ import torch
 
 from pipeline.columns import Column, ColumnError, Schema
 from pipeline.index.client import (
-    Block,
     BoundBroken,
     Claim,
     GateClosed,
@@ -24,7 +23,8 @@ from pipeline.index.client import (
     RunConfig,
     StageSpec,
 )
-from pipeline.index.link import _Line
+from pipeline.index.link import PipelinedConnection
+from pipeline.index.warehouses import Block
 from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.dock import Dock, NoRoom
 
@@ -320,9 +320,9 @@ async def test_a_waiting_claim_wakes_as_soon_as_a_group_is_admitted(dock: Dock) 
 @pytest.fixture
 def cut_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The connection is lost once, after the server has done what it was asked."""
-    original, cuts = _Line.send, [0]
+    original, cuts = PipelinedConnection.send, [0]
 
-    def flaky(line: _Line, command: tuple[Any, ...]) -> asyncio.Future[Any]:
+    def flaky(line: PipelinedConnection, command: tuple[Any, ...]) -> asyncio.Future[Any]:
         answer = original(line, command)
         if cuts[0] != 1:
             return answer
@@ -331,7 +331,7 @@ def cut_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         answer.add_done_callback(lambda _: (line.close(), lost.set_exception(ConnectionError("the reply was lost"))))
         return lost
 
-    monkeypatch.setattr(_Line, "send", flaky)
+    monkeypatch.setattr(PipelinedConnection, "send", flaky)
     return cuts
 
 
@@ -356,7 +356,7 @@ async def test_a_repeated_call_after_a_lost_connection_is_answered_not_done_agai
 
 
 async def test_a_cancelled_call_is_always_cancelled(dock: Dock) -> None:
-    """redis-py may lose a cancellation that meets an arriving reply; a worker that is told to end would hang."""
+    """redis-py may lose a cancellation that meets an arriving reply; a worker that is asked to end would hang."""
     for turns in range(200):
         call = asyncio.create_task(dock.index.stats())
         for _ in range(turns % 12):

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from pipeline.columns import Column, Schema
-from pipeline.index.client import Index, IndexRefused, RunConfig, StageSpec, WarehouseGone
+from pipeline.index.client import Index, IndexRefused, RunConfig, StageSpec
+from pipeline.index.errors import WarehouseGone
 from pipeline.warehouse import directory
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
@@ -102,11 +103,11 @@ async def test_samples_lie_where_they_were_made_and_are_read_from_everywhere(clu
         rows = await reader.fetch(claim, ["response", "prompt"])
         assert [r.tolist() for r in rows["response"].unbind()] == [[row.group, row.place, 7] for row in claim.rows]
         assert [r.tolist() for r in rows["prompt"].unbind()] == [[100 * row.group, row.group] for row in claim.rows]
-    assert a.served is not None
-    assert a.served.payload_sent > 0, "b reads the prompts from a"
+    assert a.warehouses.server is not None
+    assert a.warehouses.server.payload_sent > 0, "b reads the prompts from a"
 
 
-async def test_nodes_that_start_together_find_each_other_whoever_serves_first(cluster: Cluster) -> None:
+async def test_nodes_that_start_together_find_each_other_in_any_order(cluster: Cluster) -> None:
     a, b = await cluster.node("a", serve=False), await cluster.node("b", serve=False)
     options = {"worker": "writer", "warehouse": "a", "node": "c", "secret": SECRET}
     writer = Dock(cluster.index, SCHEMA, directory=cluster.home, **options)  # type: ignore[arg-type]
@@ -118,8 +119,8 @@ async def test_nodes_that_start_together_find_each_other_whoever_serves_first(cl
     await a.serve("127.0.0.1")
     await admit(writer, 0, 1)
     assert await respond(b, 1) == [0]
-    assert a.served is not None
-    assert a.served.payload_received > 0 < a.served.payload_sent
+    assert a.warehouses.server is not None
+    assert a.warehouses.server.payload_received > 0 < a.warehouses.server.payload_sent
 
 
 async def test_near_rows_are_claimed_first_but_old_ones_elsewhere_are_not_left_behind(cluster: Cluster) -> None:
@@ -141,7 +142,7 @@ async def test_near_rows_are_claimed_first_but_old_ones_elsewhere_are_not_left_b
     assert [await taken(a) for _ in range(3)] == [4, 6, 7], "near ones first, then what there is"
 
 
-async def test_rows_go_to_their_own_nodes_workers_who_wait_whoever_is_quicker(cluster: Cluster) -> None:
+async def test_rows_go_to_the_waiting_workers_of_their_own_node_first(cluster: Cluster) -> None:
     a, b = await cluster.node("a"), await cluster.node("b")
     await admit(a, 0, 8, samples=1)
     for _ in range(4):
@@ -179,7 +180,7 @@ async def test_what_a_nodes_workers_leave_is_taken_elsewhere_after_their_headsta
     await a.commit(claim, range(3), {"response": [torch.tensor([1])] * 3}, generated=[(0, 1)] * 3)
     first, rest = await near, await far
     assert first is not None
-    assert rest is not None, "it was never told of the rows that the others left"
+    assert rest is not None, "it was never notified of the rows that the others left"
     assert (first.row.tolist(), rest.row.tolist()) == ([0], [1, 2])
 
 
@@ -266,11 +267,11 @@ async def test_a_lost_node_has_its_groups_made_again_and_the_ledger_shows_them(
 
 
 async def test_a_warehouse_that_is_alive_but_cannot_be_reached_is_not_given_up(cluster: Cluster) -> None:
-    """A network cut between two hosts: the samples are not made again, the one who cannot reach them says so."""
+    """A network cut between two hosts: the samples are not made again, and the node that cannot reach them reports it."""
     a, b = await cluster.node("a"), await cluster.node("b")
     await admit(a, 0, 2)
-    assert a.served is not None
-    await a.served.close()  # its packets are lost, while its signs of life still reach the index
+    assert a.warehouses.server is not None
+    await a.warehouses.server.close()  # its packets are lost, while its signs of life still reach the index
     claim = await b.claim("rollout", 1, version=0)
     assert claim is not None
     with pytest.raises(
@@ -278,7 +279,7 @@ async def test_a_warehouse_that_is_alive_but_cannot_be_reached_is_not_given_up(c
     ):
         await b.fetch(claim, ["prompt"])
     assert set((await cluster.index.stats())["warehouses"]) == {"a", "b"}
-    await a.serve("127.0.0.1")  # at another port, as a server does that was started anew
+    await a.serve("127.0.0.1")  # at another port, as a restarted server does
     assert [p.tolist() for p in (await b.fetch(claim, ["prompt"]))["prompt"].unbind()] == [[0, 0], [0, 0]]
 
 
@@ -292,7 +293,7 @@ async def test_a_wrong_secret_is_refused_with_what_to_set(cluster: Cluster) -> N
         await stranger.fetch(claim, ["prompt"])
 
 
-async def test_a_worker_whose_run_has_no_warehouse_says_which_there_are(cluster: Cluster) -> None:
+async def test_a_worker_whose_warehouse_does_not_exist_gets_an_error_that_names_those_that_do(cluster: Cluster) -> None:
     await cluster.node("a")
     lost = Dock(cluster.index, SCHEMA, worker="w", directory=cluster.home, warehouse="z")
     with pytest.raises(WarehouseGone, match=r"warehouse 'z' is not in run .*, which has \['a'\]; join\(\) it first"):

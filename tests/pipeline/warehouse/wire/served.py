@@ -26,18 +26,6 @@ from pipeline.warehouse.wire.server import WarehouseServer
 from tests.pipeline.block_view import BlockView
 
 SECRET = b"known to every node of the run"
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-]
 SCHEMA = Schema(
     [
         Column.ragged("ids", torch.int64),

@@ -34,7 +34,7 @@ from tests.pipeline.warehouse.wire.served import (
 )
 
 
-async def test_a_wrong_secret_is_told_to_the_client_with_what_to_set(arena: Arena) -> None:
+async def test_a_wrong_secret_raises_an_error_that_names_what_to_set(arena: Arena) -> None:
     async with WarehouseServer(arena, SCHEMA, secret=SECRET) as server:
         with pytest.raises(TransferError, match="set the secret that its server was started with"):
             await remote(server, secret=b"another secret of enough bytes").copy_in(0, EIGHT)
@@ -51,7 +51,7 @@ async def test_no_secret_or_a_weak_one_is_refused_before_anything_listens(secret
 
 
 async def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
-    """Whoever answers must prove it, too: here somebody who sends our own proof back."""
+    """The server must prove the secret too: here it sends the client's own proof back."""
 
     async def mirror(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(struct.pack("<4sHxx32s", b"ADKW", 1, bytes(32)))

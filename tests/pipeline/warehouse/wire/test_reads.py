@@ -15,13 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.blocks import pack
-from pipeline.columns import Column, ColumnError, Schema
+from pipeline.columns import DTYPES, Column, ColumnError, Schema
 from pipeline.warehouse.arena import Arena
 from pipeline.warehouse.wire.server import WarehouseServer
 from tests.pipeline.block_view import BlockView
 from tests.pipeline.warehouse.wire.served import (
     COLUMNS,
-    DTYPES,
     ROWS,
     SCHEMA,
     SECRET,

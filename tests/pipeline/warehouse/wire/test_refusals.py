@@ -1,4 +1,4 @@
-"""A refusal says what is wrong, changes nothing, and the next call works."""
+"""A refusal names what is wrong, changes nothing, and the next call works."""
 
 from __future__ import annotations
 
