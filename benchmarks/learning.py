@@ -2,15 +2,17 @@
 
     python benchmarks/learning.py tiny --staleness 0 1 2 --seeds 0 1 2 --json tiny.json --plot tiny.png
 
-Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to
-the bit. The table gives the mean reward of the first and of the last five steps, the held-out reward before and after, and
-seconds of training (from the first to the last step). The plot shows every seed thin, and the mean of the seeds thick.
+Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to the bit. The table gives
+the mean reward of the first and of the last five steps, the held-out reward before and after, seconds of training (from the
+first to the last step), how many swaps were probed and how many refused, and the largest gap of a probe as a share of its
+limit. The plot shows every seed thin, and the mean of the seeds thick.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
@@ -46,6 +48,9 @@ class Trial:
     staleness_max: float
     seconds: float
     trained_samples: int
+    probed: int = 0
+    refused: int = 0
+    nearest: float = 0.0
 
     @property
     def first(self) -> float:
@@ -62,13 +67,21 @@ async def trial(path: Path, overrides: list[str], staleness: int, seed: int, fol
     run = Run.create(recipe, folder)
     steps: list[tuple[float, dict[str, Any]]] = []
     held_out: dict[int, float] = {}
+    shares: list[float] = []
+    refused = 0
 
     async def follow() -> None:
+        nonlocal refused
         async for event in run.events():
             if event.kind == "step":
                 steps.append((event.time, event.data))
             elif event.kind == "evaluation":
                 held_out[event.data["version"]] = event.data["reward_mean"]
+            elif event.kind == "worker":
+                refused += event.data["change"] in ("died", "kept its weights")
+            elif event.kind == "sync" and "gap_mean" in event.data:
+                gap = event.data
+                shares.append(max(gap[name.removesuffix("_limit")] / gap[name] for name in gap if "_limit" in name))
 
     following = asyncio.create_task(follow())
     result = await run.execute()
@@ -84,12 +97,28 @@ async def trial(path: Path, overrides: list[str], staleness: int, seed: int, fol
         max(step["staleness_max"] for _, step in steps),
         steps[-1][0] - began,
         sum(step["rows"] for _, step in steps),
+        len(shares),
+        refused,
+        max(shares, default=0.0),
     )
 
 
 def table(trials: list[Trial], name: str) -> Table:
     shown = Table(title=f"{name}: mean reward of the first and last {ENDS} steps")
-    for column in ("η", "seed", "first", "last", "gain", "held out before", "after", "staleness max", "seconds"):
+    for column in (
+        "η",
+        "seed",
+        "first",
+        "last",
+        "gain",
+        "held out before",
+        "after",
+        "staleness max",
+        "seconds",
+        "probed",
+        "refused",
+        "nearest",
+    ):
         shown.add_column(column, justify="right")
     for staleness in sorted({t.staleness for t in trials}):
         arm = [t for t in trials if t.staleness == staleness]
@@ -105,11 +134,26 @@ def table(trials: list[Trial], name: str) -> Table:
                 after,
                 f"{t.staleness_max:.0f}",
                 f"{t.seconds:.0f}",
+                str(t.probed),
+                str(t.refused),
+                f"{t.nearest:.0%}",
             )
         last, spread = statistics.fmean(t.last for t in arm), statistics.pstdev([t.last for t in arm])
         gain = statistics.fmean(t.last - t.first for t in arm)
         shown.add_row(
-            str(staleness), "mean", "", f"{last:.3f} ± {spread:.3f}", f"{gain:+.3f}", "", "", "", "", style="bold"
+            str(staleness),
+            "mean",
+            "",
+            f"{last:.3f} ± {spread:.3f}",
+            f"{gain:+.3f}",
+            "",
+            "",
+            "",
+            "",
+            "",
+            "",
+            "",
+            style="bold",
         )
         shown.add_section()
     return shown
@@ -151,9 +195,12 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
         for seed in options.seeds:
             if (staleness, seed) in done:
                 continue
-            with tempfile.TemporaryDirectory() as folder:
+            with contextlib.ExitStack() as stack:
+                folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory())
                 path = options.recipe if options.recipe.exists() else Path("recipes") / f"{options.recipe}.toml"
-                trials.append(await trial(path, options.set or [], staleness, seed, Path(folder) / "run"))
+                trials.append(
+                    await trial(path, options.set or [], staleness, seed, Path(folder) / f"run-{staleness}-{seed}")
+                )
             options.json.write_text(json.dumps({"recipe": str(options.recipe), "trials": [asdict(t) for t in trials]}))
     return trials
 
@@ -167,6 +214,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("learning.json"), help="written after each run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the runs' folders stay")
     options = parser.parse_args()
     configure()
     trials = asyncio.run(measure(options))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from stages.engines.torch.attention_interface import check_logits, replace_atten
 from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at
 from stages.engines.torch.packing import ATTENTION, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
-from stages.resharding.swap import training_state
+from stages.resharding.swap import local_weights, training_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,10 @@ class TorchTrainEngine:
     the CPU a step is deterministic bit for bit, given the batch and the number of threads, whatever the order of the batch's
     rows. The engine draws no random numbers.
 
+    ``compute``: dtype of the arithmetic and of :meth:`weights` (default: the model's). A lower one than the model's is mixed
+    precision: ``model`` becomes a copy in it, renewed after each step; the weights that it had are the master weights, in
+    whose dtype gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
+
     Raises ValueError for a model with logits that the packed computation does not reproduce; it is compared with the model's
     plain forward once.
     """
@@ -75,6 +80,7 @@ class TorchTrainEngine:
         token_budget: int | None = None,
         temperature: float = 1.0,
         activation_checkpointing: bool = False,
+        compute: torch.dtype | None = None,
         threads: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -101,21 +107,42 @@ class TorchTrainEngine:
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         self._dtype = model.dtype  # of the arithmetic
-        self._trained = self._place()
+        self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
+        self._trained = self._place(compute or model.dtype)
         self._optimizer = adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
 
+    def shards(self) -> dict[str, torch.Tensor]:
+        """The weights that are trained, as this process holds them, by name, tied ones once: the master weights where there
+        are any."""
+        return local_weights(self.model) | {name: self._trained[name].detach() for name in self._copies}
+
     def held(self) -> Iterator[torch.Tensor]:
-        """The present gradients and optimizer state of this process."""
-        return training_state(self._optimizer)
+        """What this process holds beside :meth:`shards`: gradients, optimizer state, and the copies of master weights."""
+        yield from training_state(self._optimizer)
+        yield from (copy.detach() for copy in self._copies.values())
 
     # What an engine of several ranks does otherwise (``torch_sharded``): where the parameters lie, and all that depends
     # on the other ranks' share of the batch.
 
-    def _place(self) -> dict[str, nn.Parameter]:
-        """Move the model to its device. Returns the parameters for the optimizer, by name."""
+    def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
+        """Move the model to its device, to compute in ``compute``. Returns the parameters for the optimizer, by name."""
         nn.Module.to(self.model, self.device)
         self._take_over(self.device)
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if compute == self._dtype:
+            return trained
+        self._dtype, self._copies = compute, trained
+        masters = {name: nn.Parameter(copy.detach()) for name, copy in trained.items()}
+        for parameter in self.model.parameters():  # buffers keep their dtype
+            parameter.data = parameter.detach().to(compute)
+        for name, copy in trained.items():
+            copy.register_post_accumulate_grad_hook(partial(_pass_gradient_on, masters[name]))
+        return masters
+
+    @torch.no_grad()
+    def _renew_copies(self) -> None:
+        for name, copy in self._copies.items():
+            copy.copy_(self._trained[name])
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         """Tokens, rows and groups of the whole mini-batch, and the passes through the model that each rank makes."""
@@ -218,6 +245,7 @@ class TorchTrainEngine:
                     "learning_rate or look for logprobs that are not finite in the batch"
                 )
             self._optimizer.step()
+            self._renew_copies()
             self.step += 1
         finally:
             self._forget_gradients()
@@ -248,8 +276,8 @@ class TorchTrainEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors (not copies) of the model and of AdamW's moments, by parameter name, tied ones once, and the
-        number of steps. Names and shapes do not depend on the layout."""
-        model = self.model.state_dict()
+        number of steps. Names and shapes do not depend on the layout, nor on whether ``model`` is the master weights."""
+        model = self.model.state_dict() | {name: self._trained[name].detach() for name in self._copies}
         once = {name for name, _ in self.model.named_parameters()}
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
         moments = {
@@ -269,6 +297,7 @@ class TorchTrainEngine:
                 )
             for name, value in mine[part].items():
                 _local(value).copy_(_local(state[part][name]))
+        self._renew_copies()
         self.step = state["step"]
         for parameter in self._trained.values():
             self._moments(parameter)["step"].fill_(self.step)
@@ -333,6 +362,16 @@ class TorchTrainEngine:
             return scaled_logits(self._hidden(packed), head.weight, head.bias, 1.0)[packed.source]
 
         check_logits(self.model, "a packed batch", logits, expected)
+
+
+def _pass_gradient_on(master: nn.Parameter, copy: torch.Tensor) -> None:
+    """Add the gradient that a backward pass has left at ``copy`` to that of ``master``, in the latter's dtype."""
+    assert copy.grad is not None
+    if master.grad is None:
+        master.grad = copy.grad.to(master.dtype)
+    else:
+        master.grad += copy.grad
+    copy.grad = None
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
