@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import parameters_in, text_config
 from stages.flow.graph import document
@@ -86,6 +87,8 @@ class Plan:
     """Only of a colocated run."""
     flow: dict[str, Any]
     """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""
+    notices: list[str]
+    """What is allowed, and better otherwise: see :mod:`orchestration.recipe.checks.notices`."""
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -116,6 +119,7 @@ def plan(recipe: Recipe) -> Plan:
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * weights,
         turns=turns(recipe) if recipe.colocated and parameters else None,
         flow=document(flow_of(recipe)),
+        notices=list(map(str, notices(recipe))),
     )
 
 

@@ -1,9 +1,10 @@
-"""AdamW and its learning rate."""
+"""AdamW, its learning rate, and master weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -38,3 +39,32 @@ def adamw(
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas, fused=True)
     except RuntimeError:  # this device has no fused kernel
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas)
+
+
+def master_weights(
+    model: nn.Module, trained: Mapping[str, nn.Parameter], compute: torch.dtype
+) -> dict[str, nn.Parameter]:
+    """Make the parameters of ``model`` copies in ``compute``; buffers keep their dtype. Returns, by the names of ``trained``,
+    the master weights: what these parameters were. They get the gradients of their copies, added up in their own dtype."""
+    masters = {name: nn.Parameter(copy.detach()) for name, copy in trained.items()}
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().to(compute)
+    for name, copy in trained.items():
+        copy.register_post_accumulate_grad_hook(partial(_pass_gradient_on, masters[name]))
+    return masters
+
+
+def _pass_gradient_on(master: nn.Parameter, copy: torch.Tensor) -> None:
+    assert copy.grad is not None
+    if master.grad is None:
+        master.grad = copy.grad.to(master.dtype)
+    else:
+        master.grad += copy.grad
+    copy.grad = None
+
+
+@torch.no_grad()
+def renew(copies: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
+    """Make ``copies`` those of the present ``masters``."""
+    for name, copy in copies.items():
+        copy.copy_(masters[name])

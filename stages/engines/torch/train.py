@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import check_logits, replace_attention
-from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at
+from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, renew
 from stages.engines.torch.packing import ATTENTION, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.resharding.swap import local_weights, training_state
@@ -132,17 +131,7 @@ class TorchTrainEngine:
         if compute == self._dtype:
             return trained
         self._dtype, self._copies = compute, trained
-        masters = {name: nn.Parameter(copy.detach()) for name, copy in trained.items()}
-        for parameter in self.model.parameters():  # buffers keep their dtype
-            parameter.data = parameter.detach().to(compute)
-        for name, copy in trained.items():
-            copy.register_post_accumulate_grad_hook(partial(_pass_gradient_on, masters[name]))
-        return masters
-
-    @torch.no_grad()
-    def _renew_copies(self) -> None:
-        for name, copy in self._copies.items():
-            copy.copy_(self._trained[name])
+        return master_weights(self.model, trained, compute)
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         """Tokens, rows and groups of the whole mini-batch, and the passes through the model that each rank makes."""
@@ -245,7 +234,7 @@ class TorchTrainEngine:
                     "learning_rate or look for logprobs that are not finite in the batch"
                 )
             self._optimizer.step()
-            self._renew_copies()
+            renew(self._copies, self._trained)
             self.step += 1
         finally:
             self._forget_gradients()
@@ -297,7 +286,7 @@ class TorchTrainEngine:
                 )
             for name, value in mine[part].items():
                 _local(value).copy_(_local(state[part][name]))
-        self._renew_copies()
+        renew(self._copies, self._trained)
         self.step = state["step"]
         for parameter in self._trained.values():
             self._moments(parameter)["step"].fill_(self.step)
@@ -362,16 +351,6 @@ class TorchTrainEngine:
             return scaled_logits(self._hidden(packed), head.weight, head.bias, 1.0)[packed.source]
 
         check_logits(self.model, "a packed batch", logits, expected)
-
-
-def _pass_gradient_on(master: nn.Parameter, copy: torch.Tensor) -> None:
-    """Add the gradient that a backward pass has left at ``copy`` to that of ``master``, in the latter's dtype."""
-    assert copy.grad is not None
-    if master.grad is None:
-        master.grad = copy.grad.to(master.dtype)
-    else:
-        master.grad += copy.grad
-    copy.grad = None
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
