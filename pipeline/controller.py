@@ -65,6 +65,7 @@ class Stage(Protocol):
 
     def version(self) -> int | None:
         """The policy version that a generating stage has loaded; None for other stages."""
+        return None
 
     def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         """Yield outputs as they are made. Each is committed before the generator continues."""

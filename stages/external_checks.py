@@ -91,15 +91,9 @@ def check_responses(columns: Columns, terms: Terms, published: int, *, parked: b
     _values(known, ids, name, "a token that the model does not have", f"its tokens are 0 .. {last}")
     check_logprobs("rollout_logprobs", logprobs, lengths, LEAST_LOGPROB)
     if not parked:
-        check_flags("truncated", columns["truncated"])
+        flags = columns["truncated"].view(torch.uint8)  # a safetensors body may hold other bytes than 0 and 1
+        _rows(flags <= 1, "truncated", lambda row: f"has the byte {int(flags[row])}", "give false or true, as 0 or 1")
     return _oldest_versions(versions, lengths, published)
-
-
-def check_flags(name: str, flags: torch.Tensor) -> None:
-    """Checks that ``flags`` bool [B] are 0 or 1: a safetensors body may hold other bytes, for which torch defines nothing.
-    Raises Misfit."""
-    given = flags.view(torch.uint8)
-    _rows(given <= 1, name, lambda row: f"has the byte {int(given[row])}", "give false or true, as 0 or 1")
 
 
 def check_rewards(columns: Columns) -> None:

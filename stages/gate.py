@@ -33,7 +33,7 @@ class Gate:
         self.dock, self.source = dock, source
         self.group_size, self.steps, self.groups = group_size, steps, steps * groups_per_step
         self.stopping = self.paused = False
-        self._reported = (0, 0)  # prompts skipped and cut
+        self._reported = {"skipped": 0, "cut": 0}  # prompts
 
     async def run(self) -> None:
         """Return when all steps are trained, or after :meth:`stop`."""
@@ -60,16 +60,13 @@ class Gate:
     async def _report_too_long(self) -> None:
         """Emit a ``prompt`` event with how many prompts were too long so far, if that has changed."""
         found = self.source.too_long
-        if (found.skipped, found.cut) == self._reported:
-            return
-        self._reported = (found.skipped, found.cut)
-        done = [f"{n} {what}" for n, what in ((found.skipped, "skipped"), (found.cut, "cut")) if n]
-        reason = f"prompts that are too long: {' and '.join(done)}" + (
-            f"; listed in {found.path}" if found.path else ""
-        )
-        log.warning(reason)
-        event = PromptEvent(change="too long", skipped=found.skipped, cut=found.cut, reason=reason)
-        await self.dock.index.emit(event)
+        counts = {"skipped": found.skipped, "cut": found.cut}
+        if counts != self._reported:
+            self._reported = counts
+            done = " and ".join(f"{n} {what}" for what, n in counts.items() if n)
+            reason = f"prompts that are too long: {done}" + (f"; listed in {found.path}" if found.path else "")
+            log.warning(reason)
+            await self.dock.index.emit(PromptEvent(change="too long", reason=reason, **counts))
 
     async def stop(self) -> None:
         self.stopping = True

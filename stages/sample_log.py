@@ -218,11 +218,7 @@ class Recorder:
 
 
 def shown(given: str | Sequence[dict[str, str]]) -> str:
-    """A prompt as one text; a conversation of several messages is shown with the roles.
-
-    >>> shown([{"role": "user", "content": "2 + 2?"}])
-    '2 + 2?'
-    """
+    """A prompt as one text; a conversation of several messages is shown with the roles."""
     if isinstance(given, str):
         return given
     if len(given) == 1:

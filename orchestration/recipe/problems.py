@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+
+from stages.flow.declarations import Problem
 
 LONGEST_SUGGESTED = 64  # characters of a name that are compared with the allowed ones
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong in a recipe: the dotted key, its value, what is wrong with it, and what to do."""
-
-    key: str
-    value: Any
-    wrong: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        value = json.dumps(self.value, ensure_ascii=False, default=str)
-        shown = "" if self.value is None else f" = {value if len(value) <= 80 else value[:77] + '...'}"
-        return f"{self.key}{shown}: {self.wrong}" + (f"; {self.fix}" if self.fix else "")
 
 
 class RecipeError(ValueError):

@@ -48,35 +48,23 @@ class TrainBatch:
         self._rows: dict[str, torch.Tensor] = {}
         self._tokens: dict[str, list[torch.Tensor]] = {name: list(rows) for name, rows in (computed or {}).items()}
         for name in algorithm.loss_reads:
-            if name not in self._tokens:
-                self._read(batch, name)
-        self.mask = self._optional(batch, MASK)
+            if name not in self._tokens and name in batch and not batch[name].is_nested:
+                self._rows[name] = batch[name].cpu()
+            elif name not in self._tokens:
+                self._tokens[name] = jagged_rows(batch, name, self.lengths)
+        self.mask = jagged_rows(batch, MASK, self.lengths) if MASK in batch else None
         self.weight = batch[WEIGHT].cpu() if WEIGHT in batch else None
-        self._replace(algorithm.prepare(self))
-        self.trained = self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._rows[name] if name in self._rows else torch.cat(self._tokens[name])
-
-    def _read(self, batch: TensorDictBase, name: str) -> None:
-        if name not in batch:
-            raise ValueError(f"batch: column {name} is missing; it has {sorted(batch.keys())}")
-        if batch[name].is_nested:
-            self._tokens[name] = jagged_rows(batch, name, self.lengths)
-        else:
-            self._rows[name] = batch[name].cpu()
-
-    def _optional(self, batch: TensorDictBase, name: str) -> list[torch.Tensor] | None:
-        return jagged_rows(batch, name, self.lengths) if name in batch else None
-
-    def _replace(self, columns: Mapping[str, torch.Tensor]) -> None:
-        for name, values in columns.items():
+        for name, values in algorithm.prepare(self).items():
             if values.shape != self[name].shape:
                 raise ValueError(f"prepare: {name} has shape {list(values.shape)}, not {list(self[name].shape)}")
             if name in self._rows:
                 self._rows[name] = values
             else:
                 self._tokens[name] = list(values.split(self.lengths.tolist()))
+        self.trained = self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._rows[name] if name in self._rows else torch.cat(self._tokens[name])
 
     def tokens(
         self,

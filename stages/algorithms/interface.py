@@ -30,17 +30,13 @@ class TokenBatch:
     the loss of the mini-batch computed at once, so gradient accumulation is exact however rows are packed."""
 
     logprobs: torch.Tensor  # float32 [T], under the weights being trained, with gradient
-    columns: Mapping[
-        str, torch.Tensor
-    ]  # what the loss reads, [T, …]: a row's single value stands at each of its tokens
+    columns: Mapping[str, torch.Tensor]  # what the loss reads, [T, …]; a row's single value at each of its tokens
     row: torch.Tensor  # int64 [T], which of the R rows a token belongs to
     row_tokens: torch.Tensor  # int64 [R], tokens of each row
     total_tokens: int  # of the whole mini-batch
     total_rows: int  # of the whole mini-batch
     total_groups: int = 1  # of the whole mini-batch
-    rows: Mapping[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # the columns with a single value in each row, [R, …]
+    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)  # columns with a single value in each row, [R, …]
     group: torch.Tensor | None = None  # int64 [R], which of the micro-batch's groups a row belongs to
     weight: torch.Tensor | None = None  # float32 [T], the column row_weight at each token, where a stage makes one
     values: torch.Tensor | None = None  # float32 [T], with gradient, where a critic is trained with the policy

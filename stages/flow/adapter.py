@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output
+from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from stages.flow.declarations import Drop, StageDeclaration
 from stages.flow.resolver import passed_column
@@ -35,21 +35,13 @@ class StageError(RuntimeError):
     """A user's stage raised, or returned something else than it declares. The message names the stage and the line."""
 
 
-class StageRows(Mapping[str, Any]):
+class StageRows(dict[str, Any]):
     """The columns that a stage needs, of B rows: a tensor [B, …] of a column with one value in each row, a list of B tensors
     of a ragged one, a list of B strings of a text."""
 
     def __init__(self, columns: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> None:
-        self._columns, self._tokenizer = columns, tokenizer
-
-    def __getitem__(self, name: str) -> Any:
-        return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+        super().__init__(columns)
+        self._tokenizer = tokenizer
 
     @cached_property
     def completions(self) -> list[str]:
@@ -113,7 +105,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     return [value for part in parts for value in part]
 
 
-class StageAdapter:
+class StageAdapter(Stage):
     """``stage`` as a stage of the pipeline: it holds no policy version and takes what is ready."""
 
     def __init__(self, stage: UserStage, declared: StageDeclaration, tokenizer: Tokenizer | None = None) -> None:
@@ -124,9 +116,6 @@ class StageAdapter:
         if self.declared.takes == "rows":
             return max(0, ROWS_AT_ONCE - held)
         return 0 if held else USER_GROUPS_AT_ONCE
-
-    def version(self) -> int | None:
-        return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         columns, tokens = plain_columns(rows, self.fetches), claim.tokens.tolist()
@@ -164,9 +153,9 @@ class StageAdapter:
         return StageError(f"stage {self.name!r} returned {made!r:.200} from process ({place}); wanted is {wanted}")
 
 
-async def call(function: Callable[..., Any], *arguments: Any) -> Any:
+async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call ``function``, plain or async; a plain one in a thread, as it may be slow."""
     if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    result = await asyncio.to_thread(function, *arguments)
+        return await function(*arguments, **named)
+    result = await asyncio.to_thread(function, *arguments, **named)
     return await result if isinstance(result, Awaitable) else result

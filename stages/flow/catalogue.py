@@ -26,7 +26,6 @@ RESPONSE: Columns = {
 }
 # Read by every update where a stage makes them: tokens that are trained on, and a factor of each row's loss.
 OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32"}
-PRODUCT = (SOURCE, "rollout", "reward", "reference", CREDIT, UPDATE)
 
 
 def catalogue(

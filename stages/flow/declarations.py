@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,23 +25,24 @@ TYPE_HELP = "write a dtype, alone or with a shape, as 'float32', 'float32 [3]', 
 
 
 @dataclass(frozen=True)
-class FlowProblem:
-    """One thing that is wrong with a flow: the recipe's ``key`` that it is about, its ``value``, what is wrong, a fix."""
+class Problem:
+    """One thing wrong in a recipe: the dotted key, its value, what is wrong with it, and what to do."""
 
     key: str
-    value: object
+    value: Any
     wrong: str
-    fix: str
+    fix: str = ""
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f" {self.value!r}"
-        return f"{self.key}:{shown} {self.wrong}; {self.fix}"
+        value = json.dumps(self.value, ensure_ascii=False, default=str)
+        shown = "" if self.value is None else f" = {value if len(value) <= 80 else value[:77] + '...'}"
+        return f"{self.key}{shown}: {self.wrong}" + (f"; {self.fix}" if self.fix else "")
 
 
 class FlowError(ValueError):
     """Stages that do not fit together, with all of the ``problems``."""
 
-    def __init__(self, problems: Sequence[FlowProblem]) -> None:
+    def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))
         self.problems = tuple(problems)
 
@@ -70,13 +72,13 @@ class StageDeclaration:
     place: str = ""
 
 
-def type_problems(key: str, columns: Columns) -> list[FlowProblem]:
+def type_problems(key: str, columns: Columns) -> list[Problem]:
     """Names and types in a declaration that are none."""
     wrong = [
         (name, "is not the name of a column", "write an identifier") for name in columns if not name.isidentifier()
     ]
     wrong += [(n, f"has the type {t!r}", TYPE_HELP) for n, t in columns.items() if t and not TYPE.fullmatch(t)]
-    return [FlowProblem(key, *problem) for problem in wrong]
+    return [Problem(key, *problem) for problem in wrong]
 
 
 def columns_of(declared: Any) -> Columns:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from stages.flow.catalogue import SOURCE, UPDATE, credit_stage, update_stage
-from stages.flow.declarations import Columns, FlowError, FlowProblem, StageDeclaration, column, same_type
+from stages.flow.declarations import Columns, FlowError, Problem, StageDeclaration, column, same_type
 
 if TYPE_CHECKING:
     from pipeline.columns import Schema
@@ -91,8 +91,9 @@ def resolve(algorithm: Algorithm, catalogue: Sequence[StageDeclaration]) -> Flow
     that makes nothing (it can only drop groups) is on the way too: training waits for it. Raises FlowError."""
     credit, update = credit_stage(algorithm), update_stage(algorithm)
     stages = [*catalogue, *([credit] if credit else [])]
+    waits = {passed_column(stage.name): "bool" for stage in stages if not stage.makes}
+    stages = [stage if stage.makes else replace(stage, makes={passed_column(stage.name): "bool"}) for stage in stages]
     made = {name for stage in stages for name in stage.makes}
-    waits = {name: "bool" for at, stage in enumerate(stages) if not stage.makes for name in [_passed(stages, at)]}
     optional = {name: kind for name, kind in update.optional.items() if name in made}
     update = replace(update, needs={**update.needs, **optional, **waits})
     problems = [*_twice_named([*stages, update]), *_scores(algorithm, stages)]
@@ -103,11 +104,11 @@ def resolve(algorithm: Algorithm, catalogue: Sequence[StageDeclaration]) -> Flow
         if stage.place and stage.name not in found:
             names = " and ".join(map(repr, stage.makes))
             fix = "let a reward function, another stage or the algorithm read it, or take the stage out"
-            problems.append(FlowProblem(stage.place, stage.name, f"makes {names}, which nothing reads", fix))
+            problems.append(Problem(stage.place, stage.name, f"makes {names}, which nothing reads", fix))
     flow = Flow(tuple(order))
     for what, count, most in (("stages", len(order) - 1, MOST_STAGES), ("columns", len(flow.columns), MOST_COLUMNS)):
         if count > most:
-            problems.append(FlowProblem("stages", None, f"make {count} {what} in all, at most {most} fit", "join some"))
+            problems.append(Problem("stages", None, f"make {count} {what} in all, at most {most} fit", "join some"))
     if problems:
         raise FlowError(problems)
     return flow
@@ -118,12 +119,6 @@ def passed_column(stage: str) -> str:
     return f"passed_{stage}"
 
 
-def _passed(stages: list[StageDeclaration], at: int) -> str:
-    name = passed_column(stages[at].name)
-    stages[at] = replace(stages[at], makes={name: "bool"})
-    return name
-
-
 def _makers(stages: Iterable[StageDeclaration]) -> Mapping[str, list[StageDeclaration]]:
     makers: dict[str, list[StageDeclaration]] = {}
     for stage in stages:
@@ -132,7 +127,7 @@ def _makers(stages: Iterable[StageDeclaration]) -> Mapping[str, list[StageDeclar
     return makers
 
 
-def _backwards(update: StageDeclaration, stages: Sequence[StageDeclaration], problems: list[FlowProblem]) -> set[str]:
+def _backwards(update: StageDeclaration, stages: Sequence[StageDeclaration], problems: list[Problem]) -> set[str]:
     """The names of the stages on the way to ``update``; what is wrong goes to ``problems``."""
     makers = _makers(stages)
     waiting, found = [update], {SOURCE}
@@ -145,7 +140,7 @@ def _backwards(update: StageDeclaration, stages: Sequence[StageDeclaration], pro
             for maker in made_by[:1]:
                 if not same_type(kind, maker.makes[name]):
                     wrong = f"needs {name!r} as {kind}, but stage {maker.name!r} makes it as {maker.makes[name]}"
-                    problems.append(FlowProblem(_key(reader), reader.name, wrong, "declare the same type in both"))
+                    problems.append(Problem(_key(reader), reader.name, wrong, "declare the same type in both"))
                 if maker.name not in found:
                     found.add(maker.name)
                     waiting.append(maker)
@@ -156,57 +151,57 @@ def _key(stage: StageDeclaration) -> str:
     return stage.place or {"reward": "reward.functions"}.get(stage.name, "algorithm.name")
 
 
-def _unmade(name: str, reader: StageDeclaration, makers: Mapping[str, list[StageDeclaration]]) -> FlowProblem:
+def _unmade(name: str, reader: StageDeclaration, makers: Mapping[str, list[StageDeclaration]]) -> Problem:
     wrong = f"needs the column {name!r}, which no stage makes"
     close = difflib.get_close_matches(name, makers, n=1)
     fix = f"did you mean {close[0]!r}, of stage {makers[close[0]][0].name!r}" if close else ""
     other = f"add a [[stages]] entry with a class that makes {name!r}, or prompts that bring it"
-    return FlowProblem(_key(reader), reader.name, wrong, f"{fix}? Or {other}" if fix else other)
+    return Problem(_key(reader), reader.name, wrong, f"{fix}? Or {other}" if fix else other)
 
 
-def _many(name: str, reader: str, made_by: Sequence[StageDeclaration]) -> FlowProblem:
+def _many(name: str, reader: str, made_by: Sequence[StageDeclaration]) -> Problem:
     makers = " and ".join(repr(stage.name) for stage in made_by)
     key = next((stage.place for stage in made_by if stage.place), "stages")
     wrong = f"the column {name!r}, which {reader!r} needs, is made by more than one stage: {makers}"
-    return FlowProblem(key, None, wrong, "rename the column of one of them, or take one out")
+    return Problem(key, None, wrong, "rename the column of one of them, or take one out")
 
 
-def _twice_named(stages: Sequence[StageDeclaration]) -> list[FlowProblem]:
+def _twice_named(stages: Sequence[StageDeclaration]) -> list[Problem]:
     names = [stage.name for stage in stages]
     fix = "give its class another `name`"
     return [
-        FlowProblem(stage.place or "stages", stage.name, "is the name of another stage too", fix)
+        Problem(stage.place or "stages", stage.name, "is the name of another stage too", fix)
         for at, stage in enumerate(stages)
         if stage.name in names[:at] or (stage.place and stage.name == UPDATE)
     ]
 
 
-def _twice_made(order: Sequence[StageDeclaration]) -> list[FlowProblem]:
+def _twice_made(order: Sequence[StageDeclaration]) -> list[Problem]:
     """Columns that no stage reads, but two on the way make."""
     needed = {name for stage in order for name in stage.needs}
     made = _makers(order)
     return [_many(n, "the warehouse", by) for n, by in made.items() if len(by) > 1 and n not in needed]
 
 
-def _scores(algorithm: Algorithm, stages: Sequence[StageDeclaration]) -> Iterable[FlowProblem]:
+def _scores(algorithm: Algorithm, stages: Sequence[StageDeclaration]) -> Iterable[Problem]:
     """Whether what computes a column is what the algorithm wants it computed by."""
     makers = _makers(stages)
     for name, by in algorithm.scores.items():
         reads = name in algorithm.loss_reads or (by != "policy" and name in algorithm.credit_reads)
         if not reads:
             where = "loss_reads" if by == "policy" else "credit_reads or loss_reads"
-            yield FlowProblem("algorithm.name", None, f"scores has {name!r}, which is not read", f"add it to {where}")
+            yield Problem("algorithm.name", None, f"scores has {name!r}, which is not read", f"add it to {where}")
         if by == "policy" and name in makers:
             wrong = f"has {name!r} computed by the policy in training, but stage {makers[name][0].name!r} makes it"
-            yield FlowProblem("algorithm.name", None, wrong, "rename one of the two")
+            yield Problem("algorithm.name", None, wrong, "rename one of the two")
         for maker in () if by == "policy" else makers.get(name, [])[:1]:
             if maker.runs_on != by:
                 wrong = f"wants {name!r} from a {by}, but stage {maker.name!r}, which makes it, runs on {maker.runs_on}"
-                yield FlowProblem("algorithm.name", None, wrong, f"name a stage with runs_on = {by!r}")
+                yield Problem("algorithm.name", None, wrong, f"name a stage with runs_on = {by!r}")
 
 
 def _in_order(
-    stages: Sequence[StageDeclaration], update: StageDeclaration, problems: list[FlowProblem]
+    stages: Sequence[StageDeclaration], update: StageDeclaration, problems: list[Problem]
 ) -> list[StageDeclaration]:
     """``stages`` so that each comes after those that it reads from, otherwise as they are; ``update`` is the last."""
     order: list[StageDeclaration] = []
@@ -218,7 +213,7 @@ def _in_order(
             names = " and ".join(repr(stage.name) for stage in left)
             key = next((stage.place for stage in left if stage.place), "stages")
             wrong = f"the stages {names} wait for columns of one another"
-            problems.append(FlowProblem(key, None, wrong, "let one of them need a column that is made before"))
+            problems.append(Problem(key, None, wrong, "let one of them need a column that is made before"))
             return [*order, *left, update]
         left.remove(ready)
         order.append(ready)

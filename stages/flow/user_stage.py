@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from stages.flow.declarations import (
     Columns,
     FlowError,
-    FlowProblem,
+    Problem,
     RunsOn,
     StageDeclaration,
     columns_of,
@@ -68,25 +68,21 @@ def declaration_of(stage: UserStage, *, workers: int = 1, place: str = "stages")
     problems = []
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name):
         wrong = "is not the name of a stage"
-        problems.append(FlowProblem(place, name, wrong, "write lower-case letters, digits and _, 32 at most"))
+        problems.append(Problem(place, name, wrong, "write lower-case letters, digits and _, 32 at most"))
     if name in RESERVED:
-        problems.append(
-            FlowProblem(place, name, "is the name of a stage of the product", "give its class another `name`")
-        )
+        problems.append(Problem(place, name, "is the name of a stage of the product", "give its class another `name`"))
     if stage.takes not in ("rows", "groups"):
         fix = "write takes = 'rows' or takes = 'groups'"
-        problems.append(FlowProblem(place, stage.takes, f"is nothing that stage {name!r} can take", fix))
+        problems.append(Problem(place, stage.takes, f"is nothing that stage {name!r} can take", fix))
     try:
         needs, makes = columns_of(stage.needs), columns_of(stage.makes)
     except (TypeError, ValueError) as error:
         wrong = f"declares columns that cannot be read ({error})"
-        raise FlowError([FlowProblem(place, name, wrong, "write names, or a dict of types by name")]) from error
+        raise FlowError([Problem(place, name, wrong, "write names, or a dict of types by name")]) from error
     problems += [*type_problems(place, needs), *type_problems(place, makes)]
-    problems += [
-        FlowProblem(place, n, "is made without a type", "write its type") for n, kind in makes.items() if not kind
-    ]
+    problems += [Problem(place, n, "is made without a type", "write its type") for n, kind in makes.items() if not kind]
     if not needs:
-        problems.append(FlowProblem(place, name, "needs no column", "name one at least, as needs = ('response_ids',)"))
+        problems.append(Problem(place, name, "needs no column", "name one at least, as needs = ('response_ids',)"))
     if problems:
         raise FlowError(problems)
     return StageDeclaration(name, stage.takes, needs, makes, stage.runs_on, workers, place=place)

@@ -49,10 +49,6 @@ class ExternalPrompts:
         self._position = 0  # of the next prompt to take over; those left out have a position too, but no line
 
     @property
-    def size(self) -> int | None:
-        return len(self._rows) if self.ended else None
-
-    @property
     def available(self) -> int | None:
         """Number of groups that have a prompt so far; None: all groups have, as the last prompt was put."""
         return None if self.ended and self._rows else len(self._rows)

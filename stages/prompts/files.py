@@ -102,11 +102,9 @@ def open_file(path: Path) -> BinaryIO:
         raise PromptError(f"{given} does not exist, seen from {Path.cwd()}; give another path") from None
     except (OSError, RuntimeError, ValueError) as error:  # not allowed; an unknown home directory; a zero character
         raise PromptError(f"{given} cannot be opened ({error}); give a file that can be read") from None
-    status = os.fstat(file.fileno())
-    is_file = stat.S_ISREG(status.st_mode)
-    if not is_file or not status.st_size:
+    if not os.fstat(file.fileno()).st_size:
         file.close()
-        raise PromptError(f"{given} is {'empty' if is_file else 'no file'}; give a file with prompts")
+        raise PromptError(f"{given} is empty; give a file with prompts")
     return file
 
 

@@ -109,12 +109,6 @@ class PromptFormatter:
         too_long.add(where, length, "cut" if stays else "skipped")
         return stays
 
-    def _read(self, row: Row, where: str) -> tuple[str | list[Message], dict[str, Any], str | None]:
-        """Return the row's prompt, its other columns, and the text they make (see :meth:`_text`)."""
-        given = self.given(row, where)
-        fields = {name: value for name, value in row.items() if name != self.options.column}
-        return given, fields, self._text(given, fields, where)
-
     def _ids(self, given: str | list[Message], text: str, where: str) -> list[int]:
         has_special_tokens = self._chat or not isinstance(given, str)  # a chat template writes them itself
         ids: list[int] = self._tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"]
@@ -122,14 +116,15 @@ class PromptFormatter:
             raise PromptError(f"prompts: {where} has no tokens: {text!r:.100}; give a prompt that the model can read")
         return ids
 
-    def _text(self, given: str | list[Message], fields: Row, where: str) -> str | None:
-        """Return the text of a prompt. Of a string that is longer than the limits allow, its end, one character longer than
-        they allow; of such a conversation, None."""
-        most = self.limits.characters + 1
+    def _read(self, row: Row, where: str) -> tuple[str | list[Message], Row, str | None]:
+        """Return the row's prompt, its other columns, and the text they make. Of a string that is longer than the limits
+        allow, the text's end, one character longer than they allow; of such a conversation, None."""
+        given, most = self.given(row, where), self.limits.characters + 1
+        fields = {name: value for name, value in row.items() if name != self.options.column}
         if isinstance(given, str):
             filled = fill_template(self._pieces, fields | {"prompt": given}, most, where)
             if not self._chat:
-                return filled
+                return given, fields, filled
             messages = [{"role": "user", "content": filled}]
         else:
             messages = given
@@ -138,15 +133,16 @@ class PromptFormatter:
                 f"prompts: {where} is a conversation, but the tokenizer has no chat template; use one that has, or texts"
             )
         if not isinstance(given, str) and sum(len(message["content"]) + 1 for message in given) >= most:
-            return None
+            return given, fields, None
         if self.options.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.options.system}, *messages]
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program and may raise anything
             raise PromptError(
                 f"prompts: {where} is refused by the tokenizer's chat template ({error}); change the messages"
             ) from error
+        return given, fields, str(text)
 
 
 def _json_bytes(given: str | list[Message], fields: Row, where: str) -> int:

@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,10 +36,6 @@ ATTEMPT_STRIDE = 1 << 20  # distance of the draws for one seq, so that they are 
 
 
 class PromptSource(Protocol):
-    @property
-    def size(self) -> int | None:
-        """Prompts in one epoch; None when the source never ends."""
-
     @property
     def too_long(self) -> LongPrompts:
         """The prompts that were too long so far."""
@@ -104,37 +101,25 @@ def is_held_out(given: str | list[Message], seed: int, share: float) -> bool:
 
 
 class TablePrompts:
-    """The rows ``chosen`` (int64 [n]) of a table, shuffled in each epoch."""
+    """The rows ``chosen`` (int64 [n]) of a table, shuffled in each epoch of ``size`` prompts."""
 
     def __init__(
         self, rows: Table, chosen: np.ndarray, formatter: PromptFormatter, seed: int, too_long: LongPrompts
     ) -> None:
-        self._rows, self._chosen, self._formatter, self._seed = rows, chosen, formatter, seed
-        self.too_long = too_long
-        self._orders: dict[int, np.ndarray] = {}
-
-    @property
-    def size(self) -> int:
-        return len(self._chosen)
+        self._rows, self._formatter = rows, formatter
+        self.too_long, self.size = too_long, len(chosen)
+        # Groups in flight span two epochs at most, unless an epoch is tiny.
+        self._order = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(chosen))
 
     def prompt(self, seq: int) -> Prompt:
-        epoch, place = divmod(seq, len(self._chosen))
+        epoch, place = divmod(seq, self.size)
         row = int(self._order(epoch)[place])
         return self._formatter.prompt(self._rows[row], self._rows.where(row))
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            if len(self._orders) == 2:  # groups in flight span two epochs at most, unless an epoch is tiny
-                self._orders.pop(min(self._orders))
-            self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(self._chosen)
-        return self._orders[epoch]
 
 
 class ProceduralPrompts:
     """Rows that a function makes of their numbers. A ``seq`` whose row is on the other side, or is skipped as too long, gets
     the next of its own draws, so that it depends on no other ``seq``."""
-
-    size = None
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import importlib.util
 from array import array
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stages.prompts.files import PromptError, Row, existing, kind_of, lines, open_file, parse_line
 from stages.prompts.options import PromptOptions
@@ -20,66 +20,8 @@ from stages.user_code import imported, place_of
 MOST_GENERATED = 1_000_000  # rows of a reasoning_gym task with a size
 
 
-class Table(Protocol):
-    """Rows by their numbers. ``where`` names a row for people: its file and line, counted from 1. ``is_unread``: whether the
-    row was too large to be read."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> Row: ...
-    def where(self, number: int) -> str: ...
-    def is_unread(self, number: int) -> bool: ...
-
-
-def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]:
-    """Open the rows of a source. Raises PromptError."""
-    path, task = str(options.path), str(options.task)
-    try:
-        match options.source:
-            case "external":
-                raise PromptError("prompts.source = 'external' is no table: its prompts are put while the run goes on")
-            case "jsonl":
-                return JsonRows(Path(path))
-            case "parquet":
-                return ParquetRows(Path(path))
-            case "datasets":
-                return NumberedRows(_dataset(path, options.split), path)
-            case "reasoning_gym":
-                return _reasoning_gym(task, options.config, options.column, seed)
-            case "builtin":
-                return _builtin(task, options.config, options.column, seed)
-    except PromptError:
-        raise
-    except Exception as error:  # of a library that reads a file, or of a function that returns a dataset
-        source = path if options.path else task
-        raise PromptError(f"prompts: {source} cannot be read ({type(error).__name__}: {error}); correct it") from error
-
-
-class JsonRows:
-    """The rows of a file of JSON Lines."""
-
-    def __init__(self, path: Path) -> None:
-        self._name, self._rows, self._lines = str(path), list[Row | None](), array("q")
-        for number, line in lines(path):
-            row = None if line is None else parse_line(line, f"{path}, line {number}")
-            if row is not None or line is None:
-                self._rows.append(row)
-                self._lines.append(number)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> Row:
-        return self._rows[number] or {}
-
-    def where(self, number: int) -> str:
-        return f"{self._name}, line {self._lines[number]}"
-
-    def is_unread(self, number: int) -> bool:
-        return self._rows[number] is None
-
-
-class NumberedRows:
-    """``rows`` (anything with ``len`` that returns mappings by number), named by their numbers from 1."""
+class Table:
+    """``rows`` by their numbers: anything with ``len`` that returns mappings by number."""
 
     def __init__(self, rows: Any, name: str) -> None:
         self._rows, self._name = rows, name
@@ -97,13 +39,61 @@ class NumberedRows:
         return row
 
     def where(self, number: int) -> str:
+        """Return a name of the row for people, counted from 1."""
         return f"{self._name}, row {number + 1}"
 
     def is_unread(self, number: int) -> bool:
+        """Whether the row was too large to be read."""
         return False
 
 
-class ParquetRows(NumberedRows):
+def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]:
+    """Open the rows of a source. Raises PromptError."""
+    path, task = str(options.path), str(options.task)
+    try:
+        match options.source:
+            case "external":
+                raise PromptError("prompts.source = 'external' is no table: its prompts are put while the run goes on")
+            case "jsonl":
+                return JsonRows(Path(path))
+            case "parquet":
+                return ParquetRows(Path(path))
+            case "datasets":
+                return Table(_dataset(path, options.split), path)
+            case "reasoning_gym":
+                return _reasoning_gym(task, options.config, options.column, seed)
+            case "builtin":
+                return _builtin(task, options.config, options.column, seed)
+    except PromptError:
+        raise
+    except Exception as error:  # of a library that reads a file, or of a function that returns a dataset
+        source = path if options.path else task
+        raise PromptError(f"prompts: {source} cannot be read ({type(error).__name__}: {error}); correct it") from error
+
+
+class JsonRows(Table):
+    """The rows of a file of JSON Lines, named by their lines."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(list[Row | None](), str(path))
+        self._lines = array("q")
+        for number, line in lines(path):
+            row = None if line is None else parse_line(line, f"{path}, line {number}")
+            if row is not None or line is None:
+                self._rows.append(row)
+                self._lines.append(number)
+
+    def __getitem__(self, number: int) -> Row:
+        return self._rows[number] or {}
+
+    def where(self, number: int) -> str:
+        return f"{self._name}, line {self._lines[number]}"
+
+    def is_unread(self, number: int) -> bool:
+        return self._rows[number] is None
+
+
+class ParquetRows(Table):
     """Rows of a Parquet file, or of a folder of them: Arrow columns, of which one row at a time becomes Python values."""
 
     def __init__(self, path: Path) -> None:
@@ -113,9 +103,6 @@ class ParquetRows(NumberedRows):
         if kind_of(existing(path)) != "a folder":
             open_file(path).close()
         super().__init__(pyarrow.parquet.read_table(existing(path)).combine_chunks(), str(path))
-
-    def __len__(self) -> int:
-        return int(self._rows.num_rows)
 
     def __getitem__(self, number: int) -> Row:
         row: Row = self._rows.slice(number, 1).to_pylist()[0]
@@ -207,7 +194,7 @@ def _reasoning_gym(task: str, config: Mapping[str, Any], column: str, seed: int)
         return _rename_prompt(entry | {"prompt": entry["question"]}, column)
 
     if "size" in config:
-        return NumberedRows([row(number) for number in range(len(dataset))], task)
+        return Table([row(number) for number in range(len(dataset))], task)
     return row
 
 

@@ -10,9 +10,8 @@ from typing import Any
 from stages.prompts.files import PromptError, Row
 
 Message = dict[str, str]
-Piece = tuple[
-    str, str | None, str | None, str | None
-]  # literal text; name, format and conversion of the column after it
+# Literal text; name, format and conversion of the column after it.
+Piece = tuple[str, str | None, str | None, str | None]
 
 WIDEST = 1000  # characters to which a template may pad a column
 

@@ -7,6 +7,9 @@ Both have two buckets. Round k uses number k mod 2, so a rank packs one while th
 memory files without a name, and pipes; the other ranks open them below ``/proc/PID/fd``, which the kernel permits to the
 same user. So a killed rank leaves nothing behind, and the end of a rank is noticed at once.
 
+Rounds are made in order, the same on every rank: fill ``room(k)``, ``start(k)``, then ``messages(k - 1)``, which are valid
+until the next ``room``. These raise RuntimeError or OSError when a rank has ended or is late.
+
 Ranks meet by writing a byte into a pipe. gloo's smallest collective would wake a second thread of each rank.
 """
 
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 import torch
@@ -81,27 +84,6 @@ def part_index(at: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]
     return tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))
 
 
-class Exchange(Protocol):
-    """Rounds in order, the same on every rank: fill ``room(k)``, ``start(k)``, then ``messages(k - 1)``. These raise
-    RuntimeError or OSError when a rank has ended or is late."""
-
-    name: str
-
-    def room(self, number: int) -> torch.Tensor:
-        """The buffer for what this rank sends in the round. Waits until no rank reads it."""
-        ...
-
-    def start(self, number: int) -> None:
-        """Send the filled buffer."""
-        ...
-
-    def messages(self, number: int) -> Sequence[torch.Tensor]:
-        """The messages of the round by sender. Waits for them; they are valid until the next ``room``."""
-        ...
-
-    def close(self) -> None: ...
-
-
 def temporary_bytes(parts: Sequence[Part]) -> int:
     """Bytes of the buckets of an exchange; what lies in shared memory counts for its sender and its receiver."""
     return sum(max((part.nbytes for part in parts[lane::2]), default=0) for lane in (0, 1))
@@ -156,15 +138,18 @@ class GroupExchange:
         return sent, received
 
     def room(self, number: int) -> torch.Tensor:
+        """The buffer for what this rank sends in the round. Waits until no rank reads it."""
         return self._values(number)[0]
 
     def start(self, number: int) -> None:
+        """Send the filled buffer."""
         part, (sent, received) = self._parts[number], self._values(number)
         self._flying[number % 2] = dist.all_to_all_single(
             received, sent, part.receives, part.sends, group=self._group, async_op=True
         )
 
     def messages(self, number: int) -> Sequence[torch.Tensor]:
+        """The messages of the round by sender. Waits for them."""
         _wait(self._flying[number % 2], self._deadline)
         return self._values(number)[1].split(self._parts[number].receives)
 
@@ -188,8 +173,8 @@ class SharedExchange:
         second = -(-lanes[0] // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = second + max(lanes[1], 1)
         self._open: list[int] = []
-        self._hears: list[int] = []  # pipes by rank; a rank meets itself too
-        self._tells: list[int] = []
+        self._incoming: list[int] = []  # pipes by rank; a rank meets itself too
+        self._outgoing: list[int] = []
         self._buckets: list[list[torch.Tensor]] = []  # by rank
         try:
             node = UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).int >> 65
@@ -198,10 +183,10 @@ class SharedExchange:
             os.posix_fallocate(memory, 0, nbytes)  # a full directory is an error here and not a signal later
             pipes = []
             for _ in range(world):
-                hears, theirs = os.pipe()
-                self._open += [hears, theirs]
-                self._hears.append(hears)
-                pipes += [theirs, _identity(theirs)]
+                incoming, outgoing = os.pipe()
+                self._open += [incoming, outgoing]
+                self._incoming.append(incoming)
+                pipes += [outgoing, _identity(outgoing)]
             self.announced = [node, os.getpid(), memory, _identity(memory), second, nbytes, *pipes]
             """What the others must know to reach all this."""
         except BaseException:
@@ -217,8 +202,8 @@ class SharedExchange:
                 found = self._opened(pid, memory, identity, os.O_RDWR)
                 mapped = torch.frombuffer(mmap.mmap(found, nbytes), dtype=torch.uint8)
                 self._buckets.append([mapped[:second], mapped[second:]])
-                theirs, identity = pipes[2 * self._rank : 2 * self._rank + 2]
-                self._tells.append(self._opened(pid, theirs, identity, os.O_WRONLY))
+                outgoing, identity = pipes[2 * self._rank : 2 * self._rank + 2]
+                self._outgoing.append(self._opened(pid, outgoing, identity, os.O_WRONLY))
         except OSError:
             return False
         return True
@@ -232,9 +217,9 @@ class SharedExchange:
 
     def reached(self) -> None:
         """Called when all ranks have opened everything. From then on the end of a rank closes its pipes."""
-        for one in {*self._open}.difference(self._hears, self._tells):
+        for one in {*self._open}.difference(self._incoming, self._outgoing):
             os.close(one)
-        self._open = [*self._hears, *self._tells]
+        self._open = [*self._incoming, *self._outgoing]
 
     def room(self, number: int) -> torch.Tensor:
         if number:
@@ -256,9 +241,9 @@ class SharedExchange:
 
     def _meet(self) -> None:
         end = time.monotonic() + self._deadline
-        for pipe in self._tells:
+        for pipe in self._outgoing:
             os.write(pipe, b".")
-        for peer, pipe in enumerate(self._hears):
+        for peer, pipe in enumerate(self._incoming):
             waiting = select.poll()
             waiting.register(pipe, select.POLLIN)
             if not waiting.poll(max(0.0, end - time.monotonic()) * 1000):
@@ -271,6 +256,9 @@ class SharedExchange:
         for one in self._open:
             os.close(one)
         self._open = []
+
+
+Exchange = GroupExchange | SharedExchange
 
 
 def _identity(opened: int | str) -> int:

@@ -360,11 +360,7 @@ class Seat:
 
 def parse_layout(text: str, side: Side) -> Layout:
     """Parse a layout such as ``dp=2,tp=2``. As in a recipe, ``dp`` is ``dp_shard`` for training and ``dp_replicate`` for
-    generation. Raises :class:`LayoutError`.
-
-    >>> parse_layout("dp=2,tp=2", "train") == Layout(dp_shard=2, tp=2)
-    True
-    """
+    generation. Raises :class:`LayoutError`."""
     known = [field.name for field in fields(Layout)]
     values: dict[str, Any] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
@@ -462,9 +458,9 @@ def _check(model: ModelState, layout: Layout) -> None:
                 )
 
 
-def stage_layers(layers: int, stages: int, stage: int) -> Range:
+def stage_layers(layers: int, stages: int, stage: int) -> range:
     """The layers of pipeline stage ``stage``: in order, as evenly as possible."""
-    return stage * layers // stages, (stage + 1) * layers // stages
+    return range(stage * layers // stages, (stage + 1) * layers // stages)
 
 
 def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]:
@@ -472,14 +468,10 @@ def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]
     tied embeddings."""
     last = layout.pp - 1
     if parameter.layer is not None:
-        return {s for s in range(layout.pp) if _within(parameter.layer, stage_layers(model.layers, layout.pp, s))}
+        return {s for s in range(layout.pp) if parameter.layer in stage_layers(model.layers, layout.pp, s)}
     if any(of == parameter.name for _, of in model.tied):
         return {0, last}
     return {0} if "embed" in parameter.name else {last}
-
-
-def _within(number: int, span: Range) -> bool:
-    return span[0] <= number < span[1]
 
 
 def _local(

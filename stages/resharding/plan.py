@@ -178,39 +178,33 @@ def _cover(
         return holder[0] // node != receiver // node, sent[holder[0]], holder[0]
 
     missing = [place.piece.box]
+
+    def take(sender: int, held: _Place) -> Iterator[Slice]:
+        """The slices that ``sender`` has of what is missing."""
+        for box in missing[:]:
+            if (common := intersect(box, held.piece.box)) is None:
+                continue
+            at = missing.index(box)
+            missing[at : at + 1] = subtract(box, common)
+            sizes = tuple(end - start for start, end in common)
+            source_at, target_at = _offset(common, held.piece), _offset(common, place.piece)
+            yield Slice(
+                parameter, sender, receiver, sizes, held.tensor, source_at, place.tensor, target_at, place.dtype
+            )
+
     for held in own:
-        found, missing = _take(parameter, receiver, place, receiver, held, missing)
-        yield from found
+        yield from take(receiver, held)
     if not missing:
         return
     offers = [min(holders, key=distance) for box, holders in boxes.items() if intersect(box, place.piece.box)]
     for sender, theirs in sorted(offers, key=distance):
-        found, missing = _take(parameter, receiver, place, sender, theirs, missing)
-        sent[sender] += sum(s.nbytes for s in found)
-        yield from found
+        for s in take(sender, theirs):
+            sent[sender] += s.nbytes
+            yield s
     if missing:
         raise PlanError(
             f"parameter {parameter!r}: no rank of the source layout has {missing[0]}; both must be of one model"
         )
-
-
-def _take(
-    parameter: str, receiver: int, place: _Place, sender: int, theirs: _Place, missing: list[Box]
-) -> tuple[list[Slice], list[Box]]:
-    """The slice of ``missing`` that ``sender`` has, and what is missing then."""
-    found, rest = [], []
-    for box in missing:
-        common = intersect(box, theirs.piece.box)
-        if common is None:
-            rest.append(box)
-            continue
-        sizes = tuple(end - start for start, end in common)
-        source_at, target_at = _offset(common, theirs.piece), _offset(common, place.piece)
-        found.append(
-            Slice(parameter, sender, receiver, sizes, theirs.tensor, source_at, place.tensor, target_at, place.dtype)
-        )
-        rest += subtract(box, common)
-    return found, rest
 
 
 def _offset(box: Box, piece: Piece) -> tuple[int, ...]:

@@ -119,10 +119,6 @@ class Arena:
     def nbytes(self) -> int:
         return self._memory.numel()
 
-    @property
-    def empty(self) -> bool:
-        return not self._away
-
     def reserve(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Make room for ``storages``, before any of them is stored. Raises ValueError for one that cannot be resized."""
         if not all(storage.resizable() for storage in storages):
@@ -248,7 +244,7 @@ class Swap:
             with self._phase(Phase.OFFLOAD_WEIGHTS):
                 self.arena.store(weights)
         except BaseException as error:
-            self._release_rollout()
+            empty(self.rollout.values())
             self.arena.allocate()
             self.arena.copy_back()
             devices.synchronize(self.device)
@@ -265,7 +261,7 @@ class Swap:
         device's allocator when there is no room; the call can be repeated."""
         self._expect(State.GENERATING, "prefetch")
         devices.synchronize(self.device)  # generation may have used other streams
-        self._release_rollout()
+        empty(self.rollout.values())
         self.arena.allocate()  # here and not on the thread: memory that one thread freed is not another's to reuse
         self.state = State.RETURNING
         if self._stream is None:
@@ -329,9 +325,6 @@ class Swap:
         devices.synchronize(self.device)
         self.seconds[phase] = time.perf_counter() - started
         self._watch(phase)
-
-    def _release_rollout(self) -> None:
-        empty(self.rollout.values())
 
     def _copy_back(self) -> None:
         started = devices.mark(self._stream)

@@ -25,8 +25,9 @@ import structlog
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output
+from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
+from stages.flow.adapter import call
 from stages.models import Tokenizer
 from stages.rewards.registry import RESERVED, RewardError, RewardFunctions
 from stages.user_code import place_of
@@ -76,9 +77,24 @@ class RewardSet:
         columns: Mapping[str, list[Any]] = MappingProxyType({}),
     ) -> RewardScores:
         """Scores of B responses by all functions, which run at the same time. ``prompts`` are the rows' own
-        (:attr:`stages.prompts.formatter.Prompt.given`), ``fields`` their other columns, ``columns`` those of stages. Raises
-        :class:`RewardError`."""
-        given = _arguments(prompts, completions, completion_ids, fields, columns)
+        (:attr:`stages.prompts.formatter.Prompt.given`), ``fields`` their other columns (None where a row lacks one),
+        ``columns`` those of stages. Raises :class:`RewardError`."""
+        names = dict.fromkeys(name for row in fields for name in row)
+        if taken := [name for name in (*RESERVED, *columns) if name in names]:
+            wrong = f"the prompts have columns {taken}, which reward functions get from the run"
+            raise RewardError(f"rewards: {wrong}; rename")
+        given: dict[str, list[Any]] = {
+            "prompts": list(prompts),
+            "completions": [
+                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                for prompt, text in zip(prompts, completions, strict=True)
+            ],
+            "completion_ids": [list(ids) for ids in completion_ids],
+        }
+        given |= {name: [row.get(name) for row in fields] for name in names} | dict(columns)
+        lengths = {name: len(values) for name, values in given.items()}
+        if len(set(lengths.values())) != 1:
+            raise RewardError(f"rewards: as many values are needed of each, but there are {lengths}")
         scored = await asyncio.gather(
             *(self._column(name, f, given) for name, f in zip(self.names, self._functions, strict=True))
         )
@@ -117,7 +133,7 @@ class RewardSet:
         return f"a batch of {_rows(given)} rows, though at none of them alone"
 
 
-class Reward:
+class Reward(Stage):
     """The stage: claims finished responses one by one or many at once, as they come, and scores them."""
 
     name = "reward"
@@ -127,9 +143,6 @@ class Reward:
 
     def room(self, held: int) -> int:
         return ROWS_AT_ONCE
-
-    def version(self) -> int | None:
-        return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         reads = [name for name in self.fetches if name not in FETCHES]
@@ -163,40 +176,10 @@ def _values(column: Any) -> list[Any]:
     return list(column)
 
 
-def _arguments(
-    prompts: Sequence[str | list[dict[str, str]]],
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]],
-    fields: Sequence[Mapping[str, Any]],
-    columns: Mapping[str, list[Any]],
-) -> dict[str, list[Any]]:
-    """The arguments of a reward function by name, each a list of B values; a column that a row lacks is None there."""
-    names = dict.fromkeys(name for row in fields for name in row)
-    if taken := [name for name in (*RESERVED, *columns) if name in names]:
-        raise RewardError(f"rewards: the prompts have columns {taken}, which reward functions get from the run; rename")
-    given: dict[str, list[Any]] = {
-        "prompts": list(prompts),
-        "completions": [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, completions, strict=True)
-        ],
-        "completion_ids": [list(ids) for ids in completion_ids],
-    }
-    given |= {name: [row.get(name) for row in fields] for name in names} | dict(columns)
-    lengths = {name: len(values) for name, values in given.items()}
-    if len(set(lengths.values())) != 1:
-        raise RewardError(f"rewards: as many values are needed of each, but there are {lengths}")
-    return given
-
-
 async def _call(function: Callable[..., Any], given: dict[str, list[Any]]) -> Any:
     parameters = inspect.signature(function).parameters
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    arguments = given if everything else {name: given[name] for name in parameters if name in given}
-    if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    result = await asyncio.to_thread(function, **arguments)  # it may be slow, and the loop has other work
-    return await result if inspect.isawaitable(result) else result
+    return await call(function, **(given if everything else {n: given[n] for n in parameters if n in given}))
 
 
 def _checked(name: str, result: Any, rows: int) -> torch.Tensor:

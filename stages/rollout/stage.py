@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output
+from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
 from stages.engines.protocols import Begun, Completion, GroupRequest, RolloutEngine, SamplingParams
@@ -29,7 +29,7 @@ from stages.training.device_lease import DeviceLease
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")  # columns that a cut response is parked with
 
 
-class Rollout:
+class Rollout(Stage):
     """The rollout stage. ``most_rows``: responses that this worker holds at once, decoding or waiting in the engine."""
 
     name = "rollout"

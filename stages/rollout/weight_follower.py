@@ -109,8 +109,10 @@ class WeightFollower:
     async def run(self) -> None:
         """Load versions as they are published. Returns when the last one is loaded and evaluated."""
         while True:
-            if self._due():
-                await self._evaluate()
+            if self.evaluator is not None and self._due():
+                version = self.stage.engine.version
+                with self.controller.spans.during("evaluation", version=version):
+                    await evaluate_once(self.index, self.evaluator, version)
             self.stage.held_back = False
             self.controller.wake()
             if self.stage.engine.version >= self.steps:
@@ -140,13 +142,16 @@ class WeightFollower:
                 self.stage.held_back = self._due(published.version) and not self.overlap
                 with self.controller.spans.during("swap", version=published.version):
                     times, gap = await self._swap(published, weights)
-        except WeightsUnreachable as gone:
-            await self._wait_for_trainer(published, gone)
+        except WeightsUnreachable as gone:  # until a restarted trainer publishes again
+            self._pause = AGAIN_SECONDS
+            if not self._alone:
+                self._alone = time.monotonic()
+                await self._report_kept(published, gone)
+            elif time.monotonic() - self._alone > self.policy.timeout:
+                raise
             return False
         except (WeightsDamaged, WeightMismatch, SwapRefused) as refused:
             await self._keep_old(published, refused)
-            if isinstance(refused, WeightsDamaged):
-                await self._report_damaged(published.version)
             return False
         self._held, self._failed = published, {}
         await self.index.emit(
@@ -168,56 +173,39 @@ class WeightFollower:
         change = "kept its weights"
         await self.index.emit(WorkerEvent(stage="rollout", worker=self.worker, change=change, reason=str(refused)))
 
-    async def _wait_for_trainer(self, published: Published, gone: WeightsUnreachable) -> None:
-        """Wait for a restarted trainer, which publishes again. Raises ``gone`` after ``timeout`` seconds without one."""
-        self._pause = AGAIN_SECONDS
-        if not self._alone:
-            self._alone = time.monotonic()
-            await self._report_kept(published, gone)
-        elif time.monotonic() - self._alone > self.policy.timeout:
-            raise gone
-
     async def _keep_old(self, published: Published, refused: Exception) -> None:
-        """Keep the old version. Raises ``refused`` after the last attempt."""
-        self._pause = AGAIN_SECONDS
+        """Keep the old version. Raises ``refused`` after the last attempt. Has the trainer publish a version again that was
+        damaged twice: the first time, the damage may have happened on the way here."""
+        self._pause, version = AGAIN_SECONDS, published.version
         await self._report_kept(published, refused)
-        self._failed = {published.version: self._failed.get(published.version, 0) + 1}
-        if self._failed[published.version] >= ATTEMPTS:
+        self._failed = {version: self._failed.get(version, 0) + 1}
+        if self._failed[version] >= ATTEMPTS:
             raise refused  # no newer version has replaced it meanwhile
-
-    async def _report_damaged(self, version: int) -> None:
-        """Have the trainer publish ``version`` again when it was damaged twice: the first time, the damage may have happened
-        on the way here."""
-        if self._failed[version] < 2:
-            return
-        self._reported, self._pause = version, self.policy.timeout
-        self._till = time.monotonic() + self._pause
-        await self.index.put(damaged(version), self.worker)
-        await self.index.wake(TAKEN)
+        if isinstance(refused, WeightsDamaged) and self._failed[version] == 2:
+            self._reported, self._pause = version, self.policy.timeout
+            self._till = time.monotonic() + self._pause
+            await self.index.put(damaged(version), self.worker)
+            await self.index.wake(TAKEN)
 
     async def _read(self, published: Published) -> Mapping[str, torch.Tensor]:
+        """Read a copy, in a thread that does not keep the worker from ending."""
         engine, stuck = self.stage.engine, self._reading is not None and not self._reading.done()
         try:
             async with asyncio.timeout(self.policy.timeout):
                 if isinstance(engine, ReceivingEngine):
                     return await engine.receive(published)
-                return await self._read_aside(published)
+                if self._reading is not None:  # wait for a stuck one instead of beginning another one beside it
+                    await asyncio.wait([self._reading])
+                self._reading = run_in_thread(lambda: self.reader.read(published), "weights-read")
+                weights = await asyncio.shield(self._reading)
+                self._reading = None
+                return weights
         except TimeoutError:
             what = "the attempt before is still reading after" if stuck else "not read within"
             raise SwapRefused(
                 f"weights of version {published.version}: {what} sync.timeout = {self.policy.timeout:g} s; is the memory "
                 "that they lie in reachable?"
             ) from None
-
-    async def _read_aside(self, published: Published) -> Mapping[str, torch.Tensor]:
-        """Read a copy in a thread that does not keep the worker from ending. Waits for a stuck reading instead of beginning
-        another one beside it."""
-        if self._reading is not None:
-            await asyncio.wait([self._reading])
-        self._reading = run_in_thread(lambda: self.reader.read(published), "weights-read")
-        weights = await asyncio.shield(self._reading)
-        self._reading = None
-        return weights
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -318,8 +306,3 @@ class WeightFollower:
     def _due(self, version: int | None = None) -> bool:
         version = self.stage.engine.version if version is None else version
         return self.evaluator is not None and (version % self.every == 0 or version >= self.steps)
-
-    async def _evaluate(self) -> None:
-        assert self.evaluator is not None
-        with self.controller.spans.during("evaluation", version=self.stage.engine.version):
-            await evaluate_once(self.index, self.evaluator, self.stage.engine.version)

@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator, Sequence
 
 from tensordict import TensorDict
 
-from pipeline.controller import Output
+from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from stages.algorithms.named import AlgorithmLike
 from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.catalogue import CREDIT
 
 
-class Advantage:
+class Advantage(Stage):
     """The stage of an algorithm's credit."""
 
     name = CREDIT
@@ -27,9 +27,6 @@ class Advantage:
 
     def room(self, held: int) -> int:
         return GROUPS_AT_ONCE
-
-    def version(self) -> int | None:
-        return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         members, results = credits(self.algorithm, rows, claim.group.tolist())

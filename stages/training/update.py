@@ -20,7 +20,7 @@ import structlog
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output
+from pipeline.controller import Output, Stage
 from pipeline.events import LedgerEvent, StepEvent, SyncEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import BoundBroken, Claim
@@ -42,7 +42,7 @@ PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of a row that a swap is 
 PROBE_ROWS, PROBE_NEW_ROWS = 16, 8  # at most, in all and of one batch: the others are the batches' before
 
 
-class Update:
+class Update(Stage):
     """``version``: policy version of the engine's weights. ``after_step`` is called with each new version when it is
     published (checkpoints); ``after_last`` is called when ``steps`` are done. With ``publish_first`` the weights that the
     run begins with are published too, for engines that are not built from its model. ``store`` is None where ranks pass the
@@ -86,9 +86,6 @@ class Update:
 
     def room(self, held: int) -> int:
         return 0 if held or self.trained >= self.steps else 1
-
-    def version(self) -> int | None:
-        return None
 
     async def catch_up(self) -> None:
         """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
@@ -203,20 +200,19 @@ class Update:
     async def until_taken(self, engines: Sequence[str]) -> None:
         """Return when nothing more will be trained and, after the last step, all of ``engines`` have its version. Raises
         WeightsDamaged, between two steps, when an engine has reported the newest version as damaged."""
-        position = ""
-        while not self._over.is_set() or (self.trained >= self.steps and not await self._all_have_last(engines)):
+        position, index, last = "", self.dock.index, str(self.steps)
+        while not self._over.is_set() or (
+            self.trained >= self.steps and any([await index.get(done_with(engine)) != last for engine in engines])
+        ):
             async with self._stepping:
-                if reported_by := await self.dock.index.get(damaged(self.trained)):
+                if reported_by := await index.get(damaged(self.trained)):
                     raise WeightsDamaged(
                         f"weights of version {self.trained}: {reported_by} has found them damaged; the trainer starts again "
                         "and publishes them again"
                     )
-            waits = [self.dock.index.woken(TAKEN, position, WAIT_SECONDS)]
-            woken, *_ = await first_of(*waits, *([] if self._over.is_set() else [self._over.wait()]))
+            waking = index.woken(TAKEN, position, WAIT_SECONDS)
+            woken, *_ = await first_of(waking, *([] if self._over.is_set() else [self._over.wait()]))
             position = woken or position
-
-    async def _all_have_last(self, engines: Sequence[str]) -> bool:
-        return all([await self.dock.index.get(done_with(engine)) == str(self.steps) for engine in engines])
 
 
 def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:

@@ -166,29 +166,23 @@ class WeightReceiver:
         """Fill ``memory``, uint8 [``published.nbytes``]. Raises ``WeightsDamaged`` for bytes that are not those that were
         published, and ``WeightsUnreachable``."""
         published.check()
+        options: dict[str, Any] = {"connecting": CONNECT_SECONDS, "timeout": self._timeout, "tls": self._tls}
         try:
-            self._receive(published, memory)
+            if not published.source:
+                raise RuntimeError("it was published for one node alone; set sync.transport = 'collective'")
+            host, port, _ = json.loads(published.source)
+            with closing(connect((host, port), self._secret, **options)) as trainer:
+                trainer.send_message({"version": published.version, "device": self._device.type})
+                answer = trainer.receive_message()
+                if not answer["have"]:
+                    raise published.damage("the trainer has them no more; take the newest")
+                receive = self._receive_by_group if answer["group"] else self._receive_bytes
+                receive(trainer, published, memory)
         except WeightsDamaged:
             raise
         except (RuntimeError, OSError, ValueError, KeyError) as error:
             wrong = f"weights of version {published.version}: not received from the trainer at {published.source!r}"
             raise WeightsUnreachable(f"{wrong}: {error}") from error
-
-    def _receive(self, published: Published, memory: np.ndarray) -> None:
-        if not published.source:
-            raise RuntimeError("it was published for one node alone; set sync.transport = 'collective' for the trainer")
-        host, port, _ = json.loads(published.source)
-        options: dict[str, Any] = {"connecting": CONNECT_SECONDS, "timeout": self._timeout, "tls": self._tls}
-        with closing(connect((host, port), self._secret, **options)) as trainer:
-            trainer.send_message({"version": published.version, "device": self._device.type})
-            answer = trainer.receive_message()
-            if not answer["have"]:
-                gone = "the trainer has them no more; take the newest"
-                raise WeightsDamaged(f"weights of version {published.version}: {gone}")
-            if answer["group"]:
-                self._receive_by_group(trainer, published, memory)
-                return
-            self._receive_bytes(trainer, published, memory)
 
     def _receive_bytes(self, trainer: SecretSocket, published: Published, memory: np.ndarray) -> None:
         """Fill ``memory``; each bucket is verified while the next one comes."""

@@ -28,12 +28,13 @@ from typing import Any
 import msgpack
 import structlog
 
+from pipeline.warehouse.wire.protocol import check_secret, proof
+
 log = structlog.get_logger()
 
 HELLO_SECONDS = 5.0  # for all of a handshake
 UNPROVEN = 32  # connections that have not proven the secret yet; with one more the oldest is dropped
 MOST_MESSAGE = 2**16  # bytes
-MIN_SECRET = 16  # bytes
 PIECE = 2**22  # bytes that are received at once
 VERSION = 1
 _MAGIC = b"ADKL"
@@ -179,24 +180,18 @@ def connect(
         if magic != _MAGIC or version != VERSION:
             raise ProofRefused(f"what answers at {address} is no trainer of this release")
         nonce = os.urandom(_NONCE)
-        reply = nonce + _proof(secret, b"engine", hello, nonce)
+        reply = nonce + proof(secret, b"engine", hello, nonce)
         sock.sendall(reply)
         try:
-            proof = _received(sock, _PROOF, deadline)
+            given = _received(sock, _PROOF, deadline)
         except ConnectionError:
             raise ProofRefused(f"{address} hung up on the proof: it has another secret") from None
-        if not hmac.compare_digest(proof, _proof(secret, b"trainer", hello, reply)):
+        if not hmac.compare_digest(given, proof(secret, b"trainer", hello, reply)):
             raise ProofRefused(f"what answers at {address} does not prove that it knows the run's secret")
         return SecretSocket(sock, timeout)
     except BaseException:
         sock.close()
         raise
-
-
-def check_secret(secret: bytes) -> bytes:
-    if len(secret) < MIN_SECRET:
-        raise ValueError(f"secret: {len(secret)} bytes are too few, give at least {MIN_SECRET}")
-    return secret
 
 
 def _accepted(sock: socket.socket, secret: bytes, tls: ssl.SSLContext | None) -> socket.socket:
@@ -208,14 +203,10 @@ def _accepted(sock: socket.socket, secret: bytes, tls: ssl.SSLContext | None) ->
     hello = _HELLO.pack(_MAGIC, VERSION, os.urandom(_NONCE))
     sock.sendall(hello)
     reply = _received(sock, _NONCE + _PROOF, deadline)
-    if not hmac.compare_digest(reply[_NONCE:], _proof(secret, b"engine", hello, reply[:_NONCE])):
+    if not hmac.compare_digest(reply[_NONCE:], proof(secret, b"engine", hello, reply[:_NONCE])):
         raise ProofRefused("a wrong proof came")
-    sock.sendall(_proof(secret, b"trainer", hello, reply))
+    sock.sendall(proof(secret, b"trainer", hello, reply))
     return sock
-
-
-def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(secret, b"".join((role, b"\0", *parts)), "sha256")
 
 
 def _received(sock: socket.socket, count: int, deadline: float | None = None) -> bytes:

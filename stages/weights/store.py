@@ -17,14 +17,18 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
+from pydantic import TypeAdapter
 from tensordict import TensorDict
 
 from stages.engines.protocols import RolloutEngine, TrainEngine
+
+if TYPE_CHECKING:
+    from stages.weights.collective import WeightReceiver, WeightSender
 
 BUCKET_BYTES = 32 * 2**20
 TAKEN = "weights"  # topic of the index: an engine has taken the last version, or reported one as damaged
@@ -61,7 +65,7 @@ class Probe:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Probe:
-        return cls(tuple(map(tuple, record["sequences"])), tuple(map(tuple, record["logprobs"])))
+        return TypeAdapter(cls).validate_python(record)
 
 
 def probed(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> Probe:
@@ -217,30 +221,22 @@ class Published:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Published:
-        return cls(
-            record["version"],
-            record["slot"],
-            record["nbytes"],
-            tuple(Tensor(**tensor) for tensor in record["tensors"]),
-            tuple((offset, nbytes, digest) for offset, nbytes, digest in record["buckets"]),
-            Probe.from_record(probe) if (probe := record.get("probe")) else None,
-            record.get("source", ""),
-        )
+        return TypeAdapter(cls).validate_python(record)
 
     def check(self) -> None:
         """Raises WeightsDamaged unless the buckets cover every byte once."""
         at = 0
         for offset, nbytes, _ in self.buckets:
             if offset != at:
-                raise WeightsDamaged(
-                    f"weights of version {self.version}: bytes {at}..{offset} are in no bucket, or in two; publish again"
-                )
+                raise self.damage(f"bytes {at}..{offset} are in no bucket, or in two; publish again")
             at += nbytes
         end = max((t.offset + t.nbytes for t in self.tensors if t.nbytes), default=0)
         if at < end:
-            raise WeightsDamaged(
-                f"weights of version {self.version}: bytes {at}..{end} are in no bucket; publish again"
-            )
+            raise self.damage(f"bytes {at}..{end} are in no bucket; publish again")
+
+    def damage(self, what: str) -> WeightsDamaged:
+        """Returns the error for ``what`` is wrong with this version's bytes."""
+        return WeightsDamaged(f"weights of version {self.version}: {what}")
 
 
 def damaged(version: int) -> str:
@@ -254,23 +250,8 @@ def done_with(worker: str) -> str:
     return f"has-last-weights:{worker}"
 
 
-class Publisher(Protocol):
-    """What a trainer publishes weights with: a :class:`WeightStore`, or one that also sends them to other nodes."""
-
-    source: str  # of what it publishes, see Published
-
-    def publish(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
-    ) -> Published: ...
-
-    def close(self) -> None: ...
-
-
-class Reader(Protocol):
-    """What a rollout engine reads published weights with."""
-
-    def read(self, published: Published) -> dict[str, torch.Tensor]:
-        """Returns a private, verified copy in host memory, by parameter name. Raises WeightsDamaged, WeightsUnreachable."""
+Publisher: TypeAlias = "WeightStore | WeightSender"  # what a trainer publishes weights with
+Reader: TypeAlias = "WeightStore | WeightReceiver"  # what a rollout engine reads published weights with
 
 
 class WeightStore:
@@ -342,24 +323,17 @@ class WeightStore:
         self._maps.clear()
 
     def _mapped(self, published: Published) -> np.ndarray:
-        published.check()
-        self._check_file(published)
-        nbytes = max(published.nbytes, 1)
-        return np.frombuffer(self._open(published.slot, nbytes), np.uint8, nbytes)
-
-    def _check_file(self, published: Published) -> None:
         """Raises WeightsDamaged when the file is too short: reading a mapped page past its end would be a SIGBUS."""
+        published.check()
         path = self.directory / f"weights-{published.slot}"
         try:
             size = path.stat().st_size
         except FileNotFoundError:
-            raise WeightsDamaged(
-                f"weights of version {published.version}: {path} is not there; is this the node that they were published on?"
-            ) from None
+            raise published.damage(f"{path} is not there; is this the node that they were published on?") from None
         if size < published.nbytes:
-            raise WeightsDamaged(
-                f"weights of version {published.version}: {path} has {size} bytes where {published.nbytes} were published"
-            )
+            raise published.damage(f"{path} has {size} bytes where {published.nbytes} were published")
+        nbytes = max(published.nbytes, 1)
+        return np.frombuffer(self._open(published.slot, nbytes), np.uint8, nbytes)
 
     def _open(self, slot: int, nbytes: int) -> mmap.mmap:
         if slot not in self._maps or len(self._maps[slot]) < nbytes:
@@ -378,10 +352,8 @@ def verify(data: np.ndarray, published: Published, number: int) -> None:
     """Compare bucket ``number`` of ``data``, all bytes of ``published``, with its checksum. Raises WeightsDamaged."""
     offset, nbytes, digest = published.buckets[number]
     if _digest(data[offset : offset + nbytes]) != digest:
-        raise WeightsDamaged(
-            f"weights of version {published.version}: bucket {number} ({nbytes} bytes) does not match its "
-            "checksum; a later version has overwritten it, or it was corrupted"
-        )
+        why = "a later version has overwritten it, or it was corrupted"
+        raise published.damage(f"bucket {number} ({nbytes} bytes) does not match its checksum; {why}")
 
 
 def tensors_of(data: np.ndarray, published: Published) -> dict[str, torch.Tensor]:

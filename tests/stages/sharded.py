@@ -125,8 +125,8 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 def steps(ranks: Ranks, kind: str, count: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     """``count`` steps; metrics of each and the weights at the end."""
     engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
-    told = [dict(engine.train_batch(share(ranks, seed=seed), algorithm())) for seed in range(count)]
-    return [*told, _plain(weights_of(engine))]
+    metrics = [dict(engine.train_batch(share(ranks, seed=seed), algorithm())) for seed in range(count)]
+    return [*metrics, _plain(weights_of(engine))]
 
 
 def saved(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -195,14 +195,14 @@ def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
 
 
 def left_alone(ranks: Ranks) -> str:
-    """Rank 0 makes a step that rank 1 does not make; what it is told then."""
-    engine, said = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS), ""
+    """Rank 0 makes a step that rank 1 does not make; what it is metrics then."""
+    engine, message = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS), ""
     if ranks.rank == 0:
         try:
             engine.train_batch(share(ranks), algorithm())
         except RuntimeError as error:
-            said = str(error)
-    return said
+            message = str(error)
+    return message
 
 
 def taking_turns(ranks: Ranks, kind: str, compute: str) -> list[str]:

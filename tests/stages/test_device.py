@@ -1,4 +1,4 @@
-"""Devices: what can be asked for here, and what is said of those that are not here."""
+"""Devices: selection, and the errors for devices that are not present."""
 
 from __future__ import annotations
 

@@ -45,18 +45,18 @@ def test_steps_come_newest_first_and_the_oldest_are_let_go(
     book = SampleLog(folder, most)
     for step, count in enumerate(steps):
         book.add([sample(step, place, size) for place in range(count)])
-    told = [sample(step, place, size) for step, count in reversed(list(enumerate(steps))) for place in range(count)]
+    written = [sample(step, place, size) for step, count in reversed(list(enumerate(steps))) for place in range(count)]
     found = all_of(folder, limit)
-    longest = max(len(json.dumps(one, ensure_ascii=False).encode()) for one in told)
+    longest = max(len(json.dumps(one, ensure_ascii=False).encode()) for one in written)
     assert sum(path.stat().st_size for path in folder.iterdir()) <= most + most / FILES + longest
     newest = [one for one in found if one["step"] == len(steps) - 1]
     older = [one for one in found if one["step"] < len(steps) - 1]
     assert found == newest + older, "not the newest step first"
-    assert older == told[len(newest) : len(newest) + len(older)] or len(newest) < steps[-1]
+    assert older == written[len(newest) : len(newest) + len(older)] or len(newest) < steps[-1]
     kept = {(one["step"], one["group"], one["place"]) for one in found}
     assert len(kept) == len(found)
-    if sum(len(json.dumps(one, separators=(",", ":"), ensure_ascii=False).encode()) + 1 for one in told) < most:
-        assert found == told
+    if sum(len(json.dumps(one, separators=(",", ":"), ensure_ascii=False).encode()) + 1 for one in written) < most:
+        assert found == written
 
 
 def test_a_step_that_was_cut_short_hides_nothing(tmp_path: Path) -> None:

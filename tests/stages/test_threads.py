@@ -1,4 +1,4 @@
-"""Threads of their own: nobody waits for one that never returns, and one that computed leaves no helper behind."""
+"""Threads: the process does not wait for one that never returns, and a temporary one leaves no OpenMP helper."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tasks():
     return len(os.listdir("/proc/self/task"))
 
 def settled(count):
-    end = time.monotonic() + 30  # nothing tells of a thread that has ended
+    end = time.monotonic() + 30  # the end of a thread sends no signal
     while tasks() != count and time.monotonic() < end:
         time.sleep(0.01)
     return tasks()
@@ -47,7 +47,7 @@ async def test_what_the_work_returns_or_raises_comes_out() -> None:
         run_in_temporary_thread(lambda: 1 // 0)
 
 
-async def test_nobody_waits_for_work_that_was_given_up() -> None:
+async def test_the_loop_does_not_wait_for_work_that_was_given_up() -> None:
     goes_on = threading.Event()
     stuck = run_in_thread(goes_on.wait, "stuck")
     with pytest.raises(TimeoutError):
@@ -61,5 +61,5 @@ async def test_nobody_waits_for_work_that_was_given_up() -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them")
 def test_the_helpers_of_a_computation_end_with_it() -> None:
     """A computation in the thread that stays leaves one for its second core; one that is done apart leaves none."""
-    told = subprocess.run([sys.executable, "-c", HELPERS], capture_output=True, text=True, check=True, timeout=120)
-    assert told.stdout.split() == ["0", "1"]
+    helpers = subprocess.run([sys.executable, "-c", HELPERS], capture_output=True, text=True, check=True, timeout=120)
+    assert helpers.stdout.split() == ["0", "1"]

@@ -30,8 +30,7 @@ def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
         flow_of(recipe)
         reads = reward_reads(recipe, [declared for _, declared in stages_of(recipe)], required=True)
     except FlowError as error:
-        for problem in error.problems:
-            yield Problem(problem.key, problem.value, problem.wrong, problem.fix)
+        yield from error.problems
         return
     except Exception:  # reported for the algorithm, the reward or the stage itself
         return

@@ -164,7 +164,7 @@ def test_a_column_that_nothing_makes_names_its_reader_and_what_could_make_it() -
     misspelt = StageDeclaration("judge", "rows", {"respnse_ids": ""}, {"judged": "float32"}, place="stages.0.use")
     text = problems(GRPO(), misspelt, reward_reads={"judged": ""})
     assert (
-        "stages.0.use: 'judge' needs the column 'respnse_ids', which no stage makes; did you mean 'response_ids'"
+        "stages.0.use = \"judge\": needs the column 'respnse_ids', which no stage makes; did you mean 'response_ids'"
         in text
     )
 
@@ -181,7 +181,7 @@ def test_a_column_that_nothing_makes_names_its_reader_and_what_could_make_it() -
             "the column 'judged', which 'reward' needs, is made by more than one stage: 'judge' and 'other'",
         ),
         ([JUDGE], {"judged": "int64"}, "needs 'judged' as int64, but stage 'judge' makes it as float32"),
-        ([JUDGE], {}, "stages.0.use: 'judge' makes 'judged', which nothing reads"),
+        ([JUDGE], {}, "stages.0.use = \"judge\": makes 'judged', which nothing reads"),
         (
             [StageDeclaration("judge", "rows", {"reward": ""}, {"judged": "float32"}, place="stages.0.use")],
             {"judged": ""},

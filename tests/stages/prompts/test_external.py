@@ -37,7 +37,7 @@ async def test_a_prompt_that_a_template_refuses_is_left_out_and_the_others_are_t
         async with asyncio.timeout(30):
             while not (events := await index.events(position)):
                 assert not taking.done()
-            while feed.size is None:
+            while not feed.ended:
                 assert not taking.done()
                 position = await index.woken("version", "", 1.0)
     finally:
@@ -45,4 +45,4 @@ async def test_a_prompt_that_a_template_refuses_is_left_out_and_the_others_are_t
         await asyncio.gather(taking, return_exceptions=True)
     assert [(event.kind, event.data["position"]) for event in events] == [("prompt", 1)]
     assert "TypeError: conversation roles must alternate" in events[0].data["reason"]
-    assert feed.size == 2
+    assert len(feed._rows) == 2

@@ -62,13 +62,13 @@ def _results(pipes: list[Connection], end: float) -> list[Any]:
     return results
 
 
-def _rank(rank: int, world: int, store: Path, told: Connection, function: Callable[..., Any], args: Any) -> None:
+def _rank(rank: int, world: int, store: Path, results: Connection, function: Callable[..., Any], args: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
-        told.send((False, function(rank, world, *args)))
+        results.send((False, function(rank, world, *args)))
     except BaseException:
-        told.send((True, traceback.format_exc()))
+        results.send((True, traceback.format_exc()))

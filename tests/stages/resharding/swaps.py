@@ -272,7 +272,7 @@ def _refused(swap: Swap) -> str:
         swap.to_rollout()
     except SwapError as error:
         assert swap.state is State.TRAINING
-        assert swap.arena.empty
+        assert not swap.arena.used
         assert swap.temporary_bytes() == 0
         return str(error)
     raise AssertionError("the swap took place")
@@ -295,16 +295,16 @@ def a_byte_is_wrong(rank: int, world: int, folder: str) -> list[str]:
 
     with shared_in(folder):
         with damaged(SharedExchange), damaged(GroupExchange):
-            said = _refused(made.swap)
+            messages = _refused(made.swap)
         assert made.whole
         assert bits(made.swap.to_rollout()) == made.expected
         made.swap.ready()
     assert made.whole
-    return [made.swap.exchange, said]
+    return [made.swap.exchange, messages]
 
 
 def a_rank_dies(rank: int, world: int, folder: str) -> list[Any]:
-    """Rank 1 is killed in the second round; how long the others then took, and what they were told."""
+    """Rank 1 is killed in the second round; how long the others then took, and the error that they raised."""
     rounds, at = 0, 0.0
 
     def dying(phase: Phase) -> None:
@@ -320,10 +320,10 @@ def a_rank_dies(rank: int, world: int, folder: str) -> list[Any]:
 
     made = bench(rank, world, dying)
     with shared_in(folder):
-        said = _refused(made.swap)
+        messages = _refused(made.swap)
     assert made.whole
     assert folder not in Path("/proc/self/maps").read_text()  # the memory is gone with its last mapping
-    return [made.swap.exchange, time.monotonic() - at, said]
+    return [made.swap.exchange, time.monotonic() - at, messages]
 
 
 def a_rank_is_late(rank: int, world: int, folder: str) -> str:
@@ -338,10 +338,10 @@ def a_rank_is_late(rank: int, world: int, folder: str) -> str:
 
     made = bench(rank, world, late, deadline=1.0)
     with shared_in(folder):
-        said = _refused(made.swap)
+        messages = _refused(made.swap)
     assert made.whole
     store.set(f"refused-{rank}", "")
-    return said
+    return messages
 
 
 def one_cannot_share(rank: int, world: int, folder: str) -> list[str]:
@@ -396,39 +396,39 @@ def a_rank_does_not_come(rank: int, world: int) -> str:
     if rank == 1:
         store.wait(["refused-0"])
         return "stayed away"
-    said = _refused(made.swap)
+    messages = _refused(made.swap)
     assert made.whole
     store.set("refused-0", "")
-    return said
+    return messages
 
 
 def the_way_back(rank: int, world: int) -> list[str]:
     """A way back that fails, one that takes its time, and calls out of order, on one rank."""
-    said = []
+    messages = []
     made = bench(rank, world)
 
-    def tells(call: Callable[[], Any], kind: type[Exception]) -> None:
+    def collect(call: Callable[[], Any], kind: type[Exception]) -> None:
         try:
             call()
         except kind as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     swap, copy_back, go = made.swap, made.swap.arena.copy_back, threading.Event()
-    tells(swap.prefetch, RuntimeError)
+    collect(swap.prefetch, RuntimeError)
     swap.to_rollout()
-    tells(swap.to_rollout, RuntimeError)
+    collect(swap.to_rollout, RuntimeError)
     with patch.object(swap.arena, "allocate", side_effect=MemoryError("no room on the device")):
-        tells(swap.prefetch, MemoryError)
+        collect(swap.prefetch, MemoryError)
     with patch.object(swap.arena, "copy_back", side_effect=RuntimeError("a copy failed")):
         swap.prefetch()
-        tells(swap.ready, SwapError)
+        collect(swap.ready, SwapError)
     with patch.object(swap.arena, "copy_back", lambda stream: (go.wait(30), copy_back(stream))):
         swap.prefetch()  # returns although nothing can move yet
-        tells(lambda: swap.ready(timeout=0.01), SwapError)
+        collect(lambda: swap.ready(timeout=0.01), SwapError)
         go.set()
         swap.ready()
     assert made.whole
-    return said
+    return messages
 
 
 def what_does_not_fit(rank: int, world: int) -> list[str]:
@@ -438,7 +438,7 @@ def what_does_not_fit(rank: int, world: int) -> list[str]:
     shared = {**good, norm: good[norm].clone()}
     shared[norm].numpy()
     two = place(DENSE, Layout(dp_shard=2))
-    said = []
+    messages = []
     for weights, other in (
         ({**good, norm: good[norm].double()}, plan),
         ({name: t for name, t in good.items() if name != norm}, plan),
@@ -449,12 +449,12 @@ def what_does_not_fit(rank: int, world: int) -> list[str]:
         try:
             Swap(other, rank, weights, list, device=CPU).to_rollout()
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
     rollout = laid_out(full_state(DENSE), plan.target, rank)
     both = torch.zeros(2, len(rollout[norm]))
     for given in ({**rollout, norm: rollout[norm][:3]}, {**rollout, norm: both[0]}):
         try:
             Swap(plan, rank, good, list, device=CPU, rollout=given)
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages

@@ -188,7 +188,7 @@ def test_tied_embeddings_are_at_both_ends_of_a_pipeline() -> None:
 
 
 def test_layers_are_dealt_out_in_order_and_evenly() -> None:
-    assert [stage_layers(7, 3, stage) for stage in range(3)] == [(0, 2), (2, 4), (4, 7)]
+    assert [stage_layers(7, 3, stage) for stage in range(3)] == [range(2), range(2, 4), range(4, 7)]
 
 
 def test_shards_cut_what_tensor_parallelism_left() -> None:
@@ -213,7 +213,7 @@ def test_dp_means_what_the_side_does_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("dp=two", r"train\.dp: 'two' is no number of ranks; write for example dp=2"),
         ("dp=0", r"train\.dp_shard: 0 is no number of ranks; use a whole number >= 1"),
@@ -227,8 +227,8 @@ def test_dp_means_what_the_side_does_with_it() -> None:
         ("tp", r"train\.tp: '' is no number of ranks"),
     ],
 )
-def test_a_text_that_is_no_layout_says_what_to_write(text: str, said: str) -> None:
-    with pytest.raises(LayoutError, match=said):
+def test_an_invalid_layout_raises_with_what_to_write(text: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
         parse_layout(text, "train")
 
 

@@ -1,4 +1,4 @@
-"""A plan moves exactly what is needed, by whoever is near and free, and says beforehand what that takes."""
+"""A plan moves exactly what is needed, from the nearest rank with the least load, and predicts what that takes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def exchange(request: pytest.FixtureRequest) -> str:
 
 
 def of(exchange: str, folder: str) -> str:
-    """Where ranks are told to share memory, so that they use ``exchange``."""
+    """Where ranks may share memory, so that they use ``exchange``."""
     return folder if exchange == "shared memory" else f"{folder}/none"
 
 
@@ -52,30 +52,30 @@ def test_sharded_training_does_not_notice_a_swap() -> None:
 def test_a_wrong_byte_is_noticed_by_all_and_the_next_swap_is_sound(exchange: str, folder: str) -> None:
     found = run_ranks(3, swaps.a_byte_is_wrong, of(exchange, folder))
     assert [way for way, _ in found] == [exchange] * 3
-    said = [text for _, text in found]
-    assert all("1 messages are not what was sent" in text for text in said)
-    assert re.search("rank 1: .* here from rank [02] in round 2;", said[1])
-    assert "here none" in said[0]
+    messages = [text for _, text in found]
+    assert all("1 messages are not what was sent" in text for text in messages)
+    assert re.search("rank 1: .* here from rank [02] in round 2;", messages[1])
+    assert "here none" in messages[0]
 
 
-def test_when_a_rank_is_killed_the_others_are_told_at_once_and_have_their_training_state(
+def test_when_a_rank_is_killed_the_others_notice_at_once_and_have_their_training_state(
     exchange: str, folder: str
 ) -> None:
     found = run_ranks(3, swaps.a_rank_dies, of(exchange, folder))
     assert found[1] is None
     for rank in (0, 2):
-        way, seconds, said = found[rank]
+        way, seconds, messages = found[rank]
         assert way == exchange
         assert seconds < 15, "it waited for its deadline"
         assert re.search(
-            rf"rank {rank}: (round \d+ of \d+|the comparison).* did not come about .*make a new group", said
+            rf"rank {rank}: (round \d+ of \d+|the comparison).* did not come about .*make a new group", messages
         )
 
 
 def test_a_rank_that_is_late_is_named_and_hears_that_it_was_given_up(folder: str) -> None:
-    said = run_ranks(2, swaps.a_rank_is_late, folder)
-    assert re.search(r"rank 0: round 3 of \d+ did not come about \(rank 1 has not come within 1 s\)", said[0])
-    assert re.search(r"rank 1: round 3 of \d+ did not come about \((rank 0 has left|.*Broken pipe)\)", said[1])
+    messages = run_ranks(2, swaps.a_rank_is_late, folder)
+    assert re.search(r"rank 0: round 3 of \d+ did not come about \(rank 1 has not come within 1 s\)", messages[0])
+    assert re.search(r"rank 1: round 3 of \d+ did not come about \((rank 0 has left|.*Broken pipe)\)", messages[1])
 
 
 def test_where_one_rank_cannot_share_memory_all_use_the_group(folder: str) -> None:
@@ -87,13 +87,13 @@ def test_what_is_shared_has_no_name_and_is_the_users_own(folder: str) -> None:
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> None:
-    said = run_ranks(2, swaps.a_rank_does_not_come)
-    assert said[1] == "stayed away"
-    assert "rank 0: round 0 of" in said[0]
+    messages = run_ranks(2, swaps.a_rank_does_not_come)
+    assert messages[1] == "stayed away"
+    assert "rank 0: round 0 of" in messages[0]
 
 
 def test_the_way_back_can_fail_and_be_tried_again() -> None:
-    (said,) = run_ranks(1, swaps.the_way_back)
+    (messages,) = run_ranks(1, swaps.the_way_back)
     expected = (
         r"prefetch\(\) while training; the order is to_rollout\(\), then prefetch\(\), then ready\(\)",
         r"to_rollout\(\) while generating;",
@@ -101,13 +101,13 @@ def test_the_way_back_can_fail_and_be_tried_again() -> None:
         r"could not be brought back \(a copy failed\); it is still in host memory: call ready\(\) again",
         r"is not back within 0.01 s; wait again",
     )
-    assert len(said) == len(expected)
-    for text, pattern in zip(said, expected, strict=True):
+    assert len(messages) == len(expected)
+    for text, pattern in zip(messages, expected, strict=True):
         assert re.search(pattern, text)
 
 
 def test_weights_that_do_not_fit_the_plan_are_named() -> None:
-    (said,) = run_ranks(1, swaps.what_does_not_fit)
+    (messages,) = run_ranks(1, swaps.what_does_not_fit)
     expected = (
         r"'model.norm.weight' is torch.float64 \[32\] on rank 0 where the plan has torch.float32 \[32\]; give",
         r"'model.norm.weight' is not in weights of rank 0",
@@ -117,6 +117,6 @@ def test_weights_that_do_not_fit_the_plan_are_named() -> None:
         r"rollout: 'model.norm.weight' is torch.float32 \[3\] on rank 0 where the plan has torch.float32 \[32\]; give",
         r"rollout: 'model.norm.weight' has no storage of its own that can be resized; give whole tensors, each a clone",
     )
-    assert len(said) == len(expected)
-    for text, pattern in zip(said, expected, strict=True):
+    assert len(messages) == len(expected)
+    for text, pattern in zip(messages, expected, strict=True):
         assert re.search(pattern, text)

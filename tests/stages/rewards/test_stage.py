@@ -167,25 +167,25 @@ def test_arithmetic_grades_from_talk_to_the_bare_number() -> None:
 
 
 def test_arithmetic_does_not_pay_for_listing_numbers() -> None:
-    said = ["7 8", "1 2 3 4 5 6 7 8 9"]
-    scores = score([("arithmetic", 1.0)], ["3 + 4"] * 2, said, [{"answer": "7"}] * 2).total
+    responses = ["7 8", "1 2 3 4 5 6 7 8 9"]
+    scores = score([("arithmetic", 1.0)], ["3 + 4"] * 2, responses, [{"answer": "7"}] * 2).total
     assert scores.max() < 0.2
 
 
 @pytest.mark.parametrize(
-    ("said", "number"),
+    ("response", "number"),
     [("12", "12"), ("3-4=-1", "-1"), ("1,234.5 kg", "1234.5"), ("5 - 3", "3"), ("x2 none", None), ("it is 7.", "7")],
 )
-def test_the_last_number_is_read_as_a_person_would(said: str, number: str | None) -> None:
-    assert last_number(said) == number
+def test_the_last_number_is_read_as_a_person_would(response: str, number: str | None) -> None:
+    assert last_number(response) == number
 
 
 def test_reasoning_gym_scores_by_the_task_that_asked() -> None:
     gym = pytest.importorskip("reasoning_gym")
     entry = gym.create_dataset("chain_sum", seed=3, size=1)[0]
     answer = entry["answer"]
-    said = [answer, f"thinking... <answer> {answer} </answer>", f"it is {answer}, I think", "no idea"]
-    scores = score([("reasoning_gym", 1.0)], [entry["question"]] * 4, said, [entry] * 4).total.tolist()
+    responses = [answer, f"thinking... <answer> {answer} </answer>", f"it is {answer}, I think", "no idea"]
+    scores = score([("reasoning_gym", 1.0)], [entry["question"]] * 4, responses, [entry] * 4).total.tolist()
     assert scores[0] == scores[1] == 1.0
     assert 0.0 < scores[2] < 1.0
     assert scores[3] < scores[2]
@@ -194,6 +194,6 @@ def test_reasoning_gym_scores_by_the_task_that_asked() -> None:
 def test_spelling_counts_the_letters_in_their_places() -> None:
     row = repeat(0, 0, length=4)
     answer = row["answer"]
-    said = [answer, answer[:2], answer + answer, ""]
-    scores = score([("spelling", 1.0)], [row["prompt"]] * 4, said, [row] * 4).total.tolist()
+    responses = [answer, answer[:2], answer + answer, ""]
+    scores = score([("spelling", 1.0)], [row["prompt"]] * 4, responses, [row] * 4).total.tolist()
     assert scores == [1.0, 0.5, 0.5, 0.0]

@@ -47,7 +47,7 @@ def mock() -> MockRolloutEngine:
     return MockRolloutEngine(MockRolloutOptions(vocabulary=len(tiny_tokenizer()), time_scale=0.001), version=7)
 
 
-async def test_the_event_tells_version_reward_and_samples() -> None:
+async def test_the_event_has_version_reward_and_samples() -> None:
     engine = mock()
     event = await evaluator(engine).run(7)
     await engine.close()

@@ -93,16 +93,16 @@ async def engine() -> AsyncIterator[MockRolloutEngine]:
     await engine.close()
 
 
-async def told(index: Index, kind: str) -> list[dict[str, Any]]:
+async def events(index: Index, kind: str) -> list[dict[str, Any]]:
     return [event.data for event in await index.events(timeout=0.05) if event.kind == kind]
 
 
-async def test_a_probed_swap_tells_the_gap(trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path) -> None:
+async def test_a_probed_swap_reports_the_gap(trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path) -> None:
     await trainer.publish()
     assert await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT))._take()
     assert engine.version == 1
     assert not engine._paused, "it goes on after the probe"
-    (sync,) = await told(trainer.index, "sync")
+    (sync,) = await events(trainer.index, "sync")
     assert sync["gap_max"] == sync["gap_mean"] == sync["gap_k3"] == 0.0
 
 
@@ -116,7 +116,7 @@ async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -
         published = store.publish(1, train.weights(), probed(train, PROBED))
         await index.publish_weights(1, published.record())
         assert await follower(index, WeightStore(tmp_path), rollout, SwapPolicy(probe=EXACT))._take()
-        (sync,) = await told(index, "sync")
+        (sync,) = await events(index, "sync")
         assert 0 < sync["gap_max"] < 1e-4, "two engines never round alike, and hardly differ"
         assert 0 < sync["gap_mean"] <= sync["gap_max"]
     finally:
@@ -128,7 +128,7 @@ async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -
 
 
 class Faulty(WeightStore):
-    """Reads as told by ``fault`` while there are ``times`` left, from version ``since`` on."""
+    """Reads with the ``fault`` while there are ``times`` left, from version ``since`` on."""
 
     def __init__(self, directory: Path, fault: str, times: int, released: threading.Event, *, since: int = 0) -> None:
         super().__init__(directory, bucket_bytes=4096)
@@ -199,7 +199,7 @@ async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
     assert after.versions == before.versions
     assert torch.equal(after.token_ids, before.token_ids)
     assert torch.equal(after.logprobs, before.logprobs), "nothing of it was loaded: these are the old weights' tokens"
-    (kept,) = await told(trainer.index, "worker")
+    (kept,) = await events(trainer.index, "worker")
     assert kept["change"] == "kept its weights"
     assert "version 2" in kept["reason"]
     assert ("bucket" if fault != "stalls" else "sync.timeout = 0.5 s") in kept["reason"]
@@ -210,7 +210,7 @@ async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
     new = await response(engine)
     assert {version for version, _ in new.versions} == {2}
     assert not torch.equal(new.logprobs, before.logprobs)
-    taken = [event["version"] for event in await told(trainer.index, "sync")]
+    taken = [event["version"] for event in await events(trainer.index, "sync")]
     assert taken == [1, 2]
 
 
@@ -226,7 +226,7 @@ async def test_a_stuck_reading_is_the_only_one(
     reading = [thread for thread in threading.enumerate() if thread.name == "weights-read"]
     assert len(reading) == 1
     assert reading[0].daemon, "the worker's end does not wait for it"
-    first, second = [kept["reason"] for kept in await told(trainer.index, "worker")]
+    first, second = [kept["reason"] for kept in await events(trainer.index, "worker")]
     assert "version 1: not read within sync.timeout = 0.2 s" in first
     assert "version 1: the attempt before is still reading after sync.timeout = 0.2 s" in second
     released.set()
@@ -243,7 +243,7 @@ async def test_what_stays_damaged_is_given_up_loudly(
     with pytest.raises(WeightsDamaged, match="version 1: bucket 0"):
         await asyncio.wait_for(following.run(), 20)
     assert engine.version == 0
-    assert len(await told(trainer.index, "worker")) == ATTEMPTS
+    assert len(await events(trainer.index, "worker")) == ATTEMPTS
 
 
 # ── damaged where it lies ──
@@ -313,9 +313,9 @@ async def test_damaged_weights_are_published_again_by_the_restarted_trainer(
             tasks.create_task(one.run())
     assert [engine.version for engine in engines] == [1] * replicas
     assert store.published == 2, "once for all of them"
-    kept = await told(trained, "worker")
+    kept = await events(trained, "worker")
     assert {event["change"] for event in kept} == {"kept its weights"}
-    published, again, *taken = [event["worker"] for event in await told(trained, "sync")]
+    published, again, *taken = [event["worker"] for event in await events(trained, "sync")]
     assert (published, again) == ("update-0", "update-0")
     assert sorted(taken) == [f"rollout-{i}" for i in range(replicas)]
     for engine in engines:
@@ -398,7 +398,7 @@ async def test_buckets_that_leave_bytes_out_are_refused(
         await trainer.publish(without)
         assert not await following._take()
         assert pytest.approx(engine.version) == 0
-        reason = (await told(trainer.index, "worker"))[-1]["reason"]
+        reason = (await events(trainer.index, "worker"))[-1]["reason"]
         with pytest.raises(WeightsDamaged, match=wrong):
             raise WeightsDamaged(reason)
 
@@ -407,7 +407,7 @@ async def test_buckets_that_leave_bytes_out_are_refused(
 
 
 class Failing(MockRolloutEngine):
-    """Loads, probes and goes on as told by ``fault`` once."""
+    """Loads, probes and goes on, with the ``fault`` once."""
 
     fault = ""
 
@@ -449,7 +449,7 @@ class Failing(MockRolloutEngine):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "reason"),
     [
         ("says another version", "the engine reports version 1 after loading"),
         ("stalls", "not loaded within sync.timeout = 0.5 s"),
@@ -463,7 +463,7 @@ class Failing(MockRolloutEngine):
     ],
 )
 async def test_an_engine_that_fails_to_load_keeps_its_old_weights(
-    trainer: Trainer, tmp_path: Path, fault: str, said: str
+    trainer: Trainer, tmp_path: Path, fault: str, reason: str
 ) -> None:
     engine = Failing(MockRolloutOptions(swap_seconds=0))
     try:
@@ -477,8 +477,8 @@ async def test_an_engine_that_fails_to_load_keeps_its_old_weights(
         assert engine.version == 1
         assert torch.equal(await engine.score(torch.arange(3), torch.arange(9)), before), "the old weights answer"
         assert not engine._paused
-        with pytest.raises(SwapRefused, match=said):
-            raise SwapRefused((await told(trainer.index, "worker"))[-1]["reason"])
+        with pytest.raises(SwapRefused, match=reason):
+            raise SwapRefused((await events(trainer.index, "worker"))[-1]["reason"])
         assert await following._take()
         assert engine.version == 2
     finally:
@@ -495,20 +495,20 @@ async def test_wrong_weights_with_nothing_to_go_back_to_end_the_worker(trainer: 
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "reason"),
     [
         ("cannot be stopped", r"version 1: not loaded within sync.timeout = 0.1 s, nor given up in as long again"),
         ("does not go on", r"held at version 1, does not go on within sync.timeout = 0.1 s; the worker restarts"),
     ],
 )
-async def test_an_engine_of_which_nobody_knows_what_it_will_do_ends_the_worker(
-    trainer: Trainer, tmp_path: Path, fault: str, said: str
+async def test_an_engine_in_an_unknown_state_ends_the_worker(
+    trainer: Trainer, tmp_path: Path, fault: str, reason: str
 ) -> None:
     engine = Failing(MockRolloutOptions(swap_seconds=0))
     engine.fault = fault
     await trainer.publish()
     policy = SwapPolicy(probe=EXACT, timeout=0.1)
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=reason):
         await asyncio.wait_for(follower(trainer.index, WeightStore(tmp_path), engine, policy)._take(), 20)
     await engine.close()
 
@@ -517,7 +517,7 @@ async def test_an_engine_of_which_nobody_knows_what_it_will_do_ends_the_worker(
 async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsaid(
     index: Index, tmp_path: Path, probe: ProbeRule | None
 ) -> None:
-    """A load that was given up does not happen at the next token either: it would be unprobed, and told by nobody."""
+    """A load that was given up does not happen at the next token either: it would be neither probed nor reported."""
     await index.init(RunConfig(()), {})
     train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
     engine = TorchRolloutEngine(tiny_model(0), max_rows=2, threads=1)
@@ -534,14 +534,14 @@ async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsai
         (whole,) = [completion async for completion in stream]
         assert whole.versions == ((0, 50),), "the old weights made all of it"
         assert engine.version == 0
-        (kept,) = await told(index, "worker")
+        (kept,) = await events(index, "worker")
         assert "version 1: not loaded within sync.timeout = 0.3 s" in kept["reason"]
-        assert not await told(index, "sync")
+        assert not await events(index, "sync")
         following.policy = SwapPolicy(probe=probe, timeout=DEADLINE)
         assert await following._take()
         assert engine.version == 1
         assert following._held == published
-        assert len(await told(index, "sync")) == 1
+        assert len(await events(index, "sync")) == 1
         assert not engine._paused
     finally:
         await engine.close()

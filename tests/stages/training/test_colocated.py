@@ -77,7 +77,7 @@ class Told:
 
 
 class Answers:
-    """An evaluator that answers when it is told to."""
+    """An evaluator that answers when the test lets it."""
 
     def __init__(self) -> None:
         self.asked, self.go = asyncio.Event(), asyncio.Event()
@@ -270,7 +270,7 @@ async def test_a_run_that_stops_gives_up_its_evaluation_and_lets_what_is_held_en
     assert stopped.device.did == ["generate 0"]
 
 
-async def test_a_rank_worker_takes_its_turns_when_it_is_told_to(index: Index) -> None:
+async def test_a_rank_worker_follows_the_orders_of_rank_0(index: Index) -> None:
     first, other = (RankGroup(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
     device, nothing = Noted(), object()
     rank_worker = RankWorker(nothing, nothing, nothing, other, version=0, save=nothing, device=device)  # type: ignore[arg-type]

@@ -22,9 +22,9 @@ def listening_addresses(ranks: Ranks) -> list[str]:
     mesh = init_device_mesh("cpu", (ranks.dp,), mesh_dim_names=("dp",))
     dist.all_reduce(torch.ones(1), group=mesh.get_group("dp"))
     links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
-    mine = {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
+    own = {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
     rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
-    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in mine]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own]
 
 
 def _is_open(fd: str) -> bool:

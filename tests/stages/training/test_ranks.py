@@ -47,15 +47,15 @@ async def filled(dock: Dock) -> tuple[Claim, list[dict[str, torch.Tensor]]]:
     )
     made = await dock.claim("rollout", len(GROUPS), version=0, timeout=5)
     assert made is not None
-    mine = [rows[2 * group + place] for group, place in zip(made.group.tolist(), made.place.tolist(), strict=True)]
+    claimed = [rows[2 * group + place] for group, place in zip(made.group.tolist(), made.place.tolist(), strict=True)]
     answered = {
-        "response_ids": [row["response_ids"] for row in mine],
-        "rollout_logprobs": [row["rollout_logprobs"] for row in mine],
-        "versions": [torch.tensor([0, len(row["response_ids"])]) for row in mine],
-        "truncated": torch.zeros(len(mine), dtype=torch.bool),
+        "response_ids": [row["response_ids"] for row in claimed],
+        "rollout_logprobs": [row["rollout_logprobs"] for row in claimed],
+        "versions": [torch.tensor([0, len(row["response_ids"])]) for row in claimed],
+        "truncated": torch.zeros(len(claimed), dtype=torch.bool),
     }
-    everything = list(range(len(mine)))
-    await dock.commit(made, everything, answered, generated=[(0, len(row["response_ids"])) for row in mine])
+    everything = list(range(len(claimed)))
+    await dock.commit(made, everything, answered, generated=[(0, len(row["response_ids"])) for row in claimed])
     for stage, column in (("reward", "reward"), ("advantage", "advantage")):
         claim = await dock.claim(stage, 100, timeout=5)
         assert claim is not None
@@ -115,8 +115,8 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: 
     assert sorted(at for share in shares for at in share) == list(range(len(claim)))
     columns = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage")
     await rank_groups[0].broadcast("train", claim=claim.record(), shares=shares)
-    mine = await rank_groups[0].fetch(dock, claim, shares, columns)
-    await asyncio.to_thread(engines[0].train_batch, mine, algorithm)
+    share = await rank_groups[0].fetch(dock, claim, shares, columns)
+    await asyncio.to_thread(engines[0].train_batch, share, algorithm)
     await rank_groups[0].broadcast("publish", probe=[[5, 6, 7]], weights=True)
     await asyncio.to_thread(probed, engines[0], [[5, 6, 7]])
     await asyncio.to_thread(list, engines[0].weights())
@@ -167,7 +167,7 @@ async def test_what_they_do_not_do_together_is_kept_until_everybody_has_surely_h
             await index.read_log("ranks:one", number, 1.0)
 
 
-async def test_one_rank_alone_tells_nobody(index: Index) -> None:
+async def test_one_rank_alone_sends_no_orders(index: Index) -> None:
     alone = RankGroup(index, Ranks(0))
     await alone.broadcast("train", claim={})
     assert await index.read_log("ranks:", 0, 0.05) is None

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.warehouse.wire.protocol import proof
 from stages.weights import collective as weight_link
 from stages.weights import secret_socket
 from stages.weights.collective import Credentials, WeightReceiver, WeightSender
@@ -117,7 +118,7 @@ def test_a_bucket_that_is_left_out_is_found(sender: WeightSender, receiver: Weig
         receiver.read(replace(published, buckets=published.buckets[:1] + published.buckets[2:]))
 
 
-def test_weights_that_nobody_sends_are_unreachable(tmp_path: Path, receiver: WeightReceiver) -> None:
+def test_weights_without_a_sender_are_unreachable(tmp_path: Path, receiver: WeightReceiver) -> None:
     published = WeightStore(tmp_path).publish(1, weights(1).items())
     with pytest.raises(WeightsUnreachable, match=r"published for one node alone; set sync.transport"):
         receiver.read(published)
@@ -197,10 +198,10 @@ def start() -> Iterator[Callable[..., tuple[Any, Connection]]]:
     started: list[Any] = []
 
     def start(act: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-        mine, other = get_context("spawn").Pipe()
+        own, other = get_context("spawn").Pipe()
         started.append(get_context("spawn").Process(target=act, args=(*arguments, other), daemon=True))
         started[-1].start()
-        return started[-1], mine
+        return started[-1], own
 
     yield start
     for process in started:
@@ -297,7 +298,7 @@ def test_an_engine_without_the_runs_secret_gets_nothing(sender: WeightSender, re
     published = sender.publish(1, weights(1).items())
     with pytest.raises(WeightsUnreachable, match="another secret"):
         WeightReceiver(CPU, secret=b"a secret of another run", timeout=TIMEOUT).read(published)
-    with pytest.raises(WeightsUnreachable, match="too few"):
+    with pytest.raises(WeightsUnreachable, match="16 bytes or more"):
         WeightReceiver(CPU, secret=b"", timeout=TIMEOUT).read(published)
     assert same(receiver.read(published), 1)
 
@@ -312,8 +313,8 @@ def test_a_trainer_that_does_not_know_the_secret_is_not_believed(receiver: Weigh
                 sock, _ = listening.accept()
                 with sock:
                     sock.sendall(secret_socket._HELLO.pack(b"ADKL", 1, b"\1" * 32))
-                    told = sock.recv(64, socket.MSG_WAITALL)
-                    sock.sendall(told[32:] if answer is None else answer.ljust(32))
+                    request = sock.recv(64, socket.MSG_WAITALL)
+                    sock.sendall(request[32:] if answer is None else answer.ljust(32))
 
             thread = threading.Thread(target=answer_one)
             thread.start()
@@ -349,8 +350,8 @@ def test_a_proof_is_good_for_one_connection(sender: WeightSender) -> None:
     for _ in range(2):
         with socket.create_connection(address(sender)) as sock:
             hellos.append(sock.recv(38, socket.MSG_WAITALL))
-            told = b"\2" * 32
-            sock.sendall(told + secret_socket._proof(SECRET, b"engine", hellos[0], told))
+            nonce = b"\2" * 32
+            sock.sendall(nonce + proof(SECRET, b"engine", hellos[0], nonce))
             sock.settimeout(TIMEOUT)
             assert bool(sock.recv(32, socket.MSG_WAITALL)) == (len(hellos) == 1)
     assert hellos[0] != hellos[1]
