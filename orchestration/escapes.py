@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 # Control characters except tab and newline; marks, embeddings, overrides and isolates of direction; line and paragraph
@@ -17,9 +18,4 @@ def escaped(text: str) -> str:
     >>> escaped("a\\x1b[2Jb") == r"a\\u001b[2Jb"
     True
     """
-    return _UNSAFE.sub(lambda found: _as_json(found[0]), text)
-
-
-def _as_json(character: str) -> str:
-    units = character.encode("utf-16-be", "surrogatepass").hex()
-    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+    return _UNSAFE.sub(lambda found: json.dumps(found[0])[1:-1], text)

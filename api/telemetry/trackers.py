@@ -10,6 +10,7 @@ A tracker that is slow or dies does not affect the run. MLflow and W&B are extra
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
@@ -200,28 +201,23 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
     from orchestration.service.lifecycle import WHERE
 
     where = folder / WHERE
-    address = json.loads(where.read_text()) if where.exists() else None
-    index = Index(address["index"], address["run"]) if address else None
-    history, state = History((lambda: index) if index else None, folder / METRICS), ""
-    try:
-        while True:
-            async for page in history.pages(after):
-                for event in page:
-                    state = event.data["state"] if event.kind == "state" else state
-                    yield event
-                after = page[-1].id
-            if index is not None and state in ENDED and after == await history.newest():
-                return
-            if index is None:
-                return
-            await history.wait(after, WAIT_SECONDS)
-    except IndexUnreachable:
-        async for page in History(None, folder / METRICS).pages(after):  # it has ended meanwhile
-            for event in page:
-                yield event
-    finally:
-        if index is not None:
-            await index.close()
+    if where.exists():
+        address = json.loads(where.read_text())
+        async with Index(address["index"], address["run"]) as index:
+            history, state = History(lambda: index, folder / METRICS), ""
+            with contextlib.suppress(IndexUnreachable):  # the run has ended meanwhile: its file has the rest
+                while True:
+                    async for page in history.pages(after):
+                        for event in page:
+                            state = event.data["state"] if event.kind == "state" else state
+                            yield event
+                        after = page[-1].id
+                    if state in ENDED and after == await history.newest():
+                        return
+                    await history.wait(after, WAIT_SECONDS)
+    async for page in History(None, folder / METRICS).pages(after):
+        for event in page:
+            yield event
 
 
 async def track(

@@ -121,7 +121,7 @@ class LiveView:
 
     def render(self) -> RenderableType:
         progress, width = self.progress, self.console.width
-        parts: list[RenderableType] = [_header(progress, width), _learning(progress, width)]
+        parts: list[RenderableType] = [_header(progress), _learning(progress, width)]
         if progress.workers:
             parts.append(_stages(progress, width))
         for message in progress.messages:
@@ -135,7 +135,7 @@ class LiveView:
         return Group(*parts)
 
 
-def _header(progress: Progress, width: int) -> RenderableType:
+def _header(progress: Progress) -> RenderableType:
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)

@@ -30,14 +30,7 @@ from pipeline.columns import Packed, Schema
 from pipeline.events import LedgerEvent
 from pipeline.index.client import Claim, Index, LeaseLost, redacted
 from pipeline.warehouse.dock import Dock
-from stages.external_checks import (
-    Columns,
-    Misfit,
-    check_columns,
-    check_logprobs,
-    check_responses,
-    check_rewards,
-)
+from stages.external_checks import Columns, Misfit, check_columns, check_logprobs, check_responses, check_rewards
 from stages.flow.catalogue import RESPONSE
 from stages.prompts.external import put_prompts
 from stages.rollout.stage import PROGRESS, group_seed

@@ -23,6 +23,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import selectors
 import signal
 import socket
@@ -349,10 +350,9 @@ def _set_up_child(launch: Launch, log: int, server: int) -> None:
 def run_child(launch: Launch) -> NoReturn:
     """In a child: call the entry function, then end the process. As in multiprocessing, threads are joined, exit functions
     called and files flushed, but the interpreter is not finalized: that would copy the memory shared with the server."""
-    module, _, function = launch.entry.partition(":")
     code = 0
     try:
-        getattr(importlib.import_module(module), function)(launch.arguments)
+        pkgutil.resolve_name(launch.entry)(launch.arguments)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

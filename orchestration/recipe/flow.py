@@ -27,11 +27,7 @@ def flow_of(recipe: Recipe) -> Flow:
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     return resolve(
         algorithm,
-        catalogue(
-            rewards=len(recipe.reward.functions),
-            reward_reads=reward_reads(recipe, declared),
-            stages=declared,
-        ),
+        catalogue(rewards=len(recipe.reward.functions), reward_reads=reward_reads(recipe, declared), stages=declared),
     )
 
 
@@ -73,8 +69,5 @@ def column_bytes(recipe: Recipe) -> int:
         return 0
     others = [kind for name, kind in columns.items() if name not in (*PROMPT, *RESPONSE, "ref_logprobs")]
     tokens = recipe.rollout.max_tokens
-    return sum(TEXT_BYTES * tokens if kind == "text" else itemsize(kind) * tokens for kind in others if _long(kind))
-
-
-def _long(kind: str) -> bool:
-    return kind == "text" or " ragged" in kind
+    sizes = [TEXT_BYTES if kind == "text" else itemsize(kind) for kind in others if kind == "text" or " ragged" in kind]
+    return sum(sizes) * tokens

@@ -235,10 +235,7 @@ def reshard_plan(
     # A layout that the train engine has is placed as the engine does: what is outside the layers is cut over all ranks.
     source = place(model, train) if beyond_engine(train) else placement(model, Ranks(0, train.dp_shard, train.tp))
     target = place(
-        model,
-        rollout or rollout_layout(recipe, source.world),
-        names=names,
-        dtype=getattr(torch, recipe.model.dtype),
+        model, rollout or rollout_layout(recipe, source.world), names=names, dtype=getattr(torch, recipe.model.dtype)
     )
     return plan_reshard(source, target, bucket_bytes=bucket_bytes or recipe.sync.bucket, ranks_per_node=ranks_per_node)
 

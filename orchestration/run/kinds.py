@@ -7,7 +7,7 @@ A further kind is one row of ``KINDS`` and one file in ``orchestration/run/build
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,8 +35,7 @@ class WorkerKind:
 
     def load(self) -> type[Job]:
         """Import and return the class that builds workers of this kind."""
-        module, _, name = self.job.partition(":")
-        job: type[Job] = getattr(importlib.import_module(module), name)
+        job: type[Job] = pkgutil.resolve_name(self.job)
         return job
 
 

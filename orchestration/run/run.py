@@ -252,9 +252,7 @@ class Run:
             self._index,
             launcher,
             workers_of(self.recipe),
-            max_restarts=self.recipe.launch.max_restarts,
-            startup_timeout=self.recipe.launch.startup_timeout,
-            stop_timeout=self.recipe.launch.stop_timeout,
+            self.recipe.launch,
             steps=self.recipe.train.steps,
             begins=self.begins,
         )

@@ -25,6 +25,7 @@ from typing import Any
 
 import structlog
 
+from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.kinds import kind_of
 from orchestration.run.launchers import Launcher, Life
@@ -59,19 +60,15 @@ class Supervisor:
         index: Index,
         launcher: Launcher,
         workers: Sequence[Worker],
+        launch: LaunchSection,
         *,
-        max_restarts: int,
-        startup_timeout: float,
-        stop_timeout: float,
-        steps: int = 0,
-        begins: int = 0,
+        steps: int,
+        begins: int,
     ) -> None:
-        self.steps, self.begins = steps, begins
-        self.index, self.launcher, self.workers = index, launcher, list(workers)
-        self.max_restarts, self.startup_timeout, self.stop_timeout = max_restarts, startup_timeout, stop_timeout
-        self.restarts = 0
+        self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
+        self.steps, self.begins, self.restarts = steps, begins, 0
         self._lives: dict[Worker, Life] = {}
-        self._lost: list[object] = []
+        self._lost: list[object] = []  # connections to fork servers whose end was counted as a restart
         self._not_started: dict[Worker, str] = {}  # the last reason
         self._stopping = False
         self._unready = {_shown(worker) for worker in self.workers}  # of the workers that were launched first
@@ -139,9 +136,9 @@ class Supervisor:
             for worker, life in self._lives.items():
                 if _shown(worker) in self._unready:
                     life.end()
-        _, late = await asyncio.wait(keepers, timeout=self.stop_timeout)
+        _, late = await asyncio.wait(keepers, timeout=self.launch.stop_timeout)
         if late:
-            log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.stop_timeout)
+            log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.launch.stop_timeout)
 
     def _rank_groups(self) -> list[list[Worker]]:
         """Returns the workers in groups that start and end together: most groups have one worker."""
@@ -206,8 +203,8 @@ class Supervisor:
         connection = self._lives[first].orphaned
         if connection is not None and connection in self._lost:
             return
-        if self.restarts >= self.max_restarts:
-            used_up = f"launch.max_restarts = {self.max_restarts} is used up"
+        if self.restarts >= self.launch.max_restarts:
+            used_up = f"launch.max_restarts = {self.launch.max_restarts} is used up"
             raise _Failed(f"{_shown(first)} died and {used_up}: {reason}")
         self.restarts += 1
         self._lost.append(connection)
@@ -236,14 +233,14 @@ class Supervisor:
         """Wait until every worker is ready."""
         after = self._began
         try:
-            async with asyncio.timeout(self.startup_timeout):
+            async with asyncio.timeout(self.launch.startup_timeout):
                 while self._unready:
                     for event in await self.index.events(after):
                         after = event.id
                         if event.kind == "worker" and event.data["change"] == "ready":
                             self._unready.discard(event.data["worker"])
         except TimeoutError:
-            limit = f"launch.startup_timeout = {self.startup_timeout:.0f} s"
+            limit = f"launch.startup_timeout = {self.launch.startup_timeout:.0f} s"
             raise _Failed(f"{sorted(self._unready)} not ready within {limit}; see the logs") from None
         # A run that was paused when its supervisor was killed stays so.
         await self.index.transition(["starting"], "running")

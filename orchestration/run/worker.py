@@ -21,7 +21,7 @@ from orchestration.logs import Current, configure
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import slab_bytes
 from orchestration.recipe.schema import Recipe
-from orchestration.run.builders.job import Job, WorkerContext
+from orchestration.run.builders.job import Job
 from orchestration.run.exit_codes import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.paths import RunPaths
@@ -121,8 +121,8 @@ class Worker:
                 tls=recipe.pipeline.tls_contexts(),
             )
             await dock.join(recipe.pipeline.arena)
-            context = WorkerContext(recipe, paths, self.index, dock, secret, self.kind, self.number)
-            self._job = job = JOBS[kind_of(self.kind).name](context)
+            job_type = JOBS[kind_of(self.kind).name]
+            self._job = job = job_type(recipe, paths, self.index, dock, secret, self.kind, self.number)
             await self._build(job, paths)
             await self._emit("ready")
             log.info("ready")

@@ -138,22 +138,20 @@ class Agent:
                 self._supervise(run, reason=f"its agent {record.agent} is gone")
 
     def _supervise(self, active: ActiveRun, *, begin: bool = False, reason: str = "") -> None:
+        task = asyncio.create_task(self._keep(active, begin, reason), name=active.record.id)
+        self._supervised[active.record.id] = task
+
+    async def _keep(self, active: ActiveRun, begin: bool, reason: str) -> None:
         run = active.record.id
-        task = asyncio.create_task(self._until_ended(active, begin, reason), name=run)
-        self._supervised[run] = task
-
-        def ended(task: asyncio.Task[None]) -> None:
+        try:
+            await self._until_ended(active, begin, reason)
+            self._freed.set()
+        except IndexUnreachable as lost:
+            log.warning("the index does not answer", run=run, reason=str(lost))
+        except Exception as error:  # the next look at the list finds the run again
+            log.exception("a run cannot be supervised", run=run, error=repr(error))
+        finally:
             del self._supervised[run]
-            if task.cancelled():
-                return
-            if (error := task.exception()) is None:
-                self._freed.set()
-            elif isinstance(error, IndexUnreachable):
-                log.warning("the index does not answer", run=run, reason=str(error))
-            else:  # the next look at the list finds the run again
-                log.error("a run cannot be supervised", run=run, error=repr(error), exc_info=error)
-
-        task.add_done_callback(ended)
 
     # ── one run ──
 
@@ -218,11 +216,8 @@ class Agent:
             active = await self._registry.find_active(run)
             if process is None and active is not None:
                 process = Process.parse(active.process)
-            if active is None:
-                # the run is concluded; its process is about to end
-                stop_by = min(stop_by, time.monotonic() + GRACE_SECONDS)
-            elif active.record.state == "stopping":
-                stop_by = min(stop_by, time.monotonic() + stop_timeout + GRACE_SECONDS)
+            if active is None or active.record.state == "stopping":  # its process is about to end
+                stop_by = min(stop_by, time.monotonic() + GRACE_SECONDS + (stop_timeout if active else 0))
             forced = ""
             if time.monotonic() >= stop_by:
                 forced = f"its runner did not end within {stop_timeout + GRACE_SECONDS:.0f} s and was killed"

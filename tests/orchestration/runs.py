@@ -82,7 +82,7 @@ class Watched:
 
 
 def assert_documented(event: Event) -> None:
-    """The event is as the REST contract says, with nothing in it that is not named there but a step's metrics."""
+    """The event is as the REST contract describes it, with nothing in it that is not named there but a step's metrics."""
     model, data = MODELS[event.kind], {"time": event.time, **finite(event.data)}
     model.model_validate(data)
     assert event.kind == "step" or set(data) <= set(model.model_fields), (event.kind, data)

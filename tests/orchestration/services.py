@@ -60,11 +60,11 @@ class Service:
             await task
 
     async def agent_works(self) -> None:
-        """Wait until the agents that were started all have said that they have the service's folder. To try its lock would
-        be to take it away from one that is starting."""
+        """Wait until all started agents have reported that they hold its folder. Trying its lock here could take it
+        from one that is starting."""
         async with asyncio.timeout(SECONDS):
             while (self.data / "agent.log").read_bytes().count(b"agent works") < len(self.agents):
-                await self.registry.wait("", 0.2)  # nothing tells of it
+                await self.registry.wait("", 0.2)  # no event reports it
 
     def index_process(self) -> Process:
         """The service's own Valkey."""
@@ -90,10 +90,10 @@ class Service:
         return await self.until(run, lambda record: record.state in ENDED and record.ended is not None)
 
     async def steps(self, run: str, count: int) -> None:
-        """Wait until so many steps of the run are told."""
-        await self.told(run, "step", lambda data: data["step"] >= count - 1)
+        """Wait until so many steps of the run are reported."""
+        await self.wait_for_event(run, "step", lambda data: data["step"] >= count - 1)
 
-    async def told(self, run: str, kind: str, condition: Callable[[dict[str, Any]], bool]) -> Event:
+    async def wait_for_event(self, run: str, kind: str, condition: Callable[[dict[str, Any]], bool]) -> Event:
         index = Index(self.url, run)
         try:
             async with asyncio.timeout(SECONDS):
@@ -160,7 +160,7 @@ async def serving(data: Path, url: str = "") -> AsyncGenerator[Service, None]:
             await asyncio.to_thread(own.stop)
     async with asyncio.timeout(30):
         for record in runs:
-            for pid in processes_of(record.id):  # a runner that has said so is about to end
+            for pid in processes_of(record.id):  # a runner that has reported its end is about to exit
                 await Process.of(pid).wait()
     for left in shared_memory(data):  # of runs that this has ended itself
         shutil.rmtree(left)

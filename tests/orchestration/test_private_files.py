@@ -1,4 +1,4 @@
-"""A service's folder is its owner's alone, and what waits for a lock says for which process."""
+"""A service's folder is its owner's alone, and a process that waits for a lock logs the holder."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_folder_of_other_things_is_left_as_it_is(tmp_path: Path) -> None:
         private_folder(tmp_path)
     assert mode(tmp_path) == 0o755
     tmp_path.chmod(0o700)
-    private_folder(tmp_path)  # nobody else sees it: it is fine
+    private_folder(tmp_path)  # no other user can access it
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def _owned_by(user: int) -> Callable[..., os.stat_result]:
     return found
 
 
-def test_whoever_makes_a_services_folder_makes_it_private(tmp_path: Path) -> None:
+def test_any_command_that_creates_a_services_folder_makes_it_private(tmp_path: Path) -> None:
     """`asyncdock token create` comes before the first `asyncdock serve`."""
     (tmp_path / "data").mkdir(mode=0o755)
     index = ServiceIndex(tmp_path / "data")
@@ -130,7 +130,7 @@ def test_a_runs_recipe_which_may_hold_a_password_is_private(tmp_path: Path) -> N
     assert mode(tmp_path / "out" / "recipe.json") == 0o600
 
 
-def test_a_secret_that_others_can_read_is_told_apart(tmp_path: Path) -> None:
+def test_a_secret_that_others_can_read_is_reported(tmp_path: Path) -> None:
     write_private(tmp_path / "key.pem", "secret")
     assert read_by_others(tmp_path / "key.pem") == ""
     (tmp_path / "key.pem").chmod(0o644)

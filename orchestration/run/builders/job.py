@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,10 +28,13 @@ from stages.rewards.stage import RewardSet
 Work = Coroutine[Any, Any, None]
 
 
-@dataclass(frozen=True)
-class WorkerContext:
-    """What a job is built from: the run's documents, the clients of this worker, and the worker's kind and number.
-    ``secret`` proves to other nodes of the run that a process belongs to it."""
+@dataclass(eq=False)
+class Job:
+    """The work of worker ``kind``-``number``, from the run's documents and the clients of this worker. A kind overrides
+    :meth:`build`, and of the other phases those that it needs.
+
+    ``secret`` proves to other nodes of the run that a process belongs to it. ``resources`` are closed by :meth:`close`, the
+    last one first. ``version`` returns the policy version that this worker holds, for its log."""
 
     recipe: Recipe
     paths: RunPaths
@@ -40,21 +43,10 @@ class WorkerContext:
     secret: bytes
     kind: str
     number: int
-
-
-class Job:
-    """The work of one worker. A kind overrides :meth:`build`, and of the other phases those that it needs."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self.context = context
-        self.recipe, self.paths, self.number = context.recipe, context.paths, context.number
-        self.index, self.dock = context.index, context.dock
-        self.controllers: list[Controller] = []
-        self.resources = AsyncExitStack()
-        """Closed by :meth:`close`, the last one first."""
-        self.version: Callable[[], int | None] = lambda: None
-        """Returns the policy version that this worker holds, for its log; None where it holds none."""
-        self._until_stop: list[asyncio.Task[None]] = []
+    controllers: list[Controller] = field(default_factory=list)
+    resources: AsyncExitStack = field(default_factory=AsyncExitStack)
+    version: Callable[[], int | None] = lambda: None
+    _until_stop: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def build(self) -> None:
         """Make engines, stages and controllers."""

@@ -32,7 +32,7 @@ class RolloutJob(Job):
             version=start.version if start else 0,
             weights=start.model if start else None,
             shared=self.paths.shared / worker,
-            secret=self.context.secret,
+            secret=self.secret,
         )
         # Loading a model starts threads that generating does not need: they end with the temporary one.
         engine = await asyncio.to_thread(run_in_temporary_thread, make)
@@ -42,7 +42,7 @@ class RolloutJob(Job):
         overlap = recipe.staleness_plan.slack > 0
         self._follower = WeightFollower(
             self.index,
-            weight_reader(recipe, self.paths.shared, self.context.secret),
+            weight_reader(recipe, self.paths.shared, self.secret),
             stage,
             self.control(stage),
             evaluator,

@@ -11,6 +11,5 @@ class StageJob(Job):
     """Runs one instance of the stage's class."""
 
     async def build(self) -> None:
-        name = self.context.kind
-        stage = next(stage for stage, declared in stages_of(self.recipe) if declared.name == name)
-        self.control(StageAdapter(stage, flow_of(self.recipe)[name], self.tokenizer))
+        stage = next(stage for stage, declared in stages_of(self.recipe) if declared.name == self.kind)
+        self.control(StageAdapter(stage, flow_of(self.recipe)[self.kind], self.tokenizer))

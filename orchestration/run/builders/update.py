@@ -43,7 +43,7 @@ class UpdateJob(Job):
         if self.ranks.rank:
             self.make_rank_worker(DeviceLease())
             return
-        publisher = weight_publisher(self.recipe, self.paths.shared, self.context.secret)
+        publisher = weight_publisher(self.recipe, self.paths.shared, self.secret)
         self.resources.callback(publisher.close)
         await self.make_stage(publisher, DeviceLease())
 
@@ -71,7 +71,7 @@ class UpdateJob(Job):
         self.ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
         self.rank_group, meeting = RankGroup(self.index, self.ranks), None
         if self.ranks.world > 1:
-            life = await self.index.get(f"ranks:{self.context.kind}") or ""  # put there by the supervisor
+            life = await self.index.get(f"ranks:{self.kind}") or ""  # put there by the supervisor
             self.rank_group, meeting = RankGroup(self.index, self.ranks, life), self.paths.shared / f"ranks-{life}"
         self.engine = await asyncio.to_thread(train_engine, recipe, self.ranks if meeting else None, meeting)
         self.resources.callback(self.engine.close)

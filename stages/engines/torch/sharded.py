@@ -155,8 +155,8 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         names = sorted(metrics)
         values = self._gathered(torch.tensor([metrics[name] for name in names], dtype=torch.float32)).double()
-        columns = zip(names, values.unbind(1), strict=True)
-        return {name: float(of.amax() if name.startswith("max_") else of.sum()) for name, of in columns}
+        totals, peaks = values.sum(0).tolist(), values.amax(0).tolist()
+        return {name: (peaks if name.startswith("max_") else totals)[at] for at, name in enumerate(names)}
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """The tensors [n] of all replicas: [dp, n]."""

@@ -250,7 +250,7 @@ async def test_what_does_not_fit_is_told_with_its_column_and_the_run_goes_on(tmp
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), min_size=1, max_size=4))
 def test_versions_are_taken_only_when_they_add_up(pairs: list[list[int]]) -> None:
-    """Whatever is put as versions: it is refused, or says exactly how old each token is."""
+    """Whatever is put as versions is refused, or gives exactly the age of each token."""
     terms = Terms(10, {"max_tokens": 8}, 0, 1)
     columns = responses(len(pairs), 0, versions=ragged(pairs, torch.int64))
     try:
@@ -513,7 +513,7 @@ async def test_the_time_of_an_external_worker_is_told_as_that_of_the_runs_own(tm
         await watched.until(lambda: last("test")["in_flight"] == 0)
         ended = last("test")
         await watched.until(lambda: last("test")["other"] > ended["other"] + 0.4)
-        assert last("test")["busy"] == ended["busy"], "its lease has ended, and nobody knows of anything that it does"
+        assert last("test")["busy"] == ended["busy"], "its lease has ended, so it is not known to be busy"
         for stage in watched.of("stage"):
             parts = sum(stage[part] for part in ("busy", "waiting_input", "waiting_room", "other"))
             assert parts == pytest.approx(stage["wall"])

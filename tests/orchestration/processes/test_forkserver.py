@@ -89,7 +89,7 @@ async def test_a_child_shows_its_title(connection: Connection, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "says"),
+    ("code", "status", "output"),
     [
         ("import sys; sys.exit(3)", 3, ""),
         ("raise ValueError('of its own')", 1, "ValueError: of its own"),
@@ -101,11 +101,11 @@ async def test_a_child_shows_its_title(connection: Connection, tmp_path: Path) -
     ],
 )
 async def test_how_a_child_ended_is_told(
-    code: str, status: int, says: str, connection: Connection, tmp_path: Path
+    code: str, status: int, output: str, connection: Connection, tmp_path: Path
 ) -> None:
     child = await connection.launch(does(code, tmp_path))
     assert await child.wait() == status
-    assert says in (tmp_path / "log").read_text()
+    assert output in (tmp_path / "log").read_text()
     assert not child.alive()
     child.end()  # harmless
     still = await connection.launch(does("pass", tmp_path))  # the server has taken no harm

@@ -1,4 +1,4 @@
-"""Runs whose engines get their weights from the trainer by torch.distributed: the same runs, whoever is killed."""
+"""Runs whose engines get their weights from the trainer by torch.distributed: the same results, also after kills."""
 
 from __future__ import annotations
 

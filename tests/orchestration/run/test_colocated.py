@@ -39,7 +39,7 @@ TURNS: dict[str, Any] = {
 
 
 def assert_within_the_plan(of: Recipe, watched: Watched) -> None:
-    """What was counted in each phase is what the plan says, on each rank, and training's bytes are gone meanwhile."""
+    """What was counted in each phase is what the plan computes, on each rank, and training's bytes are gone meanwhile."""
     plan, most = reshard_plan(of), turns(of)
     weights = [plan.source.nbytes(rank) for rank in range(plan.world)]
     figures = {one.phase: one for one in memory(plan, [2 * nbytes for nbytes in weights])}
@@ -54,14 +54,14 @@ def assert_within_the_plan(of: Recipe, watched: Watched) -> None:
                 assert counted["offload weights"] == figures[Phase.GENERATE].live[rank]
                 assert 0 <= sync["released_bytes"] - figures[Phase.PREFETCH].host[rank] <= slack
                 assert sync["bytes"] == plan.received[rank] + plan.kept[rank]
-        told = [turn for turn in watched.of("turn") if turn["worker"] == f"rollout-{rank}"]
-        left = [turn for turn in told if turn["phase"] == "returning"]
+        reported = [turn for turn in watched.of("turn") if turn["worker"] == f"rollout-{rank}"]
+        left = [turn for turn in reported if turn["phase"] == "returning"]
         assert left
         for turn in left:
             assert turn.get("cache_bytes", 0) <= most.caches
             assert turn.get("generating_bytes", 0) == figures[Phase.GENERATE].live[rank] + turn.get("cache_bytes", 0)
             assert turn["device_bytes"] <= figures[Phase.PREFETCH].live[rank] + slack
-        order = [turn["phase"] for turn in told]
+        order = [turn["phase"] for turn in reported]
         if not deaths(watched):
             assert order == [("generating", "returning", "training")[at % 3] for at in range(len(order))]
     assert any(turn.get("cache_bytes", 0) > 0 for turn in watched.of("turn"))
@@ -152,7 +152,7 @@ def unhurried(completions: list[str], **columns: Any) -> list[float]:
 
 
 class Laborious(GRPO):
-    """GRPO whose steps take a while. In one of the run's lives (the file ``damage`` says so, once) rank 1 receives another
+    """GRPO whose steps take a while. In one of the run's lives (chosen by the file ``damage``, once) rank 1 receives another
     byte than was sent, in the swap after a step."""
 
     damage: str = ""
@@ -243,7 +243,7 @@ def deaths(watched: Watched) -> list[dict[str, Any]]:
 
 
 def before_death(watched: Watched, number: int) -> list[dict[str, Any]]:
-    """The turns that were told before death ``number``."""
+    """The turns that were reported before death ``number``."""
     died = [event for event in watched.events if event.kind == "worker" and event.data["change"] == "died"][number]
     return [event.data for event in watched.events[: watched.events.index(died)] if event.kind == "turn"]
 
@@ -263,9 +263,9 @@ async def test_a_run_that_was_stopped_goes_on_at_another_number_of_ranks_and_end
     assert resumed.start.version == len(before), "training has had the device back to write its checkpoint"
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
-    told = before | {step["step"]: step["grad_norm"] for step in watched.of("step")}
+    reported = before | {step["step"]: step["grad_norm"] for step in watched.of("step")}
     norms = [step.metrics["grad_norm"] for step in expected]
-    assert [told[step] for step in range(7)] == pytest.approx(norms, rel=1e-4)
+    assert [reported[step] for step in range(7)] == pytest.approx(norms, rel=1e-4)
     assert_close(trained(resumed.recipe, result), weights)
     assert [evaluation["version"] for evaluation in watched.of("evaluation")] == [7]
     assert_within_the_plan(resumed.recipe, watched)

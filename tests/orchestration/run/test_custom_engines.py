@@ -30,7 +30,7 @@ def watched(recipe: Any, *, ranks: Ranks, meeting: Path | None, **options: Any) 
     return cast("CountingTrainEngine", train_engine(BOTH_RECIPE))
 
 
-def nothing(recipe: Any, **told: Any) -> object:
+def nothing(recipe: Any, **arguments: Any) -> object:
     return object()
 
 
@@ -64,7 +64,7 @@ async def test_a_run_of_processes_with_engines_of_others_goes_to_its_end(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("changes", "key", "said"),
+    ("changes", "key", "expected"),
     [
         ({"rollout__engine": "nowhere.at.all:engine"}, "rollout.engine", "PYTHONPATH"),
         ({"rollout__engine": "tests.stages.engines.echo:motor"}, "rollout.engine", "no attribute 'motor'"),
@@ -82,24 +82,24 @@ async def test_a_run_of_processes_with_engines_of_others_goes_to_its_end(tmp_pat
         ({"rollout__engine": ECHO, "launch__placement": "colocated"}, "rollout.engine", "set rollout.engine = 'torch'"),
     ],
 )
-def test_an_engine_that_cannot_be_is_told_by_its_key(changes: dict[str, Any], key: str, said: str) -> None:
+def test_an_engine_that_is_refused_is_reported_by_its_key(changes: dict[str, Any], key: str, expected: str) -> None:
     with pytest.raises(RecipeError) as raised:
         recipe(TINY, **changes)
     [blamed] = [problem for problem in raised.value.problems if problem.key == key]
-    assert said in f"{blamed.wrong}; {blamed.fix}"
+    assert expected in f"{blamed.wrong}; {blamed.fix}"
 
 
 def test_installed_engines_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: dict[Side, str] = {"rollout": ECHO, "train": COUNTING}
     found = importlib.metadata.EntryPoints(
-        importlib.metadata.EntryPoint("mine", value, ENTRY_POINTS[side]) for side, value in groups.items()
+        importlib.metadata.EntryPoint("custom", value, ENTRY_POINTS[side]) for side, value in groups.items()
     )
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found.select(group=group))
-    of = recipe(TINY, rollout__engine="mine", rollout__options={"vocabulary": 11}, train__engine="mine")
+    of = recipe(TINY, rollout__engine="custom", rollout__options={"vocabulary": 11}, train__engine="custom")
     assert isinstance(rollout_engine(of, version=2), EchoRolloutEngine)
     assert isinstance(train_engine(of), CountingTrainEngine)
-    with pytest.raises(RecipeError, match="did you mean 'mine'"):
-        recipe(TINY, rollout__engine="mime")
+    with pytest.raises(RecipeError, match="did you mean 'custom'"):
+        recipe(TINY, rollout__engine="custon")
 
 
 def test_a_train_factory_is_told_its_rank_and_makes_the_reference_too(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ async def test_a_killed_rollout_worker_loses_nothing_that_was_parked(tmp_path: P
     settings: dict[str, Any] = {"rollout__workers": 1, "rollout__budget": 30, "train__steps": STEPS}
     of = recipe(LONG_TAILED, **settings, launch__launcher="process")
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
-        before = await until(watched, lambda told: told["begun"] > told["parked"] > 0)
+        before = await until(watched, lambda reported: reported["begun"] > reported["parked"] > 0)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["rollout-0"], signal.SIGKILL)
         await watched.until(lambda: any(w["change"] == "died" for w in watched.of("worker")))
@@ -151,9 +151,9 @@ async def until(watched: Watched, condition: Any) -> dict[str, Any]:
         await watched.until(lambda: len(watched.of("step")) >= 2)
         assert watched.run.supervisor is not None
         while True:
-            told = (await watched.run.supervisor.index.stats())["stages"]["rollout"]
-            if condition(told):
-                return told
+            reported = (await watched.run.supervisor.index.stats())["stages"]["rollout"]
+            if condition(reported):
+                return reported
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ async def test_a_bfloat16_run_with_the_defaults_goes_to_its_end(tmp_path: Path, 
     of = recipe(TINY, model__dtype="bfloat16", train__precision=precision)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
-    assert not [told for told in watched.of("worker") if told["change"] in ("died", "kept its weights")]
+    assert not [reported for reported in watched.of("worker") if reported["change"] in ("died", "kept its weights")]
     swaps = [sync for sync in watched.of("sync") if sync["worker"] == "rollout-0"]
     assert swaps[-1]["version"] == of.train.steps
     for sync in swaps:

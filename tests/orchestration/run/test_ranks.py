@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import workers_of
 from orchestration.run.run import Run, RunError
@@ -33,7 +34,7 @@ from tests.orchestration.run.test_run import (
 )
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
-NOTICED = 2.0  # seconds, from a kill to the event that tells of it: far less than any timeout
+NOTICED = 2.0  # seconds, from a kill to the event that reports it: far less than any timeout
 
 Told = tuple[list[tuple[float, float]], Weights]
 GANG: dict[str, Any] = {
@@ -63,12 +64,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 async def test_with_bound_zero_two_ranks_are_the_synchronous_run_but_for_the_order_of_sums(undisturbed: Told) -> None:
     """A step's gradient is equal within 1e-5 (relative, float32); AdamW lets that grow a little from step to step."""
-    told, weights = undisturbed
+    reported, weights = undisturbed
     expected = [step async for step in synchronous_run(recipe(TINY, **GANG))]
-    assert [reward for reward, _ in told] == [step.reward_mean for step in expected], "the same samples"
+    assert [reward for reward, _ in reported] == [step.reward_mean for step in expected], "the same samples"
     norms = [step.metrics["grad_norm"] for step in expected]
     assert min(norms) > 0.01
-    assert [norm for _, norm in told] == pytest.approx(norms, rel=1e-4)
+    assert [norm for _, norm in reported] == pytest.approx(norms, rel=1e-4)
     for name, weight in expected[-1].engine.weights():
         assert (weights[name] - weight).norm() < 1e-4 * weight.norm(), name
 
@@ -99,8 +100,8 @@ async def test_any_rank_may_be_killed_and_the_weights_are_those_of_an_undisturbe
     assert deaths == [(worker, "ended by signal 9") for worker in ("update-1", "update-0")]
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
-    told, weights = undisturbed
-    assert [(step["reward_mean"], step["grad_norm"]) for step in watched.of("step")] == told
+    reported, weights = undisturbed
+    assert [(step["reward_mean"], step["grad_norm"]) for step in watched.of("step")] == reported
     assert_equal(trained(of, result), weights)
 
 
@@ -122,9 +123,9 @@ async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> N
     assert resumed.start.version == len(before)
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
-    told = before | {step["step"]: step["grad_norm"] for step in watched.of("step")}
-    assert [told[step] for step in range(6)] == pytest.approx([s.metrics["grad_norm"] for s in expected], rel=1e-4)
-    assert min(told.values()) > 0.01
+    reported = before | {step["step"]: step["grad_norm"] for step in watched.of("step")}
+    assert [reported[step] for step in range(6)] == pytest.approx([s.metrics["grad_norm"] for s in expected], rel=1e-4)
+    assert min(reported.values()) > 0.01
     weights = trained(resumed.recipe, result)
     for name, weight in expected[-1].engine.weights():
         assert (weights[name] - weight).norm() < 1e-4 * weight.norm(), name
@@ -148,8 +149,8 @@ async def test_a_run_of_two_ranks_is_resumed_in_one_process(undisturbed: Told, t
     after = {step["step"]: step["grad_norm"] for step in watched.of("step")}
     assert sorted(after) == list(range(first, 6))
     assert first == len(before), "both ranks have written their shards when it was stopped"
-    told, weights = undisturbed
-    assert [(before | after)[step] for step in range(6)] == pytest.approx([norm for _, norm in told], rel=1e-4)
+    reported, weights = undisturbed
+    assert [(before | after)[step] for step in range(6)] == pytest.approx([norm for _, norm in reported], rel=1e-4)
     for name, weight in trained(resumed.recipe, result).items():
         assert (weights[name] - weight).norm() < 1e-4 * weights[name].norm(), name
 
@@ -203,7 +204,7 @@ class ScriptedLife:
 
 
 class ScriptedLauncher:
-    """Launches lives that end when the test says so; the launched ones come out of ``lives`` in order."""
+    """Launches lives that end when the test sets their exit code; the launched ones come out of ``lives`` in order."""
 
     def __init__(self, index: Index) -> None:
         self.index, self.lives = index, asyncio.Queue[tuple[str, int, ScriptedLife]]()
@@ -230,7 +231,8 @@ async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLa
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
     workers = [("flow", 0), *(("update", number) for number in range(3))]
-    supervisor = Supervisor(index, launcher, workers, max_restarts=2, startup_timeout=20, stop_timeout=0.2)
+    limits = LaunchSection(max_restarts=2, startup_timeout=20.0, stop_timeout=0.2)
+    supervisor = Supervisor(index, launcher, workers, limits, steps=0, begins=0)
     work = asyncio.create_task(supervisor.run(asyncio.Event()))
     yield supervisor, launcher, work
     work.cancel()

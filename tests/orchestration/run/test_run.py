@@ -41,11 +41,11 @@ Weights = dict[str, torch.Tensor]
 
 async def synchronous(of: Recipe) -> tuple[list[tuple[float, float]], Weights]:
     """Reward and loss of each step of the plain loop, and its weights at the end."""
-    told, weights = [], {}
+    reported, weights = [], {}
     async for step in synchronous_run(of):
-        told.append((step.reward_mean, step.metrics["loss"]))
+        reported.append((step.reward_mean, step.metrics["loss"]))
         weights = {name: value.clone() for name, value in step.engine.weights()}
-    return told, weights
+    return reported, weights
 
 
 def trained(of: Recipe, result: RunResult) -> Weights:
@@ -69,11 +69,11 @@ def assert_equal(a: Weights, b: Weights) -> None:
 
 def assert_each_sample_once(of: Recipe, watched: Watched) -> None:
     steps, per_step, size = of.train.steps, of.train.groups_per_step, of.algorithm.group_size
-    told = watched.of("step")
-    assert [step["step"] for step in told] == list(range(steps))
-    groups = [group for step in told for group in step["groups"]]
+    reported = watched.of("step")
+    assert [step["step"] for step in reported] == list(range(steps))
+    groups = [group for step in reported for group in step["groups"]]
     assert sorted(groups) == list(range(steps * per_step)), "a group was trained twice, or never"
-    for step in told:
+    for step in reported:
         assert step["rows"] == per_step * size
         assert step["staleness_max"] <= of.pipeline.staleness
     ledgers = watched.of("ledger")
@@ -360,9 +360,9 @@ async def test_a_worker_whose_reading_never_returns_ends_and_its_successor_goes_
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         result = await asyncio.wait_for(work, 120)
     assert result.state == "finished", result.reason
-    told = [w for w in watched.of("worker") if w["worker"] == "rollout-0"]
-    assert [w["change"] for w in told].count("died") == 1
-    assert sum("still reading" in w["reason"] for w in told if w["change"] == "kept its weights") == ATTEMPTS - 1
+    reported = [w for w in watched.of("worker") if w["worker"] == "rollout-0"]
+    assert [w["change"] for w in reported].count("died") == 1
+    assert sum("still reading" in w["reason"] for w in reported if w["change"] == "kept its weights") == ATTEMPTS - 1
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
 
@@ -521,7 +521,7 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> Non
 
 
 async def test_other_nodes_read_the_samples_of_a_run_that_serves_them(tmp_path: Path) -> None:
-    """As its recipe says: on this address, inside TLS, to whoever knows the run's secret."""
+    """As its recipe sets it: on this address, inside TLS, to clients that know the run's secret."""
     files = self_signed(tmp_path)
     of = recipe(
         MOCK,

@@ -37,11 +37,11 @@ def of(events: list[Event], kind: str) -> list[dict[str, Any]]:
 
 
 def assert_whole(recipe: Recipe, events: list[Event]) -> None:
-    """Every step was told once, and every sample was trained once."""
+    """Every step was reported once, and every sample was trained once."""
     steps, rows = recipe.train.steps, recipe.train.groups_per_step * recipe.algorithm.group_size
-    told = of(events, "step")
-    assert [step["step"] for step in told] == list(range(steps))
-    groups = sorted(group for step in told for group in step["groups"])
+    reported = of(events, "step")
+    assert [step["step"] for step in reported] == list(range(steps))
+    groups = sorted(group for step in reported for group in step["groups"])
     assert groups == list(range(steps * recipe.train.groups_per_step)), "a group was trained twice, or never"
     ledger = of(events, "ledger")[-1]
     assert ledger["trained"] == steps * rows
@@ -115,15 +115,17 @@ async def test_workers_and_runners_are_killed_and_nothing_is_lost(tmp_path: Path
     async with serving(tmp_path) as service, service.working():
         run = await service.submit(mock)
         is_rollout = ("rollout-0", "started")
-        started = await service.told(run, "worker", lambda data: (data["worker"], data["change"]) == is_rollout)
+        started = await service.wait_for_event(
+            run, "worker", lambda data: (data["worker"], data["change"]) == is_rollout
+        )
         await service.steps(run, 2)
         os.kill(started.data["pid"], signal.SIGKILL)
-        await service.told(run, "worker", lambda data: data["change"] == "restarted")
+        await service.wait_for_event(run, "worker", lambda data: data["change"] == "restarted")
         await service.steps(run, 6)
         _, process = await service.held(run)
         die(process)
-        await service.told(run, "worker", lambda data: data["change"] == "taken over")
-        assert (await service.registry.get(run)).state != "running", "nobody runs it yet"
+        await service.wait_for_event(run, "worker", lambda data: data["change"] == "taken over")
+        assert (await service.registry.get(run)).state != "running", "no runner has it yet"
         await assert_finished(service, run, mock, attempts=2)
         events = await service.events(run)
         assert [state["state"] for state in of(events, "state")] == [
@@ -146,8 +148,8 @@ async def test_after_a_runner_was_killed_the_weights_are_those_of_a_run_that_was
         _, process = await service.held(run)
         die(process)
         record = await assert_finished(service, run, tiny, attempts=2)
-        told = of(await service.events(run), "step")
-        assert [(step["reward_mean"], step["loss"]) for step in told] == expected
+        reported = of(await service.events(run), "step")
+        assert [(step["reward_mean"], step["loss"]) for step in reported] == expected
         newest = checkpoint.latest(Path(record.folder) / "checkpoints")
         assert newest is not None
         assert newest.version == 8
@@ -193,7 +195,7 @@ async def test_a_run_without_a_folder_fails_and_one_of_another_machine_is_left_a
 
 
 async def test_runs_live_through_the_death_of_their_agent_and_of_the_index(tmp_path: Path) -> None:
-    """An agent that is killed, one that is told to end, and the service's own Valkey, killed under both."""
+    """An agent that is killed, one that is asked to end, and the service's own Valkey, killed under both."""
     async with serving(tmp_path) as service:
         run = await service.submit(recipe(INLINE, **ENDLESS))
         killed = service.start_agent()
@@ -233,7 +235,7 @@ async def test_a_paused_run_stays_so_when_its_runner_is_killed_and_writes_a_chec
         assert (await service.registry.ask(run, "pause")).state == "paused"
         _, process = await service.held(run)
         die(process)
-        await service.told(run, "worker", lambda data: data["change"] == "taken over")
+        await service.wait_for_event(run, "worker", lambda data: data["change"] == "taken over")
         taken = await service.until(run, lambda record: record.attempts == 2, never=("running",))
         assert taken.state == "paused"
         ready = [e.id for e in await service.events(run) if e.kind == "worker" and e.data["change"] == "taken over"][-1]
@@ -249,19 +251,19 @@ async def test_a_paused_run_stays_so_when_its_runner_is_killed_and_writes_a_chec
         assert (await service.registry.get(run)).state == "paused"
         await service.registry.ask(run, "checkpoint")
         assert (await service.registry.ask(run, "resume")).state == "running"
-        told = await service.told(run, "checkpoint", lambda data: data["requested"])
-        assert Path(told.data["path"]).name == f"step-{told.data['version']:08d}"
-        assert checkpoint.open_checkpoint(Path(told.data["path"])).version == told.data["version"]
+        reported = await service.wait_for_event(run, "checkpoint", lambda data: data["requested"])
+        assert Path(reported.data["path"]).name == f"step-{reported.data['version']:08d}"
+        assert checkpoint.open_checkpoint(Path(reported.data["path"])).version == reported.data["version"]
         assert len(of(await service.events(run), "checkpoint")) == 1, "once is enough"
 
 
 async def test_a_run_whose_shared_memory_is_gone_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """As after the machine was started anew."""
+    """As after a restart of the machine."""
     mock = recipe(INLINE, train__steps=12, checkpoint__every=3)
     async with serving(tmp_path) as service:
         run = await service.submit(mock)
         async with service.working():
-            await service.told(run, "checkpoint", lambda data: data["version"] >= 3)
+            await service.wait_for_event(run, "checkpoint", lambda data: data["version"] >= 3)
             _, process = await service.held(run)
         die(process)
         await process.wait()
@@ -289,7 +291,7 @@ async def test_a_runner_that_hangs_is_ended_by_force(tmp_path: Path, monkeypatch
         _, hung = await service.held(run)
         hung.end(signal.SIGSTOP)
         silent = await service.until(run, lambda record: record.state != "running")
-        assert silent.state == "starting", "a run that nobody executes is not shown as running"
+        assert silent.state == "starting", "a run that no process executes is not shown as running"
         await hung.wait()
         await service.until(run, lambda record: record.state == "running")
         _, second = await service.held(run)

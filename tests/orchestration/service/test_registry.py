@@ -30,7 +30,7 @@ from tests.orchestration.runs import MOCK, recipe
 
 @pytest.fixture
 async def registry(index_url: str) -> AsyncIterator[Registry]:
-    """One that nobody else uses."""
+    """An index that only this test uses."""
     registry = Registry(index_url)
     yield registry
     for held in await registry.active():
@@ -114,7 +114,7 @@ async def test_an_idempotency_key_makes_a_repeat_harmless(registry: Registry) ->
     with pytest.raises(KeyReused, match=f"belongs to run '{first.id}'"):
         await registry.submit(of(), owner="ann", key="k", fingerprint="other")
     _, made = await registry.submit(of(), owner="bob", key="k", fingerprint="f")
-    assert made, "somebody else's key is another key"
+    assert made, "the key of another owner is another key"
     together = await asyncio.gather(*(registry.submit(of(), key="same", fingerprint="f") for _ in range(8)))
     assert len({record.id for record, _ in together}) == 1
     assert sum(made for _, made in together) == 1
@@ -180,16 +180,16 @@ async def test_what_a_run_is_asked_reaches_its_own_state(registry: Registry) -> 
         assert (await registry.ask(run, "stop")).state == "stopping"
     with pytest.raises(WrongState):
         await registry.ask(run, "checkpoint")
-    told = [event.data["state"] for event in await index.events() if event.kind == "state"]
-    assert told == ["created", "running", "paused", "running", "stopping"], "each change once"
+    reported = [event.data["state"] for event in await index.events() if event.kind == "state"]
+    assert reported == ["created", "running", "paused", "running", "stopping"], "each change once"
     await index.transition(["stopping"], "stopped")
     await index.close()
     assert await registry.end(run, "t1", "stopped", "stopped by request")
     assert (await registry.ask(run, "stop")).reason == "stopped by request"
     with pytest.raises(WrongState):
         await registry.ask(run, "resume")
-    with pytest.raises(UnknownRun, match="'nobody' is not in this service"):
-        await registry.ask("nobody", "pause")
+    with pytest.raises(UnknownRun, match="'unknown' is not in this service"):
+        await registry.ask("unknown", "pause")
 
 
 async def test_a_run_that_waits_is_stopped_at_once_and_its_readers_are_told(registry: Registry) -> None:

@@ -1,4 +1,4 @@
-"""A check says at once what is wrong with the prompts, the model's files, the devices and the room, and loads nothing."""
+"""A check reports at once what is wrong with the prompts, the model's files, the devices and the room, and loads nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def messages(data: dict[str, Any], **options: Any) -> dict[str, str]:
 
 
 def test_everything_wrong_is_said_in_one_round(tmp_path: Path) -> None:
-    """What pydantic finds, what does not fit together, and what only the files and the machine can tell."""
+    """What pydantic finds, what does not fit together, and what only the files and the machine show."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n\n{"prompt": \n')
     (tmp_path / "model").mkdir()
     data = of(
@@ -99,7 +99,7 @@ def test_one_wrong_key_of_the_prompts_hides_no_other(tmp_path: Path) -> None:
     assert "'skip'" in found["prompts.too_long"]
 
 
-# Common mistakes: how the file of prompts is made, and what the problem says.
+# Common mistakes: how the file of prompts is made, and the text of the problem.
 HABITS: dict[str, tuple[Callable[[Path], object], str]] = {
     "UTF-16": (lambda path: path.write_text('{"prompt": "a"}\n', encoding="utf-16"), "is UTF-16"),
     "Latin-1": (lambda path: path.write_text('{"prompt": "é"}\n', encoding="latin1"), "line 1 is not UTF-8"),
