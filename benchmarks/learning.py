@@ -3,9 +3,10 @@
     python benchmarks/learning.py tiny --staleness 0 1 2 --seeds 0 1 2 --json tiny.json --plot tiny.png
     python benchmarks/learning.py tiny --set train.steps=400 --set checkpoint.every=40 --ends 200 --staleness 0 2
 
-Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to
-the bit. The table gives the mean reward of the first and of the last steps (``--ends``, five), the lowest of these last
-steps, the held-out reward before and after, and seconds of training (from the first to the last step). The plot shows every seed thin, and the mean of the seeds thick.
+Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to the bit. The table gives
+the mean reward of the first and of the last steps (``--ends``, five), the lowest of these last steps, the held-out reward
+before and after, and seconds of training (from the first to the last step). The plot shows every seed thin, and the mean of
+the seeds thick.
 """
 
 from __future__ import annotations
