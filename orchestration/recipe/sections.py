@@ -120,6 +120,12 @@ class RolloutSection(Section):
     top_p: float = key(1.0, "Nucleus sampling: probability mass kept. 1.0: all.", gt=0, le=1)
     top_k: TokensOrZero = key(0, "Number of likeliest tokens to sample from. 0: all.")
     stop: list[str] = key([], "A response ends once it contains one of these texts.", max_length=64)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = key(
+        [],
+        "A response also ends with one of these token ids, beside the tokenizer's end token and those of the model's "
+        "generation_config.json.",
+        max_length=64,
+    )
     budget: TokensOrZero = key(
         0,
         "Tokens that a worker generates of a response before it parks it; the next free worker continues it. 0: no "

@@ -160,7 +160,8 @@ class TorchTrainEngine:
             (part, plan_micro_batches([group.shape for group in part], self._token_budget, whole=whole))
             for part in _mini_batches(groups, algorithm.mini_batches, whole)
         ]
-        learning_rate = learning_rate_at(self.step // (algorithm.epochs * len(parts)), **self._schedule)
+        scheduled = learning_rate_at(self.step // (algorithm.epochs * len(parts)), **self._schedule)
+        learning_rate = scheduled * algorithm.signal(given)
         for options in self._optimizer.param_groups:
             options["lr"] = learning_rate
         steps = []
