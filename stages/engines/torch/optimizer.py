@@ -41,11 +41,22 @@ def adamw(
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas)
 
 
+def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """The optimizer's state of ``parameter``, created as AdamW creates it before its first step."""
+    state = optimizer.state[parameter]
+    if not state:
+        fused = bool(optimizer.param_groups[0]["fused"])
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else None)
+        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return state  # type: ignore[no-any-return]
+
+
 def master_weights(
     model: nn.Module, trained: Mapping[str, nn.Parameter], compute: torch.dtype
 ) -> dict[str, nn.Parameter]:
-    """Make the parameters of ``model`` copies in ``compute``; buffers keep their dtype. Returns, by the names of ``trained``,
-    the master weights: what these parameters were. They get the gradients of their copies, added up in their own dtype."""
+    """Make the parameters of ``model`` copies in ``compute``; buffers keep their dtype. Returns the master weights, by the
+    names of ``trained``: what these parameters were. They get the gradients of their copies, added up in their own dtype."""
     masters = {name: nn.Parameter(copy.detach()) for name, copy in trained.items()}
     for parameter in model.parameters():
         parameter.data = parameter.detach().to(compute)

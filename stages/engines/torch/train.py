@@ -27,7 +27,7 @@ from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import check_logits, replace_attention
-from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, renew
+from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, moments_of, renew
 from stages.engines.torch.packing import ATTENTION, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.resharding.swap import local_weights, training_state
@@ -274,7 +274,9 @@ class TorchTrainEngine:
         once = {name for name, _ in self.model.named_parameters()}
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
         moments = {
-            moment: {name: self._saved(name, self._moments(p)[moment]) for name, p in self._trained.items()}
+            moment: {
+                name: self._saved(name, moments_of(self._optimizer, p)[moment]) for name, p in self._trained.items()
+            }
             for moment in ("exp_avg", "exp_avg_sq")
         }
         return {"model": {n: value for n, value in model.items() if n not in tied}, **moments, "step": self.step}
@@ -293,17 +295,7 @@ class TorchTrainEngine:
         renew(self._copies, self._trained)
         self.step = state["step"]
         for parameter in self._trained.values():
-            self._moments(parameter)["step"].fill_(self.step)
-
-    def _moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """AdamW's state of ``parameter``, created as AdamW creates it before its first step."""
-        state = self._optimizer.state[parameter]
-        if not state:
-            fused = bool(self._optimizer.param_groups[0]["fused"])
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else None)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
+            moments_of(self._optimizer, parameter)["step"].fill_(self.step)
 
     def save_pretrained(self, path: Path) -> None:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
