@@ -20,7 +20,10 @@ WINDOW, ROPE_CHANGE, CONTEXT = 16, 32, 256  # tokens
 VOCABULARY, WIDTH, HEADS, KV_HEADS, HEAD = 64, 128, 4, 2, 32
 _HEAD = {"head_dim": HEAD}
 _KINDS = ["sliding_attention", "full_attention"] * 2
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ROPE_CHANGE, "rope_theta": 10000.0}
+_YARN = {
+    **{"rope_type": "yarn", "factor": CONTEXT / ROPE_CHANGE, "rope_theta": 10000.0},
+    "original_max_position_embeddings": ROPE_CHANGE,
+}
 _LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     **{"original_max_position_embeddings": ROPE_CHANGE, "rope_theta": 10000.0},
@@ -100,22 +103,25 @@ def config_of(family: str, **changes: Any) -> PretrainedConfig:
     return config
 
 
-def model_of(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A float32 model of ``family``; no weight is 0 or 1, so that each one shows."""
+def model_of(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A model of ``family``, its parameters in ``dtype``. No weight and no saved buffer is 0 or 1, so that each one
+    shows. Buffers do not depend on ``seed``: no training changes them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config_of(family, **changes), dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                torch.nn.init.normal_(parameter, mean=float("norm" in name or "ln_" in name), std=0.2)
+        learned = {name for name, _ in model.named_parameters()}
+        for name, value in model.state_dict().items():
+            if value.ndim == 1 or name not in learned:
+                made = None if name in learned else torch.Generator().manual_seed(0)
+                torch.nn.init.normal_(value, mean=float("norm" in name or "ln_" in name), std=0.2, generator=made)
+        for parameter in model.parameters():  # not the buffers, as from_pretrained does
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
     return model.eval()
 
 
 def write(family: str, folder: Path, dtype: torch.dtype) -> Path:
     """Write a checkpoint of ``family`` and a tokenizer into ``folder``, as ``save_pretrained`` does. Returns the folder."""
-    model = model_of(family)
-    torch.nn.Module.to(model, dtype)
-    model.config.dtype = dtype
-    model.save_pretrained(folder)
+    model_of(family, dtype=dtype).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

@@ -4,8 +4,8 @@
 
 Each family is a tiny checkpoint with random weights (benchmarks/families.py), written by `save_pretrained`. Sequences are
 64 tokens long, windows have 16 and rope changes at 32. A cell is what `asyncdock check` says of a recipe that asks for it:
-a refusal, or figures. Figures are differences of logprobs, "largest / mean" over all response tokens; they are judged by the
-limits that a probe of a run applies (docs/weights.md). The command ends with 1 when a cell is outside of its limits or fails.
+a refusal, or figures. Figures are differences of logprobs, "largest / mean" over all response tokens, judged by the limits
+that a probe of a run applies (docs/weights.md). The command ends with 1 when a cell is outside of its limits or fails.
 
   rollout     torch engine: generated in groups that share a prompt; its logprobs
   train       torch engine: packed groups; its logprobs, and its gradient ("g", relative difference of the whole gradient)
@@ -94,13 +94,13 @@ ASKED: dict[str, Mapping[str, Mapping[str, Any]]] = {  # the recipe of each colu
     "colocated": {"launch": {"placement": "colocated"}},
     "vllm": {"rollout": {"engine": "vllm"}},
 }
-OTHER_SIDE = {"rollout": "train.engine", "train": "rollout.engine", "dp": "rollout.engine", "tp": "rollout.engine"}
+OTHER_SIDE = {"rollout": "train", "train": "rollout", "dp": "rollout", "tp": "rollout", "vllm": "train"}
 
 
 def refusal(folder: Path, dtype: str, column: str) -> str:
     """Why `asyncdock check` refuses the column; "" when it does not."""
     found = recipe_problems(folder, dtype, ASKED[column])
-    other = f"cannot be run by {OTHER_SIDE[column]}" if column in OTHER_SIDE else "\0"
+    other = f"cannot be run by {OTHER_SIDE[column]}.engine" if column in OTHER_SIDE else "\0"
     return next((text.replace(str(folder), "FOLDER") for text in found if other not in text), "")
 
 
@@ -112,8 +112,8 @@ def sequences(seed: int = 0) -> Rows:
     rows: Rows = []
     for length in PROMPTS:
         prompt = torch.randint(VOCABULARY, (length,), generator=made)
-        for short in range(ROWS):
-            response = torch.randint(VOCABULARY, (LENGTH - length - 5 * short,), generator=made)
+        for tokens in (LENGTH - length, LENGTH - length - 5, 6):
+            response = torch.randint(VOCABULARY, (tokens,), generator=made)
             rows.append((prompt, response))
     return rows
 
@@ -263,8 +263,6 @@ class Checkpoint:
     def loaded(self) -> Any:
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype, local_files_only=True).eval()
 
-    # -- columns --
-
     def rollout(self) -> str:
         from stages.engines.torch.rollout import TorchRolloutEngine
 
@@ -283,9 +281,7 @@ class Checkpoint:
 
         engine = TorchTrainEngine(self.loaded(), **train_engine_options(self.dtype))
         logprobs, gradient = one_step(engine, self.batch)
-        return shown(
-            [judged(logprobs, self.expected, self.rule)], gradient_gap(gradient, self.gradient, self.dtype)
-        )
+        return shown([judged(logprobs, self.expected, self.rule)], gradient_gap(gradient, self.gradient, self.dtype))
 
     def sharded(self, dp: int, tp: int) -> str:
         results = on_ranks(dp, tp, _sharded, str(self.folder), self.dtype, self.rows, self.expected)
@@ -394,7 +390,9 @@ def _saved(ranks: Ranks, folder: str, dtype: torch.dtype, rows: Rows, expected: 
     engine = _engine(ranks, folder, dtype)
     one_step(engine, _share(ranks, rows, expected)[0])
     engine.save_pretrained(Path(target))
-    return {name: value.clone() for name, value in engine.weights()} if ranks.rank == 0 else list(engine.weights()) and {}
+    return (
+        {name: value.clone() for name, value in engine.weights()} if ranks.rank == 0 else list(engine.weights()) and {}
+    )
 
 
 def _swapped(ranks: Ranks, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor) -> None:
@@ -416,7 +414,12 @@ def _swapped(ranks: Ranks, folder: str, dtype: torch.dtype, rows: Rows, expected
     target = place(state, Layout(dp_replicate=ranks.world), names=names, dtype=dtype)
     plan = plan_reshard(placement(state, ranks), target, bucket_bytes=2**16)
     swap = Swap(
-        plan, ranks.rank, local_weights(engine.model), engine.held, device=engine.device, rollout=decoder.weights.tensors()
+        plan,
+        ranks.rank,
+        local_weights(engine.model),
+        engine.held,
+        device=engine.device,
+        rollout=decoder.weights.tensors(),
     )
     swap.to_rollout()
     for name, parameter in decoder.model.named_parameters():
@@ -443,15 +446,13 @@ def vllm(home: Path, folder: Path, dtype: torch.dtype) -> str:
     from stages.weights.collective import Credentials, WeightSender
     from stages.weights.store import WeightStore
 
-    other = model_of(home.name, seed=1)
-    torch.nn.Module.to(other, dtype)
+    other = model_of(home.name, seed=1, dtype=dtype)
     weights = {name: parameter.detach() for name, parameter in other.named_parameters()}
     shared = home / "vllm"
     shared.mkdir()
     Credentials(SECRET, None).write(shared)
-    before, after = plain_model(folder, dtype), other
-    if dtype != torch.float32:
-        use_float32(after.get_output_embeddings())
+    before, after = plain_model(folder, dtype), plain_model(folder, dtype)
+    after.load_state_dict(weights, strict=False)
     rule = ProbeRule(dtype, int(before.config.num_hidden_layers))
     sender = WeightSender(WeightStore(home / "offered"), torch.device("cpu"), host="127.0.0.1", secret=SECRET)
 
@@ -486,7 +487,17 @@ def vllm(home: Path, folder: Path, dtype: torch.dtype) -> str:
 
 
 def vllm_cell(python: Path, family: str, folder: Path, dtype: str) -> Cell:
-    command = [str(python), "-m", "benchmarks.models", "--inside-vllm", str(folder), "--family", family, "--dtype", dtype]
+    command = [
+        str(python),
+        "-m",
+        "benchmarks.models",
+        "--inside-vllm",
+        str(folder),
+        "--family",
+        family,
+        "--dtype",
+        dtype,
+    ]
     environment = os.environ | {"PYTHONPATH": str(Path.cwd()), "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         ended = subprocess.run(
@@ -536,7 +547,10 @@ def row(family: str, dtype: torch.dtype, columns: Sequence[str], python: Path | 
             else:
                 cells[column] = measured(getattr(checkpoint, column))
             if column in cells:
-                print(f"{family:16}{_name(dtype):10}{column:11}{cells[column].state}: {cells[column].text}", file=sys.stderr)
+                print(
+                    f"{family:16}{_name(dtype):10}{column:11}{cells[column].state}: {cells[column].text}",
+                    file=sys.stderr,
+                )
     return cells
 
 
@@ -586,7 +600,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cells = row(family, getattr(torch, dtype), options.column or COLUMNS, options.vllm)
             table.setdefault(dtype, {}).setdefault(family, {}).update(cells)
             if options.json:
-                plain = {d: {f: {c: asdict(x) for c, x in cs.items()} for f, cs in fs.items()} for d, fs in table.items()}
+                plain = {
+                    d: {f: {c: asdict(x) for c, x in cs.items()} for f, cs in fs.items()} for d, fs in table.items()
+                }
                 options.json.write_text(json.dumps(plain, indent=1))
     table = {d: {f: fs[f] for f in FAMILIES if f in fs} for d, fs in table.items()}
     print(markdown(table))
