@@ -28,6 +28,7 @@ def flow_of(recipe: Recipe) -> Flow:
     return resolve(
         algorithm,
         catalogue(rewards=len(recipe.reward.functions), reward_reads=reward_reads(recipe, declared), stages=declared),
+        recipe.rollout.truncated,
     )
 
 

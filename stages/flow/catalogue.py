@@ -9,7 +9,7 @@ reward ▶ reward scores                    reference ▶ ref_logprobs          
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from stages.flow.declarations import Columns, StageDeclaration
 
@@ -26,6 +26,10 @@ RESPONSE: Columns = {
 }
 # Read by every update where a stage makes them: tokens that are trained on, and a factor of each row's loss.
 OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32"}
+MASK, WEIGHT = OPTIONAL
+Truncated = Literal[
+    "train", "mask", "drop"
+]  # responses that were cut at their longest: see stages/training/advantage.py
 
 
 def catalogue(
@@ -59,11 +63,13 @@ def catalogue(
     return [own[0], *(stage for stage in own[1:] if not brought & set(stage.makes)), *stages]
 
 
-def credit_stage(algorithm: Algorithm) -> StageDeclaration | None:
-    """The stage that computes the algorithm's credit; None for an algorithm without one."""
-    if not algorithm.credit_makes:
-        return None
-    return StageDeclaration(CREDIT, "groups", algorithm.credit_reads, algorithm.credit_makes, workers=0)
+def credit_stage(algorithm: Algorithm, truncated: Truncated = "train") -> StageDeclaration | None:
+    """The stage that computes the algorithm's credit, and the mask that leaves out truncated responses; None where there is
+    neither."""
+    reads, makes = dict(algorithm.credit_reads if algorithm.credit_makes else {}), dict(algorithm.credit_makes)
+    if truncated != "train":
+        reads["truncated"], makes[MASK] = RESPONSE["truncated"], OPTIONAL[MASK]
+    return StageDeclaration(CREDIT, "groups", reads, makes, workers=0) if makes else None
 
 
 def update_stage(algorithm: Algorithm) -> StageDeclaration:

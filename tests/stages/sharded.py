@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +135,16 @@ def steps(ranks: Ranks, kind: str, count: int, options: dict[str, Any]) -> list[
 
 
 def saved(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A step, and a checkpoint after it, as the ranks of a run write it."""
+    """A step, and a checkpoint after it, as the ranks of a run write it: beside the next step."""
     engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
     engine.train_batch(share(ranks, seed=0), algorithm())
-    checkpoint.write(Path(folder), engine)
-    return whole_state(engine)
+    state, writer = whole_state(engine), checkpoint.Writer(engine, ranks.rank)
+    writer.copy()
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(writer.write, Path(folder))
+        engine.train_batch(share(ranks, seed=3), algorithm())
+        writing.result()
+    return state
 
 
 def resumed(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -244,3 +250,21 @@ def taking_turns(ranks: Ranks, kind: str, compute: str) -> list[str]:
         ended.append(weights_of(engine))
     assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
     return sorted(decoder.weights.tensors())
+
+
+def of_masked(ranks: Ranks | None) -> TensorDict:
+    """This rank's share of a batch whose second share is masked; None: the first share, which alone is trained."""
+    rows = unstack(make_batch())
+    half = len(rows) // 2
+    first = stack(rows[:half] if ranks is None or ranks.replica == 0 else rows[half:])
+    trained = ranks is None or ranks.replica == 0
+    mask = [torch.full((len(row),), trained) for row in first["response_ids"].unbind()]
+    first["loss_mask"] = torch.nested.nested_tensor(mask, layout=torch.jagged)
+    return first
+
+
+def masked_step(ranks: Ranks) -> dict[str, float]:
+    from tests.stages.engines.torch.test_train import tiny_llama
+
+    engine = ShardedTrainEngine(tiny_llama(), ranks, **OPTIONS)
+    return dict(engine.train_batch(of_masked(ranks), GRPO()))

@@ -49,7 +49,7 @@ class FlowJob(Job):
         if recipe.runs_stage("reward") and "reward" in flow:
             self.control(Reward(self.rewards(), self.tokenizer, tuple(flow["reward"].needs)))
         if CREDIT in flow:
-            self.control(Advantage(self.algorithm()))
+            self.control(Advantage(self.algorithm(), recipe.rollout.truncated))
 
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)

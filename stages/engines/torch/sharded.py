@@ -17,11 +17,12 @@ from __future__ import annotations
 import hmac
 import itertools
 import json
+import math
 import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from stages.models import checkpoint_tensors
 from stages.resharding.layout import Layout, ModelState, Placement, place
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
+NAMES_BYTES = 8192  # of the metrics that one rank reports, as JSON
 FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
 
 # transformers' names of what happens to a module's weights over the tensor-parallel ranks.
@@ -130,6 +132,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("all",))
         for group in (self._mesh.get_group("dp"), self._mesh.get_group("tp"), everyone.get_group("all")):
             prove(self._secret, self.device, group)
+        self.checkpoint_group = dist.new_group(backend="gloo")  # of calls beside those of training
+        prove(self._secret, torch.device("cpu"), self.checkpoint_group)
         master, self._dtype = self._dtype, self._compute_in
         if ranks.tp > 1:
             _cut_matrices(self.model, self._mesh["tp"])
@@ -149,6 +153,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         if not passes:
             raise ValueError(f"batch: rank {self.ranks.rank} has no rows; deal each replica at least one")
         counts = self._gathered(torch.tensor([tokens, rows, groups, passes], dtype=torch.int64))
+        self._all_train = bool((counts[:, 0] > 0).all())
         return int(counts[:, 0].sum()), int(counts[:, 1].sum()), int(counts[:, 2].sum()), int(counts[:, 3].max())
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
@@ -156,7 +161,14 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         names = sorted(metrics)
-        values = self._gathered(torch.tensor([metrics[name] for name in names], dtype=torch.float32)).double()
+        if not self._all_train:  # a replica with masked tokens alone has measured nothing
+            own = torch.zeros(NAMES_BYTES, dtype=torch.uint8)
+            text = json.dumps(names).encode()
+            own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            found = [bytes(row.numpy()).rstrip(b"\0") for row in self._gathered(own)]
+            names = sorted({name for text in found for name in json.loads(text)})
+        given = [metrics.get(name, -math.inf if name.startswith("max_") else 0.0) for name in names]
+        values = self._gathered(torch.tensor(given, dtype=torch.float32)).double()
         totals, peaks = values.sum(0).tolist(), values.amax(0).tolist()
         return {name: (peaks if name.startswith("max_") else totals)[at] for at, name in enumerate(names)}
 
@@ -216,23 +228,24 @@ class ShardedTrainEngine(TorchTrainEngine):
             value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    def save_pretrained(self, path: Path) -> None:
-        """Every rank calls this. Rank 0 writes files of at most ``FILE_BYTES``, or of one tensor."""
+    def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
+        """Every rank calls this, unless ``state`` is given. Rank 0 writes files of at most ``FILE_BYTES``, or of one
+        tensor."""
         learned = dict(self.model.named_parameters(remove_duplicate=False))
         fixed = {name: value for name, value in self.model.state_dict().items() if name not in learned}
-        sizes = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
-        sizes = checkpoint_tensors(
-            self.model, sizes | {n: torch.empty_like(v, device="meta") for n, v in fixed.items()}
-        )
+        empty = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
+        empty |= {name: torch.empty_like(value, device="meta") for name, value in fixed.items()}
+        sizes = checkpoint_tensors(self.model, empty)
         files = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
         held: dict[str, dict[str, torch.Tensor]] = {}
-        for name, value in itertools.chain(self.weights(), fixed.items()):
-            if self.ranks.rank:
+        values = itertools.chain(self.weights(), fixed.items()) if state is None else state["model"].items()
+        for name, value in values:
+            if self.ranks.rank or name not in empty:
                 continue
             path.mkdir(parents=True, exist_ok=True)
             for saved, part in checkpoint_tensors(self.model, {name: value}).items():
                 file = files.tensor_to_filename[saved]
-                held.setdefault(file, {})[saved] = part.cpu().contiguous()
+                held.setdefault(file, {})[saved] = part.to("cpu", sizes[saved].dtype).contiguous()
                 if len(held[file]) == len(files.filename_to_tensors[file]):
                     save_file(held.pop(file), path / file, metadata={"format": "pt"})
         if self.ranks.rank == 0:
