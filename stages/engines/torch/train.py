@@ -290,9 +290,8 @@ class TorchTrainEngine:
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
         self.model.config.__dict__.pop("quantization_config", None)
-        weights = None if state is None else dict(state["model"])
-        for name in () if weights is None else weights.keys() & dict(self.model.named_parameters()).keys():
-            weights[name] = weights[name].to(self._dtype)  # not buffers, which decide on experts in float32
+        learned = dict(self.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
+        weights = state and {n: v.to(self._dtype) if n in learned else v for n, v in state["model"].items()}
         self.model.save_pretrained(path, state_dict=weights)
 
     def close(self) -> None:
