@@ -291,7 +291,7 @@ class TorchTrainEngine:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
         self.model.config.__dict__.pop("quantization_config", None)
         learned = dict(self.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
-        weights = state and {n: v.to(self._dtype) if n in learned else v for n, v in state["model"].items()}
+        weights: Any = state and {n: v.to(self._dtype) if n in learned else v for n, v in state["model"].items()}
         self.model.save_pretrained(path, state_dict=weights)
 
     def close(self) -> None:
