@@ -149,6 +149,19 @@ class RewardSection(Section):
         ..., "Reward functions; their weighted scores add up.", min_length=1, max_length=64
     )
     workers: Count = key(1, "Reward controllers that score at the same time.")
+    timeout: Seconds = key(60.0, "Longest time of one call of a function, which gets up to 64 responses.")
+    retries: CountOrZero = key(
+        2,
+        "Further calls of a function with one response alone, after it raised, returned no score, took too long or died.",
+    )
+    on_error: Literal["fail", "zero", "drop"] = key(
+        "drop",
+        "What a response costs on which a function fails each time. `drop`: its group leaves the run, and another one is "
+        "generated. `zero`: the function's score is 0. `fail`: the run fails.",
+    )
+    max_error_share: Annotated[float, Field(ge=0, le=1)] = key(
+        0.25, "The run fails when a function fails on more than this share of its last 256 responses."
+    )
 
 
 class AlgorithmSection(Section):

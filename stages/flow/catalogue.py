@@ -59,11 +59,11 @@ def catalogue(
     return [own[0], *(stage for stage in own[1:] if not brought & set(stage.makes)), *stages]
 
 
-def credit_stage(algorithm: Algorithm) -> StageDeclaration | None:
-    """The stage that computes the algorithm's credit; None for an algorithm without one."""
-    if not algorithm.credit_makes:
-        return None
-    return StageDeclaration(CREDIT, "groups", algorithm.credit_reads, algorithm.credit_makes, workers=0)
+def credit_stage(algorithm: Algorithm, drops: Columns | None = None) -> StageDeclaration | None:
+    """The stage that computes the algorithm's credit, and drops groups by what the columns ``drops`` say; None for an
+    algorithm without credit, where nothing is dropped."""
+    needs = {**(algorithm.credit_reads if algorithm.credit_makes else {}), **(drops or {})}
+    return StageDeclaration(CREDIT, "groups", needs, algorithm.credit_makes, workers=0) if needs else None
 
 
 def update_stage(algorithm: Algorithm) -> StageDeclaration:
