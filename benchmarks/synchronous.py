@@ -86,7 +86,14 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 batch["reward"], batch["scores"] = scores.total, scores.scores
                 if reference is not None:
                     batch["ref_logprobs"] = await asyncio.to_thread(reference.logprobs, batch)
-                members, results = credits(algorithm, batch, batch["group"].tolist(), dropping)
+                members, results = credits(
+                    algorithm,
+                    batch,
+                    batch["group"].tolist(),
+                    [len(row) for row in batch["response_ids"].unbind()],
+                    recipe.rollout.truncated,
+                    dropping,
+                )
                 groups = [g for g, result in zip(groups, results, strict=True) if not isinstance(result, Drop)]
             for name, column in next(outputs_of(members, results, [0] * len(batch))).rows.items():  # type: ignore[union-attr]
                 jagged = isinstance(column, list)
@@ -116,4 +123,5 @@ def _batch(completions: list[Completion]) -> TensorDict:
     rows["place"] = torch.tensor([c.place for c in completions])
     rows["response_ids"] = torch.nested.nested_tensor([c.token_ids for c in completions], layout=torch.jagged)
     rows["rollout_logprobs"] = torch.nested.nested_tensor([c.logprobs for c in completions], layout=torch.jagged)
+    rows["truncated"] = torch.tensor([c.finish_reason == "length" for c in completions])
     return rows

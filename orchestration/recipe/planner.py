@@ -26,9 +26,14 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Written down here because the code that makes these models takes seconds to load. Embeddings are their output heads too.
 PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "smollm2": {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
-    "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
-    "mock": {},
+    "smollm2": {
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "vocab_size": 49152,
+    },
+    "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 49},
+    "mock": {"vocab_size": 49},  # the tokenizer is that of the tiny model
 }
 HEADS = ("num_attention_heads", "num_key_value_heads")
 WEIGHT_SLOTS = 2  # versions in the trainer's weight store
@@ -291,6 +296,12 @@ def heads_of(recipe: Recipe) -> dict[str, int]:
 
 def _config(source: str) -> dict[str, Any]:
     return CONFIGS[source] if source in CONFIGS else text_config(source)
+
+
+def vocabulary_of(recipe: Recipe) -> int | None:
+    """Number of tokens that the recipe's model knows; None where its config does not have it."""
+    size = _config(recipe.model.source).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def context_of(recipe: Recipe) -> int | None:

@@ -28,6 +28,7 @@ from orchestration.recipe.values import (
 from stages.algorithms.grpo import GRPO
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
+from stages.flow.catalogue import Truncated
 from stages.json_schema import key, only_where, schema_of, unit
 
 INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
@@ -110,10 +111,21 @@ class RolloutSection(Section):
         32, "Responses that one worker decodes at the same time."
     )
     max_tokens: Tokens = key(64, "Longest response. A longer one is cut and counted as `truncated`.")
+    truncated: Truncated = key(
+        "train",
+        "Responses cut at `max_tokens`: `train` treats them as the others; `mask` takes their tokens out of the loss, while "
+        "their rewards count in the group's credit; `drop` takes them out of both.",
+    )
     temperature: float = key(1.0, "Sampling temperature of training responses, which must differ within a group.", gt=0)
     top_p: float = key(1.0, "Nucleus sampling: probability mass kept. 1.0: all.", gt=0, le=1)
     top_k: TokensOrZero = key(0, "Number of likeliest tokens to sample from. 0: all.")
     stop: list[str] = key([], "A response ends once it contains one of these texts.", max_length=64)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = key(
+        [],
+        "A response also ends with one of these token ids, beside the tokenizer's end token and those of the model's "
+        "generation_config.json.",
+        max_length=64,
+    )
     budget: TokensOrZero = key(
         0,
         "Tokens that a worker generates of a response before it parks it; the next free worker continues it. 0: no "

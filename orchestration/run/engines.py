@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from orchestration.recipe.model_files import end_tokens
 from orchestration.recipe.schema import Recipe
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
@@ -50,10 +51,17 @@ def threads_of(recipe: Recipe, asked: int) -> int:
 
 
 def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
+    """Returns how responses are sampled. One ends with the tokenizer's end token, one of those that the model's
+    generation_config.json names, or one of ``rollout.stop_token_ids``."""
+    source, ends = recipe.model.source, set(recipe.rollout.stop_token_ids)
+    if tokenizer.eos_token_id is not None:
+        ends.add(int(tokenizer.eos_token_id))
+    if source not in ("tiny", "mock"):
+        ends |= end_tokens(model_folder(source))
     return SamplingParams(
         **recipe.rollout.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"}),
         stop=tuple(recipe.rollout.stop),
-        stop_token_ids=() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),),
+        stop_token_ids=tuple(sorted(ends)),
     )
 
 

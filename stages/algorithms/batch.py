@@ -13,13 +13,11 @@ import torch
 from tensordict import TensorDictBase
 
 from stages.algorithms.interface import TokenBatch
-from stages.flow.catalogue import OPTIONAL
+from stages.flow.catalogue import MASK, OPTIONAL, WEIGHT
 
 if TYPE_CHECKING:
     from pipeline.columns import Schema
     from stages.algorithms.named import AlgorithmLike
-
-MASK, WEIGHT = OPTIONAL
 
 
 def trained_columns(algorithm: AlgorithmLike, schema: Schema) -> tuple[str, ...]:

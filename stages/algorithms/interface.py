@@ -133,6 +133,11 @@ class Algorithm(BaseModel, ABC):
         """Columns to put in the place of those of the whole train batch, before its first optimizer step."""
         return {}
 
+    def signal(self, batch: TrainBatch) -> float:
+        """Share of the rows of the whole train batch that :meth:`loss` can learn from, in [0, 1]. The learning rate of the
+        batch's steps is multiplied by it."""
+        return 1.0
+
     @abstractmethod
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """The micro-batch's share of the loss."""

@@ -118,7 +118,11 @@ class RankWorker:
         match order["do"]:
             case "train":
                 async with self.device.training():
-                    await self._train(Claim("", order["claim"]["token"], order["claim"]), order["shares"])
+                    claim = Claim("", order["claim"]["token"], order["claim"])
+                    columns = trained_columns(self.algorithm, self.dock.schema)
+                    batch = await self.rank_group.fetch(self.dock, claim, order["shares"], columns)
+                    await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+                    self.trained += 1
             case "publish":
                 await asyncio.to_thread(self._publish, order["probe"], order["weights"])
             case "save":
@@ -126,12 +130,6 @@ class RankWorker:
                     await asyncio.to_thread(self._save, Path(order["folder"]), self.engine)
             case _:
                 await self.device.follow(order)
-
-    async def _train(self, claim: Claim, shares: Sequence[Sequence[int]]) -> None:
-        columns = trained_columns(self.algorithm, self.dock.schema)
-        batch = await self.rank_group.fetch(self.dock, claim, shares, columns)
-        await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
-        self.trained += 1
 
     def _publish(self, probe: Sequence[list[int]], weights: bool) -> None:
         """Take part in the calls that rank 0 makes of all ranks; it alone keeps the results."""

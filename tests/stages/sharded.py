@@ -240,3 +240,21 @@ def taking_turns(ranks: Ranks, kind: str, compute: str) -> list[str]:
         ended.append(weights_of(engine))
     assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
     return sorted(decoder.weights.tensors())
+
+
+def of_masked(ranks: Ranks | None) -> TensorDict:
+    """This rank's share of a batch whose second share is masked; None: the first share, which alone is trained."""
+    rows = unstack(make_batch())
+    half = len(rows) // 2
+    first = stack(rows[:half] if ranks is None or ranks.replica == 0 else rows[half:])
+    trained = ranks is None or ranks.replica == 0
+    mask = [torch.full((len(row),), trained) for row in first["response_ids"].unbind()]
+    first["loss_mask"] = torch.nested.nested_tensor(mask, layout=torch.jagged)
+    return first
+
+
+def masked_step(ranks: Ranks) -> dict[str, float]:
+    from tests.stages.engines.torch.test_train import tiny_llama
+
+    engine = ShardedTrainEngine(tiny_llama(), ranks, **OPTIONS)
+    return dict(engine.train_batch(of_masked(ranks), GRPO()))

@@ -19,7 +19,7 @@ from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.flow import stage_columns
 from orchestration.recipe.model_files import KNOWN_MODELS
-from orchestration.recipe.planner import checkpoint_bytes, context_of
+from orchestration.recipe.planner import checkpoint_bytes, context_of, vocabulary_of
 from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
@@ -146,6 +146,27 @@ def chat_template_exists(recipe: Recipe, environment: Environment) -> Iterator[P
     if checked and checked.conversation:
         wrong = f"holds a conversation ({checked.conversation}), which needs {missing}"
         yield problem(recipe, "prompts.path", wrong, "use a model that has one, or texts")
+
+
+@machine_check("model.source", "rollout.stop_token_ids")
+def end_tokens_are_known(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    source, size = recipe.model.source, vocabulary_of(recipe)
+    if size is None:
+        return
+    for index, token in enumerate(recipe.rollout.stop_token_ids):
+        if token >= size:
+            wrong, fix = f"is no token of model.source = {source!r}", f"use ids of 0 .. {size - 1}"
+            yield Problem(f"rollout.stop_token_ids.{index}", token, wrong, fix)
+    if source in KNOWN_MODELS or not model_files.is_folder(source):
+        return
+    try:
+        ends = model_files.end_tokens(model_files.folder_of(source))
+    except model_files.ModelFileError as error:
+        yield problem(recipe, "model.source", error.wrong, error.fix)
+        return
+    if beyond := [token for token in ends if token >= size]:
+        wrong = f"has eos_token_id = {min(beyond)} in its configs, where its vocabulary has {size} tokens"
+        yield problem(recipe, "model.source", wrong, "correct its generation_config.json")
 
 
 @machine_check("model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine")

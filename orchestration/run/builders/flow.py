@@ -50,8 +50,8 @@ class FlowJob(Job):
         if recipe.runs_stage("reward") and "reward" in flow:
             self.control(Reward(await self.open_rewards(), self.tokenizer, tuple(flow["reward"].needs)))
         if CREDIT in flow:
-            needs = tuple(flow[CREDIT].needs)
-            self.control(Advantage(self.algorithm(), needs, droppers(recipe) if "scores" in needs else ()))
+            rewards = droppers(recipe) if "scores" in flow[CREDIT].needs else ()
+            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards))
 
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import re
 import secrets
@@ -43,6 +44,7 @@ from stages.engines.torch.train import TorchTrainEngine
 from stages.resharding.layout import Layout, ModelState, Placement, place
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
+NAMES_BYTES = 8192  # of the metrics that one rank reports, as JSON
 FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
 
 # transformers' names of what happens to a module's weights over the tensor-parallel ranks.
@@ -147,6 +149,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         if not passes:
             raise ValueError(f"batch: rank {self.ranks.rank} has no rows; deal each replica at least one")
         counts = self._gathered(torch.tensor([tokens, rows, groups, passes], dtype=torch.int64))
+        self._all_train = bool((counts[:, 0] > 0).all())
         return int(counts[:, 0].sum()), int(counts[:, 1].sum()), int(counts[:, 2].sum()), int(counts[:, 3].max())
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
@@ -154,7 +157,14 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         names = sorted(metrics)
-        values = self._gathered(torch.tensor([metrics[name] for name in names], dtype=torch.float32)).double()
+        if not self._all_train:  # a replica with masked tokens alone has measured nothing
+            own = torch.zeros(NAMES_BYTES, dtype=torch.uint8)
+            text = json.dumps(names).encode()
+            own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            found = [bytes(row.numpy()).rstrip(b"\0") for row in self._gathered(own)]
+            names = sorted({name for text in found for name in json.loads(text)})
+        given = [metrics.get(name, -math.inf if name.startswith("max_") else 0.0) for name in names]
+        values = self._gathered(torch.tensor(given, dtype=torch.float32)).double()
         totals, peaks = values.sum(0).tolist(), values.amax(0).tolist()
         return {name: (peaks if name.startswith("max_") else totals)[at] for at, name in enumerate(names)}
 

@@ -155,11 +155,13 @@ class TorchTrainEngine:
         computed = dict.fromkeys(by_policy, self.logprobs(batch).unbind()) if by_policy else {}
         given = TrainBatch(batch, algorithm, self._total, computed)
         whole = algorithm.unit == "group"
+        groups = groups if whole else _with_trained(groups, given.trained.tolist(), algorithm.mini_batches)
         parts = [
             (part, plan_micro_batches([group.shape for group in part], self._token_budget, whole=whole))
             for part in _mini_batches(groups, algorithm.mini_batches, whole)
         ]
-        learning_rate = learning_rate_at(self.step // (algorithm.epochs * len(parts)), **self._schedule)
+        scheduled = learning_rate_at(self.step // (algorithm.epochs * len(parts)), **self._schedule)
+        learning_rate = scheduled * algorithm.signal(given)
         for options in self._optimizer.param_groups:
             options["lr"] = learning_rate
         steps = []
@@ -178,10 +180,12 @@ class TorchTrainEngine:
     ) -> dict[str, float]:
         """One optimizer step on ``groups`` in the micro-batches ``plan``."""
         rows = [number for group in groups for number in group.numbers]
-        own = int(given.trained[rows].sum())
-        if not own:
+        trained = given.trained[rows]
+        total_tokens, total_rows, total_groups, passes = self._agree(
+            int(trained.sum()), int((trained > 0).sum()), len(groups), len(plan)
+        )
+        if not total_tokens:
             raise ValueError("loss_mask: leaves no token of a mini-batch to train on; drop such groups before training")
-        total_tokens, total_rows, total_groups, passes = self._agree(own, len(rows), len(groups), len(plan))
         fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:
@@ -357,6 +361,14 @@ def _groups(batch: TensorDictBase) -> tuple[list[_Group], list[torch.Tensor]]:
                 raise ValueError(f"row {number} of group {group}: prompt_ids and response_ids need at least one token")
         groups.append(_Group(prompt, numbers, GroupShape(len(prompt), tuple(len(responses[n]) for n in numbers))))
     return groups, responses
+
+
+def _with_trained(groups: Sequence[_Group], trained: Sequence[int], least: int) -> list[_Group]:
+    """``groups`` without the rows that have no token to train on, which need no computation; all of them where fewer than
+    ``least`` rows would be left."""
+    parts = [(group, [at for at, row in enumerate(group.numbers) if trained[row]]) for group in groups]
+    enough = sum(len(places) for _, places in parts) >= least
+    return [group.part(places) for group, places in parts if places] if enough else list(groups)
 
 
 def _mini_batches(groups: Sequence[_Group], count: int, whole: bool) -> list[list[_Group]]:
