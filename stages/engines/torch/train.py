@@ -290,10 +290,11 @@ class TorchTrainEngine:
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
-    def save_pretrained(self, path: Path) -> None:
+    def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
         self.model.config.__dict__.pop("quantization_config", None)
-        self.model.save_pretrained(path)
+        weights = None if state is None else {n: value.to(self._dtype) for n, value in state["model"].items()}
+        self.model.save_pretrained(path, state_dict=weights)
 
     def close(self) -> None:
         """Release the optimizer's memory. May be called again."""
