@@ -117,8 +117,14 @@ class RolloutSection(Section):
         "their rewards count in the group's credit; `drop` takes them out of both.",
     )
     temperature: float = key(1.0, "Sampling temperature of training responses, which must differ within a group.", gt=0)
-    top_p: float = key(1.0, "Nucleus sampling: probability mass kept. 1.0: all.", gt=0, le=1)
-    top_k: TokensOrZero = key(0, "Number of likeliest tokens to sample from. 0: all.")
+    top_p: float = key(
+        1.0,
+        "Nucleus sampling: probability mass kept. 1.0: all. Like `top_k`, refused where the run's own trainer reads "
+        "`rollout_logprobs`.",
+        gt=0,
+        le=1,
+    )
+    top_k: TokensOrZero = key(0, "Number of likeliest tokens to sample from. 0: all. See `top_p`.")
     stop: list[str] = key([], "A response ends once it contains one of these texts.", max_length=64)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = key(
         [],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,16 @@ def steps(ranks: Ranks, kind: str, count: int, options: dict[str, Any]) -> list[
 
 
 def saved(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A step, and a checkpoint after it, as the ranks of a run write it."""
+    """A step, and a checkpoint after it, as the ranks of a run write it: beside the next step."""
     engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
     engine.train_batch(share(ranks, seed=0), algorithm())
-    checkpoint.write(Path(folder), engine)
-    return whole_state(engine)
+    state, writer = whole_state(engine), checkpoint.Writer(engine, ranks.rank)
+    writer.copy()
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(writer.write, Path(folder))
+        engine.train_batch(share(ranks, seed=3), algorithm())
+        writing.result()
+    return state
 
 
 def resumed(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

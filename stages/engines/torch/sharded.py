@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("all",))
         for group in (self._mesh.get_group("dp"), self._mesh.get_group("tp"), everyone.get_group("all")):
             prove(self._secret, self.device, group)
+        self.checkpoint_group = dist.new_group(backend="gloo")  # of calls beside those of training
+        prove(self._secret, torch.device("cpu"), self.checkpoint_group)
         master, self._dtype = self._dtype, self._compute_in
         if ranks.tp > 1:
             _cut_matrices(self.model, self._mesh["tp"])
@@ -142,7 +144,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         self._sharded: dict[str, DTensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[misc]
         return {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
 
-    def _compute(self, packed: PackedBatch) -> torch.Tensor:
+    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return self.model(packed)  # type: ignore[no-any-return]
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
@@ -224,17 +226,18 @@ class ShardedTrainEngine(TorchTrainEngine):
             value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    def save_pretrained(self, path: Path) -> None:
-        """Every rank calls this. Rank 0 writes files of at most ``FILE_BYTES``, or of one tensor."""
+    def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
+        """Every rank calls this, unless ``state`` is given. Rank 0 writes files of at most ``FILE_BYTES``, or of one
+        tensor."""
         sizes = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
         files = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
         held: dict[str, dict[str, torch.Tensor]] = {}
-        for name, value in self.weights():
-            if self.ranks.rank:
+        for name, value in self.weights() if state is None else state["model"].items():
+            if self.ranks.rank or name not in sizes:
                 continue
             path.mkdir(parents=True, exist_ok=True)
             file = files.tensor_to_filename[name]
-            held.setdefault(file, {})[name] = value.cpu().contiguous()
+            held.setdefault(file, {})[name] = value.to("cpu", self._dtype).contiguous()
             if len(held[file]) == len(files.filename_to_tensors[file]):
                 save_file(held.pop(file), path / file, metadata={"format": "pt"})
         if self.ranks.rank == 0:
