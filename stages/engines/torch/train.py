@@ -90,21 +90,11 @@ class TorchTrainEngine:
         self.device = torch.device(device) if device is not None else devices.select()
         self.model = model
         self.step = 0
-        self._schedule: dict[str, Any] = {
-            "peak": learning_rate,
-            "total_steps": total_steps,
-            "warmup_steps": warmup_steps,
-            "schedule": schedule,
-        }
+        self._schedule: dict[str, Any] = {"peak": learning_rate, "total_steps": total_steps}
+        self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
         self._grad_clip, self._token_budget, self._threads = grad_clip, token_budget, threads
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        model.train(activation_checkpointing)  # transformers checkpoints only in training mode
-        if activation_checkpointing:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+        _prepare(model, activation_checkpointing)
         self._dtype = model.dtype  # of the arithmetic
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
         self._trained = self._place(compute or model.dtype)
@@ -355,6 +345,16 @@ class TorchTrainEngine:
             return scaled_logits(self._hidden(packed), head.weight, head.bias, 1.0)[packed.source]
 
         check_logits(self.model, "a packed batch", logits, expected)
+
+
+def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.train(activation_checkpointing)  # transformers checkpoints only in training mode
+    if activation_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from orchestration.run.checkpoint import Checkpoint, write
+from orchestration.run.checkpoint import Checkpoint, Writer
 from stages.engines.torch import optimizer
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.train import TorchTrainEngine
@@ -110,7 +110,10 @@ def test_a_checkpoint_of_one_rank_resumes_on_two_and_back(tmp_path: Path) -> Non
     options = {"compute": torch.bfloat16}
     one = engine_of()
     one.train_batch(make_batch(), algorithm())
-    write(tmp_path / "one", one)
+    writer = Writer(one)
+    writer.copy()
+    writer.write(tmp_path / "one")
+    assert {v.dtype for v in load_file(tmp_path / "one" / "model" / "model.safetensors").values()} == {torch.bfloat16}
     before, _ = on_ranks(2, 1, resumed, "qwen3", str(tmp_path / "one"), options)[0]
     assert_same_state(before, whole_state(one))
     expected = on_ranks(2, 1, saved, "qwen3", str(tmp_path / "two"), options)[0]
