@@ -235,6 +235,8 @@ class CheckpointEvent(EventData, kind="checkpoint"):
     version: Version
     path: Annotated[str, Doc("On the machine that runs it.")]
     requested: Annotated[bool, Doc("Whether it was requested.")]
+    exposed_seconds: Annotated[Number, Doc("In which training waited: the copy of its state.")] = 0.0
+    seconds: Annotated[Number, Doc("Until it was whole, beside training.")] = 0.0
 
 
 class WorkerEvent(EventData, kind="worker"):

@@ -87,6 +87,8 @@ class Plan:
     reference_bytes: int
     slot_bytes: int
     """Versions of the weights in shared memory: the trainer's, and those from which vLLM's workers load."""
+    copy_bytes: int
+    """Host memory of one rank for the copy from which checkpoints are written beside training: weights and moments."""
     turns: Turns | None
     """Only of a colocated run."""
     flow: dict[str, Any]
@@ -118,6 +120,7 @@ def plan(recipe: Recipe) -> Plan:
         rollout_bytes=(1 if recipe.colocated or direct else 2) * weights * recipe.replicas,
         reference_bytes=weights if recipe.needs_reference else 0,
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * weights,
+        copy_bytes=-(-_saved_bytes(recipe) // recipe.train.ranks),
         turns=turns(recipe) if recipe.colocated and parameters else None,
         flow=document(flow_of(recipe)),
     )
@@ -137,7 +140,7 @@ def arena_bytes(recipe: Recipe) -> int:
 
 
 def _steps_retained(recipe: Recipe) -> int:
-    return min(recipe.checkpoint.every, recipe.train.steps)
+    return min(recipe.checkpoint.every + 1, recipe.train.steps)  # one is made while the checkpoint is written
 
 
 def _prompts(recipe: Recipe) -> int:
@@ -285,7 +288,12 @@ def checkpoint_bytes(recipe: Recipe) -> int:
     """Bytes of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments."""
     if not recipe.runs_stage("update"):
         return 0
-    return (parameters_of(recipe) or 0) * (ITEM_BYTES[recipe.model.dtype] + 3 * _trained_item_bytes(recipe))
+    return (parameters_of(recipe) or 0) * ITEM_BYTES[recipe.model.dtype] + _saved_bytes(recipe)
+
+
+def _saved_bytes(recipe: Recipe) -> int:
+    """Bytes of the trained weights and AdamW's two moments."""
+    return 3 * (parameters_of(recipe) or 0) * _trained_item_bytes(recipe) if recipe.runs_stage("update") else 0
 
 
 def heads_of(recipe: Recipe) -> dict[str, int]:

@@ -84,7 +84,9 @@ class Recipe(Section):
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update={"source": _absolute(self.model.source)}),
-                "prompts": self.prompts.model_copy(update={"path": _absolute(self.prompts.path)}),
+                "prompts": self.prompts.model_copy(
+                    update={name: _absolute(getattr(self.prompts, name)) for name in ("path", "chat_template")}
+                ),
                 "pipeline": self.pipeline.model_copy(
                     update={name: _absolute(getattr(self.pipeline, name)) for name in TLS_FILES}
                 ),

@@ -25,6 +25,7 @@ from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
 from stages.external_checks import Terms
 from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder, weight_shapes
+from stages.prompts.templates import read_chat_template
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
@@ -35,8 +36,12 @@ _LOADING = threading.Lock()
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
-    """Returns the model's tokenizer; the mock model uses that of the tiny model, which reads characters."""
-    return load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
+    """Returns the model's tokenizer; the mock model uses that of the tiny model, which reads characters. Checkpoints keep
+    it, with the chat template of the recipe."""
+    tokenizer = load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
+    if recipe.prompts.chat_template:
+        tokenizer.chat_template = read_chat_template(recipe.prompts.chat_template)
+    return tokenizer
 
 
 def threads_of(recipe: Recipe, asked: int) -> int:

@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.algorithms.interface import MOST_LOG_RATIO, Algorithm, LossOutput, TokenBatch
 from stages.flow.declarations import Columns, Drop, RunsOn
 
 if TYPE_CHECKING:
     from stages.algorithms.batch import TrainBatch
 
 ADVANTAGE_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up
-# Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio overflows float32, and the
-# derivative of what clipping leaves out is 0 · inf.
-MOST_LOG_RATIO = 20.0
 
 
 class GRPO(Algorithm):

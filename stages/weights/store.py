@@ -25,6 +25,7 @@ import xxhash
 from pydantic import TypeAdapter
 from tensordict import TensorDict
 
+from stages.algorithms.interface import MOST_LOG_RATIO
 from stages.engines.protocols import RolloutEngine, TrainEngine
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> Gap:
     if not bool(difference.isfinite().all()):
         return Gap(math.inf, math.inf, math.inf, math.inf, tokens)
     size = difference.abs()
-    k3, q95 = (difference.exp() - 1 - difference).mean(), size.sort().values[math.ceil(0.95 * tokens) - 1]
+    cut = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    k3, q95 = (cut.exp() - 1 - cut).mean(), size.sort().values[math.ceil(0.95 * tokens) - 1]
     return Gap(float(size.max()), float(size.mean()), float(k3), float(q95), tokens)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.families import model_of as family_model
 from orchestration.run import checkpoint
 from stages.algorithms.grpo import GRPO
 from stages.engines.plans import GroupShape, Ranks, deal
@@ -34,9 +36,12 @@ OPTIONS: dict[str, Any] = {"learning_rate": 1e-2, "total_steps": 10, "token_budg
 
 def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """``llama``: tied embeddings. ``biased``: a head of its own, and biases everywhere. ``qwen3``: norms of queries and
-    keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides."""
+    keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides. ``moe``: a buffer
+    that decides on experts, and experts that checkpoints have one by one."""
     torch.manual_seed(seed)
     model: PreTrainedModel
+    if kind == "moe":
+        return family_model("DeepSeek-V3", seed=seed, dtype=dtype)
     if kind == "qwen3":
         config = Qwen3Config(**SIZES, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
         model = Qwen3ForCausalLM(config)
@@ -130,11 +135,16 @@ def steps(ranks: Ranks, kind: str, count: int, options: dict[str, Any]) -> list[
 
 
 def saved(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A step, and a checkpoint after it, as the ranks of a run write it."""
+    """A step, and a checkpoint after it, as the ranks of a run write it: beside the next step."""
     engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
     engine.train_batch(share(ranks, seed=0), algorithm())
-    checkpoint.write(Path(folder), engine)
-    return whole_state(engine)
+    state, writer = whole_state(engine), checkpoint.Writer(engine, ranks.rank)
+    writer.copy()
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(writer.write, Path(folder))
+        engine.train_batch(share(ranks, seed=3), algorithm())
+        writing.result()
+    return state
 
 
 def resumed(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,13 +15,14 @@ every tp rank. Every call is collective: all ranks make the same calls in the sa
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import math
 import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from stages import device as devices
 from stages.engines.plans import Ranks
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.train import TorchTrainEngine
+from stages.models import checkpoint_tensors
 from stages.resharding.layout import Layout, ModelState, Placement, place
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
@@ -130,6 +132,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("all",))
         for group in (self._mesh.get_group("dp"), self._mesh.get_group("tp"), everyone.get_group("all")):
             prove(self._secret, self.device, group)
+        self.checkpoint_group = dist.new_group(backend="gloo")  # of calls beside those of training
+        prove(self._secret, torch.device("cpu"), self.checkpoint_group)
         master, self._dtype = self._dtype, self._compute_in
         if ranks.tp > 1:
             _cut_matrices(self.model, self._mesh["tp"])
@@ -142,7 +146,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         self._sharded: dict[str, DTensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[misc]
         return {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
 
-    def _compute(self, packed: PackedBatch) -> torch.Tensor:
+    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return self.model(packed)  # type: ignore[no-any-return]
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
@@ -224,19 +228,26 @@ class ShardedTrainEngine(TorchTrainEngine):
             value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
-    def save_pretrained(self, path: Path) -> None:
-        """Every rank calls this. Rank 0 writes files of at most ``FILE_BYTES``, or of one tensor."""
-        sizes = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
+    def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
+        """Every rank calls this, unless ``state`` is given. Rank 0 writes files of at most ``FILE_BYTES``, or of one
+        tensor."""
+        learned = dict(self.model.named_parameters(remove_duplicate=False))
+        fixed = {name: value for name, value in self.model.state_dict().items() if name not in learned}
+        empty = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
+        empty |= {name: torch.empty_like(value, device="meta") for name, value in fixed.items()}
+        sizes = checkpoint_tensors(self.model, empty)
         files = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
         held: dict[str, dict[str, torch.Tensor]] = {}
-        for name, value in self.weights():
-            if self.ranks.rank:
+        values = itertools.chain(self.weights(), fixed.items()) if state is None else state["model"].items()
+        for name, value in values:
+            if self.ranks.rank or name not in empty:
                 continue
             path.mkdir(parents=True, exist_ok=True)
-            file = files.tensor_to_filename[name]
-            held.setdefault(file, {})[name] = value.cpu().contiguous()
-            if len(held[file]) == len(files.filename_to_tensors[file]):
-                save_file(held.pop(file), path / file, metadata={"format": "pt"})
+            for saved, part in checkpoint_tensors(self.model, {name: value}).items():
+                file = files.tensor_to_filename[saved]
+                held.setdefault(file, {})[saved] = part.to("cpu", sizes[saved].dtype).contiguous()
+                if len(held[file]) == len(files.filename_to_tensors[file]):
+                    save_file(held.pop(file), path / file, metadata={"format": "pt"})
         if self.ranks.rank == 0:
             if files.is_sharded:
                 index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
@@ -293,8 +304,14 @@ def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
     and head stay whole. Raises ValueError for a plan that this engine does not support."""
     config, kind = model.config.get_text_config(), type(model).__name__
     for name in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(config, name) % tp:
-            raise ValueError(f"tp: {kind} has {name} = {getattr(config, name)}, which {tp} ranks cannot share evenly")
+        if (heads := getattr(config, name, 0)) % tp:
+            raise ValueError(f"tp: {kind} has {name} = {heads}, which {tp} ranks cannot share evenly")
+    return planned_cuts(model)
+
+
+def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
+    """:func:`cuts` for any number of ranks: the numbers of heads are not looked at."""
+    config, kind = model.config.get_text_config(), type(model).__name__
     plan = config.base_model_tp_plan
     if not plan:
         raise ValueError(f"tp: {kind} comes without a tensor-parallel plan; use tp = 1")

@@ -128,7 +128,7 @@ class TorchTrainEngine:
     def _idle_pass(self) -> torch.Tensor:
         """One pass through the model on one token, while other ranks have work. Returns a logprob [1]."""
         token = torch.zeros(1, dtype=torch.int64)
-        return self._compute(pack([token], [[token]], self.device, self._dtype))
+        return self._compute(pack([token], [[token]], self.device, self._dtype))[0]
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         """Combine the metrics of all ranks: the largest of those called ``max_…``, the sum of the others."""
@@ -190,11 +190,13 @@ class TorchTrainEngine:
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:
             for pieces in plan:
+                logprobs, entropy = self._piece_logprobs(groups, pieces, responses)
                 numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
                 tokens = given.tokens(
                     numbers,
                     [at for at, piece in enumerate(pieces) for _ in piece.rows],
-                    self._piece_logprobs(groups, pieces, responses),
+                    logprobs,
+                    entropy,
                     total_tokens=total_tokens,
                     total_rows=total_rows,
                     total_groups=total_groups,
@@ -205,6 +207,7 @@ class TorchTrainEngine:
                 output = algorithm.loss(tokens)
                 output.loss.backward()
                 measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
+                measured["entropy"] = tokens.entropy.sum() / total_tokens  # type: ignore[union-attr]
                 for name, value in measured.items():
                     before = sums.get(name)
                     together = torch.maximum if name.startswith("max_") else torch.add
@@ -239,7 +242,7 @@ class TorchTrainEngine:
         *_, passes = self._agree(0, 0, 0, len(plan))
         for piece in plan:
             numbers = [groups[piece.group].numbers[row] for row in piece.rows]
-            values = self._piece_logprobs(groups, [piece], responses).cpu()
+            values = self._piece_logprobs(groups, [piece], responses)[0].cpu()
             for n, part in zip(numbers, values.split([len(responses[n]) for n in numbers]), strict=True):
                 rows[n] = part
         for _ in range(passes - len(plan)):
@@ -287,10 +290,12 @@ class TorchTrainEngine:
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
-    def save_pretrained(self, path: Path) -> None:
+    def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
         self.model.config.__dict__.pop("quantization_config", None)
-        self.model.save_pretrained(path)
+        learned = dict(self.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
+        weights: Any = state and {n: v.to(self._dtype) if n in learned else v for n, v in state["model"].items()}
+        self.model.save_pretrained(path, state_dict=weights)
 
     def close(self) -> None:
         """Release the optimizer's memory. May be called again."""
@@ -303,17 +308,20 @@ class TorchTrainEngine:
 
     def _piece_logprobs(
         self, groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """float32 [T]: the logprobs of the pieces' response tokens, piece by piece, row by row."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [T], [T]: logprobs and entropies of the pieces' response tokens, piece by piece, row by row."""
         rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
         prompts = [groups[piece.group].prompt for piece in pieces]
         return self._compute(pack(prompts, rows, self.device, self._dtype))
 
-    def _compute(self, packed: PackedBatch) -> torch.Tensor:
-        """float32 [T]: the logprobs of ``packed.targets``."""
+    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [T], [T]: the logprobs of ``packed.targets``, and the entropies of the distributions that they are of;
+        these are empty where nothing is trained."""
         hidden = self._hidden(packed)
         head = self.model.get_output_embeddings()
-        return TokenLogprobs.apply(hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature)  # type: ignore[no-any-return]
+        return TokenLogprobs.apply(  # type: ignore[no-any-return]
+            hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature, torch.is_grad_enabled()
+        )
 
     def _hidden(self, packed: PackedBatch) -> torch.Tensor:
         """[U, d]: last hidden states at the places that predict a response token."""

@@ -47,7 +47,7 @@ def test_the_flow_of_a_step_and_of_a_run() -> None:
     assert (found.bound, found.slack, found.max_age, found.window) == (4, 3, 4, 2)
     assert (found.groups_in_flight, found.rows_in_flight) == (12, 60)
     assert found.rows_per_step == 15
-    assert found.rows_retained == 7 * 15
+    assert found.rows_retained == 8 * 15, "a step is made while the checkpoint is written"
     assert found.tokens_per_step == 150
     assert found.decode_rows == 32
 
@@ -84,6 +84,8 @@ def test_ranks_share_what_training_holds() -> None:
     assert alone.parameters is not None
     assert (alone.train_ranks, four.train_ranks) == (1, 4)
     assert four.train_bytes == 4 * alone.parameters
+    assert (alone.copy_bytes, four.copy_bytes) == (12 * alone.parameters, 3 * alone.parameters)
+    assert of(external={"stages": ["update"]}).copy_bytes == 0
     mixed = of(model={"dtype": "bfloat16"}, train={"precision": "mixed"})
     assert mixed.train_bytes == alone.train_bytes
     assert mixed.rollout_bytes == alone.rollout_bytes / 2
