@@ -1,16 +1,19 @@
 """Learning, asynchronous against synchronous: the same recipe under several staleness bounds and seeds.
 
     python benchmarks/learning.py tiny --staleness 0 1 2 --seeds 0 1 2 --json tiny.json --plot tiny.png
+    python benchmarks/learning.py tiny --set train.steps=400 --set checkpoint.every=40 --ends 200 --staleness 0 2
 
-Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to
-the bit. The table gives the mean reward of the first and of the last five steps, the held-out reward before and after, and
-seconds of training (from the first to the last step). The plot shows every seed thin, and the mean of the seeds thick.
+Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to the bit. The table gives
+the mean reward of the first and of the last steps (``--ends``, five), the lowest of these last steps, the held-out reward
+before and after, seconds of training (from the first to the last step), how many swaps were probed and how many refused, and
+the largest gap of a probe as a share of its limit. The plot shows every seed thin, and the mean of the seeds thick.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
@@ -25,7 +28,7 @@ from orchestration.logs import configure
 from orchestration.recipe.load import load_recipe
 from orchestration.run.run import Run
 
-ENDS = 5  # steps at each end: their mean rewards are compared
+SMOOTHED = 5  # steps over which the plot's thick line is a mean
 COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -46,14 +49,15 @@ class Trial:
     staleness_max: float
     seconds: float
     trained_samples: int
+    probed: int = 0
+    refused: int = 0
+    nearest: float = 0.0
 
-    @property
-    def first(self) -> float:
-        return statistics.fmean(self.reward[:ENDS])
+    def first(self, steps: int) -> float:
+        return statistics.fmean(self.reward[:steps])
 
-    @property
-    def last(self) -> float:
-        return statistics.fmean(self.reward[-ENDS:])
+    def last(self, steps: int) -> float:
+        return statistics.fmean(self.reward[-steps:])
 
 
 async def trial(path: Path, overrides: list[str], staleness: int, seed: int, folder: Path) -> Trial:
@@ -62,13 +66,21 @@ async def trial(path: Path, overrides: list[str], staleness: int, seed: int, fol
     run = Run.create(recipe, folder)
     steps: list[tuple[float, dict[str, Any]]] = []
     held_out: dict[int, float] = {}
+    shares: list[float] = []
+    refused = 0
 
     async def follow() -> None:
+        nonlocal refused
         async for event in run.events():
             if event.kind == "step":
                 steps.append((event.time, event.data))
             elif event.kind == "evaluation":
                 held_out[event.data["version"]] = event.data["reward_mean"]
+            elif event.kind == "worker":
+                refused += event.data["change"] in ("died", "kept its weights")
+            elif event.kind == "sync" and "gap_mean" in event.data:
+                gap = event.data
+                shares.append(max(gap[name.removesuffix("_limit")] / gap[name] for name in gap if "_limit" in name))
 
     following = asyncio.create_task(follow())
     result = await run.execute()
@@ -84,12 +96,27 @@ async def trial(path: Path, overrides: list[str], staleness: int, seed: int, fol
         max(step["staleness_max"] for _, step in steps),
         steps[-1][0] - began,
         sum(step["rows"] for _, step in steps),
+        len(shares),
+        refused,
+        max(shares, default=0.0),
     )
 
 
-def table(trials: list[Trial], name: str) -> Table:
-    shown = Table(title=f"{name}: mean reward of the first and last {ENDS} steps")
-    for column in ("η", "seed", "first", "last", "gain", "held out before", "after", "staleness max", "seconds"):
+def table(trials: list[Trial], name: str, ends: int) -> Table:
+    shown = Table(title=f"{name}: mean reward of the first and last {ends} steps")
+    for column in (
+        "η",
+        "seed",
+        "first",
+        "last",
+        "lowest",
+        "gain",
+        "held out before",
+        "after",
+        "staleness max",
+        "seconds",
+        *("probed", "refused", "nearest"),
+    ):
         shown.add_column(column, justify="right")
     for staleness in sorted({t.staleness for t in trials}):
         arm = [t for t in trials if t.staleness == staleness]
@@ -98,19 +125,21 @@ def table(trials: list[Trial], name: str) -> Table:
             shown.add_row(
                 str(staleness),
                 str(t.seed),
-                f"{t.first:.3f}",
-                f"{t.last:.3f}",
-                f"{t.last - t.first:+.3f}",
+                f"{t.first(ends):.3f}",
+                f"{t.last(ends):.3f}",
+                f"{min(t.reward[-ends:]):.3f}",
+                f"{t.last(ends) - t.first(ends):+.3f}",
                 before,
                 after,
                 f"{t.staleness_max:.0f}",
                 f"{t.seconds:.0f}",
+                *(str(t.probed), str(t.refused), f"{t.nearest:.0%}"),
             )
-        last, spread = statistics.fmean(t.last for t in arm), statistics.pstdev([t.last for t in arm])
-        gain = statistics.fmean(t.last - t.first for t in arm)
-        shown.add_row(
-            str(staleness), "mean", "", f"{last:.3f} ± {spread:.3f}", f"{gain:+.3f}", "", "", "", "", style="bold"
-        )
+        last = [t.last(ends) for t in arm]
+        spread, gain = statistics.pstdev(last), statistics.fmean(last) - statistics.fmean(t.first(ends) for t in arm)
+        lowest = min(min(t.reward[-ends:]) for t in arm)
+        cells = ("mean", "", f"{statistics.fmean(last):.3f} ± {spread:.3f}", f"{lowest:.3f}", f"{gain:+.3f}")
+        shown.add_row(str(staleness), *cells, *[""] * 7, style="bold")
         shown.add_section()
     return shown
 
@@ -127,11 +156,12 @@ def plot(trials: list[Trial], name: str, path: Path) -> None:
         for t in arm:
             axes.plot(range(1, len(t.reward) + 1), t.reward, color=colour, linewidth=0.6, alpha=0.45)
         mean = [statistics.fmean(rewards) for rewards in zip(*(t.reward for t in arm), strict=True)]
-        smooth = [statistics.fmean(mean[max(0, i - ENDS + 1) : i + 1]) for i in range(len(mean))]
+        smooth = [statistics.fmean(mean[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(mean))]
         label = f"η = {staleness}" + (" (synchronous)" if staleness == 0 else "") + f", {len(arm)} seeds"
         axes.plot(range(1, len(smooth) + 1), smooth, color=colour, linewidth=2.4, label=label)
     axes.set(
-        title=f"{name}: reward while training (thick: mean of the seeds, over {ENDS} steps)", xlabel="optimizer step"
+        title=f"{name}: reward while training (thick: mean of the seeds, over {SMOOTHED} steps)",
+        xlabel="optimizer step",
     )
     axes.set_ylabel("mean reward")
     axes.grid(alpha=0.25)
@@ -151,9 +181,11 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
         for seed in options.seeds:
             if (staleness, seed) in done:
                 continue
-            with tempfile.TemporaryDirectory() as folder:
+            with contextlib.ExitStack() as stack:
+                folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory())
                 path = options.recipe if options.recipe.exists() else Path("recipes") / f"{options.recipe}.toml"
-                trials.append(await trial(path, options.set or [], staleness, seed, Path(folder) / "run"))
+                out = Path(folder) / f"run-{staleness}-{seed}"
+                trials.append(await trial(path, options.set or [], staleness, seed, out))
             options.json.write_text(json.dumps({"recipe": str(options.recipe), "trials": [asdict(t) for t in trials]}))
     return trials
 
@@ -164,13 +196,15 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", metavar="KEY=VALUE")
+    parser.add_argument("--ends", type=int, default=5, help="steps at each end whose mean rewards are compared")
     parser.add_argument("--json", type=Path, default=Path("learning.json"), help="written after each run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the runs' folders stay")
     options = parser.parse_args()
     configure()
     trials = asyncio.run(measure(options))
-    Console(width=120).print(table(trials, options.recipe.stem))
+    Console(width=120).print(table(trials, options.recipe.stem, options.ends))
     if options.plot:
         plot(trials, options.recipe.stem, options.plot)
 

@@ -207,6 +207,10 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
                 + ", activations on top",
             ),
             ("rollout", f"{format_size(plan.rollout_bytes)} for weights, KV caches on top"),
+            (
+                "checkpoints",
+                f"{format_size(plan.copy_bytes)} of host memory for each rank's copy, to write beside training",
+            ),
             ("weight sync", f"{format_size(plan.slot_bytes)} of shared memory"),
         ]
         if (turns := plan.turns) is not None:
@@ -219,6 +223,7 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             rows[-1] = ("each device", ", ".join(held))
         if plan.reference_bytes:
             rows.append(("reference", format_size(plan.reference_bytes)))
+    rows += [("notice", notice) for notice in plan.notices]
     return pairs_table(*rows, title=f"{recipe.name}: sound", title_justify="left")
 
 

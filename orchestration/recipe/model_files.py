@@ -16,6 +16,7 @@ from stages.prompts.files import PromptError, Reading, kind_of, open_file
 
 KNOWN_MODELS = ("smollm2", "tiny", "mock")  # sources that are no folder
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION = "generation_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -64,6 +65,20 @@ def parameters_in(source: str) -> int:
         except ModelFileError:
             continue
     return count
+
+
+def end_tokens(folder: Path) -> set[int]:
+    """Return the ids of the tokens that end a response of the model in ``folder``: ``eos_token_id`` of its
+    generation_config.json, as transformers reads it, or without that file of its config. Raises ModelFileError when that is
+    no id and no list of ids."""
+    name = GENERATION if (folder / GENERATION).is_file() else CONFIG
+    config = _json(folder / name)
+    inner = config.get("text_config")
+    given = config.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelFileError(f"has a {name} with eos_token_id = {given!r:.100}", "write an id, or a list of ids, there")
+    return set(ids)
 
 
 def has_chat_template(folder: Path) -> bool:

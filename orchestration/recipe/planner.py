@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import parameters_in, text_config
 from stages.flow.graph import document
@@ -16,7 +17,7 @@ from stages.prompts.options import PromptLimits
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
-    from stages.resharding.layout import Layout, ModelState, Names
+    from stages.resharding.layout import Layout, ModelState, Names, Placement
     from stages.resharding.plan import ReshardPlan
 
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
@@ -26,9 +27,14 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Written down here because the code that makes these models takes seconds to load. Embeddings are their output heads too.
 PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "smollm2": {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
-    "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
-    "mock": {},
+    "smollm2": {
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "vocab_size": 49152,
+    },
+    "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 49},
+    "mock": {"vocab_size": 49},  # the tokenizer is that of the tiny model
 }
 HEADS = ("num_attention_heads", "num_key_value_heads")
 WEIGHT_SLOTS = 2  # versions in the trainer's weight store
@@ -75,17 +81,21 @@ class Plan:
     train_ranks: int
     train_bytes: int
     """Shards of one rank: weights, gradients and AdamW's two moments, in the model's dtype, or in float32 with mixed
-    precision. Without activations and gathered layers."""
+    precision, where one rank alone also holds the copy in which it computes. Without activations and gathered layers."""
     rollout_bytes: int
     """Weights of all rollout engines, with the copy that each verifies before it swaps (none in a colocated run, nor where
     vLLM's workers receive by themselves). Without KV caches."""
     reference_bytes: int
     slot_bytes: int
     """Versions of the weights in shared memory: the trainer's, and those from which vLLM's workers load."""
+    copy_bytes: int
+    """Host memory of one rank for the copy from which checkpoints are written beside training: weights and moments."""
     turns: Turns | None
     """Only of a colocated run."""
     flow: dict[str, Any]
     """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""
+    notices: list[str]
+    """What is allowed, and better otherwise: see :mod:`orchestration.recipe.checks.notices`."""
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -109,17 +119,16 @@ def plan(recipe: Recipe) -> Plan:
         decode_rows=recipe.replicas * recipe.rollout.max_rows,
         parameters=parameters,
         train_ranks=recipe.train.ranks,
-        train_bytes=-(-4 * (parameters or 0) * _trained_item_bytes(recipe) // recipe.train.ranks),
+        train_bytes=-(-4 * (parameters or 0) * ITEM_BYTES[recipe.trained_dtype] // recipe.train.ranks)
+        + (weights if recipe.mixed_precision and recipe.train.ranks == 1 else 0),
         rollout_bytes=(1 if recipe.colocated or direct else 2) * weights * recipe.replicas,
         reference_bytes=weights if recipe.needs_reference else 0,
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * weights,
+        copy_bytes=-(-_saved_bytes(recipe) // recipe.train.ranks),
         turns=turns(recipe) if recipe.colocated and parameters else None,
         flow=document(flow_of(recipe)),
+        notices=list(map(str, notices(recipe))),
     )
-
-
-def _trained_item_bytes(recipe: Recipe) -> int:
-    return ITEM_BYTES["float32" if recipe.train.precision == "mixed" else recipe.model.dtype]
 
 
 def arena_bytes(recipe: Recipe) -> int:
@@ -132,7 +141,7 @@ def arena_bytes(recipe: Recipe) -> int:
 
 
 def _steps_retained(recipe: Recipe) -> int:
-    return min(recipe.checkpoint.every, recipe.train.steps)
+    return min(recipe.checkpoint.every + 1, recipe.train.steps)  # one is made while the checkpoint is written
 
 
 def _prompts(recipe: Recipe) -> int:
@@ -185,8 +194,18 @@ def trained_state(recipe: Recipe) -> ModelState:
     from stages.models import load_config
     from stages.resharding.layout import model_state
 
-    mixed = recipe.train.precision == "mixed"
-    return model_state(load_config(recipe.model.source), torch.float32 if mixed else getattr(torch, recipe.model.dtype))
+    return model_state(load_config(recipe.model.source), getattr(torch, recipe.trained_dtype))
+
+
+def held_bytes(recipe: Recipe, source: Placement) -> tuple[int, ...]:
+    """Bytes that each rank holds beside the weights that it trains, between two steps: AdamW's moments, and with mixed
+    precision on one rank the copy in which it computes."""
+    from stages.resharding.plan import adamw_bytes
+
+    of_state = adamw_bytes(source, gradients=False)
+    if not (recipe.mixed_precision and source.world == 1):
+        return of_state
+    return (of_state[0] + source.nbytes(0) * ITEM_BYTES[recipe.model.dtype] // ITEM_BYTES["float32"],)
 
 
 def train_layout(recipe: Recipe) -> Layout:
@@ -242,12 +261,13 @@ def reshard_plan(
 
 def turns(recipe: Recipe) -> Turns:
     """Memory of a colocated run's ranks while they train, generate, and swap."""
-    from stages.resharding.plan import Phase, adamw_bytes, memory
+    from stages.resharding.plan import Phase, memory
 
     plan = reshard_plan(recipe)
-    phases = {phase.phase: phase for phase in memory(plan, adamw_bytes(plan.source, gradients=False))}
-    return Turns(
-        training=4 * max(plan.source.nbytes(rank) for rank in range(plan.world)),
+    held = held_bytes(recipe, plan.source)
+    phases = {phase.phase: phase for phase in memory(plan, held)}
+    return Turns(  # with gradients while it trains
+        training=max(2 * plan.source.nbytes(rank) + held[rank] for rank in range(plan.world)),
         generating=max(phases[Phase.GENERATE].live),
         between=max(phases[Phase.GATHER].live),
         buckets=max(plan.temporary),
@@ -280,7 +300,12 @@ def checkpoint_bytes(recipe: Recipe) -> int:
     """Bytes of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments."""
     if not recipe.runs_stage("update"):
         return 0
-    return (parameters_of(recipe) or 0) * (ITEM_BYTES[recipe.model.dtype] + 3 * _trained_item_bytes(recipe))
+    return (parameters_of(recipe) or 0) * ITEM_BYTES[recipe.model.dtype] + _saved_bytes(recipe)
+
+
+def _saved_bytes(recipe: Recipe) -> int:
+    """Bytes of the trained weights and AdamW's two moments."""
+    return 3 * (parameters_of(recipe) or 0) * ITEM_BYTES[recipe.trained_dtype] if recipe.runs_stage("update") else 0
 
 
 def heads_of(recipe: Recipe) -> dict[str, int]:
@@ -291,6 +316,12 @@ def heads_of(recipe: Recipe) -> dict[str, int]:
 
 def _config(source: str) -> dict[str, Any]:
     return CONFIGS[source] if source in CONFIGS else text_config(source)
+
+
+def vocabulary_of(recipe: Recipe) -> int | None:
+    """Number of tokens that the recipe's model knows; None where its config does not have it."""
+    size = _config(recipe.model.source).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def context_of(recipe: Recipe) -> int | None:

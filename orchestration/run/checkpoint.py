@@ -1,5 +1,8 @@
 """Checkpoints: files from which a run continues at step k as if it had never stopped.
 
+    step k ─▶ copy the state to host memory ─▶ step k + 1 ─▶ step k + 2 ─▶ …
+                └─▶ a thread: write ─▶ fsync ─▶ rename: it exists ─▶ remove the oldest ─▶ the rows up to k are released
+
     checkpoints/step-00000020/   model/     a Hugging Face checkpoint
                                  train/     optimizer's state and weights, bit for bit: a shard of each rank
                                  run.json   version, prompt position, ledger, groups still to be made
@@ -11,15 +14,18 @@ function of the group's number, so the prompt position is a number, and groups i
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from stages.threads import run_in_thread
 
 if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that read or write one import it
     from stages.engines.protocols import TrainEngine
@@ -60,30 +66,112 @@ def begin(directory: Path, version: int) -> Path:
     return partial
 
 
-def write(partial: Path, engine: TrainEngine) -> None:
-    """Write the engine's weights and state into ``partial``: each rank its shard, in one collective call. On rank 0 it
-    returns when all shards are written."""
-    import torch.distributed.checkpoint as dcp
+class Writer:
+    """Writes checkpoints of one rank's ``engine`` beside its training, one at a time, from a copy in host memory that it
+    keeps: the size of the engine's state on this rank. All ranks make the same calls."""
 
-    engine.save_pretrained(partial / "model")
-    state = engine.state_dict()
-    with _no_warning():
-        dcp.save(state, checkpoint_id=partial / TRAIN, no_dist=not _sharded(state))
+    def __init__(self, engine: TrainEngine, rank: int = 0) -> None:
+        self._engine, self._rank = engine, rank
+        self._copy: dict[str, Any] = {}
+        self._writing: asyncio.Future[None] | None = None
+
+    async def begin(self, partial: Path) -> asyncio.Future[None]:
+        """Copy the engine's state as it is now, and write it into ``partial`` in a thread. On rank 0 the future is done
+        when the files of all ranks are written. Waits for the writing before, and raises its error."""
+        if self._writing is not None:
+            await self._writing
+        await asyncio.to_thread(self.copy)
+        self._writing = run_in_thread(lambda: self.write(partial), "checkpoint")
+        return asyncio.shield(self._writing)
+
+    async def close(self) -> None:
+        """Wait until nothing is being written. The engine may be closed then."""
+        if self._writing is not None:
+            with suppress(Exception):
+                await asyncio.shield(self._writing)
+
+    def copy(self) -> None:
+        """Copy the engine's state to host memory: page-locked where it comes from an accelerator."""
+        import torch
+        from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+
+        state = self._engine.state_dict()
+        pinned = torch.accelerator.is_available()
+        if not self._copy:
+            self._copy = _create_cpu_state_dict(state, pin_memory=pinned)
+        self._copy = _copy_state_dict(state, self._copy, non_blocking=pinned, type_check=False)
+        if pinned:
+            torch.accelerator.synchronize()
+
+    def write(self, partial: Path) -> None:
+        """Write the copy into ``partial``: each rank its shard, in a process group of the engine's for this alone."""
+        import torch.distributed.checkpoint as dcp
+
+        state, is_sharded = self._copy, _sharded(self._copy)
+        group = getattr(self._engine, "checkpoint_group", None)
+        with _no_warning():
+            dcp.save(state, checkpoint_id=partial / TRAIN, process_group=group, no_dist=not is_sharded)
+        if self._rank == 0:  # by now all shards are written
+            self._engine.save_pretrained(partial / "model", _Whole(state, partial / TRAIN) if is_sharded else state)
+
+
+class _Whole(Mapping[str, Any]):
+    """A nested ``state`` with whole tensors in place of a rank's shards, each read from its checkpoint when it is asked
+    for."""
+
+    def __init__(self, state: Mapping[str, Any], folder: Path, path: tuple[str, ...] = ()) -> None:
+        self._state, self._folder, self._path = state, folder, path
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __getitem__(self, name: str) -> Any:
+        import torch
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.tensor import DTensor
+
+        value, path = self._state[name], (*self._path, name)
+        if isinstance(value, dict):
+            return _Whole(value, self._folder, path)
+        if not isinstance(value, DTensor):
+            return value
+        whole = torch.empty(value.shape, dtype=value.dtype)
+        wanted: Any = whole
+        for key in reversed(path):
+            wanted = {key: wanted}
+        with _no_warning():
+            dcp.load(wanted, checkpoint_id=self._folder, no_dist=True)
+        return whole
 
 
 def finish(
     directory: Path, tokenizer: Tokenizer, version: int, index_state: Mapping[str, Any], keep: int
 ) -> Checkpoint:
-    """Add the files that are not the engine's, and give the checkpoint its name: from now on it exists. Removes all but the
-    newest ``keep``."""
+    """Add the files that are not the engine's, and give the checkpoint its name when all of it is on the disk: from now on
+    it exists. Then removes all but the newest ``keep``."""
     final, partial = directory / _NAME.format(version), _partial(directory, version)
     tokenizer.save_pretrained(partial / "model")
     (partial / "run.json").write_text(json.dumps({"version": version, **index_state}, indent=1))
+    for path in (*partial.rglob("*"), partial):
+        _sync(path)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
+    _sync(directory)
     for old in whole(directory)[:-keep]:
         shutil.rmtree(old)
     return open_checkpoint(final)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the list of a folder's files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _partial(directory: Path, version: int) -> Path:

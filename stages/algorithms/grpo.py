@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.algorithms.interface import MOST_LOG_RATIO, Algorithm, LossOutput, TokenBatch
 from stages.flow.declarations import Columns, Drop, RunsOn
 
+if TYPE_CHECKING:
+    from stages.algorithms.batch import TrainBatch
+
 ADVANTAGE_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up
-# Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio overflows float32, and the
-# derivative of what clipping leaves out is 0 · inf.
-MOST_LOG_RATIO = 20.0
 
 
 class GRPO(Algorithm):
@@ -59,6 +59,13 @@ class GRPO(Algorithm):
         description="Drop groups with equal rewards: their advantages are zero. Others are generated in their place.",
     )
 
+    scale_learning_rate: bool = Field(
+        default=True,
+        description="Multiply the learning rate by the share of a batch's trained rows with a nonzero advantage. "
+        "AdamW takes steps of one size however small the gradient is, so the rare mistakes of a solved task would undo it "
+        "(docs/measurements/stability.md). With `kl_coef` every row counts.",
+    )
+
     @property
     def scores(self) -> Mapping[str, RunsOn]:
         return {"ref_logprobs": "frozen model"} if self.kl_coef else {}
@@ -75,6 +82,13 @@ class GRPO(Algorithm):
             return Drop("equal rewards") if self.drop_equal else {"advantage": rewards.new_zeros(rewards.shape)}
         centred = rewards - rewards.mean()
         return {"advantage": centred / (rewards.std() + ADVANTAGE_EPS) if self.scale_rewards else centred}
+
+    def signal(self, batch: TrainBatch) -> float:
+        if self.kl_coef or not self.scale_learning_rate:
+            return 1.0
+        advantage = batch["advantage"][batch.trained > 0]
+        nonzero, rows = batch.total(batch["advantage"].new_tensor([advantage.count_nonzero(), len(advantage)])).tolist()
+        return float(nonzero / rows)
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """The micro-batch's share of the loss; metrics but ``max_ratio`` are means over the mini-batch's tokens."""

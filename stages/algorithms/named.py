@@ -54,6 +54,12 @@ class NamedAlgorithm:
             raise self._wrong("prepare", out, f"a dict with some of the columns {sorted(self.algorithm.loss_reads)}")
         return out
 
+    def signal(self, batch: TrainBatch) -> float:
+        out: Any = self._call("signal", batch)
+        if not isinstance(out, int | float) or not 0 <= out <= 1:
+            raise self._wrong("signal", out, "a number from 0 to 1")
+        return float(out)
+
     def loss(self, tokens: TokenBatch) -> LossOutput:
         import torch
 

@@ -229,7 +229,9 @@ class TrainEngine(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def save_pretrained(self, path: Path) -> None:
-        """Write a Hugging Face checkpoint that ``AutoModelForCausalLM.from_pretrained`` opens."""
+    def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
+        """Write a Hugging Face checkpoint that ``AutoModelForCausalLM.from_pretrained`` opens. ``state``: what
+        :meth:`state_dict` returned before, with whole tensors in host memory, in place of the present one. Rank 0 alone
+        makes this call with ``state``, in a thread beside training."""
 
     def close(self) -> None: ...

@@ -9,7 +9,7 @@ reward ▶ reward scores                    reference ▶ ref_logprobs          
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from stages.flow.declarations import Columns, StageDeclaration
 
@@ -26,6 +26,10 @@ RESPONSE: Columns = {
 }
 # Read by every update where a stage makes them: tokens that are trained on, and a factor of each row's loss.
 OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32"}
+MASK, WEIGHT = OPTIONAL
+Truncated = Literal[
+    "train", "mask", "drop"
+]  # responses that were cut at their longest: see stages/training/advantage.py
 
 
 def catalogue(
@@ -59,11 +63,16 @@ def catalogue(
     return [own[0], *(stage for stage in own[1:] if not brought & set(stage.makes)), *stages]
 
 
-def credit_stage(algorithm: Algorithm) -> StageDeclaration | None:
-    """The stage that computes the algorithm's credit; None for an algorithm without one."""
-    if not algorithm.credit_makes:
-        return None
-    return StageDeclaration(CREDIT, "groups", algorithm.credit_reads, algorithm.credit_makes, workers=0)
+def credit_stage(
+    algorithm: Algorithm, truncated: Truncated = "train", drops: Columns | None = None
+) -> StageDeclaration | None:
+    """The stage that computes the algorithm's credit, and the mask that leaves out truncated responses, and drops groups by
+    what the columns ``drops`` say; None where there is none of these."""
+    reads, makes = dict(algorithm.credit_reads if algorithm.credit_makes else {}), dict(algorithm.credit_makes)
+    if truncated != "train":
+        reads["truncated"], makes[MASK] = RESPONSE["truncated"], OPTIONAL[MASK]
+    reads |= drops or {}
+    return StageDeclaration(CREDIT, "groups", reads, makes, workers=0) if makes or drops else None
 
 
 def update_stage(algorithm: Algorithm) -> StageDeclaration:

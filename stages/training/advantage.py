@@ -1,40 +1,121 @@
-"""Advantage: the algorithm's credit. Claims groups whose rows have all columns that credit reads.
+"""Advantage: the algorithm's credit, and which responses are left out of training because they were truncated.
 
 whole groups ─▶ algorithm.credit, group by group ─▶ its columns, committed together; or dropped with the reason
+
+A truncated response, cut at ``rollout.max_tokens``, has a reward of something unfinished. ``rollout.truncated`` is
+
+    train   as any other response
+    mask    no token of it is in the loss; its reward is one of the group's, in the mean that the others are compared with
+    drop    the group is what is left without it, for credit too: N - 1 rewards have their own mean and deviation
+
+A group with too few responses left is dropped, and another one generated: with ``mask`` one without any, with ``drop`` one
+with fewer than the algorithm's credit compares, and with either one that lacks any where the loss compares whole groups
+(``Algorithm.unit``). The index drops whole groups only, so single rows stay in their group, masked (:data:`MASK`), and the
+ledger counts them as trained; the train engine does not compute them.
+
+A group with a row on which a reward function failed is dropped, and credit does not see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from stages.algorithms.named import AlgorithmLike
 from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, plain_columns, rows_at
-from stages.flow.catalogue import CREDIT
+from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
+from stages.flow.declarations import Drop
+from stages.flow.resolver import passed_column
+
+DROPPED = "truncated"  # reason of a group with too few responses that were not truncated
 
 
 class Advantage(Stage):
-    """The stage of an algorithm's credit."""
+    """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says. ``rewards``: the functions, in
+    the order of ``scores``, whose failure drops a group."""
 
     name = CREDIT
 
-    def __init__(self, algorithm: AlgorithmLike) -> None:
-        self.algorithm = algorithm
-        self.fetches = tuple(algorithm.credit_reads)
+    def __init__(self, algorithm: AlgorithmLike, truncated: Truncated = "train", rewards: Sequence[str] = ()) -> None:
+        self.algorithm, self.truncated, self.rewards = algorithm, truncated, rewards
+        declared = credit_stage(algorithm, truncated, {"scores": ""} if rewards else None)  # type: ignore[arg-type]
+        self.fetches = tuple(declared.needs if declared else ())
 
     def room(self, held: int) -> int:
         return GROUPS_AT_ONCE
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        members, results = credits(self.algorithm, rows, claim.group.tolist())
-        for output in outputs_of(members, results, claim.tokens.tolist()):
+        tokens = claim.tokens.tolist()
+        members, results = credits(self.algorithm, rows, claim.group.tolist(), tokens, self.truncated, self.rewards)
+        for output in outputs_of(members, results, tokens):
             yield output
 
 
-def credits(algorithm: AlgorithmLike, rows: TensorDict, groups: Sequence[int]) -> tuple[list[list[int]], list[Result]]:
-    """The credit of each group of ``rows``, and the positions of its rows; ``groups`` names the group of each row."""
-    columns, members = plain_columns(rows, tuple(algorithm.credit_reads)), groups_of(groups)
-    return members, [algorithm.credit({n: rows_at(c, at) for n, c in columns.items()}) for at in members]
+def credits(
+    algorithm: AlgorithmLike,
+    rows: TensorDict,
+    groups: Sequence[int],
+    tokens: Sequence[int] = (),
+    truncated: Truncated = "train",
+    rewards: Sequence[str] = (),
+) -> tuple[list[list[int]], list[Result]]:
+    """The credit of each group of ``rows``, and the positions of its rows. ``groups`` names the group of each row;
+    ``tokens`` has the length of each response, which "train" does not need. A group in which one of the functions
+    ``rewards`` failed is dropped."""
+    read = tuple(algorithm.credit_reads) if algorithm.credit_makes else ()
+    columns, members = plain_columns(rows, read), groups_of(groups)
+    failed = rows["scores"].isinf() if rewards else torch.zeros(len(rows), 0)
+    results: list[Result] = []
+    for at in members:
+        group = {name: rows_at(column, at) for name, column in columns.items()}
+        if failures := failed[at].any(dim=0).nonzero()[:, 0].tolist():
+            results.append(Drop(f"reward {rewards[failures[0]]} failed"))
+        elif truncated != "train":
+            cut, lengths = rows["truncated"][at].tolist(), [tokens[row] for row in at]
+            results.append(_credit_of_rest(algorithm, group, cut, lengths, leave_out=truncated == "drop"))
+        elif algorithm.credit_makes:
+            results.append(algorithm.credit(group))
+        else:  # the stage drops groups, and does nothing else
+            results.append({passed_column(CREDIT): torch.ones(len(at), dtype=torch.bool)})
+    return members, results
+
+
+def _credit_of_rest(
+    algorithm: AlgorithmLike,
+    group: Mapping[str, Any],
+    truncated: Sequence[bool],
+    tokens: Sequence[int],
+    *,
+    leave_out: bool,
+) -> Result:
+    """The credit of one group, and the mask of its responses that are not ``truncated``. ``leave_out``: credit gets these
+    alone, and is 0 for the others. Or a Drop, where they are too few."""
+    rest = [row for row, cut in enumerate(truncated) if not cut]
+    least = max(1, algorithm.least_group_size) if leave_out and algorithm.credit_makes else 1
+    if len(rest) < (len(truncated) if algorithm.unit == "group" else least):
+        return Drop(DROPPED)
+    all_rows = not leave_out or len(rest) == len(truncated)
+    credit: Result = {}
+    if algorithm.credit_makes:
+        credit = algorithm.credit(group if all_rows else {name: rows_at(c, rest) for name, c in group.items()})
+    if isinstance(credit, Drop):
+        return credit
+    if not all_rows:
+        credit = {name: _with_zeros(column, rest, tokens) for name, column in credit.items()}
+    mask = credit.get(MASK) or [torch.ones(n, dtype=torch.bool) for n in tokens]  # a credit may make one too
+    return {**credit, MASK: [row & (not cut) for row, cut in zip(mask, truncated, strict=True)]}
+
+
+def _with_zeros(column: Any, rows: Sequence[int], tokens: Sequence[int]) -> Any:
+    """The values of ``column`` at ``rows`` of a group, and zeros at its others: as many as ``tokens`` where it is ragged."""
+    if isinstance(column, torch.Tensor):
+        out = column.new_zeros(len(tokens), *column.shape[1:])
+        out[list(rows)] = column
+        return out
+    values = dict(zip(rows, column, strict=True))
+    return [values.get(row, column[0].new_zeros(n, *column[0].shape[1:])) for row, n in enumerate(tokens)]

@@ -13,7 +13,7 @@ collective call's deadline runs meanwhile. The ranks end together; those that ar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class RankGroup:
 
 class RankWorker:
     """Carries out rank 0's orders on another rank, until the order to end. ``trained`` counts the steps in the engine's
-    weights; ``save`` writes the engine's shard into a folder."""
+    weights; ``save`` begins to write the engine's shard into a folder."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RankWorker:
         rank_group: RankGroup,
         *,
         version: int,
-        save: Callable[[Path, TrainEngine], None],
+        save: Callable[[Path], Awaitable[Any]],
         device: DeviceLease | None = None,
     ) -> None:
         self.dock, self.engine, self.algorithm, self.rank_group = dock, engine, algorithm, rank_group
@@ -118,20 +118,18 @@ class RankWorker:
         match order["do"]:
             case "train":
                 async with self.device.training():
-                    await self._train(Claim("", order["claim"]["token"], order["claim"]), order["shares"])
+                    claim = Claim("", order["claim"]["token"], order["claim"])
+                    columns = trained_columns(self.algorithm, self.dock.schema)
+                    batch = await self.rank_group.fetch(self.dock, claim, order["shares"], columns)
+                    await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+                    self.trained += 1
             case "publish":
                 await asyncio.to_thread(self._publish, order["probe"], order["weights"])
             case "save":
                 async with self.device.training():
-                    await asyncio.to_thread(self._save, Path(order["folder"]), self.engine)
+                    await self._save(Path(order["folder"]))
             case _:
                 await self.device.follow(order)
-
-    async def _train(self, claim: Claim, shares: Sequence[Sequence[int]]) -> None:
-        columns = trained_columns(self.algorithm, self.dock.schema)
-        batch = await self.rank_group.fetch(self.dock, claim, shares, columns)
-        await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
-        self.trained += 1
 
     def _publish(self, probe: Sequence[list[int]], weights: bool) -> None:
         """Take part in the calls that rank 0 makes of all ranks; it alone keeps the results."""

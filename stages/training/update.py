@@ -71,7 +71,7 @@ class Update(Stage):
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
         # For the step's event; each rank fetches the columns that it trains on.
-        self.fetches = tuple(name for name in ("reward",) if name in dock.schema)
+        self.fetches = tuple(name for name in ("reward", "truncated") if name in dock.schema)
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
@@ -113,6 +113,8 @@ class Update(Stage):
                     f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
                 )
             metrics, seconds, samples = await self._train_and_read(claim, stale)
+            if "truncated" in rows:
+                metrics = {**metrics, "truncated": float(rows["truncated"].float().mean())}
             ledger = await self.dock.index.ledger()
             now = time.monotonic()
             spent = (now - self._since, seconds)

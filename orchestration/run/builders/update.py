@@ -1,13 +1,15 @@
 """The worker of one rank of the train engine. Rank 0 has the update stage, and writes checkpoints.
 
 build:   engine ─▶ newest checkpoint ─▶ rank 0: the update stage, which replays the recorded steps since ─▶ ready
-step:    train ─▶ publish ─▶ every k steps, or on request: checkpoint ─▶ rows before it are released
+step:    train ─▶ publish ─▶ every k steps, or on request: copy the state ─▶ the next step
+                                                            └─▶ beside it: checkpoint ─▶ rows before it are released
 finish:  the run was stopped ─▶ checkpoint of the last step ─▶ the other ranks end
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -63,6 +65,7 @@ class UpdateJob(Job):
         if self.stage.trained > self._saved and (await self.index.state())[0] == "stopping":
             await self.stage.device.give_to_training()
             await self._save(self.stage.trained)
+        await self._saving
         await self.rank_group.broadcast("end")
 
     async def make_engine(self) -> None:
@@ -75,8 +78,13 @@ class UpdateJob(Job):
             self.rank_group, meeting = RankGroup(self.index, self.ranks, life), self.paths.shared / f"ranks-{life}"
         self.engine = await asyncio.to_thread(train_engine, recipe, self.ranks if meeting else None, meeting)
         self.resources.callback(self.engine.close)
+        self._saving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._saving.set_result(None)
+        self._writer = checkpoint.Writer(self.engine, self.number)
+        self.resources.push_async_callback(self._end_writing)
         self.checkpoint = checkpoint.latest(self.paths.checkpoints)
-        self._saved = 0  # version of the newest checkpoint
+        self._saved = 0  # version of the newest checkpoint, which may not be whole yet
+        self._answered = ""  # the last request that a checkpoint was begun for
         if self.checkpoint is not None:
             await asyncio.to_thread(self.checkpoint.load_into, self.engine)
             self._saved = self.checkpoint.version
@@ -89,7 +97,7 @@ class UpdateJob(Job):
             self.algorithm(),
             self.rank_group,
             version=self._saved,
-            save=checkpoint.write,
+            save=self._writer.begin,
             device=device,
         )
         self.version = lambda: worker.trained
@@ -131,28 +139,53 @@ class UpdateJob(Job):
         return Recorder(self.dock, self.tokenizer, [function.name for function in rewards], samples)
 
     async def _after_step(self, version: int) -> None:
-        """Write a checkpoint when one is due or requested."""
-        request = await self.index.get(CHECKPOINT_ASKED)
-        requested = request is not None and request != await self.index.get(CHECKPOINT_WRITTEN)
-        if version % self.recipe.checkpoint.every and version < self.recipe.train.steps and not requested:
-            return
-        await self._save(version, requested)
-        if requested:
-            await self.index.put(CHECKPOINT_WRITTEN, request or "")
-        await self.index.release_steps(version)
+        """Begin to write a checkpoint when one is due or requested. After the last step, wait for it."""
+        if self._saving.done():
+            self._saving.result()  # raises why the last one was not written
+        request = await self.index.get(CHECKPOINT_ASKED) or ""
+        if request in (self._answered, await self.index.get(CHECKPOINT_WRITTEN)):
+            request = ""
+        last = version >= self.recipe.train.steps
+        if last or request or not version % self.recipe.checkpoint.every:
+            await self._save(version, request)
+        if last:
+            await self._saving
 
-    async def _save(self, version: int, requested: bool = False) -> None:
-        state, folder = asdict(await self.index.resume_point()), self.paths.checkpoints
-        with self._spans.during("checkpoint", version=version):
-            partial = checkpoint.begin(folder, version)
+    async def _save(self, version: int, request: str = "") -> None:
+        """Copy the state of ``version``, and write it beside the next steps; ``request``: for which one."""
+        await self._saving
+        began = time.monotonic()
+        point, folder = asdict(await self.index.resume_point()), self.paths.checkpoints
+        with self._spans.during("checkpoint copy", version=version):
+            partial = await asyncio.to_thread(checkpoint.begin, folder, version)
             await self.rank_group.broadcast("save", folder=str(partial))
-            await asyncio.to_thread(checkpoint.write, partial, self.engine)
-            written = await asyncio.to_thread(
-                checkpoint.finish, folder, self.tokenizer, version, state, self.recipe.checkpoint.keep
-            )
-        self._saved = version
-        await self._report(written, requested)
+            writing = await self._writer.begin(partial)
+        self._saved, self._answered = version, request or self._answered
+        exposed = time.monotonic() - began
 
-    async def _report(self, written: Checkpoint, requested: bool) -> None:
-        await self.index.emit(CheckpointEvent(version=written.version, path=str(written.path), requested=requested))
+        async def complete() -> None:
+            with self._spans.during("checkpoint", version=version):
+                await writing
+                keep = self.recipe.checkpoint.keep
+                written = await asyncio.to_thread(checkpoint.finish, folder, self.tokenizer, version, point, keep)
+            await self._report(written, bool(request), exposed, time.monotonic() - began)
+            if request:
+                await self.index.put(CHECKPOINT_WRITTEN, request)
+            await self.index.release_steps(version)
+
+        self._saving = asyncio.ensure_future(complete())
+
+    async def _end_writing(self) -> None:
+        """What was begun ends, so that nothing writes beside a next process of this worker."""
+        await asyncio.gather(self._saving, self._writer.close(), return_exceptions=True)
+
+    async def _report(self, written: Checkpoint, requested: bool, exposed: float = 0.0, seconds: float = 0.0) -> None:
+        event = CheckpointEvent(
+            version=written.version,
+            path=str(written.path),
+            requested=requested,
+            exposed_seconds=exposed,
+            seconds=seconds,
+        )
+        await self.index.emit(event)
         await self.index.put(CHECKPOINT_REPORTED, str(written.version))

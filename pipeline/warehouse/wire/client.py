@@ -146,6 +146,9 @@ class RemoteWarehouse:
         mask = self._schema.mask(names)
         asked = [self._schema[name] for name in self._schema.names(mask)]
         rows = len(slots)
+        for name, array in (("blocks", blocks), ("offsets", offsets), ("slots", slots)):
+            if array.dtype != np.int64 or array.shape != (rows,):
+                raise TransferError(f"read: {name} is {array.dtype} {list(array.shape)}, must be int64 [{rows}]")
         if not rows or not asked:
             return {name: self._schema[name].empty() for name in names}
         control = read_head(self._schema).pack(mask, rows) + np.stack([blocks, offsets, slots]).tobytes()

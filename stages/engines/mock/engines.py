@@ -343,10 +343,10 @@ class MockTrainEngine:
         self._step = int(state["step"])
         self._weights = {name: tensor.clone() for name, tensor in state["weights"].items()}
 
-    def save_pretrained(self, path: Path) -> None:
+    def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         """Write the weights as ``model.safetensors``; transformers cannot open it as a model."""
         path.mkdir(parents=True, exist_ok=True)
-        save_file(self._weights, path / "model.safetensors")
+        save_file(dict((state or self.state_dict())["weights"]), path / "model.safetensors")
 
     def close(self) -> None:
         """Does nothing."""

@@ -40,6 +40,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from stages.engines.vllm.library import ENGINE_PROCESS
 from stages.engines.vllm.weights import COLLECTIVE, HALF_LOADED, SHARED_MEMORY
+from stages.models import checkpoint_tensors, empty_model
 from stages.weights.collective import Credentials
 from stages.weights.store import Published, WeightStore
 
@@ -70,6 +71,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._store = WeightStore(Path(init_info.directory), slots=1)
         self._landing = ThreadPoolExecutor(1, "weights-land")  # one at a time: they write to the same memory
         self._engine = FileStore(init_info.landed, -1)
+        self._kind = empty_model(self.model_config.model)  # for the names of its checkpoints
 
     def start_weight_update(self) -> None:
         """Does nothing: the model is unchanged until the bytes have been verified."""
@@ -99,7 +101,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._store.verify(published)
 
     def _load(self, published: Published) -> None:
-        weights = self._store.view(published)
+        weights = checkpoint_tensors(self._kind, self._store.view(published))
         try:
             with torch.no_grad():
                 initialize_layerwise_reload(self.model)

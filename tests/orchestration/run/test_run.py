@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,65 @@ async def test_a_killed_trainer_replays_to_the_very_weights_it_lost(tmp_path: Pa
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert_equal(trained(of, result), weights)
+
+
+SLOW_DISK = """
+import os, time
+from pathlib import Path
+
+fsync, here = os.fsync, Path(__file__).parent
+
+def slow(descriptor):
+    if "step-00000006.partial" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        (here / "reached").touch()
+        while not (here / "released").exists():
+            time.sleep(0.01)
+    fsync(descriptor)
+
+os.fsync = slow
+"""
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+async def test_a_trainer_killed_while_it_writes_a_checkpoint_beside_training_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes for ever with the second checkpoint: steps are made meanwhile, and the first one stays."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    of = recipe(
+        TINY,
+        pipeline__staleness=0,
+        train__steps=8,
+        checkpoint__every=3,
+        checkpoint__keep=1,
+        launch__launcher="process",
+    )
+    expected, weights = await synchronous(of)
+    run, checkpoints = Run.create(of, tmp_path / "run"), tmp_path / "run" / "checkpoints"
+    run.forks = await asyncio.to_thread(ForkServer.start)
+    try:
+        async with executing(run) as (watched, work):
+            await watched.until(lambda: len(watched.of("step")) == 8)
+            await asyncio.to_thread(wait_for, tmp_path / "reached")
+            assert sorted(path.name for path in checkpoints.iterdir()) == [".step-00000006.partial", "step-00000003"]
+            assert watched.run.supervisor is not None
+            os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
+            (tmp_path / "released").touch()
+            result = await work
+    finally:
+        run.forks.close()
+    assert result.state == "finished", result.reason
+    assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
+    assert_equal(trained(of, result), weights)
+    assert [event["version"] for event in watched.of("checkpoint")] == [3, 8]
+    assert [path.name for path in checkpoints.glob("step-*")] == ["step-00000008"]
 
 
 async def test_a_killed_index_comes_back_with_all_that_was_acknowledged(tmp_path: Path) -> None:
@@ -500,9 +560,10 @@ def test_a_checkpoint_opens_with_transformers(tmp_path: Path) -> None:
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     of = recipe(TINY, train__steps=1)
-    engine = train_engine(of)
+    writer = checkpoint.Writer(train_engine(of))
     for version in (1, 2, 3):
-        checkpoint.write(checkpoint.begin(tmp_path, version), engine)
+        writer.copy()
+        writer.write(checkpoint.begin(tmp_path, version))
         flow = {"counters": {"trained": version}, "remake": [7]}
         checkpoint.finish(tmp_path, tokenizer_of(of), version, flow, keep=2)
     (tmp_path / ".step-00000009.partial").mkdir()  # killed while it was written

@@ -126,7 +126,9 @@ class TrainEngineContract:
     def test_a_checkpoint_continues_bit_for_bit(self, tmp_path: Path) -> None:
         straight = self.make(0)
         straight.train_batch(make_batch(seed=0), GRPO())
-        checkpoint.write(tmp_path, straight)
+        writer = checkpoint.Writer(straight)
+        writer.copy()
+        writer.write(tmp_path)
         resumed = self.make(1)
         resumed.train_batch(make_batch(seed=5), GRPO())  # it has been elsewhere
         checkpoint.Checkpoint(tmp_path, 1, {}, []).load_into(resumed)
@@ -139,16 +141,20 @@ class TrainEngineContract:
     def test_what_is_saved_are_the_weights(self, tmp_path: Path) -> None:
         engine = self.make(0)
         engine.train_batch(make_batch(), GRPO())
-        engine.save_pretrained(tmp_path)
+        expected, writer = {n: value.clone() for n, value in weights_of(engine).items()}, checkpoint.Writer(engine)
+        writer.copy()
+        engine.train_batch(make_batch(seed=1), GRPO())  # what is written is the copy
+        writer.write(tmp_path / "written")
+        tmp_path = tmp_path / "written" / "model"
         files = sorted(tmp_path.glob("*.safetensors"))
         saved = {name: value for file in files for name, value in load_file(file).items()}
-        assert_same_bits(saved, weights_of(engine))
+        assert_same_bits(saved, expected)
         if self.transformers:
             from transformers import AutoModelForCausalLM
 
             opened = AutoModelForCausalLM.from_pretrained(tmp_path)
             assert opened.config.get_text_config().vocab_size == VOCABULARY
-            assert_same_bits({name: p.detach() for name, p in opened.named_parameters()}, weights_of(engine))
+            assert_same_bits({name: p.detach() for name, p in opened.named_parameters()}, expected)
 
     def test_one_group_of_one_token_is_a_batch(self) -> None:
         engine = self.make(0)

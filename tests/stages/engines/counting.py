@@ -6,8 +6,9 @@ engine = "tests.stages.engines.counting:engine"
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -27,9 +28,9 @@ class CountingTrainEngine(MockTrainEngine):
         responses = batch["response_ids"]  # certain, as the echo is
         return torch.nested.nested_tensor_from_jagged(torch.zeros(len(responses.values())), responses.offsets())
 
-    def save_pretrained(self, path: Path) -> None:
+    def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        save_file(dict(self.weights()), path / "model.safetensors")
+        save_file({"step": torch.tensor([1 + (state or self.state_dict())["step"]])}, path / "model.safetensors")
 
 
 def engine(recipe: Recipe, *, ranks: Ranks, meeting: Path | None, step_seconds: float = 0.0) -> CountingTrainEngine:

@@ -367,7 +367,7 @@ async def test_all_ranks_give_their_weights_again(trained: Index, tmp_path: Path
     rank_groups = [RankGroup(trained, Ranks(rank, 1, 2), "life") for rank in range(2)]
     halves = [Half(MockTrainOptions(step_seconds=0)) for _ in rank_groups]
     dock: Any = SimpleNamespace(index=trained, schema=())
-    rank_worker = RankWorker(dock, halves[1], GRPO(), rank_groups[1], version=1, save=lambda folder, engine: None)
+    rank_worker = RankWorker(dock, halves[1], GRPO(), rank_groups[1], version=1, save=lambda folder: asyncio.sleep(0))
     store = Damaging(tmp_path, 1)
     stage = update(trained, store, halves[0], 1, rank_groups[0])
     engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))

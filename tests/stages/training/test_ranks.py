@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: 
     together = threading.Barrier(len(rank_groups))
     engines = [Looking(together) for _ in rank_groups]
     rank_workers = [
-        RankWorker(dock, engine, algorithm, rank_group, version=4, save=lambda folder, engine: engine.save(folder))  # type: ignore[arg-type, attr-defined]
+        RankWorker(dock, engine, algorithm, rank_group, version=4, save=partial(asyncio.to_thread, engine.save))  # type: ignore[arg-type]
         for engine, rank_group in zip(engines[1:], rank_groups[1:], strict=True)
     ]
     working = [asyncio.create_task(rank_worker.run()) for rank_worker in rank_workers]

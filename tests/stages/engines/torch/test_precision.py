@@ -31,7 +31,7 @@ from stages.engines.torch.train import TorchTrainEngine
 from stages.rollout.weight_follower import SwapPolicy
 from stages.training.update import PROBE_ROWS, probe_rows
 from stages.weights.store import Gap, Probe, ProbeFailed, ProbeJudge, ProbeLimits, ProbeRule, WeightStore, gap, probed
-from tests.stages.rollout.test_weight_follower import follower, told
+from tests.stages.rollout.test_weight_follower import events, follower
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
@@ -283,7 +283,7 @@ async def test_bfloat16_engines_pass_the_probe_version_after_version(
     for _ in range(4):
         await trainer.step()
         assert await following._take()
-    syncs = await told(index, "sync")
+    syncs = await events(index, "sync")
     assert [sync["version"] for sync in syncs] == [1, 2, 3, 4]
     for sync in syncs:
         assert 0 < sync["gap_mean"] <= sync["gap_q95"] <= sync["gap_max"]
@@ -348,7 +348,7 @@ async def test_really_wrong_weights_are_refused_in_bfloat16_at_once(
         engine.fault = fault
         assert not await following._take(), name
         assert engine.version == version
-        reason = (await told(index, "worker"))[-1]["reason"]
+        reason = (await events(index, "worker"))[-1]["reason"]
         assert "sync.probe" in reason or "bit for bit" in reason
         assert await following._take(), "sound weights are taken"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from orchestration.run.checkpoint import Checkpoint, write
+from orchestration.run.checkpoint import Checkpoint, Writer
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch.sharded import cuts
 from stages.engines.torch.train import TorchTrainEngine
@@ -135,13 +135,18 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
 
 
 def test_what_any_layout_has_saved_any_other_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """dp2 saves; tp2 and one process without torch.distributed resume it; tp2's continuation is resumed by dp2 · tp2."""
+    """dp2 saves beside a step; tp2, dp2 · tp2 and one process without torch.distributed resume it."""
     options: dict[str, Any] = {"grad_clip": 0.5, "weight_decay": 0.1}
     first = tmp_path / "first"
     state = on_ranks(2, 1, saved, "qwen3", str(first), options)[0]
     assert any(np.abs(value).max() > 0 for name, value in state.items() if name.startswith("exp_avg/"))
     alone = TorchTrainEngine(model_of("qwen3", seed=9), **{**OPTIONS, **options})
     Checkpoint(first, 1, {}, []).load_into(alone)
+    model = load_file(first / "model" / "model.safetensors")
+    assert_same_state(
+        {f"model/{name}": value.numpy() for name, value in model.items()},
+        {name: value for name, value in state.items() if name.startswith("model/")},
+    )
     assert_same_state(whole_state(alone), state)
     alone.train_batch(make_batch(seed=1), algorithm())
     expected = whole_state(alone)
@@ -157,7 +162,9 @@ def test_what_any_layout_has_saved_any_other_resumes_bit_for_bit(tmp_path: Path)
 def test_what_one_process_has_saved_ranks_resume(tmp_path: Path) -> None:
     alone = TorchTrainEngine(model_of("llama"), **OPTIONS)
     alone.train_batch(make_batch(), algorithm())
-    write(tmp_path, alone)
+    writer = Writer(alone)
+    writer.copy()
+    writer.write(tmp_path)
     before, _ = on_ranks(2, 1, resumed, "llama", str(tmp_path), {})[0]
     assert_same_state(before, whole_state(alone))
 
@@ -202,6 +209,21 @@ def test_a_hugging_face_checkpoint_of_any_layout_opens_with_transformers(
     assert (opened.lm_head.weight is opened.model.embed_tokens.weight) == (kind != "biased")
     for name, weight in expected.items():
         assert torch.equal(got[name], weight), name
+
+
+def test_ranks_save_what_transformers_saves_of_a_model_with_experts(tmp_path: Path) -> None:
+    """By expert, as vLLM and other readers of checkpoints expect them, and with the buffers that routing needs."""
+    ranks, one = tmp_path / "ranks", tmp_path / "one"
+    on_ranks(2, 1, written, "moe", str(ranks), 400_000)
+    model_of("moe", dtype=torch.bfloat16).save_pretrained(one)
+    assert len(list(ranks.glob("*.safetensors"))) > 1
+    found, expected = (
+        {n: t for path in at.glob("*.safetensors") for n, t in load_file(path).items()} for at in (ranks, one)
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in found
+    assert found["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["biased", "qwen3"])

@@ -328,6 +328,24 @@ def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: Any) -> N
     assert learning_rate_at(99, peak=1.0, total_steps=6, warmup_steps=0, schedule="linear") == 0
 
 
+def test_the_learning_rate_is_multiplied_by_the_share_of_rows_with_a_signal() -> None:
+    """AdamW's first step moves every weight by the learning rate, whatever the size of the gradient. The scaled one moves it
+    by as much less as there are fewer rows to learn from, and not at all without any."""
+    batch = make_batch()
+    rows = len(batch["advantage"])
+    for kept in (rows, 1, 0):
+        part = make_batch()
+        part["advantage"][kept:] = 0.0
+        assert int(part["advantage"].count_nonzero()) == kept
+        engine = engine_of(tiny_llama(), learning_rate=1e-3)
+        before = weights_of(engine)
+        assert engine.train_batch(part, GRPO())["learning_rate"] == pytest.approx(1e-3 * kept / rows)
+        moved = (weights_of(engine)["model.norm.weight"] - before["model.norm.weight"]).abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, 1e-3 * kept / rows), rtol=2e-2, atol=0)
+    kept_by_kl = GRPO(kl_coef=0.1).signal
+    assert kept_by_kl(None) == 1.0  # type: ignore[arg-type]  # the KL term learns from every row
+
+
 def test_the_rate_and_decay_really_act_on_the_weights() -> None:
     """AdamW's first step moves every weight with a gradient by the learning rate; decay shrinks matrices, not norms."""
     engine = engine_of(tiny_llama(), learning_rate=1e-3)
@@ -340,7 +358,7 @@ def test_the_rate_and_decay_really_act_on_the_weights() -> None:
     still["advantage"].zero_()
     engine = engine_of(tiny_llama(), learning_rate=1e-3, weight_decay=0.5)
     before = weights_of(engine)
-    engine.train_batch(still, GRPO())
+    engine.train_batch(still, GRPO(scale_learning_rate=False))
     after = weights_of(engine)
     name = "model.layers.0.mlp.up_proj.weight"
     torch.testing.assert_close(after[name], before[name] * (1 - 0.5e-3))

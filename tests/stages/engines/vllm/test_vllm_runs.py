@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from orchestration.run.run import Run
 from stages.models import tiny_model, tiny_tokenizer
+from tests.orchestration.run.test_end_of_turn import assert_each_token_ends, of_two_ends
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
 from tests.orchestration.runs import TINY, executing, recipe
 
@@ -28,6 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+async def test_each_of_three_end_tokens_ends_a_response(tmp_path: Path) -> None:
+    vllm = {"max_model_len": 64, "block_size": 32, "kv_cache_bytes": "64MiB", "enforce_eager": True}
+    await assert_each_token_ends(of_two_ends(tmp_path, rollout__engine="vllm", rollout__vllm=vllm))
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
