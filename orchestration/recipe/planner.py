@@ -330,8 +330,8 @@ def context_of(recipe: Recipe) -> int | None:
     if rollout.engine == "vllm" and rollout.vllm.max_model_len:
         return rollout.vllm.max_model_len
     found = [config.get("max_position_embeddings", config.get("n_positions"))]
-    layers = config.get("layer_types") or ["sliding_attention"]
-    windowed = config.get("use_sliding_window", True) and "sliding_attention" in layers
-    if windowed and "torch" in (rollout.engine, recipe.train.engine):  # which attends inside one window only
-        found.append(config.get("sliding_window"))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) == "longrope" and "torch" in (rollout.engine, recipe.train.engine):
+        # Above, all angles of a row are others: the torch engines compute rows below it.
+        found.append(rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings")))
     return min((size for size in found if isinstance(size, int) and size > 0), default=None)

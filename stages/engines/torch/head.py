@@ -6,12 +6,21 @@ as much. The product of two bfloat16 numbers is exact in float32, so only the su
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from stages import device
 
 PIECE = 2**20  # weights that are held in float32 at once where the device has no matmul with float32 output: 4 MiB
+
+
+def logit_scale(config: Any) -> tuple[float, float | None]:
+    """What a model of ``config`` divides the products of hidden states and head by, and its softcap of them, or None."""
+    text = config.get_text_config()
+    divisor = float(getattr(text, "logits_scaling", None) or 1.0) / float(getattr(text, "logit_scale", None) or 1.0)
+    return divisor, getattr(text, "final_logit_softcapping", None)
 
 
 @torch.no_grad()

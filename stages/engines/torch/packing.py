@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from stages.engines.torch.attention import FEW_KEYS, Scores, attend, attend_backward, merge, wide
+from stages.engines.torch.attention_interface import state_of
 
 ATTENTION = "asyncdock_shared_prompt"  # name of shared_prompt_attention in transformers' attention interface
 
@@ -82,6 +83,13 @@ class PackedBatch:
     targets: torch.Tensor  # int64 [T]
 
 
+@dataclass
+class Feeding:
+    """What a model is fed: its attention reads it, in the forward and where that is computed again for the backward."""
+
+    packed: PackedBatch | None = None
+
+
 def pack(prompts: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> PackedBatch:
     """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are counted in this order."""
     ids, positions, pieces, source = [], [], [], []
@@ -138,11 +146,12 @@ def shared_prompt_attention(
     s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for transformers over a packed micro-batch: ``query`` [1, H, S, D], ``key`` and ``value`` [1, KV
-    heads, S, D or another size]. ``s_aux`` [H]: attention sinks. Returns [1, S, H, size of the values]."""
+    """Attention function for transformers over the micro-batch of a :class:`Feeding`: ``query`` [1, H, S, D], ``key`` [1, KV
+    heads, S, D], ``value`` [1, KV heads, S, E]. ``s_aux`` [H]: attention sinks. Returns [1, S, H, E]."""
+    packed = state_of(module).packed
     scores = Scores.of(query, scaling, sliding_window, options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, heads, D]
-    out: torch.Tensor = _SharedPromptAttention.apply(q, k, v, s_aux, options["packed"], scores)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _SharedPromptAttention.apply(q, k, v, s_aux, packed, scores)  # type: ignore[no-untyped-call]
     return out[None], None
 
 

@@ -31,13 +31,14 @@ class TokenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
         with_entropy: bool,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         size = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
         chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(len(hidden) if with_entropy else 0, dtype=torch.float32, device=hidden.device)
         kept = None
         for start in range(0, len(hidden), size):
-            logits = scaled_logits(hidden[start : start + size], weight, bias, temperature)
+            logits = scaled_logits(hidden[start : start + size], weight, bias, temperature, softcap)
             own = (source >= start) & (source < start + size)
             at = source[own] - start
             wanted = logits[at, targets[own]]
@@ -45,9 +46,9 @@ class TokenLogprobs(torch.autograd.Function):
             chosen[own] = wanted - peak[at] - log_total[at]
             if with_entropy:
                 _entropy(logits, out=entropies[start : start + size])
-            kept = logits if size >= len(hidden) else None
+            kept = logits if size >= len(hidden) and softcap is None else None
         ctx.save_for_backward(hidden, weight, bias, source, targets, kept)
-        ctx.temperature, ctx.size = temperature, size
+        ctx.temperature, ctx.size, ctx.softcap = temperature, size, softcap
         entropy = entropies[source] if with_entropy else entropies
         ctx.mark_non_differentiable(entropy)
         return chosen, entropy
@@ -63,22 +64,34 @@ class TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.size):
             part = hidden[start : start + ctx.size]
             if (probabilities := kept) is None:
-                _softmax_in_place(probabilities := scaled_logits(part, weight, bias, ctx.temperature))
+                probabilities = scaled_logits(part, weight, bias, ctx.temperature, ctx.softcap)
+                if ctx.softcap is not None:
+                    slope = 1 - (probabilities * (ctx.temperature / ctx.softcap)).square_()  # of the cap
+                _softmax_in_place(probabilities)
             own = (source >= start) & (source < start + ctx.size)
             to_logits = probabilities.mul_(-of_place[start : start + ctx.size, None])
             to_logits.index_put_((source[own] - start, targets[own]), gradient[own], accumulate=True)
+            if ctx.softcap is not None:
+                to_logits.mul_(slope)
             to_logits = to_logits.to(weight.dtype)
             to_hidden[start : start + ctx.size] = to_logits @ weight
             to_weight = to_logits.t() @ part if to_weight is None else to_weight.addmm_(to_logits.t(), part)
             if to_bias is not None:
                 to_bias += to_logits.sum(0)
-        return to_hidden, to_weight, to_bias, None, None, None, None
+        return to_hidden, to_weight, to_bias, None, None, None, None, None
 
 
 def scaled_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
+    """Logits divided by ``temperature``, after ``softcap`` · tanh(logit / ``softcap``)."""
     logits = float32_logits(hidden, weight, bias)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
     return logits if temperature == 1 else logits.div_(temperature)
 
 

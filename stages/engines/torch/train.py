@@ -26,9 +26,10 @@ from stages import device as devices
 from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
-from stages.engines.torch.attention_interface import check_logits, replace_attention
+from stages.engines.torch.attention_interface import check_logits, replace_attention, rope_change
+from stages.engines.torch.head import logit_scale
 from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, moments_of, renew
-from stages.engines.torch.packing import ATTENTION, PackedBatch, pack, shared_prompt_attention
+from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.resharding.swap import local_weights, training_state
 
@@ -93,7 +94,10 @@ class TorchTrainEngine:
         self._schedule: dict[str, Any] = {"peak": learning_rate, "total_steps": total_steps}
         self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
         self._grad_clip, self._token_budget, self._threads = grad_clip, token_budget, threads
+        self._feeding = Feeding()
+        self._divisor, self._softcap = logit_scale(model.config)
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
+        self._rope_change = rope_change(model.config)
         _prepare(model, activation_checkpointing)
         self._dtype = model.dtype  # of the arithmetic
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
@@ -312,6 +316,9 @@ class TorchTrainEngine:
         """float32 [T], [T]: logprobs and entropies of the pieces' response tokens, piece by piece, row by row."""
         rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
         prompts = [groups[piece.group].prompt for piece in pieces]
+        longest = max(len(p) + len(r) - 1 for p, some in zip(prompts, rows, strict=True) for r in some)
+        if longest > self._rope_change:
+            raise NotImplementedError(f"a sequence of {longest} tokens, where rope changes at {self._rope_change}")
         return self._compute(pack(prompts, rows, self.device))
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,14 +326,16 @@ class TorchTrainEngine:
         these are empty where nothing is trained."""
         hidden = self._hidden(packed)
         head = self.model.get_output_embeddings()
+        given = hidden, head.weight, head.bias, packed.source, packed.targets
         return TokenLogprobs.apply(  # type: ignore[no-any-return]
-            hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature, torch.is_grad_enabled()
+            *given, self._temperature * self._divisor, torch.is_grad_enabled(), self._softcap
         )
 
     def _hidden(self, packed: PackedBatch) -> torch.Tensor:
         """[U, d]: last hidden states at the places that predict a response token."""
         decoder: Any = self.model.base_model
-        out = decoder(input_ids=packed.ids, position_ids=packed.positions, use_cache=False, packed=packed)
+        self._feeding.packed = packed
+        out = decoder(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
         return out.last_hidden_state[0].index_select(0, packed.places)
 
     @torch.no_grad()
@@ -337,12 +346,14 @@ class TorchTrainEngine:
         prompt, rows = probe[:4], [probe[4:9], probe[4:7]]
         plain = [self.model(input_ids=torch.cat([prompt, row])[None].to(device), use_cache=False) for row in rows]
         expected = torch.cat([out.logits[0, 3:-1] for out in plain]).float()
-        replace_attention(self.model, ATTENTION, shared_prompt_attention)
+        replace_attention(self.model, ATTENTION, shared_prompt_attention, self._feeding)
         packed = pack([prompt], [rows], device)
         head = self.model.get_output_embeddings()
 
         def logits() -> torch.Tensor:
-            return scaled_logits(self._hidden(packed), head.weight, head.bias, 1.0)[packed.source]
+            return scaled_logits(self._hidden(packed), head.weight, head.bias, self._divisor, self._softcap)[
+                packed.source
+            ]
 
         check_logits(self.model, "a packed batch", logits, expected)
 

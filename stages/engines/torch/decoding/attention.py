@@ -8,10 +8,12 @@ The prompt's part is one matmul for all rows of a prompt, so its keys are read o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from stages.engines.torch.attention import Scores, attend, merge
 
 Pool = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer: K and V [slots, KV heads, room, D]
 
@@ -43,23 +45,34 @@ class DecodeStep:
     sharing: SharedPrompts
     rows: torch.Tensor  # int64 [R]: pool slot of each row
     own: torch.Tensor  # int64 [R]: place of its new key and value
-    bias: torch.Tensor  # float32 [R, 1, 1, P + L]: 0, or -inf where a key is masked
     longest: int  # L
+    biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, sharing: SharedPrompts, own: torch.Tensor, longest: int) -> DecodeStep:
-        """Computed on the device, without a synchronisation."""
-        device = own.device
-        columns = torch.arange(max(sharing.longest, longest), device=device)[None]
-        prompt_part = columns[:, : sharing.longest] >= sharing.prompt_lengths[:, None]
-        own_part = columns[:, :longest] > own[:, None]
-        hidden = torch.cat([prompt_part, own_part], 1)
-        bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
-        return cls(sharing, torch.arange(len(own), device=device), own, bias[:, None, None], longest)
+        return cls(sharing, torch.arange(len(own), device=own.device), own, longest)
+
+    def bias(self, window: int | None) -> torch.Tensor:
+        """float32 [R, 1, 1, P + L]: 0, or -inf where a key is masked, also beyond ``window``. Computed on the device, once
+        a window, without a synchronisation."""
+        if window not in self.biases:
+            sharing, own, device = self.sharing, self.own[:, None], self.own.device
+            lengths = sharing.prompt_lengths[:, None]
+            columns = torch.arange(max(sharing.longest, self.longest), device=device)[None]
+            of_prompt, of_own = columns[:, : sharing.longest], columns[:, : self.longest]
+            prompt_part, own_part = of_prompt >= lengths, of_own > own
+            if window is not None:
+                prompt_part |= of_prompt <= lengths + own - window
+                own_part |= of_own <= own - window
+            hidden = torch.cat([prompt_part, own_part], 1)
+            bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+            self.biases[window] = bias[:, None, None]
+        return self.biases[window]
 
 
 class TwoPartAttention:
-    """KV cache of prompts and rows, and the attention over it. ``step`` is what :meth:`attend` computes next.
+    """KV cache of prompts and rows, and the attention over it. ``step`` is what :meth:`attend` computes next. ``layers``:
+    how each layer makes weights from queries and keys, and its sinks [H] if it has them.
 
     ``grown`` counts how often a pool was replaced by a larger one: recorded steps read the old one and are void then.
     """
@@ -67,6 +80,7 @@ class TwoPartAttention:
     def __init__(self) -> None:
         self.prompts: Pool = {}
         self.rows: Pool = {}
+        self.layers: dict[int, tuple[Scores, torch.Tensor | None]] = {}
         self.step: PrefillStep | DecodeStep | None = None
         self.grown = 0
 
@@ -94,14 +108,12 @@ class TwoPartAttention:
             keys, values = self._room(self.rows, layer, row + 1, count, k, v)
             keys[row, :, :count], values[row, :, :count] = k[0], v[0]
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        """Store the step's keys and values, and attend: ``query`` [T, H, D], ``key`` and ``value`` [T, KV heads, D] of its
-        packed tokens. Returns [T, H * D of the values]."""
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Store the step's keys and values, and attend: ``query`` [T, H, D], ``key`` [T, KV heads, D] and ``value`` [T, KV
+        heads, E] of its packed tokens. Returns [T, H * E]."""
         step = self.step
         if isinstance(step, DecodeStep):
-            return self._attend_decode(step, layer, query, key, value, scaling)
+            return self._attend_decode(step, layer, query, key, value)
         assert step is not None
         g, longest = step.padded.shape
         q, k, v = (x[step.padded].transpose(1, 2) for x in (query, key, value))  # [g, heads, P, D]
@@ -109,12 +121,21 @@ class TwoPartAttention:
         keys[step.first : step.first + g, :, :longest] = k
         values[step.first : step.first + g, :, :longest] = v
         # Padding is on the right, where causal queries of real tokens do not attend.
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        scores, sinks = self.layers[layer]
+        inside = scores.window is None or longest <= scores.window
+        if inside and scores.softcap is None and sinks is None and q.shape[-1] == v.shape[-1]:
+            scale = scores.scaling
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        else:
+            out, total = attend(q, k, v, torch.arange(longest), scores)
+            if sinks is not None:
+                out, _ = merge(out, total, None, sinks.to(total.dtype)[:, None])
         return out.transpose(1, 2).flatten(0, 1)[step.packed].flatten(1)
 
     def _attend_decode(
-        self, step: DecodeStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+        self, step: DecodeStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
+        scores, sinks = self.layers[layer]
         sharing = step.sharing
         members, place, straight = sharing.members.flatten(), sharing.place, sharing.straight
         (g, n), shared, own, rows = sharing.members.shape, sharing.longest, step.longest, len(place)
@@ -132,10 +153,18 @@ class TwoPartAttention:
             x = x.view(g, heads, n, width, -1).transpose(1, 2).flatten(0, 1)
             return x if straight else x.index_select(0, place)
 
-        q = (query * scaling).view(rows, heads, width, -1)
+        q = (query * scores.scaling).view(rows, heads, width, -1)
         of_prompt = by_row(by_prompt(q) @ prompt_keys[:g, :, :shared].transpose(-1, -2))
         of_own = q @ keys[:rows, :, :own].transpose(-1, -2)
-        weights = torch.cat([of_prompt, of_own], -1).float().add_(step.bias).softmax(-1).to(q.dtype)
+        weights = torch.cat([of_prompt, of_own], -1).float()
+        if scores.softcap is not None:
+            weights = weights.div_(scores.softcap).tanh_().mul_(scores.softcap)
+        weights.add_(step.bias(scores.window))
+        if sinks is not None:
+            sink = sinks.float().view(heads, width, 1).expand(rows, -1, -1, 1)
+            weights = torch.cat([weights, sink], -1).softmax(-1)[..., :-1].to(q.dtype)
+        else:
+            weights = weights.softmax(-1).to(q.dtype)
         out = weights[..., shared:] @ values[:rows, :, :own]
         of_prompt = by_prompt(weights[..., :shared].contiguous()) @ prompt_values[:g, :, :shared]
         return out.add_(by_row(of_prompt)).flatten(1)

@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from stages import device as devices
-from stages.engines.torch.attention_interface import check_logits, refuse_options, replace_attention
+from stages.engines.torch.attention import Scores
+from stages.engines.torch.attention_interface import check_logits, replace_attention, rope_change, state_of
 from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
 from stages.engines.torch.decoding.llama_forward import LlamaForward, is_llama
 from stages.engines.torch.decoding.weights import DecoderWeights
@@ -76,7 +77,8 @@ class TorchDecoder:
         self.device = device
         self.dtype: torch.dtype = model.dtype
         self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
-        self.max_context: int = getattr(model.config, "max_position_embeddings", 2**31)
+        # Where rope changes its angles with a sequence's length, a row's cached keys would have the others.
+        self.max_context: int = min(getattr(model.config, "max_position_embeddings", 2**31), rope_change(model.config))
         self.rows: list[Row] = []
         self.prompts: list[Prompt] = []
         self.attention = TwoPartAttention()
@@ -86,7 +88,6 @@ class TorchDecoder:
         self.weights = DecoderWeights(self.model, can_pack if packed is None else packed)
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._recorded_at = 0  # value of attention.grown for which the recordings hold
-        self._refuse_variable_rope()
         with torch.inference_mode():
             probe = torch.arange(8, device=device) * 7919 % self.vocabulary
             expected = model(input_ids=probe[None], use_cache=False).logits[0].float()
@@ -222,7 +223,6 @@ class TorchDecoder:
             position_ids=self._put(positions)[None],
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
-            decoder=self,
         )
         return out.logits[0].float()
 
@@ -247,7 +247,7 @@ class TorchDecoder:
 
     def _take_over(self, probe: torch.Tensor, expected: torch.Tensor) -> None:
         """Replace the model's attention, then use the fastest forward that agrees with ``expected``."""
-        replace_attention(self.model, ATTENTION, _two_part_attention)
+        replace_attention(self.model, ATTENTION, _two_part_attention, self.attention)
         head = self.model.get_output_embeddings()
         if type(head) is nn.Linear and self.dtype != torch.float32:
             use_float32(head)
@@ -269,15 +269,6 @@ class TorchDecoder:
         self.weights.lay_out(self._llama)
         if self._llama is None and self.weights.packed:
             check()
-
-    def _refuse_variable_rope(self) -> None:
-        rope = getattr(self.model.config, "rope_parameters", None) or {}
-        kind = rope.get("rope_type", "default")
-        if kind in ("dynamic", "longrope"):
-            raise ValueError(
-                f"model: rope_type {kind!r} changes its angles with the longest sequence of the batch, so a row "
-                "would depend on the rows beside it; use a model with a fixed rope type"
-            )
 
     def _probed(self, probe: torch.Tensor) -> torch.Tensor:
         """Prefill part of ``probe`` [8] and decode the rest in two rows. Returns the logits [7, V]."""
@@ -305,14 +296,13 @@ def _two_part_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function that transformers calls in the forward of a :class:`TorchDecoder`, given as option ``decoder``."""
-    decoder: TorchDecoder = options["decoder"]
-    refuse_options(options)
-    if sliding_window is not None:  # within the window this is full attention; longer requests are refused
-        decoder.max_context = min(decoder.max_context, sliding_window)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    """Attention function that transformers calls in the forward of a :class:`TorchDecoder`."""
+    attention: TwoPartAttention = state_of(module)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    attention.layers[layer] = Scores.of(query, scaling, sliding_window, options), s_aux
     packed_query, packed_key, packed_value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    out = decoder.attention.attend(module.layer_idx, packed_query, packed_key, packed_value, scale)  # type: ignore[arg-type]
+    out = attention.attend(layer, packed_query, packed_key, packed_value)
     return out.view(1, len(out), query.shape[1], -1), None

@@ -20,8 +20,8 @@ from torch import nn
 
 PACK_ROWS = 64  # the layout that oneDNN chooses for so many rows is as fast as any from 1 row to 256 (measured)
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-"""(layer, query [T, H, D], key and value [T, KV heads, D], scaling) -> [T, H * D]."""
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, query [T, H, D], key and value [T, KV heads, D]) -> [T, H * D]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,6 @@ class _Layer:
         self.qkv = linear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out, self.down = linear(attention.o_proj), linear(mlp.down_proj)
         self.gates = [linear(mlp.gate_proj), linear(mlp.up_proj)] if packed else [linear(mlp.gate_proj, mlp.up_proj)]
-        self.scaling: float = attention.scaling
         self.width: int = attention.head_dim
         self.kv_heads = attention.k_proj.out_features // self.width
         self.heads = attention.q_proj.out_features // self.width
@@ -142,7 +141,7 @@ class LlamaForward:
                 query, key = turned[:, : layer.heads], turned[:, layer.heads :]
                 turned = torch.cat([_normed(layer.q_norm, query), _normed(layer.k_norm, key)], 1)
             turned = (turned * cos).addcmul_(turned.roll(self.half, -1), sin)
-            attended = attend(number, turned[:, : layer.heads], turned[:, layer.heads :], value, layer.scaling)
+            attended = attend(number, turned[:, : layer.heads], turned[:, layer.heads :], value)
             if keep is not None and number == len(self.layers) - 1:
                 attended, hidden = attended[keep], hidden[keep]
             hidden = layer.out.then("add", attended, hidden)

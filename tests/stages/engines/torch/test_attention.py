@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from stages.engines.torch import attention
-from stages.engines.torch.packing import PackedBatch, pack, shared_prompt_attention
+from stages.engines.torch.packing import Feeding, PackedBatch, pack, shared_prompt_attention
 
 PROMPTS = [21, 3]
 ROWS = [[30, 29, 17, 9, 2, 1], [40]]
@@ -71,8 +72,9 @@ def test_outputs_and_gradients_are_those_of_each_row_alone(
     given += [torch.randn(4).to(dtype)] if case.get("sinks") else []
     inputs = [x.clone().requires_grad_() for x in given]
     exact = [x.double().requires_grad_() for x in given]
-    options = dict(scaling=0.3, sliding_window=window, softcap=softcap, packed=packed)
-    found, _ = shared_prompt_attention(None, *inputs[:3], None, s_aux=[*inputs, None][3], **options)  # type: ignore[arg-type]
+    module, options = nn.Module(), dict(scaling=0.3, sliding_window=window, softcap=softcap)
+    module._attention_state = Feeding(packed)  # type: ignore[assignment]
+    found, _ = shared_prompt_attention(module, *inputs[:3], None, s_aux=[*inputs, None][3], **options)  # type: ignore[arg-type]
     expected = by_rows(packed, *exact[:3], sinks=[*exact, None][3], window=window, softcap=softcap)  # type: ignore[arg-type]
     gradient = torch.randn_like(expected)
     found[0].backward(gradient.to(dtype))

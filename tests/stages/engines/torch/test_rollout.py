@@ -406,10 +406,11 @@ async def test_requests_that_cannot_be_served_are_refused_at_once(request_: Grou
 
 
 async def test_a_model_that_two_part_attention_cannot_serve_is_refused() -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-    with pytest.raises(ValueError, match="softcap"):
-        TorchRolloutEngine(Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8)), max_rows=2)
+    config = GPTNeoConfig(vocab_size=97, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global"], 2]])
+    with pytest.raises(ValueError, match="GPTNeoForCausalLM"):
+        TorchRolloutEngine(GPTNeoForCausalLM(config), max_rows=2)
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------

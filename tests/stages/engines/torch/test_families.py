@@ -1,0 +1,97 @@
+"""Both torch engines against transformers' plain eager forward, for every family: past its window, in float32."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.families import FAMILIES, VOCABULARY, WINDOW, model_of
+from stages.engines.plans import Piece
+from stages.engines.torch.attention_interface import rope_change
+from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.train import TorchTrainEngine, _groups
+from tests.stages.engines.contract_train import make_batch
+
+LIMIT = 2e-4  # of logprobs in float32, with experts and four layers of large weights
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain_of(family: str) -> Any:
+    model = model_of(family)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def longest(model: Any) -> int:
+    """Tokens past every window, and past the change of rope where it is no other function of the length."""
+    return min(3 * WINDOW + 13, rope_change(model.config))
+
+
+def plain_logprobs(model: Any, ids: torch.Tensor, first: int) -> torch.Tensor:
+    """Logprobs [n - first] of the tokens of ``ids`` from ``first`` on."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    return logits.log_softmax(-1)[first - 1 : -1].gather(1, ids[first:, None])[:, 0]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_decoder_has_the_plain_logprobs_past_windows(family: str, static: bool) -> None:
+    plain = plain_of(family)
+    length = longest(plain)
+    ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
+    ids[1, :21] = ids[0, :21]  # two rows of one prompt
+    decoder = TorchDecoder(model_of(family), torch.device("cpu"), static=static)
+    with torch.inference_mode():
+        (prompt, short), first = decoder.prefill([ids[0, :21], ids[0, :3]])
+        decoder.join(prompt)
+        decoder.join(prompt)
+        decoder.join(short)
+        found = [first[[0, 0]].log_softmax(-1)]
+        for at in range(21, length - 1):
+            fed = [*ids[:, at].tolist(), int(ids[0, at - 18])]
+            found.append(decoder.decode(fed)[:2].log_softmax(-1).clone())
+        decoded = torch.stack(found, 1).gather(2, ids[:, 21:, None])[..., 0]
+        scored = decoder.score(ids[0, :5], ids[0, 5:]).log_softmax(-1).gather(1, ids[0, 5:, None])[:, 0]
+        for row in range(2):
+            assert float((decoded[row] - plain_logprobs(plain, ids[row], 21)).abs().max()) < LIMIT
+        assert float((scored - plain_logprobs(plain, ids[0], 5)).abs().max()) < LIMIT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trainer_has_the_plain_logprobs_and_gradients_past_windows(family: str) -> None:
+    plain = plain_of(family)
+    length = longest(plain)
+    batch = make_batch([(19, (length - 19, length - 25, 4)), (5, (length - 5,))], seed=3)
+    for name in ("prompt_ids", "response_ids"):
+        batch[name] = torch.nested.nested_tensor([x % VOCABULARY for x in batch[name].unbind()], layout=torch.jagged)
+    engine = TorchTrainEngine(
+        copy.deepcopy(model_of(family)), learning_rate=1e-5, total_steps=1, threads=1, device="cpu"
+    )
+    columns = batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), engine.logprobs(batch).unbind()
+    total = torch.zeros(())
+    for prompt, response, found in zip(*columns, strict=True):
+        expected = plain_logprobs(plain, torch.cat([prompt, response]), len(prompt))
+        assert float((found - expected).detach().abs().max()) < LIMIT
+        total = total + expected.sum()
+    total.backward()
+    groups, responses = _groups(batch)
+    pieces = [Piece(number, tuple(range(len(group.numbers)))) for number, group in enumerate(groups)]
+    engine._piece_logprobs(groups, pieces, responses)[0].sum().backward()
+    expected_by_name = dict(plain.named_parameters())
+    for name, parameter in engine.model.named_parameters():
+        want = expected_by_name[name].grad
+        if want is None or not want.abs().max():
+            assert parameter.grad is None or float(parameter.grad.abs().max()) < 1e-4, name
+            continue
+        assert parameter.grad is not None, name
+        assert float((parameter.grad - want).abs().max() / want.abs().max()) < 2e-3, name
