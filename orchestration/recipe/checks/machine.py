@@ -140,7 +140,11 @@ def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Itera
 @machine_check("prompts", "model.source")
 def chat_template_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     prompts, source, checked = recipe.prompts, recipe.model.source, environment.prompts
-    if source == "smollm2" or (source not in KNOWN_MODELS and not model_files.is_folder(source)):
+    if (
+        source == "smollm2"
+        or prompts.chat_template
+        or (source not in KNOWN_MODELS and not model_files.is_folder(source))
+    ):
         return
     if source not in KNOWN_MODELS and model_files.has_chat_template(model_files.folder_of(source)):
         return
