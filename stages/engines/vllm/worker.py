@@ -123,7 +123,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Have vLLM pack experts for the CPU again: it does so only when it first loads them, and would compute with new
         weights in a layout that they are not in."""
         for module in self.model.modules() if self.device.type == "cpu" else ():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 
