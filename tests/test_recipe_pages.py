@@ -56,6 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text, conversation = blocks(KEYS, "json")
     (made / "questions.jsonl").write_text(text)
     (made / "conversations.jsonl").write_text(conversation)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
+    (made / "chat.jinja").write_text(template)
     rows = [{"prompt": "How high is it?", "answer": "4806"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made / "questions.parquet")
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(made / "questions"))

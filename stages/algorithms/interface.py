@@ -141,8 +141,8 @@ class Algorithm(BaseModel, ABC):
         return {}
 
     def signal(self, batch: TrainBatch) -> float:
-        """Share of the rows of the whole train batch that :meth:`loss` can learn from, in [0, 1]. The learning rate of the
-        batch's steps is multiplied by it."""
+        """Share of the trained rows of the whole train batch that :meth:`loss` can learn from, in [0, 1]. The learning rate
+        of the batch's steps is multiplied by it."""
         return 1.0
 
     @abstractmethod

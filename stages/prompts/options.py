@@ -72,6 +72,12 @@ class PromptOptions(BaseModel):
     chat: bool | None = key(
         None, "Put string prompts into the tokenizer's chat template as the user's message. Default: if it has one."
     )
+    chat_template: str | None = key(
+        None, "Jinja file with a chat template that replaces the tokenizer's. Checkpoints of the model keep it."
+    )
+    chat_template_options: dict[str, Any] = key(
+        {}, "Variables of the chat template, for example `{ enable_thinking = false }`."
+    )
     max_prompt_tokens: Annotated[int, Field(ge=1), unit("tokens")] | None = key(
         None, "Longest prompt. Default: no limit."
     )

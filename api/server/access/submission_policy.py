@@ -160,7 +160,7 @@ class _Submission:
     def resolve_paths(self) -> None:
         """Replace each path by its real path; one outside of the roots is refused, whether or not anything is there."""
         settings, refused = self.settings, {problem.key for problem in self.problems}
-        keys = ["model.source", *(f"pipeline.{name}" for name in TLS_FILES)]
+        keys = ["model.source", "prompts.chat_template", *(f"pipeline.{name}" for name in TLS_FILES)]
         if self.value("prompts.source") in ("jsonl", "parquet", "datasets"):
             keys.append("prompts.path")
         plain = {"model.source": KNOWN_MODELS, "prompts.path": settings.allow_datasets}  # values that are no paths

