@@ -62,18 +62,15 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         yield problem(recipe, key, wrong, fix)
     if "torch" not in engines.values() or not model_files.text_config(source):
         return
-    import torch
-
     from stages.engines.torch.model_check import refusal
 
-    dtype = getattr(torch, recipe.model.dtype)
     for side, engine in engines.items():
         if engine != "torch":
             continue
-        if reason := refusal(folder, dtype, side):
+        if reason := refusal(folder, side):
             fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
             yield problem(recipe, key, f"cannot be run by {side}.engine = 'torch' ({reason})", fix)
-        elif side == "train" and recipe.train.tp > 1 and (reason := refusal(folder, dtype, side, tp=True)):
+        elif side == "train" and recipe.train.tp > 1 and (reason := refusal(folder, side, tp=True)):
             fix = "set train.tp = 1 (train.dp shards any model that one rank trains)"
             yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
 

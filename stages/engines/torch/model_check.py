@@ -1,6 +1,9 @@
 """Check whether the torch engines can run a model, from its config alone: no weights are loaded.
 
 config ─▶ a small model of the same kind, with random weights ─▶ each engine's own comparison with the plain forward
+
+In float32, with one layer of each kind, windows shorter than the compared sequence, and caps that bend the scores: what the
+comparison of the whole model at an engine's start, in its own dtype and within its windows, may not show.
 """
 
 from __future__ import annotations
@@ -15,18 +18,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from stages.engines.registry import Side
+from stages.engines.torch.attention_interface import PROBE
 
 VOCABULARY, WIDTH, EXPERTS = 512, 64, 4  # of the small model, at most
+WINDOW = PROBE // 3
 
 
-def refusal(folder: Path, dtype: torch.dtype, side: Side, *, tp: bool = False) -> str:
+def refusal(folder: Path, side: Side, *, tp: bool = False) -> str:
     """Returns why the torch engine of ``side`` cannot run the model of the config in ``folder``; ``tp``: with its matrices
     split over several ranks. Returns "" when it can, and when a small model of its kind cannot be made."""
-    return _refusal(folder, (folder / "config.json").read_text(), dtype, side, tp)
+    return _refusal(folder, (folder / "config.json").read_text(), side, tp)
 
 
 @lru_cache(maxsize=64)
-def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side, tp: bool) -> str:
+def _refusal(folder: Path, text: str, side: Side, tp: bool) -> str:
     """``text``: the config's content, so that a changed config is read again."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -38,7 +43,7 @@ def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side, tp: bool) 
     if type(config) not in AutoModelForCausalLM._model_mapping:  # what from_pretrained looks it up in
         return f"{config.model_type!r} is no causal language model that transformers knows"
     try:
-        model = _small_model(config, dtype)
+        model = _small_model(config)
     except Exception:  # a kind with sizes of its own: the engine looks at the whole model
         return ""
     try:  # what refuses a model
@@ -59,11 +64,11 @@ def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side, tp: bool) 
     return ""
 
 
-def _small_model(config: PretrainedConfig, dtype: torch.dtype) -> Any:
+def _small_model(config: PretrainedConfig) -> Any:
     """Returns a small model of ``config``'s kind, with one layer of each kind that it has."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(_small(config)).to(dtype).eval()
+        model = AutoModelForCausalLM.from_config(_small(config)).float().eval()
         model(input_ids=torch.arange(8)[None], use_cache=False)
     return model
 
@@ -82,6 +87,11 @@ def _small(config: PretrainedConfig) -> PretrainedConfig:
         "num_experts": EXPERTS,
         "num_local_experts": EXPERTS,
         "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "attention_chunk_size": WINDOW,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 1.0,
+        "initializer_range": 0.1,
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,

@@ -81,13 +81,21 @@ class PackedBatch:
     places: torch.Tensor  # int64 [U], which of the S
     source: torch.Tensor  # int64 [T], which of the U predicts the token
     targets: torch.Tensor  # int64 [T]
+    longest: int  # tokens of a sequence that are fed
 
 
 @dataclass
 class Feeding:
-    """What a model is fed: its attention reads it, in the forward and where that is computed again for the backward."""
+    """What a model is fed: its attention reads it, in the forward and where that is computed again for the backward.
+    ``limit``: tokens of a sequence at most."""
 
+    limit: int
     packed: PackedBatch | None = None
+
+    def feed(self, packed: PackedBatch) -> None:
+        if packed.longest > self.limit:
+            raise NotImplementedError(f"a sequence of {packed.longest} tokens, where rope changes at {self.limit}")
+        self.packed = packed
 
 
 def pack(prompts: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> PackedBatch:
@@ -116,6 +124,7 @@ def pack(prompts: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]]
         places=places.to(device),
         source=which.to(device),
         targets=torch.cat([response for responses in rows for response in responses]).to(device),
+        longest=max(len(p) + len(r) - 1 for p, responses in zip(prompts, rows, strict=True) for r in responses),
     )
 
 

@@ -26,7 +26,7 @@ from stages import device as devices
 from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
-from stages.engines.torch.attention_interface import check_logits, replace_attention, rope_change
+from stages.engines.torch.attention_interface import PROBE, check_logits, replace_attention, rope_change
 from stages.engines.torch.head import logit_scale
 from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, moments_of, renew
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
@@ -94,10 +94,9 @@ class TorchTrainEngine:
         self._schedule: dict[str, Any] = {"peak": learning_rate, "total_steps": total_steps}
         self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
         self._grad_clip, self._token_budget, self._threads = grad_clip, token_budget, threads
-        self._feeding = Feeding()
+        self._feeding = Feeding(rope_change(model.config))
         self._divisor, self._softcap = logit_scale(model.config)
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
-        self._rope_change = rope_change(model.config)
         _prepare(model, activation_checkpointing)
         self._dtype = model.dtype  # of the arithmetic
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
@@ -316,9 +315,6 @@ class TorchTrainEngine:
         """float32 [T], [T]: logprobs and entropies of the pieces' response tokens, piece by piece, row by row."""
         rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
         prompts = [groups[piece.group].prompt for piece in pieces]
-        longest = max(len(p) + len(r) - 1 for p, some in zip(prompts, rows, strict=True) for r in some)
-        if longest > self._rope_change:
-            raise NotImplementedError(f"a sequence of {longest} tokens, where rope changes at {self._rope_change}")
         return self._compute(pack(prompts, rows, self.device))
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -326,15 +322,13 @@ class TorchTrainEngine:
         these are empty where nothing is trained."""
         hidden = self._hidden(packed)
         head = self.model.get_output_embeddings()
-        given = hidden, head.weight, head.bias, packed.source, packed.targets
-        return TokenLogprobs.apply(  # type: ignore[no-any-return]
-            *given, self._temperature * self._divisor, torch.is_grad_enabled(), self._softcap
-        )
+        given = hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature * self._divisor
+        return TokenLogprobs.apply(*given, torch.is_grad_enabled(), self._softcap)  # type: ignore[no-any-return]
 
     def _hidden(self, packed: PackedBatch) -> torch.Tensor:
         """[U, d]: last hidden states at the places that predict a response token."""
         decoder: Any = self.model.base_model
-        self._feeding.packed = packed
+        self._feeding.feed(packed)
         out = decoder(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
         return out.last_hidden_state[0].index_select(0, packed.places)
 
@@ -342,20 +336,26 @@ class TorchTrainEngine:
     def _take_over(self, device: torch.device) -> None:
         """Replace the model's attention, and compare its logits with those of the plain forward. The whole model is on
         ``device``."""
-        probe = torch.arange(9) * 7919 % self.model.config.get_text_config().vocab_size
-        prompt, rows = probe[:4], [probe[4:9], probe[4:7]]
-        plain = [self.model(input_ids=torch.cat([prompt, row])[None].to(device), use_cache=False) for row in rows]
-        expected = torch.cat([out.logits[0, 3:-1] for out in plain]).float()
+        prompt, rows, expected = _plain_logits(self.model, device)
         replace_attention(self.model, ATTENTION, shared_prompt_attention, self._feeding)
         packed = pack([prompt], [rows], device)
         head = self.model.get_output_embeddings()
 
         def logits() -> torch.Tensor:
-            return scaled_logits(self._hidden(packed), head.weight, head.bias, self._divisor, self._softcap)[
-                packed.source
-            ]
+            hidden = self._hidden(packed)[packed.source]
+            return scaled_logits(hidden, head.weight, head.bias, self._divisor, self._softcap)
 
         check_logits(self.model, "a packed batch", logits, expected)
+
+
+def _plain_logits(
+    model: PreTrainedModel, device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """Returns a prompt [P], two responses to it, and the float32 [T, V] logits of their tokens by the plain forward."""
+    probe = torch.arange(PROBE) * 7919 % model.config.get_text_config().vocab_size
+    prompt, rows = probe[:8], [probe[8:], probe[8:15]]
+    plain = model(input_ids=probe[None].to(device), use_cache=False).logits[0, 7:-1].float()
+    return prompt, rows, torch.cat([plain[: len(row)] for row in rows])
 
 
 def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 
 from stages import device as devices
 from stages.engines.torch.attention import Scores
-from stages.engines.torch.attention_interface import check_logits, replace_attention, rope_change, state_of
+from stages.engines.torch.attention_interface import PROBE, check_logits, replace_attention, rope_change, state_of
 from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
 from stages.engines.torch.decoding.llama_forward import LlamaForward, is_llama
 from stages.engines.torch.decoding.weights import DecoderWeights
@@ -35,6 +35,7 @@ from stages.engines.torch.head import use_float32
 from stages.resharding.swap import separate
 
 ATTENTION = "asyncdock_two_part"
+PREFILLED = PROBE - 7  # tokens of the comparison with the plain forward that are prefilled
 STATIC_ROWS, STATIC_TOKENS = 8, 64  # smallest sizes of a static step; larger ones are doubled from these
 
 
@@ -89,7 +90,7 @@ class TorchDecoder:
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._recorded_at = 0  # value of attention.grown for which the recordings hold
         with torch.inference_mode():
-            probe = torch.arange(8, device=device) * 7919 % self.vocabulary
+            probe = torch.arange(PROBE, device=device) * 7919 % self.vocabulary
             expected = model(input_ids=probe[None], use_cache=False).logits[0].float()
             self._take_over(probe, expected)
 
@@ -253,7 +254,8 @@ class TorchDecoder:
             use_float32(head)
 
         def check() -> None:
-            check_logits(self.model, "two-part attention", lambda: self._probed(probe), expected[[4, 5, 5, 6, 6, 7, 7]])
+            wanted = torch.cat([expected[PREFILLED - 1 : PREFILLED], expected[PREFILLED:].repeat_interleave(2, 0)])
+            check_logits(self.model, "two-part attention", lambda: self._probed(probe), wanted)
 
         self._llama: LlamaForward | None = None
         check()
@@ -271,12 +273,12 @@ class TorchDecoder:
             check()
 
     def _probed(self, probe: torch.Tensor) -> torch.Tensor:
-        """Prefill part of ``probe`` [8] and decode the rest in two rows. Returns the logits [7, V]."""
+        """Prefill part of ``probe`` [T] and decode the rest in two rows. Returns the logits [1 + 2 (T - PREFILLED), V]."""
         try:
-            (prompt,), first = self.prefill([probe[:5]])
+            (prompt,), first = self.prefill([probe[:PREFILLED]])
             self.join(prompt)
             self.join(prompt)
-            return torch.cat([first, *(self.decode([int(token)] * 2).clone() for token in probe[5:])])
+            return torch.cat([first, *(self.decode([int(token)] * 2).clone() for token in probe[PREFILLED:])])
         finally:
             self.clear()
 
