@@ -217,10 +217,11 @@ class TrainSection(Section):
     device: Device = key("auto", DEVICE_MEANING)
     dp: Count = key(1, "Data-parallel ranks, which divide a step's rows and each layer's weights (FSDP2).")
     tp: Count = key(1, "Tensor-parallel ranks, over which each replica's matrices are sharded.")
-    precision: Literal["model", "mixed"] = key(
-        "model",
-        "`model`: weights, gradients and optimizer state in `model.dtype`. `mixed`: all three in float32, compute "
-        "in `model.dtype`.",
+    precision: Literal["auto", "mixed", "model"] = key(
+        "auto",
+        "`mixed`: compute in `model.dtype`; master weights, gradient sums and optimizer state in float32. `model`: all "
+        "in `model.dtype`; in bfloat16 most small updates are then rounded away. `auto`: `mixed` unless `model.dtype` is "
+        "float32.",
     )
     steps: Steps = key(..., "Optimizer steps of the whole run.")
     groups_per_step: Groups = key(4, "Prompts of one optimizer step (P), each with its group.")

@@ -239,24 +239,24 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
 
 
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
-    mixed = recipe.train.precision == "mixed"
-    if ranks is None and not mixed:
-        return _torch_reference(recipe)
+    model, _ = _model(recipe, dtype=recipe.trained_dtype)
+    options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
+    if ranks is None:
+        from stages.engines.torch.train import TorchTrainEngine
+
+        return TorchTrainEngine(model, **options)
     from torch.distributed import FileStore, HashStore
 
     from stages.engines.torch.sharded import ShardedTrainEngine
 
-    model, _ = _model(recipe, dtype="float32" if mixed else "")
-    ranks = ranks or Ranks(0)
     if meeting is not None:  # torch would let all users read it
         os.close(os.open(meeting, os.O_CREAT | os.O_WRONLY, 0o600))
     return ShardedTrainEngine(
         model,
         ranks,
-        compute=getattr(torch, recipe.model.dtype),
         store=FileStore(str(meeting), ranks.world) if meeting else HashStore(),
         timeout=recipe.launch.collective_timeout,
-        **_train_options(recipe),
+        **options,
     )
 
 

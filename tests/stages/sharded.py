@@ -17,10 +17,11 @@ from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch import sharded as torch_sharded
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.sharded import ShardedTrainEngine, _whole, placement
+from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model
 from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import plan_reshard
-from stages.resharding.swap import Swap, local_weights
+from stages.resharding.swap import Swap
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 
 SIZES: dict[str, Any] = {
@@ -88,7 +89,8 @@ def gradients_of_step(engine: Any, batch: TensorDict, of: Any) -> tuple[dict[str
 
     def record(*_: Any) -> None:
         for name, parameter in engine.model.named_parameters():
-            seen[name] = _whole(parameter.grad).clone()
+            trained = engine._trained[name] if name in engine._copies else parameter
+            seen[name] = _whole(trained.grad).clone()
 
     handle = engine._optimizer.register_step_pre_hook(record)
     metrics = dict(engine.train_batch(batch, of))
@@ -182,7 +184,11 @@ def opened(ranks: Ranks, folder: str) -> dict[str, Any]:
 
 def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
     """Steps in mixed precision: dtypes of what is computed, kept and published, and what came of it."""
-    engine = ShardedTrainEngine(model_of("qwen3"), ranks, compute=torch.bfloat16, **{**OPTIONS, "learning_rate": 1e-4})
+    options: dict[str, Any] = {**OPTIONS, "learning_rate": 1e-4, "compute": torch.bfloat16}
+    if ranks.world == 1:
+        engine = TorchTrainEngine(model_of("qwen3"), **options)
+    else:
+        engine = ShardedTrainEngine(model_of("qwen3"), ranks, **options)
     seen: dict[str, str] = {}
     layer = engine.model.model.layers[0]
     layer.mlp.register_forward_hook(lambda module, args, out: seen.update(computed=str(out.dtype)))
@@ -232,7 +238,7 @@ def taking_turns(ranks: Ranks, kind: str, compute: str) -> list[str]:
         swap = Swap(
             plan,
             ranks.rank,
-            local_weights(engine.model),
+            engine.shards(),
             engine.held,
             device=engine.device,
             rollout=decoder.weights.tensors(),

@@ -98,9 +98,8 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     Every rank passes the same whole ``model`` (on the CPU), and to :meth:`train_batch` and :meth:`logprobs` the rows of its
     replica's share: at least one, disjoint from those of other replicas. Results equal those of one process with all rows,
-    up to the order of sums; metrics are the same on all ranks. Weights, gradient sums and optimizer state have the model's
-    dtype; ``compute`` is the dtype of the arithmetic and of :meth:`weights` (default: the same). A float32 model that
-    computes in bfloat16 is mixed precision with float32 master weights.
+    up to the order of sums; metrics are the same on all ranks. With ``compute``, FSDP2 makes the copies in which a rank
+    computes as it gathers a layer; a rank holds shards of the master weights alone.
 
     Raises ValueError for a tensor-parallel plan that this engine does not support.
     """
@@ -110,13 +109,12 @@ class ShardedTrainEngine(TorchTrainEngine):
         model: PreTrainedModel,
         ranks: Ranks,
         *,
-        compute: torch.dtype | None = None,
         store: dist.Store | None = None,
         timeout: float = 300.0,
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
-        self.ranks, self._compute_in = ranks, compute or model.dtype
+        self.ranks = ranks
         self._kind = type(model).__name__  # FSDP makes it another class
         self._joined, self._secret = store is not None, b""
         device = devices.of_rank(torch.device(device) if device is not None else devices.select(), ranks.rank)
@@ -125,7 +123,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             self._secret = bytes(store.get(_SECRET))
         super().__init__(model, device=device, **options)
 
-    def _place(self) -> dict[str, nn.Parameter]:
+    def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
         self._take_over(torch.device("cpu"))  # before the model is cut
         ranks, kind = self.ranks, self.device.type
         self._mesh = init_device_mesh(kind, (ranks.dp, ranks.tp), mesh_dim_names=("dp", "tp"))
@@ -134,7 +132,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             prove(self._secret, self.device, group)
         self.checkpoint_group = dist.new_group(backend="gloo")  # of calls beside those of training
         prove(self._secret, torch.device("cpu"), self.checkpoint_group)
-        master, self._dtype = self._dtype, self._compute_in
+        master, self._dtype = self._dtype, compute
         if ranks.tp > 1:
             _cut_matrices(self.model, self._mesh["tp"])
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
