@@ -177,6 +177,13 @@ class RewardSection(Section):
         "What a response costs on which a function fails each time. `drop`: its group leaves the run, and another one is "
         "generated. `zero`: the function's score is 0. `fail`: the run fails.",
     )
+    processes: CountOrZero = key(
+        4,
+        "Processes that call functions (`arithmetic`, `exact_number` and `spelling` need none); started as they are needed. "
+        "Async functions run in one more, all calls at the same time. 0: functions run in the worker, for debugging: one "
+        "that hangs or crashes harms the run.",
+    )
+    memory: SizeOrZero = key(4 * 2**30, "Memory of one such process; one that needs more is replaced. 0: no limit.")
     max_error_share: Annotated[float, Field(ge=0, le=1)] = key(
         0.25, "The run fails when a function fails on more than this share of its last 256 responses."
     )
