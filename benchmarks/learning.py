@@ -5,14 +5,15 @@
 
 Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to the bit. The table gives
 the mean reward of the first and of the last steps (``--ends``, five), the lowest of these last steps, the held-out reward
-before and after, and seconds of training (from the first to the last step). The plot shows every seed thin, and the mean of
-the seeds thick.
+before and after, seconds of training (from the first to the last step), how many swaps were probed and how many refused, and
+the largest gap of a probe as a share of its limit. The plot shows every seed thin, and the mean of the seeds thick.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
@@ -48,6 +49,9 @@ class Trial:
     staleness_max: float
     seconds: float
     trained_samples: int
+    probed: int = 0
+    refused: int = 0
+    nearest: float = 0.0
 
     def first(self, steps: int) -> float:
         return statistics.fmean(self.reward[:steps])
@@ -62,13 +66,21 @@ async def trial(path: Path, overrides: list[str], staleness: int, seed: int, fol
     run = Run.create(recipe, folder)
     steps: list[tuple[float, dict[str, Any]]] = []
     held_out: dict[int, float] = {}
+    shares: list[float] = []
+    refused = 0
 
     async def follow() -> None:
+        nonlocal refused
         async for event in run.events():
             if event.kind == "step":
                 steps.append((event.time, event.data))
             elif event.kind == "evaluation":
                 held_out[event.data["version"]] = event.data["reward_mean"]
+            elif event.kind == "worker":
+                refused += event.data["change"] in ("died", "kept its weights")
+            elif event.kind == "sync" and "gap_mean" in event.data:
+                gap = event.data
+                shares.append(max(gap[name.removesuffix("_limit")] / gap[name] for name in gap if "_limit" in name))
 
     following = asyncio.create_task(follow())
     result = await run.execute()
@@ -84,6 +96,9 @@ async def trial(path: Path, overrides: list[str], staleness: int, seed: int, fol
         max(step["staleness_max"] for _, step in steps),
         steps[-1][0] - began,
         sum(step["rows"] for _, step in steps),
+        len(shares),
+        refused,
+        max(shares, default=0.0),
     )
 
 
@@ -100,6 +115,7 @@ def table(trials: list[Trial], name: str, ends: int) -> Table:
         "after",
         "staleness max",
         "seconds",
+        *("probed", "refused", "nearest"),
     ):
         shown.add_column(column, justify="right")
     for staleness in sorted({t.staleness for t in trials}):
@@ -117,12 +133,13 @@ def table(trials: list[Trial], name: str, ends: int) -> Table:
                 after,
                 f"{t.staleness_max:.0f}",
                 f"{t.seconds:.0f}",
+                *(str(t.probed), str(t.refused), f"{t.nearest:.0%}"),
             )
         last = [t.last(ends) for t in arm]
         spread, gain = statistics.pstdev(last), statistics.fmean(last) - statistics.fmean(t.first(ends) for t in arm)
         lowest = min(min(t.reward[-ends:]) for t in arm)
         cells = ("mean", "", f"{statistics.fmean(last):.3f} ± {spread:.3f}", f"{lowest:.3f}", f"{gain:+.3f}")
-        shown.add_row(str(staleness), *cells, "", "", "", "", style="bold")
+        shown.add_row(str(staleness), *cells, *[""] * 7, style="bold")
         shown.add_section()
     return shown
 
@@ -164,9 +181,11 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
         for seed in options.seeds:
             if (staleness, seed) in done:
                 continue
-            with tempfile.TemporaryDirectory() as folder:
+            with contextlib.ExitStack() as stack:
+                folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory())
                 path = options.recipe if options.recipe.exists() else Path("recipes") / f"{options.recipe}.toml"
-                trials.append(await trial(path, options.set or [], staleness, seed, Path(folder) / "run"))
+                out = Path(folder) / f"run-{staleness}-{seed}"
+                trials.append(await trial(path, options.set or [], staleness, seed, out))
             options.json.write_text(json.dumps({"recipe": str(options.recipe), "trials": [asdict(t) for t in trials]}))
     return trials
 
@@ -181,6 +200,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("learning.json"), help="written after each run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the runs' folders stay")
     options = parser.parse_args()
     configure()
     trials = asyncio.run(measure(options))

@@ -249,7 +249,7 @@ def against_float32(
 def table(found: Found, recipe: Recipe, seeds: Sequence[int]) -> str:
     equal, limits = found.equal, found.limits
     shares = [
-        {name: getattr(gap, name) / getattr(limit, name) for name in ("mean", "q95", "max")}
+        {name: getattr(gap, name) / getattr(limit, name) for name in ("mean", "q95", "max", "k3")}
         for gap, limit in zip(equal, limits, strict=True)
     ]
     name, steps = f"{recipe.name}, {recipe.model.dtype}", len(equal) // len(seeds)

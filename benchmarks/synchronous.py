@@ -22,13 +22,14 @@ from tensordict import NonTensorStack, TensorDict
 
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
+from orchestration.rewards.reward_set import droppers, reward_set
 from orchestration.run.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
 from stages.algorithms import Drop, build_algorithm
 from stages.engines.protocols import Completion, GroupRequest, TrainEngine
 from stages.flow.adapter import outputs_of
 from stages.gate import columns
 from stages.prompts.sources import Prompt, load_prompts
-from stages.rewards.stage import RewardSet, score_rows
+from stages.rewards.stage import score_rows
 from stages.rollout.stage import group_seed
 from stages.training.advantage import credits
 
@@ -54,7 +55,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     tokenizer = tokenizer_of(recipe)
     prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)).train
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
-    rewards = RewardSet([(function.name, function.weight) for function in recipe.reward.functions])
+    rewards, dropping = reward_set(recipe), droppers(recipe)
     sampling, size, per_step = sampling_of(recipe, tokenizer), recipe.algorithm.group_size, recipe.train.groups_per_step
     rollout, trainer = rollout_engine(recipe, version=0), train_engine(recipe)
     reference = reference_engine(recipe) if recipe.needs_reference else None
@@ -82,7 +83,8 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 given: dict[str, Any] = columns([asked[group] for group in groups for _ in range(size)])
                 batch["prompt_ids"] = torch.nested.nested_tensor(given["prompt_ids"], layout=torch.jagged)
                 batch["given"], batch["fields"] = NonTensorStack(*given["given"]), NonTensorStack(*given["fields"])
-                batch["reward"] = (await score_rows(rewards, tokenizer, batch)).total
+                scores = await score_rows(rewards, tokenizer, batch)
+                batch["reward"], batch["scores"] = scores.total, scores.scores
                 if reference is not None:
                     batch["ref_logprobs"] = await asyncio.to_thread(reference.logprobs, batch)
                 members, results = credits(
@@ -91,6 +93,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                     batch["group"].tolist(),
                     [len(row) for row in batch["response_ids"].unbind()],
                     recipe.rollout.truncated,
+                    dropping,
                 )
                 groups = [g for g, result in zip(groups, results, strict=True) if not isinstance(result, Drop)]
             for name, column in next(outputs_of(members, results, [0] * len(batch))).rows.items():  # type: ignore[union-attr]

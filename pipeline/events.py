@@ -213,6 +213,7 @@ class SyncEvent(EventData, kind="sync"):
     gap_tokens: Annotated[Number, Doc("Tokens probed.")] = None
     gap_max_limit: Number = None
     gap_q95_limit: Number = None
+    gap_k3_limit: Number = None
     gap_mean_limit: Number = None
     released_bytes: Annotated[int, Doc("In a colocated run: of training's memory, moved to the host.")] = 0
     device_bytes: Annotated[dict[str, int], Doc("In a colocated run: most on the device, by phase.")] = field(

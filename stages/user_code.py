@@ -1,7 +1,8 @@
-"""Code of a user, named as ``module:attribute``: imports it, and reports where its errors come from."""
+"""Code of a user, named as ``module:attribute``: imports it, calls it, and reports where its errors come from."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
 import importlib.metadata
@@ -9,7 +10,7 @@ import inspect
 import operator
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 
@@ -64,6 +65,14 @@ def _shown(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     return f"{error!r}" + (f" ({_named(own[-1].filename, own[-1].lineno)})" if own else "")
+
+
+async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call ``function``, plain or async; a plain one in a thread, as it may be slow."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
+    result = await asyncio.to_thread(function, *arguments, **named)
+    return await result if isinstance(result, Awaitable) else result
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:

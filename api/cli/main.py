@@ -19,6 +19,7 @@ import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated
 
 import typer
@@ -39,6 +40,8 @@ from api.cli.service.token import token_app
 from api.cli.track import track_command
 from api.terminal.screen import safe_console
 from orchestration.logs import TRACE_VARIABLE
+
+LONGEST_EXAMPLE = 2000  # characters of a prompt that `check` prints
 
 app = typer.Typer(
     help="Asynchronous RL post-training of language models.",
@@ -114,11 +117,18 @@ def check(
     if graph is not None and graph.suffix not in (".svg", ".mmd"):
         refuse(f"--graph: {str(graph)!r} is no picture; give a name that ends in .svg or .mmd")
     loaded = load(find(recipe), set_)
+    from orchestration.recipe.checks.examples import example_prompts
     from orchestration.recipe.planner import plan
+    from orchestration.recipe.problems import RecipeError
 
     follows = plan(loaded)
+    try:
+        examples = example_prompts(loaded)
+    except RecipeError as error:
+        refuse(error)
     if as_json:  # the same document as the answer of POST /v1/recipes/check
-        return print_json({"recipe": json.loads(loaded.to_json()), "plan": asdict(follows)})
+        shown = [asdict(example) for example in examples]
+        return print_json({"recipe": json.loads(loaded.to_json()), "plan": asdict(follows), "examples": shown})
     from api.terminal.report import plan_table
     from orchestration.recipe.flow import flow_of
     from stages.flow.graph import to_mermaid, to_svg, to_text
@@ -126,6 +136,10 @@ def check(
     flow, screen = flow_of(loaded), safe_console()
     screen.print(plan_table(loaded, follows))
     screen.print(f"\nflow\n{to_text(flow)}", markup=False, highlight=False, soft_wrap=True)
+    for example in examples:
+        text = example.text[:LONGEST_EXAMPLE] + (" …" if len(example.text) > LONGEST_EXAMPLE else "")
+        title = f"prompt of {example.where}, {example.tokens} tokens"
+        screen.print(f"\n{title}\n{indent(text, '  ')}", markup=False, highlight=False, soft_wrap=True)
     if graph is not None:
         graph.write_text(to_svg(flow) if graph.suffix == ".svg" else to_mermaid(flow), encoding="utf-8")
 

@@ -16,7 +16,14 @@ from rich.text import Text
 from api.cli.output import table
 from orchestration.recipe.checks.relations import heads_divide
 from orchestration.recipe.field_problems import FUTURE_KEYS, missing_parallelism
-from orchestration.recipe.planner import beyond_engine, reshard_plan, rollout_layout, train_layout, trained_state
+from orchestration.recipe.planner import (
+    beyond_engine,
+    held_bytes,
+    reshard_plan,
+    rollout_layout,
+    train_layout,
+    trained_state,
+)
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size, parse_size
 
@@ -51,7 +58,7 @@ def reshard_report(
 
     from stages.models import ModelNotFound
     from stages.resharding.layout import LayoutError, parse_layout
-    from stages.resharding.plan import adamw_bytes, memory, redundant_eq3, redundant_general, redundant_if_naive
+    from stages.resharding.plan import memory, redundant_eq3, redundant_general, redundant_if_naive
 
     try:
         source = parse_layout(train, "train") if train else train_layout(recipe)
@@ -85,7 +92,7 @@ def reshard_report(
         )
     return {
         "model": recipe.model.source,
-        "dtype": "float32" if recipe.train.precision == "mixed" else recipe.model.dtype,
+        "dtype": recipe.trained_dtype,
         "rollout_dtype": recipe.model.dtype,
         "bytes": model.nbytes,
         "expert_bytes": model.expert_bytes,
@@ -101,7 +108,7 @@ def reshard_report(
         "phases": [
             {"phase": one.phase.value, "moved": one.received}
             | {part: getattr(one, part) for part in ("host", "temporary", "live", "after")}
-            for one in memory(plan, adamw_bytes(plan.source, gradients=False))
+            for one in memory(plan, held_bytes(recipe, plan.source))
         ],
         "naive": {
             "redundant": redundant_if_naive(plan),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
 
 from api.schemas.text import Text
+from orchestration.recipe.checks.examples import ExamplePrompt
 from orchestration.recipe.planner import Plan
 from orchestration.recipe.schema import Recipe
 from pipeline.events import RunState
@@ -216,6 +217,7 @@ class CheckedRecipe(BaseModel):
 
     recipe: dict[str, Any]
     plan: Plan
+    examples: list[ExamplePrompt] = Field(description="The first prompt of each source, as the model reads it.")
 
 
 class Schema(RootModel[dict[str, Any]]):

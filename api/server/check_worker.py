@@ -17,6 +17,7 @@ from api.server.access.submission_policy import accept, stored_recipe, unknown_r
 from api.server.problems import problem_of
 from api.server.service import Settings
 from orchestration import logs
+from orchestration.recipe.checks.examples import example_prompts
 from orchestration.recipe.planner import plan
 from orchestration.recipe.schema import Recipe
 
@@ -25,11 +26,14 @@ LONGEST_SECONDS = 300  # of one check, after which the process ends; a server th
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Check the recipe in the ``submission`` of ``request``, a body as text. The request also has the server's
-    ``settings``, and whether to return the ``plan`` too."""
+    ``settings``, and whether to return the ``plan`` and example prompts too."""
     try:
         submitted = RecipeSubmission.model_validate_json(request["submission"], strict=True).root
         recipe = accepted(Settings.model_validate(request["settings"]), submitted)
-        return {"recipe": recipe.to_json(), "plan": asdict(plan(recipe)) if request["plan"] else None}
+        if not request["plan"]:
+            return {"recipe": recipe.to_json()}
+        examples = [asdict(example) for example in example_prompts(recipe)]
+        return {"recipe": recipe.to_json(), "plan": asdict(plan(recipe)), "examples": examples}
     except Exception as error:
         return {"problem": problem_of(error).details.model_dump()}
 

@@ -221,6 +221,9 @@ def _of_runs(runs: list[RunListener]) -> list[Metric]:
     loss = Family("gauge", "asyncdock_run_loss", "Loss of the newest step.", "run")
     behaviour = "KL divergence to the behaviour policy in the newest step (k3)."
     kl = Family("gauge", "asyncdock_run_kl", behaviour, "run")
+    entropy = Family(
+        "gauge", "asyncdock_run_entropy", "Entropy of the policy in nats, mean over trained tokens.", "run"
+    )
     for listener in runs:
         run, totals, step = listener.run, listener.totals, listener.totals.step
         info.add(1, run, listener.name, totals.state)
@@ -239,7 +242,8 @@ def _of_runs(runs: list[RunListener]) -> list[Metric]:
             reward.add(step.reward_mean, run)
             loss.add(step.loss, run)
             kl.add(step.metrics.get("kl_behaviour"), run)
-    families = (info, planned, steps, restarts, tokens, staleness, sync, sync_bytes, reward, loss, kl)
+            entropy.add(step.metrics.get("entropy"), run)
+    families = (info, planned, steps, restarts, tokens, staleness, sync, sync_bytes, reward, loss, kl, entropy)
     return [family.metric for family in families]
 
 

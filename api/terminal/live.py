@@ -168,6 +168,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
             "KL",
             Text(f"{number(measured.get('kl_behaviour'), '.2g')}   clipped {_percent(measured.get('clip_fraction'))}"),
         ),
+        ("entropy", Text(f"{number(measured.get('entropy'), '.3f')} nats")),
         ("effective", Text(f"{_percent(measured.get('ess'))} of tokens   lr {rate}")),
     ]
     right = [
@@ -303,7 +304,7 @@ def plain_line(progress: Progress, event: Event) -> str:
             return (
                 f"step {data.step + 1}/{progress.steps}  reward {number(data.reward_mean, '.3f')}  "
                 f"loss {number(data.loss, '.4f')}  kl {number(metrics.get('kl_behaviour'), '.2g')}  "
-                f"clipped {_percent(metrics.get('clip_fraction'))}  "
+                f"clipped {_percent(metrics.get('clip_fraction'))}  entropy {number(metrics.get('entropy'), '.3f')}  "
                 f"staleness {number(data.staleness_mean, '.2f')} mean {number(data.staleness_max, '.0f')} max "
                 f"(bound {progress.bound})  {number(progress.tokens_per_second, ',.0f')} tokens/s  "
                 f"{number(data.seconds, '.2f')} s  {duration(progress.seconds_left)} left"

@@ -223,6 +223,7 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             rows[-1] = ("each device", ", ".join(held))
         if plan.reference_bytes:
             rows.append(("reference", format_size(plan.reference_bytes)))
+    rows += [("notice", notice) for notice in plan.notices]
     return pairs_table(*rows, title=f"{recipe.name}: sound", title_justify="left")
 
 

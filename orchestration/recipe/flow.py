@@ -25,11 +25,12 @@ def flow_of(recipe: Recipe) -> Flow:
     """The stages and columns of a run of ``recipe``. Raises FlowError, ValueError for a name that is not found."""
     declared = [declaration for _, declaration in stages_of(recipe)]
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
-    return resolve(
-        algorithm,
-        catalogue(rewards=len(recipe.reward.functions), reward_reads=reward_reads(recipe, declared), stages=declared),
-        recipe.rollout.truncated,
-    )
+    functions, truncated = len(recipe.reward.functions), recipe.rollout.truncated
+    stages = catalogue(rewards=functions, reward_reads=reward_reads(recipe, declared), stages=declared)
+    flow = resolve(algorithm, stages, truncated)
+    if recipe.reward.on_error == "drop" and recipe.runs_stage("reward") and "reward" in flow:
+        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]"})
+    return flow
 
 
 def stages_of(recipe: Recipe) -> list[tuple[UserStage, StageDeclaration]]:

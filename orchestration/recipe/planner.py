@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import parameters_in, text_config
 from stages.flow.graph import document
@@ -16,7 +17,7 @@ from stages.prompts.options import PromptLimits
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
-    from stages.resharding.layout import Layout, ModelState, Names
+    from stages.resharding.layout import Layout, ModelState, Names, Placement
     from stages.resharding.plan import ReshardPlan
 
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
@@ -80,7 +81,7 @@ class Plan:
     train_ranks: int
     train_bytes: int
     """Shards of one rank: weights, gradients and AdamW's two moments, in the model's dtype, or in float32 with mixed
-    precision. Without activations and gathered layers."""
+    precision, where one rank alone also holds the copy in which it computes. Without activations and gathered layers."""
     rollout_bytes: int
     """Weights of all rollout engines, with the copy that each verifies before it swaps (none in a colocated run, nor where
     vLLM's workers receive by themselves). Without KV caches."""
@@ -93,6 +94,8 @@ class Plan:
     """Only of a colocated run."""
     flow: dict[str, Any]
     """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""
+    notices: list[str]
+    """What is allowed, and better otherwise: see :mod:`orchestration.recipe.checks.notices`."""
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -116,18 +119,16 @@ def plan(recipe: Recipe) -> Plan:
         decode_rows=recipe.replicas * recipe.rollout.max_rows,
         parameters=parameters,
         train_ranks=recipe.train.ranks,
-        train_bytes=-(-4 * (parameters or 0) * _trained_item_bytes(recipe) // recipe.train.ranks),
+        train_bytes=-(-4 * (parameters or 0) * ITEM_BYTES[recipe.trained_dtype] // recipe.train.ranks)
+        + (weights if recipe.mixed_precision and recipe.train.ranks == 1 else 0),
         rollout_bytes=(1 if recipe.colocated or direct else 2) * weights * recipe.replicas,
         reference_bytes=weights if recipe.needs_reference else 0,
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * weights,
         copy_bytes=-(-_saved_bytes(recipe) // recipe.train.ranks),
         turns=turns(recipe) if recipe.colocated and parameters else None,
         flow=document(flow_of(recipe)),
+        notices=list(map(str, notices(recipe))),
     )
-
-
-def _trained_item_bytes(recipe: Recipe) -> int:
-    return ITEM_BYTES["float32" if recipe.train.precision == "mixed" else recipe.model.dtype]
 
 
 def arena_bytes(recipe: Recipe) -> int:
@@ -193,8 +194,18 @@ def trained_state(recipe: Recipe) -> ModelState:
     from stages.models import load_config
     from stages.resharding.layout import model_state
 
-    mixed = recipe.train.precision == "mixed"
-    return model_state(load_config(recipe.model.source), torch.float32 if mixed else getattr(torch, recipe.model.dtype))
+    return model_state(load_config(recipe.model.source), getattr(torch, recipe.trained_dtype))
+
+
+def held_bytes(recipe: Recipe, source: Placement) -> tuple[int, ...]:
+    """Bytes that each rank holds beside the weights that it trains, between two steps: AdamW's moments, and with mixed
+    precision on one rank the copy in which it computes."""
+    from stages.resharding.plan import adamw_bytes
+
+    of_state = adamw_bytes(source, gradients=False)
+    if not (recipe.mixed_precision and source.world == 1):
+        return of_state
+    return (of_state[0] + source.nbytes(0) * ITEM_BYTES[recipe.model.dtype] // ITEM_BYTES["float32"],)
 
 
 def train_layout(recipe: Recipe) -> Layout:
@@ -250,12 +261,13 @@ def reshard_plan(
 
 def turns(recipe: Recipe) -> Turns:
     """Memory of a colocated run's ranks while they train, generate, and swap."""
-    from stages.resharding.plan import Phase, adamw_bytes, memory
+    from stages.resharding.plan import Phase, memory
 
     plan = reshard_plan(recipe)
-    phases = {phase.phase: phase for phase in memory(plan, adamw_bytes(plan.source, gradients=False))}
-    return Turns(
-        training=4 * max(plan.source.nbytes(rank) for rank in range(plan.world)),
+    held = held_bytes(recipe, plan.source)
+    phases = {phase.phase: phase for phase in memory(plan, held)}
+    return Turns(  # with gradients while it trains
+        training=max(2 * plan.source.nbytes(rank) + held[rank] for rank in range(plan.world)),
         generating=max(phases[Phase.GENERATE].live),
         between=max(phases[Phase.GATHER].live),
         buckets=max(plan.temporary),
@@ -293,7 +305,7 @@ def checkpoint_bytes(recipe: Recipe) -> int:
 
 def _saved_bytes(recipe: Recipe) -> int:
     """Bytes of the trained weights and AdamW's two moments."""
-    return 3 * (parameters_of(recipe) or 0) * _trained_item_bytes(recipe) if recipe.runs_stage("update") else 0
+    return 3 * (parameters_of(recipe) or 0) * ITEM_BYTES[recipe.trained_dtype] if recipe.runs_stage("update") else 0
 
 
 def heads_of(recipe: Recipe) -> dict[str, int]:

@@ -63,6 +63,16 @@ class Recipe(Section):
         return StalenessPlan(self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window)
 
     @property
+    def mixed_precision(self) -> bool:
+        """Whether training computes in ``model.dtype`` and keeps float32 master weights."""
+        return self.train.precision != "model" and self.model.dtype != "float32"
+
+    @property
+    def trained_dtype(self) -> str:
+        """Dtype of the trained weights, their gradients and AdamW's moments."""
+        return "float32" if self.mixed_precision else self.model.dtype
+
+    @property
     def colocated(self) -> bool:
         """Whether training and generation take turns on the same devices."""
         return self.launch.placement == "colocated"
@@ -84,7 +94,15 @@ class Recipe(Section):
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update={"source": _absolute(self.model.source)}),
-                "prompts": self.prompts.model_copy(update={"path": _absolute(self.prompts.path)}),
+                "prompts": self.prompts.model_copy(
+                    update={
+                        **{name: _absolute(getattr(self.prompts, name)) for name in ("path", "chat_template")},
+                        "sources": [
+                            source.model_copy(update={"path": _absolute(source.path)})
+                            for source in self.prompts.sources
+                        ],
+                    }
+                ),
                 "pipeline": self.pipeline.model_copy(
                     update={name: _absolute(getattr(self.pipeline, name)) for name in TLS_FILES}
                 ),

@@ -117,8 +117,14 @@ class RolloutSection(Section):
         "their rewards count in the group's credit; `drop` takes them out of both.",
     )
     temperature: float = key(1.0, "Sampling temperature of training responses, which must differ within a group.", gt=0)
-    top_p: float = key(1.0, "Nucleus sampling: probability mass kept. 1.0: all.", gt=0, le=1)
-    top_k: TokensOrZero = key(0, "Number of likeliest tokens to sample from. 0: all.")
+    top_p: float = key(
+        1.0,
+        "Nucleus sampling: probability mass kept. 1.0: all. Like `top_k`, refused where the run's own trainer reads "
+        "`rollout_logprobs`.",
+        gt=0,
+        le=1,
+    )
+    top_k: TokensOrZero = key(0, "Number of likeliest tokens to sample from. 0: all. See `top_p`.")
     stop: list[str] = key([], "A response ends once it contains one of these texts.", max_length=64)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = key(
         [],
@@ -161,6 +167,26 @@ class RewardSection(Section):
         ..., "Reward functions; their weighted scores add up.", min_length=1, max_length=64
     )
     workers: Count = key(1, "Reward controllers that score at the same time.")
+    timeout: Seconds = key(60.0, "Longest time of one call of a function, which gets up to 64 responses.")
+    retries: CountOrZero = key(
+        2,
+        "Further calls of a function with one response alone, after it raised, returned no score, took too long or died.",
+    )
+    on_error: Literal["fail", "zero", "drop"] = key(
+        "drop",
+        "What a response costs on which a function fails each time. `drop`: its group leaves the run, and another one is "
+        "generated. `zero`: the function's score is 0. `fail`: the run fails.",
+    )
+    processes: CountOrZero = key(
+        4,
+        "Processes that call functions (`arithmetic`, `exact_number` and `spelling` need none); started as they are needed. "
+        "Async functions run in one more, all calls at the same time. 0: functions run in the worker, for debugging: one "
+        "that hangs or crashes harms the run.",
+    )
+    memory: SizeOrZero = key(4 * 2**30, "Memory of one such process; one that needs more is replaced. 0: no limit.")
+    max_error_share: Annotated[float, Field(ge=0, le=1)] = key(
+        0.25, "The run fails when a function fails on more than this share of its last 256 responses."
+    )
 
 
 class AlgorithmSection(Section):
@@ -198,10 +224,11 @@ class TrainSection(Section):
     device: Device = key("auto", DEVICE_MEANING)
     dp: Count = key(1, "Data-parallel ranks, which divide a step's rows and each layer's weights (FSDP2).")
     tp: Count = key(1, "Tensor-parallel ranks, over which each replica's matrices are sharded.")
-    precision: Literal["model", "mixed"] = key(
-        "model",
-        "`model`: weights, gradients and optimizer state in `model.dtype`. `mixed`: all three in float32, compute "
-        "in `model.dtype`.",
+    precision: Literal["auto", "mixed", "model"] = key(
+        "auto",
+        "`mixed`: compute in `model.dtype`; master weights, gradient sums and optimizer state in float32. `model`: all "
+        "in `model.dtype`; in bfloat16 most small updates are then rounded away. `auto`: `mixed` unless `model.dtype` is "
+        "float32.",
     )
     steps: Steps = key(..., "Optimizer steps of the whole run.")
     groups_per_step: Groups = key(4, "Prompts of one optimizer step (P), each with its group.")

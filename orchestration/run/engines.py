@@ -25,6 +25,7 @@ from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
 from stages.external_checks import Terms
 from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder, weight_shapes
+from stages.prompts.templates import read_chat_template
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
@@ -35,8 +36,12 @@ _LOADING = threading.Lock()
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
-    """Returns the model's tokenizer; the mock model uses that of the tiny model, which reads characters."""
-    return load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
+    """Returns the model's tokenizer; the mock model uses that of the tiny model, which reads characters. Checkpoints keep
+    it, with the chat template of the recipe."""
+    tokenizer = load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
+    if recipe.prompts.chat_template:
+        tokenizer.chat_template = read_chat_template(recipe.prompts.chat_template)
+    return tokenizer
 
 
 def threads_of(recipe: Recipe, asked: int) -> int:
@@ -234,24 +239,24 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
 
 
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
-    mixed = recipe.train.precision == "mixed"
-    if ranks is None and not mixed:
-        return _torch_reference(recipe)
+    model, _ = _model(recipe, dtype=recipe.trained_dtype)
+    options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
+    if ranks is None:
+        from stages.engines.torch.train import TorchTrainEngine
+
+        return TorchTrainEngine(model, **options)
     from torch.distributed import FileStore, HashStore
 
     from stages.engines.torch.sharded import ShardedTrainEngine
 
-    model, _ = _model(recipe, dtype="float32" if mixed else "")
-    ranks = ranks or Ranks(0)
     if meeting is not None:  # torch would let all users read it
         os.close(os.open(meeting, os.O_CREAT | os.O_WRONLY, 0o600))
     return ShardedTrainEngine(
         model,
         ranks,
-        compute=getattr(torch, recipe.model.dtype),
         store=FileStore(str(meeting), ranks.world) if meeting else HashStore(),
         timeout=recipe.launch.collective_timeout,
-        **_train_options(recipe),
+        **options,
     )
 
 

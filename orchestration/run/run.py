@@ -35,6 +35,7 @@ from orchestration.private_files import write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
+from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.load import change_recipe
 from orchestration.recipe.schema import Recipe
@@ -248,6 +249,8 @@ class Run:
         where = {"index": url, "run": self.id, "hosted": self._hosted}
         write_private(self.out_dir / WHERE, json.dumps(where))
         self._up.set()
+        for notice in notices(self.recipe):
+            log.warning("notice", recipe=str(notice))
         self.supervisor = Supervisor(
             self._index,
             launcher,

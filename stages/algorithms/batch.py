@@ -69,19 +69,21 @@ class TrainBatch:
         numbers: Sequence[int],
         groups: Sequence[int],
         logprobs: torch.Tensor,
+        entropy: torch.Tensor | None = None,
         *,
         total_tokens: int,
         total_rows: int,
         total_groups: int,
     ) -> TokenBatch:
-        """The rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes them. ``logprobs`` are those of
-        all their response tokens, on the device to compute on."""
+        """The rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes them. ``logprobs`` and
+        ``entropy`` are those of all their response tokens, on the device to compute on."""
         at, device = torch.tensor(numbers), logprobs.device
         row = torch.arange(len(numbers)).repeat_interleave(self.lengths[at])
         flat = {name: torch.cat([rows[number] for number in numbers]) for name, rows in self._tokens.items()}
         if self.mask is not None:
             kept = torch.cat([self.mask[number] for number in numbers])
             row, logprobs = row[kept], logprobs[kept.to(device)]
+            entropy = None if entropy is None else entropy[kept.to(device)]
             flat = {name: values[kept] for name, values in flat.items()}
         single = {name: values[at] for name, values in self._rows.items()}
         flat |= {name: values[row] for name, values in single.items()}
@@ -95,6 +97,7 @@ class TrainBatch:
             total_groups=total_groups,
             rows={name: values.to(device) for name, values in single.items()},
             group=torch.tensor(groups).to(device),
+            entropy=entropy,
             weight=None if self.weight is None else self.weight[at][row].to(device),
         )
 

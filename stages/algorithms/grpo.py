@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.algorithms.interface import MOST_LOG_RATIO, Algorithm, LossOutput, TokenBatch
 from stages.flow.declarations import Columns, Drop, RunsOn
 
 if TYPE_CHECKING:
     from stages.algorithms.batch import TrainBatch
 
 ADVANTAGE_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up
-# Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio overflows float32, and the
-# derivative of what clipping leaves out is 0 · inf.
-MOST_LOG_RATIO = 20.0
 
 
 class GRPO(Algorithm):
@@ -64,8 +61,8 @@ class GRPO(Algorithm):
 
     scale_learning_rate: bool = Field(
         default=True,
-        description="Multiply the learning rate of a batch by the share of its rows with a nonzero advantage. AdamW takes "
-        "steps of one size however small the gradient is, so the rare mistakes of a solved task would undo it "
+        description="Multiply the learning rate by the share of a batch's trained rows with a nonzero advantage. "
+        "AdamW takes steps of one size however small the gradient is, so the rare mistakes of a solved task would undo it "
         "(docs/measurements/stability.md). With `kl_coef` every row counts.",
     )
 
@@ -89,8 +86,8 @@ class GRPO(Algorithm):
     def signal(self, batch: TrainBatch) -> float:
         if self.kl_coef or not self.scale_learning_rate:
             return 1.0
-        advantage = batch["advantage"]
-        nonzero, rows = batch.total(advantage.new_tensor([advantage.count_nonzero(), len(advantage)])).tolist()
+        advantage = batch["advantage"][batch.trained > 0]
+        nonzero, rows = batch.total(batch["advantage"].new_tensor([advantage.count_nonzero(), len(advantage)])).tolist()
         return float(nonzero / rows)
 
     def loss(self, tokens: TokenBatch) -> LossOutput:

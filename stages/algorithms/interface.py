@@ -21,6 +21,10 @@ if TYPE_CHECKING:  # a recipe's algorithm and its options are checked without to
 
     from stages.algorithms.batch import TrainBatch
 
+# Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio overflows float32, and the
+# derivative of what clipping leaves out is 0 · inf.
+MOST_LOG_RATIO = 20.0
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -39,6 +43,9 @@ class TokenBatch:
     rows: Mapping[str, torch.Tensor] = field(default_factory=dict)  # columns with a single value in each row, [R, …]
     group: torch.Tensor | None = None  # int64 [R], which of the micro-batch's groups a row belongs to
     weight: torch.Tensor | None = None  # float32 [T], the column row_weight at each token, where a stage makes one
+    entropy: torch.Tensor | None = (
+        None  # float32 [T], nats, of the policy at each token, without gradient; torch engines
+    )
     values: torch.Tensor | None = None  # float32 [T], with gradient, where a critic is trained with the policy
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -66,10 +73,10 @@ class TokenBatch:
         if "rollout_logprobs" not in self.columns:
             return {}
         difference = (self.logprobs - self.columns["rollout_logprobs"]).detach()
-        size = difference.abs()
+        size, cut = difference.abs(), difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
         return {
             "gap_mean": size.sum() / self.total_tokens,
-            "gap_k3": (difference.exp() - 1 - difference).sum() / self.total_tokens,
+            "gap_k3": (cut.exp() - 1 - cut).sum() / self.total_tokens,
             "max_gap": size.max(),
         }
 
@@ -134,8 +141,8 @@ class Algorithm(BaseModel, ABC):
         return {}
 
     def signal(self, batch: TrainBatch) -> float:
-        """Share of the rows of the whole train batch that :meth:`loss` can learn from, in [0, 1]. The learning rate of the
-        batch's steps is multiplied by it."""
+        """Share of the trained rows of the whole train batch that :meth:`loss` can learn from, in [0, 1]. The learning rate
+        of the batch's steps is multiplied by it."""
         return 1.0
 
     @abstractmethod

@@ -7,9 +7,8 @@ its groups      ─▶ process(group) ─▶ columns or Drop ─▶ committed to
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +21,7 @@ from stages.flow.declarations import Drop, StageDeclaration
 from stages.flow.resolver import passed_column
 from stages.flow.user_stage import UserStage
 from stages.models import Tokenizer
-from stages.user_code import place_of
+from stages.user_code import call, place_of
 
 ROWS_AT_ONCE = 64
 GROUPS_AT_ONCE = 256
@@ -151,11 +150,3 @@ class StageAdapter(Stage):
     def _wrong(self, made: Any, wanted: str) -> StageError:
         place = place_of(StageError(), self.stage.process)
         return StageError(f"stage {self.name!r} returned {made!r:.200} from process ({place}); wanted is {wanted}")
-
-
-async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call ``function``, plain or async; a plain one in a thread, as it may be slow."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **named)
-    result = await asyncio.to_thread(function, *arguments, **named)
-    return await result if isinstance(result, Awaitable) else result

@@ -63,13 +63,16 @@ def catalogue(
     return [own[0], *(stage for stage in own[1:] if not brought & set(stage.makes)), *stages]
 
 
-def credit_stage(algorithm: Algorithm, truncated: Truncated = "train") -> StageDeclaration | None:
-    """The stage that computes the algorithm's credit, and the mask that leaves out truncated responses; None where there is
-    neither."""
+def credit_stage(
+    algorithm: Algorithm, truncated: Truncated = "train", drops: Columns | None = None
+) -> StageDeclaration | None:
+    """The stage that computes the algorithm's credit, and the mask that leaves out truncated responses, and drops groups by
+    what the columns ``drops`` say; None where there is none of these."""
     reads, makes = dict(algorithm.credit_reads if algorithm.credit_makes else {}), dict(algorithm.credit_makes)
     if truncated != "train":
         reads["truncated"], makes[MASK] = RESPONSE["truncated"], OPTIONAL[MASK]
-    return StageDeclaration(CREDIT, "groups", reads, makes, workers=0) if makes else None
+    reads |= drops or {}
+    return StageDeclaration(CREDIT, "groups", reads, makes, workers=0) if makes or drops else None
 
 
 def update_stage(algorithm: Algorithm) -> StageDeclaration:

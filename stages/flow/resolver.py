@@ -86,10 +86,16 @@ class Flow:
         return tuple(Edge(a, b, tuple(names), not ways[a, b]) for (a, b), names in between.items())
 
 
-def resolve(algorithm: Algorithm, catalogue: Sequence[StageDeclaration], truncated: Truncated = "train") -> Flow:
+def resolve(
+    algorithm: Algorithm,
+    catalogue: Sequence[StageDeclaration],
+    truncated: Truncated = "train",
+    drops: Columns | None = None,
+) -> Flow:
     """The flow of ``algorithm`` over ``catalogue``: every stage on the way to what its loss reads, and no other. A stage
-    that makes nothing (it can only drop groups) is on the way too: training waits for it. Raises FlowError."""
-    credit, update = credit_stage(algorithm, truncated), update_stage(algorithm)
+    that makes nothing (it can only drop groups) is on the way too: training waits for it. ``drops``: columns by which the
+    credit stage drops groups. Raises FlowError."""
+    credit, update = credit_stage(algorithm, truncated, drops), update_stage(algorithm)
     stages = [*catalogue, *([credit] if credit else [])]
     waits = {passed_column(stage.name): "bool" for stage in stages if not stage.makes}
     stages = [stage if stage.makes else replace(stage, makes={passed_column(stage.name): "bool"}) for stage in stages]

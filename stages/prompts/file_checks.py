@@ -35,12 +35,14 @@ MOST_FAULTS = 10  # of the rows of one source
 
 class PromptCheck:
     """Reads the rows that ``options`` name. :meth:`faults` sets ``conversation``, where the first conversation is ("": none
-    was found), and ``columns``, those of the rows that were read, without the prompt's."""
+    was found), ``columns``, those of the rows that were read, without the prompt's, and ``example``, the first sound row
+    and where it is (None: none was read)."""
 
     def __init__(self, options: PromptOptions, reading: Reading) -> None:
         self.options, self.reading = options, reading
         self.conversation = ""
         self.columns: set[str] = set()
+        self.example: tuple[Row, str] | None = None
         self._pieces = parse_template(options.template)
 
     def faults(self) -> Iterator[PromptError]:
@@ -103,6 +105,7 @@ class PromptCheck:
             fill_template(self._pieces, fields | {"prompt": given}, SHORT_CHARACTERS, where)
         else:
             self.conversation = self.conversation or where
+        self.example = self.example or (dict(row), where)
 
     def _check_parquet(self, path: Path) -> Iterator[PromptError]:
         import pyarrow.parquet as pq

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stages.prompts.files import PromptError, Row
 from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.tables import Table
-from stages.prompts.templates import Message, fill_template, parse_template, prompt_in
+from stages.prompts.templates import Message, fill_template, parse_template, prompt_in, read_chat_template
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch, which takes seconds to import
@@ -41,7 +41,8 @@ class PromptFormatter:
         self.options, self._tokenizer = options, tokenizer
         self.limits = limits or PromptLimits(options.max_prompt_tokens)
         self._pieces = parse_template(options.template)
-        has_template = tokenizer.chat_template is not None
+        self._template = read_chat_template(options.chat_template) if options.chat_template else tokenizer.chat_template
+        has_template = self._template is not None
         self._chat = has_template if options.chat is None else options.chat
         if self._chat and not has_template:
             raise PromptError("prompts.chat = true, but the tokenizer has no chat template; set chat = false")
@@ -128,7 +129,7 @@ class PromptFormatter:
             messages = [{"role": "user", "content": filled}]
         else:
             messages = given
-        if self._tokenizer.chat_template is None:
+        if self._template is None:
             raise PromptError(
                 f"prompts: {where} is a conversation, but the tokenizer has no chat template; use one that has, or texts"
             )
@@ -137,10 +138,16 @@ class PromptFormatter:
         if self.options.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.options.system}, *messages]
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.options.chat_template_options,
+            )
         except Exception as error:  # a template is a program and may raise anything
             raise PromptError(
-                f"prompts: {where} is refused by the tokenizer's chat template ({error}); change the messages"
+                f"prompts: {where} is refused by the chat template ({error}); change the messages"
             ) from error
         return given, fields, str(text)
 

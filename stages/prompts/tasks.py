@@ -100,6 +100,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "reasoning_gym": reasoning_gym,
     "spelling": spelling,
 }
+HARMLESS = frozenset({"arithmetic", "exact_number", "spelling"})  # of a few operations on texts: called in the worker
 
 
 def text(completion: str | list[dict[str, str]]) -> str:

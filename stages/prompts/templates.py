@@ -1,19 +1,23 @@
-"""The prompt in a row, and the template that string prompts are put into. No tokenizer is needed."""
+"""The prompt in a row, the template that string prompts are put into, and the file of a chat template. No tokenizer is
+needed."""
 
 from __future__ import annotations
 
 import re
 import string
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from stages.prompts.files import PromptError, Row
+from stages.prompts.files import PromptError, Row, kind_of
 
 Message = dict[str, str]
 # Literal text; name, format and conversion of the column after it.
 Piece = tuple[str, str | None, str | None, str | None]
 
 WIDEST = 1000  # characters to which a template may pad a column
+LARGEST_CHAT_TEMPLATE = 2**20  # bytes
+ALWAYS_SET = ("messages", "add_generation_prompt")  # variables of a chat template that each prompt sets
 
 
 def parse_template(template: str) -> list[Piece]:
@@ -51,6 +55,38 @@ def fill_template(pieces: Sequence[Piece], fields: Row, most: int, where: str) -
     text = "".join(reversed(parts))[-most:]
     _check_encodable(text, where, "a column that prompts.template names")
     return text
+
+
+def read_chat_template(path: str) -> str:
+    """Return the text of the Jinja file ``path``. Raises PromptError."""
+    file, given = Path(path), f"prompts.chat_template = {path!r}"
+    try:
+        file = file.expanduser()
+        if (kind := kind_of(file)) != "a file":
+            raise PromptError(f"{given} is {kind}; give a Jinja file")
+        if file.stat().st_size > LARGEST_CHAT_TEMPLATE:
+            raise PromptError(f"{given} is larger than {LARGEST_CHAT_TEMPLATE >> 20} MiB; give a Jinja file")
+        return file.read_text(encoding="utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        raise PromptError(f"{given} cannot be read ({error}); give the path of a Jinja file") from None
+
+
+def check_chat_options(template: str, options: Mapping[str, Any]) -> None:
+    """Raises PromptError for options of a chat template that it does not read, and for those that each prompt sets."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        names = {text for _, kind, text in Environment().lex(template) if kind == "name"}
+    except TemplateSyntaxError as error:
+        raise PromptError(
+            f"prompts: the chat template is not Jinja ({error}, line {error.lineno}); correct it"
+        ) from None
+    for name in options:
+        where = f"prompts.chat_template_options.{name}"
+        if name in ALWAYS_SET:
+            raise PromptError(f"{where} is set for each prompt; take it out")
+        if name not in names:
+            raise PromptError(f"{where} is not read by the chat template; correct the name, or take it out")
 
 
 def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Message]:

@@ -1,7 +1,8 @@
 """The reward stage: calls several weighted functions, in TRL's signature, with a batch of finished responses.
 
-    prompts, completions, token ids, columns ── each function (a thread, or the loop when async) ──▶ scores [B, K]
-                                                                        scores · weights ──▶ total [B]
+    prompts, completions, token ids, columns ──▶ each function, by its caller ──▶ scores [B, K] · weights ──▶ total [B]
+                          ▲                          │ failed
+                          └── each row alone ◀────────┘ … fails again: the run fails, the score is 0, or the group is dropped
 
 A reward function is ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or async. It gets
 the arguments that it names, or all of them with ``**columns``. ``columns`` are the other columns of the prompts' rows, one
@@ -12,14 +13,13 @@ completion is one too: ``[{"role": "assistant", "content": ...}]``. ``None``: th
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import math
-import numbers
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import structlog
 import torch
@@ -27,34 +27,67 @@ from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
-from stages.flow.adapter import call
 from stages.models import Tokenizer
-from stages.rewards.registry import RESERVED, RewardError, RewardFunctions
-from stages.user_code import place_of
+from stages.prompts.tasks import HARMLESS
+from stages.rewards.calls import Arguments, Caller, CallFailed, LocalCaller, Scores
+from stages.rewards.registry import RESERVED, RewardError
 
 FETCHES = ("given", "fields", "response_ids")
 ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
+LEAST_ROWS = 8  # of a call: fewer are not divided over several processes
+RECENT, FIRST = (
+    256,
+    32,
+)  # samples of which the share of failures is taken, and how many count at the beginning as if scored
+BACKOFF_SECONDS, LONGEST_BACKOFF = 0.1, 10.0  # before the second call of a row alone, growing fourfold; at most
+FAILED = math.inf  # the score of a function that failed on a row whose group is to be dropped
 
 log = structlog.get_logger()
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ErrorPolicy:
+    """What is done about a reward function that fails: that raises, returns no scores, takes more than ``timeout`` seconds
+    for a call, or ends its process. The rows of a failed call are called alone, and ``retries`` times more. A row that
+    fails each time is a failed sample: the run fails, the function's score is 0, or the sample's group is dropped. The run
+    also fails when more than ``max_error_share`` of the last :data:`RECENT` samples of a function failed."""
+
+    timeout: float = 60.0
+    retries: int = 2
+    on_error: Literal["fail", "zero", "drop"] = "drop"
+    max_error_share: float = 0.25
 
 
 @dataclass(frozen=True)
 class RewardScores:
-    """``scores`` float32 [B, K]: one column per function, NaN where it does not apply. ``total`` float32 [B]: the sum
-    of score times weight, in which NaN counts as 0."""
+    """``scores`` float32 [B, K]: one column per function, NaN where it does not apply, :data:`FAILED` where it failed and
+    the group is to be dropped. ``total`` float32 [B]: the sum of score times weight, in which these two count as 0."""
 
     scores: torch.Tensor
     total: torch.Tensor
+
+    @property
+    def failed(self) -> torch.Tensor:
+        """bool [B, K]"""
+        return self.scores.isinf()
 
 
 class RewardSet:
     """Reward functions by name, and their weights.
 
     A name is ``module:function``, or one of :data:`stages.prompts.tasks.REWARDS`, or an entry point of the group
-    ``asyncdock.rewards``. ``timeout`` is the seconds that one call of one function may take.
+    ``asyncdock.rewards``. ``pool`` calls the functions that are not :data:`~stages.prompts.tasks.HARMLESS`; without it, all
+    are called in this process.
     """
 
-    def __init__(self, functions: Sequence[tuple[str, float]], *, timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, float]],
+        *,
+        policy: ErrorPolicy = ErrorPolicy(),
+        pool: Caller | None = None,
+    ) -> None:
         if not functions:
             raise RewardError("rewards: at least one reward function is needed")
         self.names = tuple(name for name, _ in functions)
@@ -64,9 +97,19 @@ class RewardSet:
         self.weights = torch.tensor([weight for _, weight in functions], dtype=torch.float32)
         if not self.weights.isfinite().all():
             raise RewardError(f"rewards: the weights {self.weights.tolist()} of {self.names} must be finite")
-        known = RewardFunctions()
-        self._functions = [known.find(name) for name in self.names]
-        self._timeout = timeout
+        local = LocalCaller([name for name in self.names if pool is None or name in HARMLESS])
+        self._callers = [local if pool is None or name in HARMLESS else pool for name in self.names]
+        self._policy = policy
+        self._recent: dict[str, deque[bool]] = {name: deque(maxlen=RECENT) for name in self.names}  # whether it failed
+
+    async def open(self) -> None:
+        """Find the functions, where that was not done before. Raises :class:`RewardError`."""
+        for caller in set(self._callers):
+            await caller.open()
+
+    async def close(self) -> None:
+        for caller in set(self._callers):
+            await caller.close()
 
     async def score(
         self,
@@ -78,7 +121,7 @@ class RewardSet:
     ) -> RewardScores:
         """Scores of B responses by all functions, which run at the same time. ``prompts`` are the rows' own
         (:attr:`stages.prompts.formatter.Prompt.given`), ``fields`` their other columns (None where a row lacks one),
-        ``columns`` those of stages. Raises :class:`RewardError`."""
+        ``columns`` those of stages. Raises :class:`RewardError` where the policy lets the run fail."""
         names = dict.fromkeys(name for row in fields for name in row)
         if taken := [name for name in (*RESERVED, *columns) if name in names]:
             wrong = f"the prompts have columns {taken}, which reward functions get from the run"
@@ -95,42 +138,79 @@ class RewardSet:
         lengths = {name: len(values) for name, values in given.items()}
         if len(set(lengths.values())) != 1:
             raise RewardError(f"rewards: as many values are needed of each, but there are {lengths}")
-        scored = await asyncio.gather(
-            *(self._column(name, f, given) for name, f in zip(self.names, self._functions, strict=True))
-        )
-        scores = torch.stack(scored, dim=1)
+        found = await _all(self._column(*each, given) for each in zip(self.names, self._callers, strict=True))
+        columns_of = [[math.nan if score is None else score for score in column] for column in found]
+        scores = torch.tensor(columns_of, dtype=torch.float32).T.contiguous()
         for row in scores.isnan().all(dim=1).nonzero()[:, 0].tolist():
             log.warning("no reward function applies; the response gets 0", row=row, functions=self.names)
-        return RewardScores(scores, scores.nan_to_num(nan=0.0) @ self.weights)
+        return RewardScores(scores, scores.nan_to_num(nan=0.0, posinf=0.0) @ self.weights)
 
-    async def _column(self, name: str, function: Callable[..., Any], given: dict[str, list[Any]]) -> torch.Tensor:
-        """Scores float32 [B] of one function."""
-        deadline = asyncio.timeout(self._timeout)
-        try:
-            async with deadline:
-                result = await _call(function, given)
-        except Exception as error:
-            if deadline.expired():
-                raise RewardError(
-                    f"reward {name!r} took more than {self._timeout:g} s for {_rows(given)} rows"
-                ) from None
-            row = await self._culprit(function, given)
-            raise RewardError(f"reward {name!r} raised {error!r} at {row} ({place_of(error, function)})") from error
-        return _checked(name, result, _rows(given))
+    async def _column(self, name: str, caller: Caller, given: Arguments) -> Scores:
+        """Scores of one function, called with parts of the rows as large as its caller can call at the same time."""
+        rows = len(given["completions"])
+        size = max(LEAST_ROWS, -(-rows // caller.parallel))
+        starts = range(0, rows, size)
+        parts = await _all(self._part(name, caller, _slice(given, at, at + size)) for at in starts)
+        return [score for part in parts for score in part]
 
-    async def _culprit(self, function: Callable[..., Any], given: dict[str, list[Any]]) -> str:
-        """The row that makes ``function`` raise, found by calling it with one row after the other."""
+    async def _part(self, name: str, caller: Caller, given: Arguments) -> Scores:
+        rows = len(given["completions"])
         try:
-            async with asyncio.timeout(self._timeout):
-                for row in range(_rows(given)):
-                    try:
-                        await _call(function, {name: [values[row]] for name, values in given.items()})
-                    except Exception:
-                        prompt, completion = given["prompts"][row], given["completions"][row]
-                        return f"row {row}: prompt {prompt!r:.200}, completion {completion!r:.200}"
-        except TimeoutError:
-            pass
-        return f"a batch of {_rows(given)} rows, though at none of them alone"
+            scores = await caller.call(name, given, self._policy.timeout)
+        except CallFailed as error:
+            of_others = rows > 1 or error.shared  # it may not be the row's own failure
+            log.warning(
+                "a reward function failed; its rows are scored one by one", reward=name, rows=rows, error=str(error)
+            )
+            alone = (self._alone(name, caller, _slice(given, at, at + 1), error, of_others) for at in range(rows))
+            return await _all(alone)
+        self._recent[name].extend([False] * rows)
+        return scores
+
+    async def _alone(
+        self, name: str, caller: Caller, row: Arguments, error: CallFailed, of_others: bool
+    ) -> float | None:
+        """The score of one row after a call that failed with ``error``."""
+        for attempt in range(0 if of_others else 1, self._policy.retries + 1):
+            if attempt:
+                await asyncio.sleep(min(LONGEST_BACKOFF, BACKOFF_SECONDS * 4 ** (attempt - 1)))
+            try:
+                (score,) = await caller.call(name, row, self._policy.timeout, alone=True)
+            except CallFailed as again:
+                error = again
+            else:
+                self._recent[name].append(False)
+                return score
+        return self._failed(name, row, error)
+
+    def _failed(self, name: str, row: Arguments, error: CallFailed) -> float:
+        """The score of a row that cannot be scored. Raises :class:`RewardError` where the run is to fail."""
+        policy, recent = self._policy, self._recent[name]
+        recent.append(True)
+        prompt, completion = row["prompts"][0], row["completions"][0]
+        place = f" ({error.place})" if error.place else ""
+        reason = f"reward {name!r} {error} at prompt {prompt!r:.200}, completion {completion!r:.200}{place}"
+        if policy.on_error == "fail":
+            raise RewardError(f"{reason}; correct it, or set reward.on_error to 'drop' or 'zero'")
+        if sum(recent) > policy.max_error_share * max(FIRST, len(recent)):
+            failures = f"it failed for {sum(recent)} of the last {len(recent)} samples"
+            raise RewardError(f"{reason}; {failures}, more than reward.max_error_share = {policy.max_error_share:g}")
+        log.warning("a sample could not be scored", reason=reason, on_error=policy.on_error)
+        return FAILED if policy.on_error == "drop" else 0.0
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of ``coroutines``, which run at the same time. Raises the first error, after the others are cancelled."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group.exceptions[0].__cause__
+    return [task.result() for task in running]
+
+
+def _slice(given: Arguments, first: int, last: int) -> Arguments:
+    return {name: values[first:last] for name, values in given.items()}
 
 
 class Reward(Stage):
@@ -174,33 +254,3 @@ def _values(column: Any) -> list[Any]:
     if isinstance(column, torch.Tensor):
         return [row.tolist() for row in column.unbind()] if column.is_nested else column.tolist()
     return list(column)
-
-
-async def _call(function: Callable[..., Any], given: dict[str, list[Any]]) -> Any:
-    parameters = inspect.signature(function).parameters
-    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return await call(function, **(given if everything else {n: given[n] for n in parameters if n in given}))
-
-
-def _checked(name: str, result: Any, rows: int) -> torch.Tensor:
-    if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
-        raise RewardError(f"reward {name!r} returned a {type(result).__name__}; a list of {rows} numbers is wanted")
-    if len(result) != rows:
-        raise RewardError(f"reward {name!r} returned {len(result)} scores for {rows} rows; one for each is wanted")
-    values = []
-    for row, score in enumerate(result):
-        if isinstance(score, torch.Tensor) and score.ndim == 0:
-            score = score.item()
-        if score is None:
-            values.append(math.nan)
-        elif not isinstance(score, numbers.Real):
-            raise RewardError(f"reward {name!r} gave row {row} {score!r:.100}; a number, or None, is wanted")
-        elif not math.isfinite(score):
-            raise RewardError(f"reward {name!r} gave row {row} {score}; a finite number, or None, is wanted")
-        else:
-            values.append(float(score))
-    return torch.tensor(values, dtype=torch.float32)
-
-
-def _rows(given: dict[str, list[Any]]) -> int:
-    return len(given["prompts"])

@@ -53,11 +53,12 @@ class Evaluator:
         rows["given"] = NonTensorStack(*(json.dumps(prompt.given) for prompt in self.prompts))
         rows["fields"] = NonTensorStack(*(json.dumps(prompt.fields, default=str) for prompt in self.prompts))
         scores = await score_rows(self.rewards, self.tokenizer, rows)
+        kept = (~scores.failed.any(dim=1)).nonzero()[:, 0]  # answers that could not be scored do not count
         return EvaluationEvent(
             version=version,
             step=version,
-            count=len(requests),
-            reward_mean=float(scores.total.mean()),
+            count=len(kept),
+            reward_mean=float(scores.total[kept].mean()) if len(kept) else 0.0,
             samples=[
                 Answer(
                     prompt=question(self.prompts[i]),

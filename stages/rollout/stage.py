@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
-from stages.engines.protocols import Begun, Completion, GroupRequest, RolloutEngine, SamplingParams
+from stages.engines.protocols import Begun, Completion, EngineFailed, GroupRequest, RolloutEngine, SamplingParams
 from stages.training.device_lease import DeviceLease
 
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")  # columns that a cut response is parked with
@@ -113,7 +113,16 @@ def group_seed(seed: int, group: int) -> int:
 def responses(
     positions: Sequence[int], completions: Sequence[Completion], *, before: int = 0, parked: bool = False
 ) -> Output:
-    """Returns the columns of ended or ``parked`` responses; ``before`` of their tokens were counted in earlier visits."""
+    """Returns the columns of ended or ``parked`` responses; ``before`` of their tokens were counted in earlier visits.
+    Raises EngineFailed for a logprob that is not finite: such a row is not committed, so that nothing is trained on it."""
+    for completion in completions:
+        if not bool(completion.logprobs.isfinite().all()):
+            at = int((~completion.logprobs.isfinite()).nonzero()[0, 0])
+            raise EngineFailed(
+                f"group {completion.group}, place {completion.place}: the rollout engine returned the logprob "
+                f"{float(completion.logprobs[at])} for token {at} of {len(completion.logprobs)}, made by version "
+                f"{completion.versions[-1][0]}; its weights or its arithmetic are broken, and the response is not used"
+            )
     rows: dict[str, Any] = {
         "response_ids": [c.token_ids for c in completions],
         "rollout_logprobs": [c.logprobs for c in completions],

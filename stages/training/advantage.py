@@ -12,6 +12,8 @@ A group with too few responses left is dropped, and another one generated: with 
 with fewer than the algorithm's credit compares, and with either one that lacks any where the loss compares whole groups
 (``Algorithm.unit``). The index drops whole groups only, so single rows stay in their group, masked (:data:`MASK`), and the
 ledger counts them as trained; the train engine does not compute them.
+
+A group with a row on which a reward function failed is dropped, and credit does not see it.
 """
 
 from __future__ import annotations
@@ -28,18 +30,20 @@ from stages.algorithms.named import AlgorithmLike
 from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
 from stages.flow.declarations import Drop
+from stages.flow.resolver import passed_column
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated
 
 
 class Advantage(Stage):
-    """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says."""
+    """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says. ``rewards``: the functions, in
+    the order of ``scores``, whose failure drops a group."""
 
     name = CREDIT
 
-    def __init__(self, algorithm: AlgorithmLike, truncated: Truncated = "train") -> None:
-        self.algorithm, self.truncated = algorithm, truncated
-        declared = credit_stage(algorithm, truncated)  # type: ignore[arg-type]
+    def __init__(self, algorithm: AlgorithmLike, truncated: Truncated = "train", rewards: Sequence[str] = ()) -> None:
+        self.algorithm, self.truncated, self.rewards = algorithm, truncated, rewards
+        declared = credit_stage(algorithm, truncated, {"scores": ""} if rewards else None)  # type: ignore[arg-type]
         self.fetches = tuple(declared.needs if declared else ())
 
     def room(self, held: int) -> int:
@@ -47,7 +51,7 @@ class Advantage(Stage):
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         tokens = claim.tokens.tolist()
-        members, results = credits(self.algorithm, rows, claim.group.tolist(), tokens, self.truncated)
+        members, results = credits(self.algorithm, rows, claim.group.tolist(), tokens, self.truncated, self.rewards)
         for output in outputs_of(members, results, tokens):
             yield output
 
@@ -58,23 +62,27 @@ def credits(
     groups: Sequence[int],
     tokens: Sequence[int] = (),
     truncated: Truncated = "train",
+    rewards: Sequence[str] = (),
 ) -> tuple[list[list[int]], list[Result]]:
     """The credit of each group of ``rows``, and the positions of its rows. ``groups`` names the group of each row;
-    ``tokens`` has the length of each response, which "train" does not need."""
+    ``tokens`` has the length of each response, which "train" does not need. A group in which one of the functions
+    ``rewards`` failed is dropped."""
     read = tuple(algorithm.credit_reads) if algorithm.credit_makes else ()
     columns, members = plain_columns(rows, read), groups_of(groups)
-    if truncated == "train":
-        return members, [algorithm.credit({n: rows_at(c, at) for n, c in columns.items()}) for at in members]
-    return members, [
-        _credit_of_rest(
-            algorithm,
-            {name: rows_at(column, at) for name, column in columns.items()},
-            rows["truncated"][at].tolist(),
-            [tokens[row] for row in at],
-            leave_out=truncated == "drop",
-        )
-        for at in members
-    ]
+    failed = rows["scores"].isinf() if rewards else torch.zeros(len(rows), 0)
+    results: list[Result] = []
+    for at in members:
+        group = {name: rows_at(column, at) for name, column in columns.items()}
+        if failures := failed[at].any(dim=0).nonzero()[:, 0].tolist():
+            results.append(Drop(f"reward {rewards[failures[0]]} failed"))
+        elif truncated != "train":
+            cut, lengths = rows["truncated"][at].tolist(), [tokens[row] for row in at]
+            results.append(_credit_of_rest(algorithm, group, cut, lengths, leave_out=truncated == "drop"))
+        elif algorithm.credit_makes:
+            results.append(algorithm.credit(group))
+        else:  # the stage drops groups, and does nothing else
+            results.append({passed_column(CREDIT): torch.ones(len(at), dtype=torch.bool)})
+    return members, results
 
 
 def _credit_of_rest(

@@ -19,7 +19,7 @@ from pipeline.index.client import Index
 from stages import device as devices
 from stages.engines.protocols import ColocatedEngine
 from stages.resharding.plan import Phase, ReshardPlan
-from stages.resharding.swap import State, Swap, SwapError, local_weights
+from stages.resharding.swap import State, Swap, SwapError
 from stages.training.device_lease import DeviceLease
 from stages.weights.store import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
 
@@ -56,7 +56,7 @@ class SharedDevice(DeviceLease):
         self.swap = Swap(
             plan,
             rank,
-            local_weights(trainer.model),
+            trainer.shards(),
             trainer.held,
             device=trainer.device,
             rollout=rollout.tensors,

@@ -25,6 +25,7 @@ import xxhash
 from pydantic import TypeAdapter
 from tensordict import TensorDict
 
+from stages.algorithms.interface import MOST_LOG_RATIO
 from stages.engines.protocols import RolloutEngine, TrainEngine
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> Gap:
     if not bool(difference.isfinite().all()):
         return Gap(math.inf, math.inf, math.inf, math.inf, tokens)
     size = difference.abs()
-    k3, q95 = (difference.exp() - 1 - difference).mean(), size.sort().values[math.ceil(0.95 * tokens) - 1]
+    cut = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    k3, q95 = (cut.exp() - 1 - cut).mean(), size.sort().values[math.ceil(0.95 * tokens) - 1]
     return Gap(float(size.max()), float(size.mean()), float(k3), float(q95), tokens)
 
 
@@ -123,12 +125,19 @@ class ProbeLimits:
     q95: float
     max: float = math.inf
 
+    @property
+    def k3(self) -> float:
+        """k3 is nearly half the mean of the squares. Where no difference exceeds ``q95``, this follows from ``mean``; so it
+        bounds the differences that may exceed ``q95``."""
+        return self.q95 * self.mean / 2
+
     def exceeded(self, gap: Gap) -> str | None:
         """What ``gap`` exceeds, with the key of the limit; None: it is within the limits."""
         judged = (
             (gap.max, self.max, f"the largest of {gap.tokens} tokens", "sync.probe_tolerance"),
             (gap.q95, self.q95, f"95th percentile of {gap.tokens} tokens", "sync.probe_tolerance"),
             (gap.mean, self.mean, f"mean of {gap.tokens} tokens", "sync.probe_mean_tolerance"),
+            (gap.k3, self.k3, f"k3 of {gap.tokens} tokens", "sync.probe_tolerance * sync.probe_mean_tolerance / 2"),
         )
         for found, limit, what, key in judged:
             if not found <= limit:
@@ -137,7 +146,9 @@ class ProbeLimits:
 
     def fields(self) -> dict[str, float]:
         """The fields of a ``sync`` event."""
-        return {f"gap_{name}_limit": limit for name, limit in asdict(self).items() if limit < math.inf}
+        return {
+            f"gap_{name}_limit": limit for name, limit in {**asdict(self), "k3": self.k3}.items() if limit < math.inf
+        }
 
 
 @dataclass(frozen=True)

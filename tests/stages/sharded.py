@@ -10,16 +10,18 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.families import model_of as family_model
 from orchestration.run import checkpoint
 from stages.algorithms.grpo import GRPO
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch import sharded as torch_sharded
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.sharded import ShardedTrainEngine, _whole, placement
+from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model
 from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import plan_reshard
-from stages.resharding.swap import Swap, local_weights
+from stages.resharding.swap import Swap
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 
 SIZES: dict[str, Any] = {
@@ -35,9 +37,12 @@ OPTIONS: dict[str, Any] = {"learning_rate": 1e-2, "total_steps": 10, "token_budg
 
 def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """``llama``: tied embeddings. ``biased``: a head of its own, and biases everywhere. ``qwen3``: norms of queries and
-    keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides."""
+    keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides. ``moe``: a buffer
+    that decides on experts, and experts that checkpoints have one by one."""
     torch.manual_seed(seed)
     model: PreTrainedModel
+    if kind == "moe":
+        return family_model("DeepSeek-V3", seed=seed, dtype=dtype)
     if kind == "qwen3":
         config = Qwen3Config(**SIZES, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
         model = Qwen3ForCausalLM(config)
@@ -84,7 +89,8 @@ def gradients_of_step(engine: Any, batch: TensorDict, of: Any) -> tuple[dict[str
 
     def record(*_: Any) -> None:
         for name, parameter in engine.model.named_parameters():
-            seen[name] = _whole(parameter.grad).clone()
+            trained = engine._trained[name] if name in engine._copies else parameter
+            seen[name] = _whole(trained.grad).clone()
 
     handle = engine._optimizer.register_step_pre_hook(record)
     metrics = dict(engine.train_batch(batch, of))
@@ -178,7 +184,11 @@ def opened(ranks: Ranks, folder: str) -> dict[str, Any]:
 
 def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
     """Steps in mixed precision: dtypes of what is computed, kept and published, and what came of it."""
-    engine = ShardedTrainEngine(model_of("qwen3"), ranks, compute=torch.bfloat16, **{**OPTIONS, "learning_rate": 1e-4})
+    options: dict[str, Any] = {**OPTIONS, "learning_rate": 1e-4, "compute": torch.bfloat16}
+    if ranks.world == 1:
+        engine = TorchTrainEngine(model_of("qwen3"), **options)
+    else:
+        engine = ShardedTrainEngine(model_of("qwen3"), ranks, **options)
     seen: dict[str, str] = {}
     layer = engine.model.model.layers[0]
     layer.mlp.register_forward_hook(lambda module, args, out: seen.update(computed=str(out.dtype)))
@@ -228,7 +238,7 @@ def taking_turns(ranks: Ranks, kind: str, compute: str) -> list[str]:
         swap = Swap(
             plan,
             ranks.rank,
-            local_weights(engine.model),
+            engine.shards(),
             engine.held,
             device=engine.device,
             rollout=decoder.weights.tensors(),

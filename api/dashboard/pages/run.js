@@ -123,6 +123,10 @@ export class RunPage {
         ({ get }) => [get("kl_behaviour")],
       ),
       plot(
+        { title: "Entropy", note: "nats, of the policy", floor: true, series: [{ label: "entropy", colour: "series-1" }] },
+        ({ get }) => [get("entropy")],
+      ),
+      plot(
         {
           title: "Staleness",
           note: "versions",

@@ -64,12 +64,12 @@ async def get_recipe(service: Service, path: RecipePath) -> StoredRecipe:
 async def check_recipe(service: Service, request: web.Request, body: RecipeSubmission, raw: bytes) -> CheckedRecipe:
     """Answers with every problem of the recipe (422), or with what follows from it. Nothing is started."""
     answer = await checked(service, request, raw, plan=True)
-    return CheckedRecipe(recipe=json.loads(answer["recipe"]), plan=answer["plan"])
+    return CheckedRecipe(recipe=json.loads(answer["recipe"]), plan=answer["plan"], examples=answer["examples"])
 
 
 async def checked(service: Service, request: web.Request, submission: bytes, *, plan: bool) -> dict[str, Any]:
-    """Return ``recipe``, the one that the body ``submission`` names or contains, as JSON with all defaults, and its ``plan``
-    if ``plan`` is true. Raises an HTTPProblem with every error of the recipe."""
+    """Return ``recipe``, the one that the body ``submission`` names or contains, as JSON with all defaults, and if ``plan``
+    is true its ``plan`` and ``examples``. Raises an HTTPProblem with every error of the recipe."""
     settings = service.settings.model_dump(mode="json")
     check = service.checks.ask({"settings": settings, "plan": plan, "submission": submission.decode()})
     try:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 
 from orchestration.recipe.checks.registry import check, problem
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import arena_bytes, heads_of
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
@@ -87,6 +88,26 @@ def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
             )
             fix = f"set pipeline.staleness >= {needed}, or rollout.{name} = {json.dumps(default)}"
             yield problem(recipe, f"rollout.{name}", wrong, fix)
+
+
+@check("rollout.top_k", "rollout.top_p", "algorithm", "stages", "reward.functions", "external")
+def samples_are_of_the_whole_distribution(recipe: Recipe) -> Iterator[Problem]:
+    rollout = recipe.rollout
+    if (not rollout.top_k and rollout.top_p == 1) or not recipe.runs_stage("update"):
+        return
+    try:
+        flow = flow_of(recipe)
+    except Exception:  # reported for the flow itself
+        return
+    if not (readers := [stage.name for stage in flow.stages if "rollout_logprobs" in stage.needs]):
+        return
+    key, off = ("top_k", "0") if rollout.top_k else ("top_p", "1.0")
+    wrong = (
+        f"draws tokens from a part of the vocabulary, while rollout_logprobs, which stage {readers[0]!r} reads, are of all "
+        "of it: importance weights would be wrong by the mass that was cut off, and training would sharpen the policy"
+    )
+    fix = f"set rollout.{key} = {off}; a lower rollout.temperature makes likely tokens likelier on both ends"
+    yield problem(recipe, f"rollout.{key}", wrong, fix)
 
 
 @check("pipeline.window", "pipeline.staleness", "train.groups_per_step")

@@ -9,6 +9,7 @@ import structlog
 
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import prompt_limits
+from orchestration.rewards.reward_set import droppers
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import terms_of
 from stages.external_checks import TERMS
@@ -47,9 +48,10 @@ class FlowJob(Job):
         )
         flow = flow_of(recipe)
         if recipe.runs_stage("reward") and "reward" in flow:
-            self.control(Reward(self.rewards(), self.tokenizer, tuple(flow["reward"].needs)))
+            self.control(Reward(await self.open_rewards(), self.tokenizer, tuple(flow["reward"].needs)))
         if CREDIT in flow:
-            self.control(Advantage(self.algorithm(), recipe.rollout.truncated))
+            rewards = droppers(recipe) if "scores" in flow[CREDIT].needs else ()
+            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards))
 
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)

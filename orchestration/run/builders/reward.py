@@ -11,4 +11,4 @@ class RewardJob(Job):
     """Computes the rewards of the rows that it claims, beside the reward stage of the `flow` worker."""
 
     async def build(self) -> None:
-        self.control(Reward(self.rewards(), self.tokenizer, tuple(flow_of(self.recipe)["reward"].needs)))
+        self.control(Reward(await self.open_rewards(), self.tokenizer, tuple(flow_of(self.recipe)["reward"].needs)))

@@ -19,14 +19,14 @@ from stages.engines.registry import Side
 VOCABULARY, WIDTH, EXPERTS = 512, 64, 4  # of the small model, at most
 
 
-def refusal(folder: Path, dtype: torch.dtype, side: Side) -> str:
-    """Returns why the torch engine of ``side`` cannot run the model of the config in ``folder``. Returns "" when it can,
-    and when a small model of its kind cannot be made."""
-    return _refusal(folder, (folder / "config.json").read_text(), dtype, side)
+def refusal(folder: Path, dtype: torch.dtype, side: Side, *, tp: bool = False) -> str:
+    """Returns why the torch engine of ``side`` cannot run the model of the config in ``folder``; ``tp``: with its matrices
+    split over several ranks. Returns "" when it can, and when a small model of its kind cannot be made."""
+    return _refusal(folder, (folder / "config.json").read_text(), dtype, side, tp)
 
 
 @lru_cache(maxsize=64)
-def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side) -> str:
+def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side, tp: bool) -> str:
     """``text``: the config's content, so that a changed config is read again."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -50,8 +50,12 @@ def _refusal(folder: Path, text: str, dtype: torch.dtype, side: Side) -> str:
             from stages.engines.torch.train import TorchTrainEngine
 
             TorchTrainEngine(model, learning_rate=1e-5, total_steps=1, device="cpu")
+            if tp:
+                from stages.engines.torch.sharded import planned_cuts
+
+                planned_cuts(model)
     except (ValueError, NotImplementedError) as error:
-        return str(error).removeprefix("model: ")
+        return str(error).removeprefix("model: ").removeprefix("tp: ")
     return ""
 
 

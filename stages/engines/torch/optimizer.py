@@ -1,9 +1,10 @@
-"""AdamW and its learning rate."""
+"""AdamW, its learning rate, and master weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -38,3 +39,43 @@ def adamw(
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas, fused=True)
     except RuntimeError:  # this device has no fused kernel
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas)
+
+
+def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """The optimizer's state of ``parameter``, created as AdamW creates it before its first step."""
+    state = optimizer.state[parameter]
+    if not state:
+        fused = bool(optimizer.param_groups[0]["fused"])
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else None)
+        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return state  # type: ignore[no-any-return]
+
+
+def master_weights(
+    model: nn.Module, trained: Mapping[str, nn.Parameter], compute: torch.dtype
+) -> dict[str, nn.Parameter]:
+    """Make the parameters of ``model`` copies in ``compute``; buffers keep their dtype. Returns the master weights, by the
+    names of ``trained``: what these parameters were. They get the gradients of their copies, added up in their own dtype."""
+    masters = {name: nn.Parameter(copy.detach()) for name, copy in trained.items()}
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().to(compute)
+    for name, copy in trained.items():
+        copy.register_post_accumulate_grad_hook(partial(_pass_gradient_on, masters[name]))
+    return masters
+
+
+def _pass_gradient_on(master: nn.Parameter, copy: torch.Tensor) -> None:
+    assert copy.grad is not None
+    if master.grad is None:
+        master.grad = copy.grad.to(master.dtype)
+    else:
+        master.grad += copy.grad
+    copy.grad = None
+
+
+@torch.no_grad()
+def renew(copies: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
+    """Make ``copies`` those of the present ``masters``."""
+    for name, copy in copies.items():
+        copy.copy_(masters[name])

@@ -15,6 +15,7 @@ every tp rank. Every call is collective: all ranks make the same calls in the sa
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import math
 import os
@@ -41,6 +42,7 @@ from stages import device as devices
 from stages.engines.plans import Ranks
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.train import TorchTrainEngine
+from stages.models import checkpoint_tensors
 from stages.resharding.layout import Layout, ModelState, Placement, place
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
@@ -96,9 +98,8 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     Every rank passes the same whole ``model`` (on the CPU), and to :meth:`train_batch` and :meth:`logprobs` the rows of its
     replica's share: at least one, disjoint from those of other replicas. Results equal those of one process with all rows,
-    up to the order of sums; metrics are the same on all ranks. Weights, gradient sums and optimizer state have the model's
-    dtype; ``compute`` is the dtype of the arithmetic and of :meth:`weights` (default: the same). A float32 model that
-    computes in bfloat16 is mixed precision with float32 master weights.
+    up to the order of sums; metrics are the same on all ranks. With ``compute``, FSDP2 makes the copies in which a rank
+    computes as it gathers a layer; a rank holds shards of the master weights alone.
 
     Raises ValueError for a tensor-parallel plan that this engine does not support.
     """
@@ -108,13 +109,12 @@ class ShardedTrainEngine(TorchTrainEngine):
         model: PreTrainedModel,
         ranks: Ranks,
         *,
-        compute: torch.dtype | None = None,
         store: dist.Store | None = None,
         timeout: float = 300.0,
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
-        self.ranks, self._compute_in = ranks, compute or model.dtype
+        self.ranks = ranks
         self._kind = type(model).__name__  # FSDP makes it another class
         self._joined, self._secret = store is not None, b""
         device = devices.of_rank(torch.device(device) if device is not None else devices.select(), ranks.rank)
@@ -123,7 +123,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             self._secret = bytes(store.get(_SECRET))
         super().__init__(model, device=device, **options)
 
-    def _place(self) -> dict[str, nn.Parameter]:
+    def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
         self._take_over(torch.device("cpu"))  # before the model is cut
         ranks, kind = self.ranks, self.device.type
         self._mesh = init_device_mesh(kind, (ranks.dp, ranks.tp), mesh_dim_names=("dp", "tp"))
@@ -132,7 +132,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             prove(self._secret, self.device, group)
         self.checkpoint_group = dist.new_group(backend="gloo")  # of calls beside those of training
         prove(self._secret, torch.device("cpu"), self.checkpoint_group)
-        master, self._dtype = self._dtype, self._compute_in
+        master, self._dtype = self._dtype, compute
         if ranks.tp > 1:
             _cut_matrices(self.model, self._mesh["tp"])
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
@@ -144,7 +144,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         self._sharded: dict[str, DTensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[misc]
         return {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
 
-    def _compute(self, packed: PackedBatch) -> torch.Tensor:
+    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return self.model(packed)  # type: ignore[no-any-return]
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
@@ -229,17 +229,23 @@ class ShardedTrainEngine(TorchTrainEngine):
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         """Every rank calls this, unless ``state`` is given. Rank 0 writes files of at most ``FILE_BYTES``, or of one
         tensor."""
-        sizes = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
+        learned = dict(self.model.named_parameters(remove_duplicate=False))
+        fixed = {name: value for name, value in self.model.state_dict().items() if name not in learned}
+        empty = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
+        empty |= {name: torch.empty_like(value, device="meta") for name, value in fixed.items()}
+        sizes = checkpoint_tensors(self.model, empty)
         files = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
         held: dict[str, dict[str, torch.Tensor]] = {}
-        for name, value in self.weights() if state is None else state["model"].items():
-            if self.ranks.rank or name not in sizes:
+        values = itertools.chain(self.weights(), fixed.items()) if state is None else state["model"].items()
+        for name, value in values:
+            if self.ranks.rank or name not in empty:
                 continue
             path.mkdir(parents=True, exist_ok=True)
-            file = files.tensor_to_filename[name]
-            held.setdefault(file, {})[name] = value.to("cpu", self._dtype).contiguous()
-            if len(held[file]) == len(files.filename_to_tensors[file]):
-                save_file(held.pop(file), path / file, metadata={"format": "pt"})
+            for saved, part in checkpoint_tensors(self.model, {name: value}).items():
+                file = files.tensor_to_filename[saved]
+                held.setdefault(file, {})[saved] = part.to("cpu", sizes[saved].dtype).contiguous()
+                if len(held[file]) == len(files.filename_to_tensors[file]):
+                    save_file(held.pop(file), path / file, metadata={"format": "pt"})
         if self.ranks.rank == 0:
             if files.is_sharded:
                 index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
@@ -296,8 +302,14 @@ def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
     and head stay whole. Raises ValueError for a plan that this engine does not support."""
     config, kind = model.config.get_text_config(), type(model).__name__
     for name in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(config, name) % tp:
-            raise ValueError(f"tp: {kind} has {name} = {getattr(config, name)}, which {tp} ranks cannot share evenly")
+        if (heads := getattr(config, name, 0)) % tp:
+            raise ValueError(f"tp: {kind} has {name} = {heads}, which {tp} ranks cannot share evenly")
+    return planned_cuts(model)
+
+
+def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
+    """:func:`cuts` for any number of ranks: the numbers of heads are not looked at."""
+    config, kind = model.config.get_text_config(), type(model).__name__
     plan = config.base_model_tp_plan
     if not plan:
         raise ValueError(f"tp: {kind} comes without a tensor-parallel plan; use tp = 1")

@@ -1,4 +1,4 @@
-"""Logprobs of given tokens from hidden states, in bounded memory, with a gradient."""
+"""Logprobs of given tokens from hidden states, in bounded memory, with a gradient; and the entropy beside them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import torch
 from stages.engines.torch.head import float32_logits
 
 LOGITS_BYTES = 256 * 2**20  # most that float32 logits may take at once
+ENTROPY_BYTES = {
+    "cpu": 4 * 2**20
+}  # of probabilities of which the entropy is computed at once; a CPU's caches hold them
+TINY = torch.finfo(torch.float32).tiny  # a smaller probability adds nothing to an entropy
 
 
 class TokenLogprobs(torch.autograd.Function):
     """Logprobs of ``targets`` [T] from the hidden states [U, d] that predict them, with at most ``LOGITS_BYTES`` of logits.
     If all logits fit they are kept for the backward, which turns them into their gradient in place; otherwise each chunk is
-    computed again."""
+    computed again. Also returns, without a gradient, the entropy [T] (nats) of the distribution that each target is of;
+    empty without ``with_entropy``."""
 
     @staticmethod
     def forward(
@@ -25,9 +30,11 @@ class TokenLogprobs(torch.autograd.Function):
         source: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
-    ) -> torch.Tensor:
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         size = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
         chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty(len(hidden) if with_entropy else 0, dtype=torch.float32, device=hidden.device)
         kept = None
         for start in range(0, len(hidden), size):
             logits = scaled_logits(hidden[start : start + size], weight, bias, temperature)
@@ -36,10 +43,14 @@ class TokenLogprobs(torch.autograd.Function):
             wanted = logits[at, targets[own]]
             peak, log_total = _softmax_in_place(logits)
             chosen[own] = wanted - peak[at] - log_total[at]
+            if with_entropy:
+                _entropy(logits, out=entropies[start : start + size])
             kept = logits if size >= len(hidden) else None
         ctx.save_for_backward(hidden, weight, bias, source, targets, kept)
         ctx.temperature, ctx.size = temperature, size
-        return chosen
+        entropy = entropies[source] if with_entropy else entropies
+        ctx.mark_non_differentiable(entropy)
+        return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -61,7 +72,7 @@ class TokenLogprobs(torch.autograd.Function):
             to_weight = to_logits.t() @ part if to_weight is None else to_weight.addmm_(to_logits.t(), part)
             if to_bias is not None:
                 to_bias += to_logits.sum(0)
-        return to_hidden, to_weight, to_bias, None, None, None
+        return to_hidden, to_weight, to_bias, None, None, None, None
 
 
 def scaled_logits(
@@ -78,3 +89,13 @@ def _softmax_in_place(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
     logits.div_(total)
     return peak[:, 0], total[:, 0].log()
+
+
+def _entropy(probabilities: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write the entropy [U] of each row of ``probabilities`` [U, V] to ``out``, in pieces."""
+    nbytes = ENTROPY_BYTES.get(probabilities.device.type, LOGITS_BYTES // 8)
+    rows = max(1, nbytes // (4 * probabilities.shape[1]))
+    for start in range(0, len(probabilities), rows):
+        part = probabilities[start : start + rows]
+        torch.sum(part.clamp(min=TINY).log_().mul_(part), -1, out=out[start : start + rows])
+    out.neg_()

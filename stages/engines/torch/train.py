@@ -27,10 +27,10 @@ from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import check_logits, replace_attention
-from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at
+from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, moments_of, renew
 from stages.engines.torch.packing import ATTENTION, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
-from stages.resharding.swap import training_state
+from stages.resharding.swap import local_weights, training_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +57,10 @@ class TorchTrainEngine:
     the CPU a step is deterministic bit for bit, given the batch and the number of threads, whatever the order of the batch's
     rows. The engine draws no random numbers.
 
+    ``compute``: dtype of the arithmetic and of :meth:`weights` (default: the model's). A lower one than the model's is mixed
+    precision: ``model`` becomes a copy in it, renewed after each step; the weights that it had are the master weights, in
+    whose dtype gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
+
     Raises ValueError for a model with logits that the packed computation does not reproduce; it is compared with the model's
     plain forward once.
     """
@@ -75,6 +79,7 @@ class TorchTrainEngine:
         token_budget: int | None = None,
         temperature: float = 1.0,
         activation_checkpointing: bool = False,
+        compute: torch.dtype | None = None,
         threads: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -85,37 +90,38 @@ class TorchTrainEngine:
         self.device = torch.device(device) if device is not None else devices.select()
         self.model = model
         self.step = 0
-        self._schedule: dict[str, Any] = {
-            "peak": learning_rate,
-            "total_steps": total_steps,
-            "warmup_steps": warmup_steps,
-            "schedule": schedule,
-        }
+        self._schedule: dict[str, Any] = {"peak": learning_rate, "total_steps": total_steps}
+        self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
         self._grad_clip, self._token_budget, self._threads = grad_clip, token_budget, threads
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        model.train(activation_checkpointing)  # transformers checkpoints only in training mode
-        if activation_checkpointing:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+        _prepare(model, activation_checkpointing)
         self._dtype = model.dtype  # of the arithmetic
-        self._trained = self._place()
+        self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
+        self._trained = self._place(compute or model.dtype)
         self._optimizer = adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
 
+    def shards(self) -> dict[str, torch.Tensor]:
+        """The weights that are trained, as this process holds them, by name, tied ones once: the master weights where there
+        are any."""
+        return local_weights(self.model) | {name: self._trained[name].detach() for name in self._copies}
+
     def held(self) -> Iterator[torch.Tensor]:
-        """The present gradients and optimizer state of this process."""
-        return training_state(self._optimizer)
+        """What this process holds beside :meth:`shards`: gradients, optimizer state, and the copies of master weights."""
+        yield from training_state(self._optimizer)
+        yield from (copy.detach() for copy in self._copies.values())
 
     # What an engine of several ranks does otherwise (``torch_sharded``): where the parameters lie, and all that depends
     # on the other ranks' share of the batch.
 
-    def _place(self) -> dict[str, nn.Parameter]:
-        """Move the model to its device. Returns the parameters for the optimizer, by name."""
+    def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
+        """Move the model to its device, to compute in ``compute``. Returns the parameters for the optimizer, by name."""
         nn.Module.to(self.model, self.device)
         self._take_over(self.device)
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if compute == self._dtype:
+            return trained
+        self._dtype, self._copies = compute, trained
+        return master_weights(self.model, trained, compute)
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         """Tokens, rows and groups of the whole mini-batch, and the passes through the model that each rank makes."""
@@ -128,7 +134,7 @@ class TorchTrainEngine:
     def _idle_pass(self) -> torch.Tensor:
         """One pass through the model on one token, while other ranks have work. Returns a logprob [1]."""
         token = torch.zeros(1, dtype=torch.int64)
-        return self._compute(pack([token], [[token]], self.device, self._dtype))
+        return self._compute(pack([token], [[token]], self.device))[0]
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         """Combine the metrics of all ranks: the largest of those called ``max_…``, the sum of the others."""
@@ -190,11 +196,13 @@ class TorchTrainEngine:
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:
             for pieces in plan:
+                logprobs, entropy = self._piece_logprobs(groups, pieces, responses)
                 numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
                 tokens = given.tokens(
                     numbers,
                     [at for at, piece in enumerate(pieces) for _ in piece.rows],
-                    self._piece_logprobs(groups, pieces, responses),
+                    logprobs,
+                    entropy,
                     total_tokens=total_tokens,
                     total_rows=total_rows,
                     total_groups=total_groups,
@@ -205,6 +213,7 @@ class TorchTrainEngine:
                 output = algorithm.loss(tokens)
                 output.loss.backward()
                 measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
+                measured["entropy"] = tokens.entropy.sum() / total_tokens  # type: ignore[union-attr]
                 for name, value in measured.items():
                     before = sums.get(name)
                     together = torch.maximum if name.startswith("max_") else torch.add
@@ -222,6 +231,7 @@ class TorchTrainEngine:
                     "learning_rate or look for logprobs that are not finite in the batch"
                 )
             self._optimizer.step()
+            renew(self._copies, self._trained)
             self.step += 1
         finally:
             self._forget_gradients()
@@ -239,7 +249,7 @@ class TorchTrainEngine:
         *_, passes = self._agree(0, 0, 0, len(plan))
         for piece in plan:
             numbers = [groups[piece.group].numbers[row] for row in piece.rows]
-            values = self._piece_logprobs(groups, [piece], responses).cpu()
+            values = self._piece_logprobs(groups, [piece], responses)[0].cpu()
             for n, part in zip(numbers, values.split([len(responses[n]) for n in numbers]), strict=True):
                 rows[n] = part
         for _ in range(passes - len(plan)):
@@ -252,12 +262,14 @@ class TorchTrainEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors (not copies) of the model and of AdamW's moments, by parameter name, tied ones once, and the
-        number of steps. Names and shapes do not depend on the layout."""
-        model = self.model.state_dict()
+        number of steps. Names and shapes do not depend on the layout, nor on whether ``model`` is the master weights."""
+        model = self.model.state_dict() | {name: self._trained[name].detach() for name in self._copies}
         once = {name for name, _ in self.model.named_parameters()}
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
         moments = {
-            moment: {name: self._saved(name, self._moments(p)[moment]) for name, p in self._trained.items()}
+            moment: {
+                name: self._saved(name, moments_of(self._optimizer, p)[moment]) for name, p in self._trained.items()
+            }
             for moment in ("exp_avg", "exp_avg_sq")
         }
         return {"model": {n: value for n, value in model.items() if n not in tied}, **moments, "step": self.step}
@@ -273,24 +285,16 @@ class TorchTrainEngine:
                 )
             for name, value in mine[part].items():
                 _local(value).copy_(_local(state[part][name]))
+        renew(self._copies, self._trained)
         self.step = state["step"]
         for parameter in self._trained.values():
-            self._moments(parameter)["step"].fill_(self.step)
-
-    def _moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """AdamW's state of ``parameter``, created as AdamW creates it before its first step."""
-        state = self._optimizer.state[parameter]
-        if not state:
-            fused = bool(self._optimizer.param_groups[0]["fused"])
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else None)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
+            moments_of(self._optimizer, parameter)["step"].fill_(self.step)
 
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
         self.model.config.__dict__.pop("quantization_config", None)
-        weights = None if state is None else {n: value.to(self._dtype) for n, value in state["model"].items()}
+        learned = dict(self.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
+        weights: Any = state and {n: v.to(self._dtype) if n in learned else v for n, v in state["model"].items()}
         self.model.save_pretrained(path, state_dict=weights)
 
     def close(self) -> None:
@@ -304,17 +308,20 @@ class TorchTrainEngine:
 
     def _piece_logprobs(
         self, groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """float32 [T]: the logprobs of the pieces' response tokens, piece by piece, row by row."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [T], [T]: logprobs and entropies of the pieces' response tokens, piece by piece, row by row."""
         rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
         prompts = [groups[piece.group].prompt for piece in pieces]
-        return self._compute(pack(prompts, rows, self.device, self._dtype))
+        return self._compute(pack(prompts, rows, self.device))
 
-    def _compute(self, packed: PackedBatch) -> torch.Tensor:
-        """float32 [T]: the logprobs of ``packed.targets``."""
+    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [T], [T]: the logprobs of ``packed.targets``, and the entropies of the distributions that they are of;
+        these are empty where nothing is trained."""
         hidden = self._hidden(packed)
         head = self.model.get_output_embeddings()
-        return TokenLogprobs.apply(hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature)  # type: ignore[no-any-return]
+        return TokenLogprobs.apply(  # type: ignore[no-any-return]
+            hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature, torch.is_grad_enabled()
+        )
 
     def _hidden(self, packed: PackedBatch) -> torch.Tensor:
         """[U, d]: last hidden states at the places that predict a response token."""
@@ -331,13 +338,23 @@ class TorchTrainEngine:
         plain = [self.model(input_ids=torch.cat([prompt, row])[None].to(device), use_cache=False) for row in rows]
         expected = torch.cat([out.logits[0, 3:-1] for out in plain]).float()
         replace_attention(self.model, ATTENTION, shared_prompt_attention)
-        packed = pack([prompt], [rows], device, self.model.dtype)
+        packed = pack([prompt], [rows], device)
         head = self.model.get_output_embeddings()
 
         def logits() -> torch.Tensor:
             return scaled_logits(self._hidden(packed), head.weight, head.bias, 1.0)[packed.source]
 
         check_logits(self.model, "a packed batch", logits, expected)
+
+
+def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.train(activation_checkpointing)  # transformers checkpoints only in training mode
+    if activation_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from stages.engines.vllm.library import ENGINE_PROCESS
 from stages.engines.vllm.weights import COLLECTIVE, HALF_LOADED, SHARED_MEMORY
+from stages.models import checkpoint_tensors, empty_model
 from stages.weights.collective import Credentials
 from stages.weights.store import Published, WeightStore
 
@@ -70,6 +71,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._store = WeightStore(Path(init_info.directory), slots=1)
         self._landing = ThreadPoolExecutor(1, "weights-land")  # one at a time: they write to the same memory
         self._engine = FileStore(init_info.landed, -1)
+        self._kind = empty_model(self.model_config.model)  # for the names of its checkpoints
 
     def start_weight_update(self) -> None:
         """Does nothing: the model is unchanged until the bytes have been verified."""
@@ -99,9 +101,10 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._store.verify(published)
 
     def _load(self, published: Published) -> None:
-        weights = self._store.view(published)
+        weights = checkpoint_tensors(self._kind, self._store.view(published))
         try:
             with torch.no_grad():
+                self._forget_packed_experts()
                 initialize_layerwise_reload(self.model)
                 self.model.load_weights(weights.items())
                 finalize_layerwise_reload(self.model, self.model_config)
@@ -115,6 +118,14 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             for head in self.model.modules():
                 if isinstance(head, ParallelLMHead):
                     head.quant_method.process_weights_after_loading(head)
+
+    def _forget_packed_experts(self) -> None:
+        """Have vLLM pack experts for the CPU again: it does so only when it first loads them, and would compute with new
+        weights in a layout that they are not in."""
+        for module in self.model.modules() if self.device.type == "cpu" else ():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def finish_weight_update(self) -> None:
         """Does nothing: ``update_weights`` has loaded the weights."""

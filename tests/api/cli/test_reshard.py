@@ -123,7 +123,8 @@ def test_a_model_that_the_engine_cannot_cut_is_named_in_its_words(tmp_path: Path
 
 
 def test_the_table_fits_a_terminal_and_names_phases_ranks_and_eq3() -> None:
-    code, out, _ = plan("tiny", "--train", "dp=4", "--rollout", "tp=2,dp=2", "--set", "model.dtype=bfloat16")
+    sets = ("--set", "model.dtype=bfloat16", "--set", "train.precision=model")
+    code, out, _ = plan("tiny", "--train", "dp=4", "--rollout", "tp=2,dp=2", *sets)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out

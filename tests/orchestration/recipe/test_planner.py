@@ -62,7 +62,7 @@ def test_memory_follows_weights_dtype_and_workers() -> None:
     assert single.train_bytes == 16 * single.parameters
     assert single.slot_bytes == 8 * single.parameters
     assert single.reference_bytes == 0
-    assert half.train_bytes == 8 * single.parameters
+    assert half.train_bytes == 18 * single.parameters, "float32 master weights, and the copy that computes"
     assert half.rollout_bytes == 3 * 4 * single.parameters
     assert of(algorithm={"options": {"kl_coef": 0.1}}).reference_bytes == 4 * single.parameters
 
@@ -86,9 +86,24 @@ def test_ranks_share_what_training_holds() -> None:
     assert four.train_bytes == 4 * alone.parameters
     assert (alone.copy_bytes, four.copy_bytes) == (12 * alone.parameters, 3 * alone.parameters)
     assert of(external={"stages": ["update"]}).copy_bytes == 0
-    mixed = of(model={"dtype": "bfloat16"}, train={"precision": "mixed"})
-    assert mixed.train_bytes == alone.train_bytes
+    half, mixed = {"dtype": "bfloat16"}, of(model={"dtype": "bfloat16"})
+    assert mixed.train_bytes == alone.train_bytes + 2 * alone.parameters, "one rank keeps the copy in which it computes"
+    assert of(model=half, train={"dp": 2, "tp": 2}).train_bytes == four.train_bytes
+    assert of(model=half, train={"precision": "model"}).train_bytes == alone.train_bytes / 2
     assert mixed.rollout_bytes == alone.rollout_bytes / 2
+
+
+def test_bfloat16_is_trained_in_mixed_precision_unless_a_recipe_says_otherwise() -> None:
+    half = {"dtype": "bfloat16"}
+    for settings in ({}, {"train": {"precision": "mixed"}}):
+        assert (recipe(model=half, **settings).mixed_precision, of(model=half, **settings).notices) == (True, [])
+    by_name = {"model": half, "train": {"precision": "model"}}
+    assert not recipe(**by_name).mixed_precision
+    (notice,) = of(**by_name).notices
+    assert notice.startswith('train.precision = "model": rounds updates to bfloat16')
+    assert of(**by_name, external={"stages": ["update"]}).notices == [], "another program trains"
+    exact = recipe(train={"precision": "model"})
+    assert (exact.mixed_precision, recipe().mixed_precision, of().notices) == (False, False, [])
 
 
 def test_what_takes_turns_is_never_held_together() -> None:
@@ -109,7 +124,8 @@ def test_what_takes_turns_is_never_held_together() -> None:
     assert 0 < two.turns.buckets <= 2 * 4096
     mixed = of(model={"dtype": "bfloat16"}, train={"precision": "mixed"}, **colocated)
     assert mixed.turns is not None
-    assert (mixed.turns.training, mixed.turns.generating) == (4 * weights, weights / 2)
+    assert (mixed.turns.training, mixed.turns.generating) == (4.5 * weights, weights / 2)
+    assert (mixed.turns.between, mixed.turns.host) == (1.5 * weights, 3.5 * weights)
     assert of().turns is None
 
 

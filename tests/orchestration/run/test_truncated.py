@@ -28,7 +28,7 @@ from tests.orchestration.runs import MOCK, TINY, complete, recipe
 HERE = "tests.orchestration.run.test_truncated"
 ENDS = {
     "rollout__stop": list("abcdefghijklm"),
-    "algorithm__group_size": 8,
+    "algorithm__group_size": 16,
 }  # about half of the rows end before the limit
 
 

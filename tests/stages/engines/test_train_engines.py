@@ -37,6 +37,11 @@ class TestTorch(TrainEngineContract):
         return TorchTrainEngine(model_of("qwen3", seed=seed), **OPTIONS)
 
 
+class TestMixedPrecision(TrainEngineContract):
+    def make(self, seed: int) -> TrainEngine:
+        return TorchTrainEngine(model_of("qwen3", seed=seed), compute=torch.bfloat16, **OPTIONS)
+
+
 class TestShardedOnOneRank(TrainEngineContract):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -57,7 +62,7 @@ class TestShardedOnOneRank(TrainEngineContract):
 
 
 class TestShardedOwningItsGroup(TrainEngineContract):
-    """As a recipe with mixed precision makes it on one rank."""
+    """In mixed precision."""
 
     @pytest.fixture(autouse=True)
     def _one_at_a_time(self) -> Iterator[None]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from stages.prompts.tasks import REWARDS, last_number, repeat
+from stages.rewards import stage
 from stages.rewards.registry import RewardError
-from stages.rewards.stage import RewardScores, RewardSet
+from stages.rewards.stage import FIRST, ErrorPolicy, RewardScores, RewardSet
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
@@ -34,16 +35,31 @@ def sees_everything(
     return [0.0, 1.0]
 
 
-def too_few(completions: list[str], **columns: Any) -> list[float]:
-    return [1.0]
+def too_many(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * (len(completions) + 1)
+
+
+def too_large(completions: list[str], **columns: Any) -> list[float]:
+    return [1e300 for _ in completions]
+
+
+calls: list[str] = []
+
+
+def third_time(completions: list[str], **columns: Any) -> list[float]:
+    """Raises in its first two calls with a row, each alone or among others."""
+    calls.append("".join(completions))
+    if any(sum(text in call for call in calls) < 3 for text in completions):
+        raise ConnectionError("busy")
+    return [1.0 for _ in completions]
 
 
 def not_numbers(completions: list[str], **columns: Any) -> list[Any]:
-    return [1.0, "good"]
+    return [*[1.0] * (len(completions) - 1), "good"]
 
 
 def not_finite(completions: list[str], **columns: Any) -> list[float]:
-    return [1.0, float("nan")]
+    return [*[1.0] * (len(completions) - 1), float("nan")]
 
 
 def not_a_list(completions: list[str], **columns: Any) -> float:
@@ -72,11 +88,11 @@ def score(
     prompts: list[Any],
     completions: list[str],
     fields: list[dict[str, Any]] | None = None,
-    **options: float,
+    **policy: Any,
 ) -> RewardScores:
     ids = [[1]] * len(completions)
     functions = [(name if name in REWARDS else f"{__name__}:{name}", weight) for name, weight in functions]
-    rewards = RewardSet(functions, **options)
+    rewards = RewardSet(functions, policy=ErrorPolicy(**policy))
     return asyncio.run(rewards.score(prompts, completions, ids, fields or [{}] * len(completions)))
 
 
@@ -111,21 +127,57 @@ def test_plain_functions_leave_the_loop_free_and_may_return_tensors() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too_few", "too_few' returned 1 scores for 2 rows"),
-        ("not_numbers", "not_numbers' gave row 1 'good'"),
-        ("not_finite", "not_finite' gave row 1 nan"),
+        ("too_many", "too_many' returned 2 scores for 1 rows"),
+        ("not_numbers", "not_numbers' returned 'good' as a score"),
+        ("not_finite", "not_finite' returned nan as a score"),
+        ("too_large", "too_large' returned 1e[+]300 as a score"),
         ("not_a_list", "not_a_list' returned a float"),
-        ("breaks_on_bad", r"breaks_on_bad' raised ZeroDivisionError.* at row 1: prompt 'q', completion 'bad'"),
+        ("breaks_on_bad", r"breaks_on_bad' raised ZeroDivisionError.* at prompt 'q', completion 'bad' .*, line \d+"),
+        ("never", r"never' took more than 0\.01 s for 1 rows"),
     ],
 )
 def test_what_a_function_does_wrong_is_named_with_its_row(name: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        score([("length", 1.0), (name, 1.0)], ["p", "q"], ["good", "bad"])
+        score([("length", 1.0), (name, 1.0)], ["p", "q"], ["good", "bad"], on_error="fail", timeout=0.01, retries=0)
 
 
-def test_a_function_that_hangs_is_named() -> None:
-    with pytest.raises(RewardError, match=r"never' took more than 0\.01 s for 1 rows"):
-        score([("never", 1.0)], ["p"], ["c"], timeout=0.01)
+def test_a_failure_costs_its_own_row_alone() -> None:
+    """In a call of three rows one fails: the others get their scores, whatever is done about the one."""
+    given: Any = [("length", 1.0), ("breaks_on_bad", 2.0)], ["p", "q", "r"], ["good", "bad", "fine"]
+    dropped = score(*given, on_error="drop")
+    assert dropped.failed.tolist() == [[False, False], [False, True], [False, False]]
+    assert dropped.total.tolist() == [6.0, 3.0, 6.0]
+    zero = score(*given, on_error="zero")
+    assert zero.scores.tolist() == [[4.0, 1.0], [3.0, 0.0], [4.0, 1.0]]
+    assert not zero.failed.any()
+
+
+def test_a_row_is_called_again_as_often_as_the_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "BACKOFF_SECONDS", 0.0)
+    for retries, failed in ((0, True), (1, True), (2, False)):
+        calls.clear()
+        assert score([("third_time", 1.0)], ["p"], ["c"], retries=retries).failed.item() is failed
+        assert calls == ["c"] * (retries + 1)
+        calls.clear()  # of several rows: one call of them all, then of each alone
+        score([("third_time", 1.0)], ["p", "p"], ["a", "b"], retries=retries)
+        assert sorted(calls) == sorted(["ab", *["a", "b"] * min(2, retries + 1)])
+
+
+def test_a_run_fails_when_too_many_of_the_recent_samples_fail() -> None:
+    rewards = RewardSet([(f"{__name__}:breaks_on_bad", 1.0)], policy=ErrorPolicy(retries=0, max_error_share=0.25))
+
+    async def one(completion: str) -> bool:
+        return bool((await rewards.score(["q"], [completion], [[1]], [{}])).failed)
+
+    async def all_of(completions: list[str]) -> list[bool]:
+        return [await one(completion) for completion in completions]
+
+    assert asyncio.run(all_of(["good", "good", "good", "bad"] * 100)) == [False, False, False, True] * 100
+    with pytest.raises(RewardError, match=r"breaks_on_bad' raised ZeroDiv.*'bad'.*65 of the last 256.*max_error_share"):
+        asyncio.run(one("bad"))
+    fresh = RewardSet([(f"{__name__}:breaks_on_bad", 1.0)], policy=ErrorPolicy(retries=0))
+    with pytest.raises(RewardError, match=f"{FIRST // 4 + 1} of the last {FIRST // 4 + 1} samples"):
+        asyncio.run(fresh.score(["q"] * 64, ["bad"] * 64, [[1]] * 64, [{}] * 64))
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,7 @@ async def test_a_recipe_is_checked_without_being_run(client: Client) -> None:
     answer = await (await client.post("/v1/recipes/check", json={"recipe_name": "mock"})).json()
     assert answer["recipe"]["pipeline"]["window"] == 1
     assert answer["plan"]["groups_in_flight"] == 8
+    assert [example["where"] for example in answer["examples"]] == ["row 1 of repeat"]
     assert (await (await client.get("/v1/runs?limit=1")).json())["runs"] == before
     await problem(await client.post("/v1/recipes/check", json={"recipe": {"name": "x"}}), 422)
 

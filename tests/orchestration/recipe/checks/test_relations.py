@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import plan
+from stages.algorithms import Algorithm, LossOutput
 from tests.orchestration.recipe.minimal import problems
 
 # Keys that do not fit a colocated run.
@@ -52,6 +54,31 @@ def test_problems_of_the_vllm_engine_are_reported_without_vllm(
     [blamed] = [problem for problem in found if problem.key == key]
     assert fix in blamed.wrong + "; " + blamed.fix
     assert str(blamed).startswith(key)
+
+
+@pytest.mark.parametrize("override", ["rollout.top_k=5", "rollout.top_p=0.9"])
+def test_filtered_samples_are_refused_where_something_reads_their_logprobs(minimal: Path, override: str) -> None:
+    key = override.partition("=")[0]
+    [blamed] = problems(minimal, override)
+    assert blamed.key == key
+    assert "stage 'update' reads" in blamed.wrong
+    assert f"set {key} = " in blamed.fix
+    load_recipe(minimal, [override, 'external.stages=["update"]'])
+    load_recipe(minimal, [override, f"algorithm.name={__name__}:Likely"])
+
+
+class Likely(Algorithm):
+    """Makes the likelier what was rewarded, and compares it with no other policy."""
+
+    @property
+    def loss_reads(self) -> dict[str, str]:
+        return {"advantage": "float32"}
+
+    def credit(self, group: Any) -> Any:
+        return {"advantage": group["reward"]}
+
+    def loss(self, tokens: Any) -> Any:
+        return LossOutput(tokens.mean(-tokens.logprobs * tokens["advantage"]))
 
 
 def test_an_arena_that_is_refused_is_accepted_with_the_size_that_the_fix_names(minimal: Path) -> None:

@@ -211,6 +211,21 @@ def test_a_hugging_face_checkpoint_of_any_layout_opens_with_transformers(
         assert torch.equal(got[name], weight), name
 
 
+def test_ranks_save_what_transformers_saves_of_a_model_with_experts(tmp_path: Path) -> None:
+    """By expert, as vLLM and other readers of checkpoints expect them, and with the buffers that routing needs."""
+    ranks, one = tmp_path / "ranks", tmp_path / "one"
+    on_ranks(2, 1, written, "moe", str(ranks), 400_000)
+    model_of("moe", dtype=torch.bfloat16).save_pretrained(one)
+    assert len(list(ranks.glob("*.safetensors"))) > 1
+    found, expected = (
+        {n: t for path in at.glob("*.safetensors") for n, t in load_file(path).items()} for at in (ranks, one)
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in found
+    assert found["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("kind", ["biased", "qwen3"])
 def test_ranks_begin_with_the_weights_of_a_hugging_face_checkpoint_in_several_files(kind: str, tmp_path: Path) -> None:
     model = model_of(kind, seed=5)

@@ -1,0 +1,125 @@
+"""Example prompts of a recipe, as its model reads them, and the check of its chat template. Both load the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestration.recipe.checks.registry import Environment, machine_check, problem
+from orchestration.recipe.planner import prompt_limits
+from orchestration.recipe.problems import Problem, RecipeError, split_fix
+from orchestration.recipe.schema import Recipe
+from stages.prompts.file_checks import PromptCheck
+from stages.prompts.files import PromptError, Reading, Row
+from stages.prompts.options import PromptOptions
+from stages.prompts.templates import check_chat_options, read_chat_template
+from stages.prompts.too_long import LongPrompts
+
+if TYPE_CHECKING:
+    from stages.models import Tokenizer
+
+FEW_ROWS = 20  # read of a file for an example
+QUESTION = "What is 3 + 4?"
+
+
+@dataclass(frozen=True)
+class ExamplePrompt:
+    """The prompt of one row: ``where`` it is, the ``text`` that the model reads, and how many ``tokens`` that has."""
+
+    where: str
+    text: str
+    tokens: int
+
+
+def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
+    """Render the first prompt of each source as a run would. Leaves out sources whose rows other programs or functions make,
+    and a prompt that is too long; returns none while the tokenizer of "smollm2" is not converted. Raises RecipeError for a
+    row that makes no prompt."""
+    tokenizer = _tokenizer(recipe)
+    if tokenizer is None:
+        return []
+    from stages.prompts.formatter import PromptFormatter
+
+    found = []
+    try:
+        for part in recipe.prompts.parts().values():
+            row, form = _first_row(part, recipe.seed), PromptFormatter(part, tokenizer, prompt_limits(recipe))
+            if row is not None and (prompt := form.bounded(*row, LongPrompts(None))) is not None:
+                found.append(ExamplePrompt(row[1], prompt.text, len(prompt.ids)))
+    except PromptError as error:
+        wrong, fix = split_fix(str(error).removeprefix("prompts: "))
+        raise RecipeError(recipe.name, [Problem("prompts", None, wrong, fix)]) from error
+    return found
+
+
+def _tokenizer(recipe: Recipe) -> Tokenizer | None:
+    """The recipe's tokenizer; None where it cannot be loaded, or not at once."""
+    from stages.models import is_ready, load_tokenizer
+
+    source = "tiny" if recipe.model.source == "mock" else recipe.model.source
+    try:
+        return load_tokenizer(source) if is_ready(source) else None
+    except (OSError, ValueError, ImportError):  # what is wrong with the model is another check's
+        return None
+
+
+def _first_row(options: PromptOptions, seed: int) -> tuple[Row, str] | None:
+    """The first row of a source and where it is; None where it cannot be had without running code of the user."""
+    from stages.prompts.tables import open_rows
+
+    match options.source:
+        case "jsonl" | "parquet":
+            check = PromptCheck(options, Reading(rows=FEW_ROWS))
+            for _ in check.faults():
+                pass
+            return check.example
+        case "external":
+            return None
+        case "datasets" if ":" in str(options.path):
+            return None
+    # A task without a size makes its rows one by one.
+    config = {name: value for name, value in options.config.items() if name != "size"}
+    rows = open_rows(options.model_copy(update={"config": config}), seed)
+    where = f"row 1 of {options.task or options.path}"
+    return (rows(0) if callable(rows) else rows[0]), where
+
+
+@machine_check("prompts", "model.source")
+def chat_template_renders(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    prompts = recipe.prompts
+    key = "prompts.chat_template" if prompts.chat_template else "prompts.chat_template_options"
+    if not getattr(prompts, key.removeprefix("prompts.")):
+        return
+    try:
+        tokenizer, template = _tokenizer(recipe), None
+        if prompts.chat_template:
+            template = read_chat_template(prompts.chat_template)
+        elif tokenizer is not None:
+            template = tokenizer.chat_template
+        if template is None:
+            if tokenizer is not None:
+                fix = "give one with prompts.chat_template, or take them out"
+                yield problem(recipe, key, f"has no effect: model.source = {recipe.model.source!r} has none", fix)
+            return
+        check_chat_options(template, prompts.chat_template_options)
+        if tokenizer is not None:
+            from stages.prompts.formatter import PromptFormatter
+
+            for name, part in prompts.parts().items():
+                found = environment.prompts[name].example if name in environment.prompts else None
+                row, where = found or ({part.column: [{"role": "user", "content": QUESTION}]}, "an example")
+                PromptFormatter(part, tokenizer).bounded(row, where, LongPrompts(None))
+    except PromptError as error:
+        yield _template_problem(recipe, key, str(error))
+
+
+def _template_problem(recipe: Recipe, key: str, text: str) -> Problem:
+    """The message of a PromptError as a problem of the option that it begins with, or else of ``key``."""
+    options = "prompts.chat_template_options."
+    if text.startswith(options):
+        name = text.partition(" ")[0]
+        value = recipe.prompts.chat_template_options.get(name.removeprefix(options))
+        return Problem(name, value, *split_fix(text.removeprefix(name).lstrip()))
+    text = text.removeprefix(f"{key} = {recipe.prompts.chat_template!r} ").removeprefix("prompts: ")
+    return problem(recipe, key, *split_fix(text))

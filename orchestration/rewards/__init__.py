@@ -1,0 +1,1 @@
+"""Reward functions in processes of their own: the pool, and what runs in each process."""

@@ -1,0 +1,65 @@
+"""The table of model families: its command runs and sees differences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.families import ROPE_CHANGE, WINDOW, model_of
+from benchmarks.models import COLUMNS, LENGTH, PROMPTS, Failed, judged, main, plain_rows, sequences
+from stages.weights.store import ProbeRule
+
+
+@pytest.mark.timeout(600)
+def test_the_command_measures_each_column_of_a_dense_model_and_of_one_with_experts(tmp_path: Path) -> None:
+    file = tmp_path / "models.json"
+    families = ["--family", "Qwen3", "--family", "Qwen3-MoE"]
+    assert main([*families, "--dtype", "float32", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())["float32"]
+    assert found.keys() == {"Qwen3", "Qwen3-MoE"}
+    for name, cells in found.items():
+        assert cells.keys() == {*COLUMNS} - {"vllm"}
+        states = {column: cell["state"] for column, cell in cells.items()}
+        assert states == dict.fromkeys(states, "works") | ({"tp": "refused"} if name == "Qwen3-MoE" else {})
+    assert "moe_tp_experts" in found["Qwen3-MoE"]["tp"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("family", "without"),
+    [
+        ("Mistral", {"sliding_window": None}),
+        ("Gemma 2", {"sliding_window": 255}),
+        ("Gemma 2", {"attn_logit_softcapping": None}),
+        ("Gemma 2", {"final_logit_softcapping": None}),
+        ("Granite", {"logits_scaling": 1.0}),
+        ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("SmolLM3", {"no_rope_layers": [1, 1, 1, 1]}),
+    ],
+)
+def test_what_a_family_has_shows_in_the_logprobs(family: str, without: dict[str, object]) -> None:
+    """An engine that ignored it would be outside of the limits, in bfloat16's too."""
+    model, other = model_of(family), model_of(family, **without)
+    other.load_state_dict(model.state_dict())
+    rows = sequences()
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(Failed, match="logprobs differ by"):
+            judged(plain_rows(other, rows), plain_rows(model, rows), ProbeRule(dtype, 4))
+
+
+def test_sinks_show_in_the_logprobs() -> None:
+    model, rows = model_of("gpt-oss"), sequences()
+    with_sinks = plain_rows(model, rows)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.constant_(parameter, -1e4)
+    with pytest.raises(Failed, match="logprobs differ by"):
+        judged(plain_rows(model, rows), with_sinks, ProbeRule(torch.bfloat16, 4))
+
+
+def test_sequences_pass_the_window_and_the_length_at_which_rope_changes() -> None:
+    assert min(PROMPTS) < WINDOW < max(PROMPTS) < ROPE_CHANGE < LENGTH
+    lengths = [len(prompt) + len(response) for prompt, response in sequences()]
+    assert min(lengths) < ROPE_CHANGE < max(lengths) == LENGTH

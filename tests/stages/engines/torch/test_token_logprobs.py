@@ -1,0 +1,73 @@
+"""The entropy beside logprobs: right, without a gradient, and without an effect on the bits of what is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stages.algorithms.grpo import GRPO
+from stages.engines.torch import token_logprobs
+from stages.engines.torch.token_logprobs import TokenLogprobs
+from tests.batches import make_batch
+from tests.stages.algorithms.test_interface import Observing
+from tests.stages.engines.torch.test_train import engine_of, tiny_llama
+
+SOURCE = torch.tensor([0, 0, 1, 3, 3, 2, 4])  # places that several rows share, and not in order
+TARGETS = torch.tensor([5, 1, 0, 2, 2, 7, 9])
+
+
+def logprobs(dtype: torch.dtype, with_entropy: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 16, dtype=dtype, requires_grad=True)
+    weight = (3 * torch.randn(11, 16)).to(dtype).requires_grad_()
+    chosen, entropy = TokenLogprobs.apply(hidden, weight, None, SOURCE, TARGETS, 0.7, with_entropy)
+    assert not entropy.requires_grad
+    chosen.square().sum().backward()
+    expected = ((hidden.float() @ weight.float().T) / 0.7).log_softmax(-1)
+    wanted = -(expected.exp() * expected).sum(-1)[SOURCE]
+    if with_entropy:
+        torch.testing.assert_close(entropy, wanted)
+    return [chosen.detach(), hidden.grad, weight.grad]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [2, 256])
+def test_the_entropy_is_that_of_each_distribution_and_changes_no_bit(
+    dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", chunk * 4 * 11)
+    monkeypatch.setitem(token_logprobs.ENTROPY_BYTES, "cpu", 3 * 4 * 11)
+    for one, other in zip(logprobs(dtype, False), logprobs(dtype, True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_probability_of_zero_adds_nothing() -> None:
+    weight = torch.tensor([[200.0], [-200.0], [-200.0]])
+    _, entropy = TokenLogprobs.apply(torch.ones(1, 1), weight, None, torch.tensor([0]), torch.tensor([0]), 1.0, True)
+    assert entropy.tolist() == [pytest.approx(0.0, abs=1e-30)]
+
+
+def test_a_step_reports_the_mean_over_trained_tokens() -> None:
+    batch, algorithm = make_batch(), Observing()
+    rows = [torch.arange(len(row)) % 2 == 0 for row in batch["response_ids"].unbind()]
+    batch["loss_mask"] = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    metrics = engine_of(tiny_llama(), token_budget=20).train_batch(batch, algorithm)
+    entropies = torch.cat([tokens.entropy for tokens in algorithm.batches])
+    assert len(entropies) == sum(int(row.sum()) for row in rows)
+    assert metrics["entropy"] == pytest.approx(float(entropies.mean()))
+    model, wanted = tiny_llama(), []
+    columns = (batch[name].unbind() for name in ("prompt_ids", "response_ids"))
+    for prompt, response, kept in zip(*columns, rows, strict=True):
+        with torch.no_grad():
+            own = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        wanted.append(-(own.exp() * own).sum(-1)[kept])
+    assert metrics["entropy"] == pytest.approx(float(torch.cat(wanted).mean()), rel=1e-5)
+
+
+def test_gaps_beyond_any_ratio_do_not_overflow() -> None:
+    batch = make_batch()
+    batch["rollout_logprobs"] = torch.nested.nested_tensor(
+        [torch.full_like(row, -1e4) for row in batch["rollout_logprobs"].unbind()], layout=torch.jagged
+    )
+    metrics = engine_of(tiny_llama()).train_batch(batch, GRPO())
+    assert all(torch.tensor(value).isfinite() for value in metrics.values()), metrics
