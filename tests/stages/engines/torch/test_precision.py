@@ -230,13 +230,13 @@ class Wrong(TorchRolloutEngine):
 
 
 class Trainer:
-    """Trains in bfloat16 on what ``rollout`` generates, and publishes, as an update stage does."""
+    """Trains in mixed precision on what ``rollout`` generates, and publishes, as an update stage does."""
 
     def __init__(self, index: Index, store: WeightStore, rollout: TorchRolloutEngine, **options: Any) -> None:
         self.rollout = rollout
         options = {"learning_rate": 1e-3, "total_steps": 9, "threads": 1, **options}
         self.index, self.store, self.version = index, store, 0
-        self.engine = TorchTrainEngine(made("untied"), **options)
+        self.engine = TorchTrainEngine(made("untied").float(), compute=torch.bfloat16, **options)
         self.rows: list[list[int]] = []
 
     async def step(self) -> None:
