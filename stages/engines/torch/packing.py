@@ -2,8 +2,10 @@
 
     [ prompt A | response A0 | response A1 | … | prompt B | response B0 | … ]      one row of tokens
 
-Attention of a response is causal over [keys of its prompt; its own keys], and gradients flow into the shared prompt. The
-last token of a response predicts nothing, so it is not fed; logits are computed only where a response token is predicted.
+Attention of a response is causal over [keys of its prompt; its own keys], and gradients flow into the shared prompt: the
+prompt's keys are read where they are by all its rows at once, and merged with the rows' own (stages/engines/torch/
+attention.py). The last token of a response predicts nothing, so it is not fed; logits are computed only where a response
+token is predicted.
 """
 
 from __future__ import annotations
@@ -14,33 +16,58 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.autograd.function import once_differentiable
 
-from stages.engines.torch.attention_interface import refuse_options
+from stages.engines.torch.attention import FEW_KEYS, Scores, attend, attend_backward, merge, wide
 
 ATTENTION = "asyncdock_shared_prompt"  # name of shared_prompt_attention in transformers' attention interface
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Rows of a piece that attend in one call: ``count`` rows padded to ``longest`` tokens. ``gather`` int64 [count *
-    longest] indexes packed tokens for the padded block, ``scatter`` int64 indexes its real tokens; both are None when all
-    rows are equally long and the block is a view of ``start:end``."""
+    """Rows ``start:end`` of the packed tokens, which attend to themselves in one call: ``count`` rows padded to ``longest``
+    tokens. ``joined``: tokens of the prompt, which rows of few keys attend to in the same call, over a copy for each row
+    (faster for them than to merge two outputs), or 0. ``real`` int64 has the places of their tokens in the padded block;
+    None: all rows are equally long."""
 
     start: int
     end: int
     count: int
     longest: int
-    gather: torch.Tensor | None
-    scatter: torch.Tensor | None
-    bias: torch.Tensor  # [longest, P + longest]: -inf where a token of the row is not yet visible
+    joined: int
+    real: torch.Tensor | None
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [count, heads, longest, …] of the packed tokens ``x`` [S, heads, …], with zeros as padding."""
+        x = x[self.start : self.end]
+        if self.real is not None:
+            x = x.new_zeros(self.count * self.longest, *x.shape[1:]).index_copy_(0, self.real, x)
+        return x.unflatten(0, (self.count, self.longest)).transpose(1, 2)
+
+    def keys(self, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+        """Of the packed keys or values ``x``, those that the rows see here. ``prompt`` [1, heads, P, D]: its own."""
+        rows = self.padded(x)
+        return torch.cat([prompt.expand(self.count, -1, -1, -1), rows], 2) if self.joined else rows
+
+    def places(self) -> torch.Tensor:
+        """int64 [longest]: positions of a row's tokens, counted from the first of :meth:`keys`."""
+        return torch.arange(self.joined, self.joined + self.longest)
+
+    def packed(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`padded`: their tokens [end - start, heads, …]."""
+        x = x.transpose(1, 2).flatten(0, 1)
+        return x if self.real is None else x.index_select(0, self.real)
 
 
 @dataclass(frozen=True)
 class PackedPiece:
-    prompt_start: int
-    prompt_end: int
+    """A prompt among the packed tokens, and its rows. ``apart``: those of blocks that do not join the prompt; they attend to
+    it in one call. ``positions`` int64, on the CPU: of the tokens ``apart``."""
+
+    prompt: slice
     blocks: tuple[AttentionBlock, ...]
+    apart: slice
+    positions: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -53,12 +80,9 @@ class PackedBatch:
     places: torch.Tensor  # int64 [U], which of the S
     source: torch.Tensor  # int64 [T], which of the U predicts the token
     targets: torch.Tensor  # int64 [T]
-    longest: int  # prompt and response together
 
 
-def pack(
-    prompts: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]], device: torch.device, dtype: torch.dtype
-) -> PackedBatch:
+def pack(prompts: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> PackedBatch:
     """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are counted in this order."""
     ids, positions, pieces, source = [], [], [], []
     at = 0
@@ -66,13 +90,15 @@ def pack(
         length = len(prompt)
         prompt_end = row_start = at + length
         ids += [prompt, *(response[:-1] for response in responses)]
-        positions.append(torch.arange(length))
         fed = [len(response) - 1 for response in responses]
+        own = [torch.arange(length, length + tokens) for tokens in fed]
+        positions += [torch.arange(length), *own]
         for tokens in fed:
-            positions.append(torch.arange(length, length + tokens))
             source += [torch.tensor([prompt_end - 1]), torch.arange(row_start, row_start + tokens)]
             row_start += tokens
-        pieces.append(PackedPiece(at, prompt_end, tuple(_blocks(prompt_end, length, fed, device, dtype))))
+        blocks = tuple(_blocks(prompt_end, length, fed, device))
+        apart = slice(prompt_end, max([prompt_end, *(block.end for block in blocks if not block.joined)]))
+        pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, torch.cat(own)[: apart.stop - apart.start]))
         at = row_start
     places, which = torch.cat(source).unique(return_inverse=True)
     return PackedBatch(
@@ -82,30 +108,22 @@ def pack(
         places=places.to(device),
         source=which.to(device),
         targets=torch.cat([response for responses in rows for response in responses]).to(device),
-        longest=max(len(p) + len(r) for p, responses in zip(prompts, rows, strict=True) for r in responses),
     )
 
 
-def _blocks(
-    start: int, prompt: int, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
-) -> Iterable[AttentionBlock]:
-    """Blocks of the rows packed from ``start`` on, longest first. Within a block no row is padded to more than twice its
-    length. Rows without fed tokens are in none."""
+def _blocks(start: int, prompt: int, lengths: Sequence[int], device: torch.device) -> Iterable[AttentionBlock]:
+    """Blocks of the rows of a ``prompt`` of so many tokens, packed from ``start`` on, longest first. Within a block
+    no row is padded to more than twice its length. Rows without fed tokens are in none."""
     first, count = 0, sum(length > 0 for length in lengths)
     while first < count:
         longest = lengths[first]
         last = first + sum(2 * length >= longest for length in lengths[first:count])
         members = torch.tensor(lengths[first:last])
-        end = start + int(members.sum())
-        gather = scatter = None
+        end, real = start + int(members.sum()), None
         if int(members.min()) < longest:
-            columns = torch.arange(longest)
-            real = columns < members[:, None]
-            offsets = (start + members.cumsum(0) - members)[:, None]
-            gather = torch.where(real, offsets + columns, offsets).flatten().to(device)
-            scatter = real.flatten().nonzero()[:, 0].to(device)
-        bias = torch.full((longest, prompt + longest), -torch.inf, dtype=dtype, device=device).triu(prompt + 1)
-        yield AttentionBlock(start, end, last - first, longest, gather, scatter, bias)
+            real = (torch.arange(longest) < members[:, None]).flatten().nonzero()[:, 0].to(device)
+        joined = prompt if prompt + longest <= FEW_KEYS else 0
+        yield AttentionBlock(start, end, last - first, longest, joined, real)
         first, start = last, end
 
 
@@ -117,31 +135,89 @@ def shared_prompt_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers over a packed micro-batch: ``query`` [1, H, S, D], ``key`` and ``value`` [1, KV
-    heads, S, D]. Returns [1, S, H, D]."""
-    packed: PackedBatch = options["packed"]
-    refuse_options(options)
-    if sliding_window is not None and packed.longest > sliding_window:
-        raise NotImplementedError(f"a sequence of {packed.longest} tokens over a sliding window of {sliding_window}")
+    heads, S, D or another size]. ``s_aux`` [H]: attention sinks. Returns [1, S, H, size of the values]."""
+    scores = Scores.of(query, scaling, sliding_window, options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, heads, D]
-    shared: dict[str, Any] = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
-    out = []
-    for piece in packed.pieces:
-        prompt = slice(piece.prompt_start, piece.prompt_end)
-        qp, kp, vp = (x[prompt].transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, P, D]
-        out.append(scaled_dot_product_attention(qp, kp, vp, is_causal=True, **shared)[0].transpose(0, 1))
-        for block in piece.blocks:
-            qr, kr, vr = (_rows(x, block) for x in (q, k, v))  # [count, heads, longest, D]
-            kr = torch.cat([kp.expand(block.count, -1, -1, -1), kr], 2)
-            vr = torch.cat([vp.expand(block.count, -1, -1, -1), vr], 2)
-            rows = scaled_dot_product_attention(qr, kr, vr, attn_mask=block.bias, **shared)
-            rows = rows.transpose(1, 2).flatten(0, 1)
-            out.append(rows if block.scatter is None else rows.index_select(0, block.scatter))
-    return torch.cat(out)[None], None
+    out: torch.Tensor = _SharedPromptAttention.apply(q, k, v, s_aux, options["packed"], scores)  # type: ignore[no-untyped-call]
+    return out[None], None
 
 
-def _rows(x: torch.Tensor, block: AttentionBlock) -> torch.Tensor:
-    x = x[block.start : block.end] if block.gather is None else x.index_select(0, block.gather)
-    return x.unflatten(0, (block.count, block.longest)).transpose(1, 2)
+class _SharedPromptAttention(torch.autograd.Function):
+    """Keeps queries, keys, values, outputs and log-sum-exps: memory linear in the tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        packed: PackedBatch,
+        scores: Scores,
+    ) -> torch.Tensor:
+        out, total = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=wide(q))
+        for piece in packed.pieces:
+            of_prompt = _batch(k, piece.prompt), _batch(v, piece.prompt)
+            _put(out, total, piece.prompt, *attend(_batch(q, piece.prompt), *of_prompt, _places(piece.prompt), scores))
+            for block in piece.blocks:
+                keys, values = (block.keys(x, own) for x, own in zip((k, v), of_prompt, strict=True))
+                found = attend(block.padded(q), keys, values, block.places(), scores)
+                out[block.start : block.end], total[block.start : block.end] = (block.packed(x) for x in found)
+            if len(piece.positions):
+                found = attend(_batch(q, piece.apart), *of_prompt, piece.positions, scores)
+                _put(out, total, piece.apart, *merge(_batch(out, piece.apart), _batch(total, piece.apart), *found))
+        if sinks is not None:
+            out, total = merge(out, total, None, sinks.to(total.dtype))
+        ctx.save_for_backward(q, k, v, sinks, out, total)
+        ctx.packed, ctx.scores = packed, scores
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, total = ctx.saved_tensors
+        to_q, to_k, to_v = (torch.empty_like(x) for x in (q, k, v))
+        of_queries = gradient, q, out, total
+        for piece in ctx.packed.pieces:
+            g, queries, o, t = (_batch(x, piece.prompt) for x in of_queries)
+            keys, values = _batch(k, piece.prompt), _batch(v, piece.prompt)
+            to_prompt = attend_backward(g, queries, keys, values, o, t, _places(piece.prompt), ctx.scores)
+            for block in piece.blocks:
+                g, queries, o, t = (block.padded(x) for x in of_queries)
+                seen = block.keys(k, keys), block.keys(v, values)
+                of_row, *found = attend_backward(g, queries, *seen, o, t, block.places(), ctx.scores)
+                to_q[block.start : block.end] = block.packed(of_row)
+                for whole, part in zip((to_k, to_v), found, strict=True):
+                    whole[block.start : block.end] = block.packed(part[:, :, block.joined :])
+                if block.joined:
+                    shared = (part[:, :, : block.joined].sum(0, keepdim=True) for part in found)
+                    to_prompt = to_prompt[0], *(a + b for a, b in zip(to_prompt[1:], shared, strict=True))
+            if len(piece.positions):
+                g, queries, o, t = (_batch(x, piece.apart) for x in of_queries)
+                of_row, *found = attend_backward(g, queries, keys, values, o, t, piece.positions, ctx.scores)
+                to_q[piece.apart] += of_row[0].transpose(0, 1)
+                to_prompt = to_prompt[0], *(a + b for a, b in zip(to_prompt[1:], found, strict=True))
+            for whole, part in zip((to_q, to_k, to_v), to_prompt, strict=True):
+                whole[piece.prompt] = part[0].transpose(0, 1)
+        to_sinks = None
+        if sinks is not None:
+            weight = (sinks.to(total.dtype) - total).exp()
+            to_sinks = -(weight * (gradient * out).sum(-1, dtype=total.dtype)).sum(0).to(sinks.dtype)
+        return to_q, to_k, to_v, to_sinks, None, None
+
+
+def _batch(x: torch.Tensor, tokens: slice) -> torch.Tensor:
+    """``tokens`` of ``x`` [S, heads, …] as a batch of one row, [1, heads, n, …]."""
+    return x[tokens].transpose(0, 1)[None]
+
+
+def _put(out: torch.Tensor, total: torch.Tensor, tokens: slice, found: torch.Tensor, found_total: torch.Tensor) -> None:
+    out[tokens], total[tokens] = found[0].transpose(0, 1), found_total[0].transpose(0, 1)
+
+
+def _places(tokens: slice) -> torch.Tensor:
+    return torch.arange(tokens.stop - tokens.start)

@@ -134,7 +134,7 @@ class TorchTrainEngine:
     def _idle_pass(self) -> torch.Tensor:
         """One pass through the model on one token, while other ranks have work. Returns a logprob [1]."""
         token = torch.zeros(1, dtype=torch.int64)
-        return self._compute(pack([token], [[token]], self.device, self._dtype))[0]
+        return self._compute(pack([token], [[token]], self.device))[0]
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         """Combine the metrics of all ranks: the largest of those called ``max_…``, the sum of the others."""
@@ -312,7 +312,7 @@ class TorchTrainEngine:
         """float32 [T], [T]: logprobs and entropies of the pieces' response tokens, piece by piece, row by row."""
         rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
         prompts = [groups[piece.group].prompt for piece in pieces]
-        return self._compute(pack(prompts, rows, self.device, self._dtype))
+        return self._compute(pack(prompts, rows, self.device))
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [T], [T]: the logprobs of ``packed.targets``, and the entropies of the distributions that they are of;
@@ -338,7 +338,7 @@ class TorchTrainEngine:
         plain = [self.model(input_ids=torch.cat([prompt, row])[None].to(device), use_cache=False) for row in rows]
         expected = torch.cat([out.logits[0, 3:-1] for out in plain]).float()
         replace_attention(self.model, ATTENTION, shared_prompt_attention)
-        packed = pack([prompt], [rows], device, self.model.dtype)
+        packed = pack([prompt], [rows], device)
         head = self.model.get_output_embeddings()
 
         def logits() -> torch.Tensor:

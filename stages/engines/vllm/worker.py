@@ -104,6 +104,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         weights = checkpoint_tensors(self._kind, self._store.view(published))
         try:
             with torch.no_grad():
+                self._forget_packed_experts()
                 initialize_layerwise_reload(self.model)
                 self.model.load_weights(weights.items())
                 finalize_layerwise_reload(self.model, self.model_config)
@@ -117,6 +118,14 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             for head in self.model.modules():
                 if isinstance(head, ParallelLMHead):
                     head.quant_method.process_weights_after_loading(head)
+
+    def _forget_packed_experts(self) -> None:
+        """Have vLLM pack experts for the CPU again: it does so only when it first loads them, and would compute with new
+        weights in a layout that they are not in."""
+        for module in self.model.modules() if self.device.type == "cpu" else ():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def finish_weight_update(self) -> None:
         """Does nothing: ``update_weights`` has loaded the weights."""

@@ -220,17 +220,6 @@ def test_a_model_that_cannot_be_packed_is_refused_by_name() -> None:
         engine_of(AutoModelForCausalLM.from_config(config))  # type: ignore[arg-type]
 
 
-def test_a_sequence_longer_than_the_sliding_window_is_refused() -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model("mistral", vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-                                  num_attention_heads=2, num_key_value_heads=2, sliding_window=12)  # fmt: skip
-    engine = engine_of(AutoModelForCausalLM.from_config(config))  # type: ignore[arg-type]
-    engine.logprobs(make_batch([(6, (6,))]))
-    with pytest.raises(NotImplementedError, match="13 tokens over a sliding window of 12"):
-        engine.logprobs(make_batch([(6, (7,))]))
-
-
 # --- exactness -------------------------------------------------------------------------------------------------------
 
 

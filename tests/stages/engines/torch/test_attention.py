@@ -1,0 +1,88 @@
+"""Attention of packed micro-batches against a plain softmax over every row alone, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from stages.engines.torch import attention
+from stages.engines.torch.packing import PackedBatch, pack, shared_prompt_attention
+
+PROMPTS = [21, 3]
+ROWS = [[30, 29, 17, 9, 2, 1], [40]]
+
+
+def plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """``q`` [H, n, D], ``k`` and ``v`` [KV heads, n, …]."""
+    k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * 0.3
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or 10**9)), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(-1, q.shape[1], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[1]] @ v
+
+
+def by_rows(packed: PackedBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """``plain`` for each row with its prompt. Returns [S, H, E]."""
+    out = torch.empty(q.shape[2], q.shape[1], v.shape[-1], dtype=q.dtype)
+    at = 0
+    for prompt, responses in zip(PROMPTS, ROWS, strict=True):
+        first, at = torch.arange(at, at + prompt), at + prompt
+        for response in responses:
+            ids = torch.cat([first, torch.arange(at, at := at + response - 1)])
+            out[ids] = plain(*(x[0][:, ids] for x in (q, k, v)), **options).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("chunk", [2**20, 200])
+@pytest.mark.parametrize("few_keys", [128, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"window": 8}, {"window": 25}, {"softcap": 2.0}, {"sinks": True}, {"window": 8, "softcap": 2.0, "sinks": True},
+     {"values": 8}],
+    ids=str,
+)  # fmt: skip
+def test_outputs_and_gradients_are_those_of_each_row_alone(
+    case: dict[str, Any], dtype: torch.dtype, few_keys: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "CHUNK", chunk)
+    for module in ("attention", "packing"):
+        monkeypatch.setattr(f"stages.engines.torch.{module}.FEW_KEYS", few_keys)
+    torch.manual_seed(0)
+    ids = [[torch.zeros(n, dtype=torch.int64) for n in rows] for rows in ROWS]
+    packed = pack([torch.zeros(n, dtype=torch.int64) for n in PROMPTS], ids, torch.device("cpu"))
+    tokens, window, softcap = packed.ids.shape[1], case.get("window"), case.get("softcap")
+    sizes = [(1, tokens, 4, 16), (1, tokens, 2, 16), (1, tokens, 2, case.get("values", 16))]
+    given = [torch.randn(size).to(dtype).transpose(1, 2) for size in sizes]
+    given += [torch.randn(4).to(dtype)] if case.get("sinks") else []
+    inputs = [x.clone().requires_grad_() for x in given]
+    exact = [x.double().requires_grad_() for x in given]
+    options = dict(scaling=0.3, sliding_window=window, softcap=softcap, packed=packed)
+    found, _ = shared_prompt_attention(None, *inputs[:3], None, s_aux=[*inputs, None][3], **options)  # type: ignore[arg-type]
+    expected = by_rows(packed, *exact[:3], sinks=[*exact, None][3], window=window, softcap=softcap)  # type: ignore[arg-type]
+    gradient = torch.randn_like(expected)
+    found[0].backward(gradient.to(dtype))
+    expected.backward(gradient.to(dtype).double())
+    limit = 2e-6 if dtype == torch.float32 else 0.02
+    for name, got, want in [
+        ("out", found[0], expected),
+        *((name, x.grad, y.grad) for name, x, y in zip(("q", "k", "v", "sinks"), inputs, exact, strict=False)),
+    ]:
+        assert got is not None
+        assert want is not None
+        assert got.dtype == dtype
+        assert float((got.double() - want).detach().abs().max() / want.detach().abs().max()) < limit, name

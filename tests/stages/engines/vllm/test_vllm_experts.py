@@ -1,0 +1,47 @@
+"""A model with experts in vLLM: the trainer has the experts of a layer in one tensor, vLLM loads them one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.models import Checkpoint, batch_of, generated, one_step, plain_rows
+from pipeline.warehouse.arena import shared_memory_directory
+from stages.engines.torch.train import TorchTrainEngine
+from stages.engines.vllm.rollout import VllmCollectiveEngine
+from stages.weights.collective import Credentials, WeightSender
+from stages.weights.store import WeightStore
+
+pytestmark = pytest.mark.timeout(600)
+SECRET = b"a run's secret, for the tests"
+
+
+@pytest.mark.asyncio
+async def test_experts_of_each_step_reach_vllm_by_each_transport(tmp_path: Path) -> None:
+    """After each optimizer step the logprobs of what vLLM generates are the trainer's."""
+    checkpoint = Checkpoint("Qwen3-MoE", torch.float32, tmp_path)
+    trainer = TorchTrainEngine(checkpoint.loaded(), learning_rate=1e-2, total_steps=9, device="cpu")
+    shared = shared_memory_directory() / f"asyncdock-test-{tmp_path.parent.name}-{tmp_path.name}"
+    shared.mkdir()
+    Credentials(SECRET, None).write(shared)
+    sender = WeightSender(WeightStore(tmp_path / "sent"), torch.device("cpu"), host="127.0.0.1", secret=SECRET)
+    options = {"max_rows": 8, "max_model_len": 256, "kv_cache_bytes": 2**26, "enforce_eager": True, "threads": 2}
+    engine = VllmCollectiveEngine(checkpoint.folder, shared=shared, dtype=torch.float32, **options)
+    try:
+        for version in range(3):
+            if version:
+                one_step(trainer, checkpoint.batch)
+            if version == 1:
+                await engine.load_weights(version, dict(trainer.weights()))
+            elif version == 2:
+                await engine.load_weights(version, await engine.receive(sender.publish(version, trainer.weights())))
+            rows, logprobs = await generated(engine, seed=version)
+            expected = torch.cat(list(trainer.logprobs(batch_of(rows, logprobs)).unbind()))
+            assert float((logprobs - expected).abs().max()) < 1e-4
+            first = plain_rows(checkpoint.plain, rows)
+            assert (float((logprobs - first).abs().max()) > 0.1) == (version > 0), "each step has changed the policy"
+    finally:
+        await engine.close()
+        sender.close()
