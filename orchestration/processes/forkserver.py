@@ -4,8 +4,9 @@
     connect() ──▶ launch ──▶ fork ──▶ the child calls the entry function        (hundredths of a second)
                     ◀── number and handle of the child, at its end its exit code ──┘
 
-Children are killed when their connection closes, when the process that owns it dies, and when the server dies. Only children
-that ``outlive`` it, runners, go on. A runner makes a fork server of itself: :meth:`ForkServer.within`.
+Children are killed, with the processes that they have started in their group, when their connection closes and when the
+process that owns it dies; they also end when the server dies. Only children that ``outlive`` it, runners, go on. A runner
+makes a fork server of itself: :meth:`ForkServer.within`.
 
 Forking is safe because the server uses no accelerator and its only other thread is OpenBLAS's, which supports being forked.
 It needs Linux: process handles, and signals at a parent's death.
@@ -123,16 +124,24 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(server, self._read)
 
-    async def launch(self, launch: Launch) -> Child:
-        """Raises ForkServerDied, and OSError when the machine has no process or file descriptor left."""
+    async def launch(self, launch: Launch, stdin: int | None = None) -> Child:
+        """Start a process, with the file ``stdin`` as its standard input. Raises ForkServerDied, and OSError when the
+        machine has no process or file descriptor left."""
         if not self.open:
             raise ForkServerDied("it has ended")
         answer: asyncio.Future[Child] = self._loop.create_future()
         self._requests.append(answer)
         try:
-            await self._loop.sock_sendall(self._server, json.dumps(asdict(launch)).encode())
+            message = json.dumps(asdict(launch)).encode()
+            if stdin is None:
+                await self._loop.sock_sendall(self._server, message)
+            else:
+                socket.send_fds(self._server, [message], [stdin])
         except (BrokenPipeError, ConnectionResetError):
             self.close()
+        except BlockingIOError:
+            self._requests.remove(answer)
+            raise
         return await answer
 
     def close(self) -> None:
@@ -180,16 +189,16 @@ class ForkServer:
         self.pid, self._line, self._wait, self._output, self._open = pid, line, wait, output, True
 
     @classmethod
-    def start(cls) -> ForkServer:
-        """Start a server process. It imports in the background; a launch waits for it. Raises ForkServerDied where fork
-        servers are not supported."""
+    def start(cls, preload: Sequence[str] = PRELOAD) -> ForkServer:
+        """Start a server process. It imports the modules ``preload`` in the background; a launch waits for it. Raises
+        ForkServerDied where fork servers are not supported."""
         if sys.platform != "linux":
             raise ForkServerDied(f"it needs Linux, and this is {sys.platform}")
         ours, theirs = _socketpair()
         output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "orchestration.processes.forkserver", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "orchestration.processes.forkserver", str(theirs.fileno()), *preload],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -273,11 +282,13 @@ class _Server:
 
     def _receive(self, connection: socket.socket) -> None:
         try:
-            text = connection.recv(MESSAGE_BYTES)
+            text, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
         except ConnectionResetError:
-            text = b""
+            text, files = b"", []
         if text:
-            self._launch(connection, Launch(**json.loads(text)))
+            self._launch(connection, Launch(**json.loads(text)), files)
+            for file in files:
+                os.close(file)
         else:
             self._selector.unregister(connection)
             self._kill_children(connection)
@@ -286,16 +297,16 @@ class _Server:
     def _kill_children(self, connection: socket.socket) -> None:
         for pid, (owner, outlives) in self._children.items():
             if owner is connection and not outlives:
-                os.kill(pid, signal.SIGKILL)  # the number is not reused: it was not waited for yet
+                _kill_group(pid)
 
-    def _launch(self, connection: socket.socket, launch: Launch) -> None:
+    def _launch(self, connection: socket.socket, launch: Launch, files: list[int]) -> None:
         server = os.getpid()
         try:
             with open(launch.log, "ab") as log:
                 pid = _fork()
                 if pid == 0:
                     self._close_inherited()
-                    _set_up_child(launch, log.fileno(), server)
+                    _set_up_child(launch, log.fileno(), files, server)
             handle = -1 if pid == 0 else os.pidfd_open(pid)
         except OSError as error:
             if os.getpid() != server:
@@ -314,8 +325,10 @@ class _Server:
     def _report_end(self, handle: int, pid: int) -> None:
         self._selector.unregister(handle)
         os.close(handle)
+        connection, outlives = self._children.pop(pid)
+        if not outlives:
+            _kill_group(pid)  # what it has started and left behind
         _, status = os.waitpid(pid, 0)
-        connection, _ = self._children.pop(pid)
         self._send(connection, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _close_inherited(self) -> None:
@@ -325,17 +338,27 @@ class _Server:
         self._selector.close()
 
 
+def _kill_group(pid: int) -> None:
+    """Kill a child that was not waited for yet, so that its number is not reused, and the processes of its group."""
+    for kill in (os.killpg, os.kill):  # it may not have made its group yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
 def _fork() -> int:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         return os.fork()
 
 
-def _set_up_child(launch: Launch, log: int, server: int) -> None:
+def _set_up_child(launch: Launch, log: int, files: list[int], server: int) -> None:
     """In a child: set what a new process would have: session, output, environment, folder, random state."""
     os.setsid()
     if not launch.outlives:
         die_with_parent(server)
+    for file in files:
+        os.dup2(file, 0)
+        os.close(file)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.clear()
@@ -378,13 +401,14 @@ def _socketpair() -> tuple[socket.socket, socket.socket]:
 def main() -> int:
     line = socket.socket(fileno=int(sys.argv[1]))
     setproctitle("asyncdock fork server")
-    for module in PRELOAD:
+    for module in sys.argv[2:]:
         importlib.import_module(module)
-    from stages.device import may_fork
+    if "torch" in sys.modules:
+        from stages.device import may_fork
 
-    if not may_fork():
-        print("an accelerator's plugin is loaded that may not be forked")
-        return 1
+        if not may_fork():
+            print("an accelerator's plugin is loaded that may not be forked")
+            return 1
     gc.collect()
     gc.freeze()  # otherwise a collection in a child copies every page
     return _Server(line).serve()

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 
 import structlog
 
-from orchestration.processes.forkserver import PASSIVE, Child, Connection, ForkServer, ForkServerDied, Launch
+from orchestration.processes.forkserver import PASSIVE, PRELOAD, Child, Connection, ForkServer, ForkServerDied, Launch
 from orchestration.processes.handles import Process
 from pipeline.index.embedded import die_with_parent
 
@@ -24,9 +25,13 @@ FORKSERVER, SPAWN = "forkserver", "spawn"
 
 
 class Starter:
-    """Starts processes. ``server``: an existing fork server, which its owner closes; by default a new one is started."""
+    """Starts processes. ``server``: an existing fork server, which its owner closes; by default a new one is started, which
+    imports ``preload``."""
 
-    def __init__(self, method: str = FORKSERVER, server: ForkServer | None = None) -> None:
+    def __init__(
+        self, method: str = FORKSERVER, server: ForkServer | None = None, preload: Sequence[str] = PRELOAD
+    ) -> None:
+        self._preload = preload
         self._server, self._owns_server = server, False
         self._connection: Connection | None = None
         self._worked = server is not None
@@ -34,14 +39,15 @@ class Starter:
         if self._forks and server is None:
             self._start_server()
 
-    async def start(self, launch: Launch) -> Child | Process:
-        """Raises OSError when the machine has no process or file descriptor left."""
+    async def start(self, launch: Launch, stdin: int | None = None) -> Child | Process:
+        """Start a process, with the file ``stdin`` as its standard input. Raises OSError when the machine has no process or
+        file descriptor left."""
         while self._forks and self._server is not None:
             server = self._server
             try:
                 if self._connection is None:
                     self._connection = server.connect()
-                child = await self._connection.launch(launch)
+                child = await self._connection.launch(launch, stdin)
                 self._worked = True
                 return child
             except ForkServerDied as died:
@@ -52,7 +58,7 @@ class Starter:
                         self._start_server()
                     else:
                         self._forks = False
-        return spawn(launch)
+        return spawn(launch, stdin)
 
     def close(self) -> None:
         """End the children, except those that outlive their starter. Does nothing when repeated."""
@@ -65,20 +71,20 @@ class Starter:
     def _start_server(self) -> None:
         self._worked = False
         try:
-            self._server, self._owns_server = ForkServer.start(), True
+            self._server, self._owns_server = ForkServer.start(self._preload), True
         except ForkServerDied as died:
             log.info("each process is started as a new interpreter", reason=str(died))
             self._forks = False
 
 
-def spawn(launch: Launch) -> Process:
+def spawn(launch: Launch, stdin: int | None = None) -> Process:
     """Start a process that imports everything itself. Raises OSError."""
     module, _, _ = launch.entry.partition(":")
     with open(launch.log, "ab") as file:
         child = subprocess.Popen(
             # -P: a folder called `api` or `stages` in the current directory must not be imported as this package.
             [sys.executable, "-P", "-m", module, *launch.arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=file,
             stderr=file,
             start_new_session=True,  # it does not get Ctrl-C

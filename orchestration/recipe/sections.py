@@ -177,6 +177,13 @@ class RewardSection(Section):
         "What a response costs on which a function fails each time. `drop`: its group leaves the run, and another one is "
         "generated. `zero`: the function's score is 0. `fail`: the run fails.",
     )
+    processes: CountOrZero = key(
+        4,
+        "Processes that call functions (`arithmetic`, `exact_number` and `spelling` need none); started as they are needed. "
+        "Async functions run in one more, all calls at the same time. 0: functions run in the worker, for debugging: one "
+        "that hangs or crashes harms the run.",
+    )
+    memory: SizeOrZero = key(4 * 2**30, "Memory of one such process; one that needs more is replaced. 0: no limit.")
     max_error_share: Annotated[float, Field(ge=0, le=1)] = key(
         0.25, "The run fails when a function fails on more than this share of its last 256 responses."
     )
@@ -233,6 +240,11 @@ class TrainSection(Section):
     weight_decay: float = key(0.0, "Weight decay of AdamW.", ge=0)
     betas: Betas = key((0.9, 0.95), "Decay rates of AdamW's two moments.")
     grad_clip: float = key(1.0, "Largest norm of the gradient; a larger one is scaled down.", gt=0)
+    max_skipped_steps: Annotated[int, Field(ge=1), unit("steps")] = key(
+        3,
+        "A batch with a loss or gradient that is not finite is skipped: its step is counted and leaves the weights as they "
+        "are, and its rows are written to `skipped/` in the run's folder. After so many in a row the run fails.",
+    )
     token_budget: Tokens = key(8192, "Tokens of one forward and backward pass of one rank (a micro-batch).")
     activation_checkpointing: bool = key(
         False, "Compute activations again in the backward pass instead of keeping them."

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from orchestration.recipe.schema import Recipe
+from orchestration.rewards.pool import RewardPool
+from stages.prompts.tasks import HARMLESS
 from stages.rewards.calls import Caller
 from stages.rewards.stage import ErrorPolicy, RewardSet
+
+
+def reward_pool(recipe: Recipe, log: Path) -> RewardPool | None:
+    """The pool of the reward functions that need one; None where there are none, or ``reward.processes`` is 0."""
+    section = recipe.reward
+    names = [function.name for function in section.functions if function.name not in HARMLESS]
+    if not names or not section.processes:
+        return None
+    return RewardPool(names, processes=section.processes, memory=section.memory, log=log)
 
 
 def reward_set(recipe: Recipe, pool: Caller | None = None) -> RewardSet:

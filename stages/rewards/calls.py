@@ -59,13 +59,13 @@ class LocalCaller(Caller):
         pass
 
     async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
-        function, deadline = self._functions[name], asyncio.timeout(timeout)
+        function, rows, deadline = self._functions[name], len(arguments["completions"]), asyncio.timeout(timeout)
         try:
             async with deadline:
                 result = await call(function, **selected(arguments, named_by(function)))
         except (Exception, SystemExit) as error:
-            raise too_slow(timeout, arguments) if deadline.expired() else raised(error, function) from error
-        return plain_scores(result, len(arguments["completions"]))
+            raise too_slow(timeout, rows) if deadline.expired() else raised(error, function) from error
+        return plain_scores(result, rows)
 
     async def close(self) -> None:
         pass
@@ -105,5 +105,5 @@ def raised(error: BaseException, function: Callable[..., Any]) -> CallFailed:
     return CallFailed(f"raised {error!r:.500}", place_of(error, function))
 
 
-def too_slow(timeout: float, arguments: Arguments) -> CallFailed:
-    return CallFailed(f"took more than {timeout:g} s for {len(arguments['completions'])} rows")
+def too_slow(timeout: float, rows: int) -> CallFailed:
+    return CallFailed(f"took more than {timeout:g} s for {rows} rows")

@@ -194,8 +194,8 @@ def test_a_failing_reward_names_its_line(person: Path) -> None:
     code, out, _ = asyncdock("run", "mine.toml", "--out", "out", broken)
     assert code == 1
     (reason,) = [text for text in out.splitlines() if "IndexError" in text]
-    assert "reward 'habits_reward:broken' raised IndexError('list index out of range') at row 0" in reason
-    assert f"({person / 'habits_reward.py'}, line 7)" in reason
+    assert "reward 'habits_reward:broken' raised IndexError('list index out of range') at prompt" in reason
+    assert f"({person / 'habits_reward.py'}, line 7); it failed for " in reason
 
 
 def test_a_worker_that_fails_is_named_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

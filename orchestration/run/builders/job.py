@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from orchestration.recipe.schema import Recipe
-from orchestration.rewards.reward_set import reward_set
+from orchestration.rewards.reward_set import reward_pool, reward_set
 from orchestration.run.engines import tokenizer_of
 from orchestration.run.paths import RunPaths
 from pipeline.controller import Controller, Stage
@@ -107,7 +107,9 @@ class Job:
 
     def rewards(self) -> RewardSet:
         """The recipe's reward functions. They are looked up when they are first called."""
-        rewards = reward_set(self.recipe)
+        rewards = reward_set(
+            self.recipe, reward_pool(self.recipe, self.paths.out / "logs" / f"{self.kind}-{self.number}.rewards.log")
+        )
         self.resources.push_async_callback(rewards.close)
         return rewards
 

@@ -1,0 +1,228 @@
+"""The pool of processes that call a recipe's reward functions, so that what a function does harms its own samples alone.
+
+    RewardSet ─ call ─▶ a free process ◀── forked by a light fork server; one that hangs, dies or is full is replaced
+                └ async ─▶ one process for all async functions, whose calls run at the same time
+
+JSON over a socket pair: functions travel by their names. The processes end with this one, also when it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestration.processes.forkserver import Child, Launch
+from orchestration.processes.handles import Process
+from orchestration.processes.starter import FORKSERVER, Starter
+from orchestration.rewards.process import LENGTH, Setup, packed
+from stages.rewards.calls import Arguments, Caller, CallFailed, Scores, selected, too_slow
+from stages.rewards.registry import RewardError
+
+ENTRY = "orchestration.rewards.process"
+START_SECONDS = 120.0  # to import the functions
+GRACE_SECONDS = 5.0  # in which the process of async functions reports that a call took too long, before it is ended
+END_SECONDS = 5.0  # until the exit code of a process that ended is known
+LOG_BYTES = 16 << 20  # of what functions print; then the file begins again
+ANSWER_BYTES = 16 << 20
+
+
+class RewardPool(Caller):
+    """Calls the functions ``names`` in ``processes`` processes, which are started as they are needed, and in one more where
+    functions are async. ``memory``: bytes of data that each may hold, 0 for no limit. ``log`` gets what functions print."""
+
+    def __init__(self, names: Sequence[str], *, processes: int, memory: int, log: Path) -> None:
+        self.parallel, self._names, self._memory, self._log = processes, tuple(names), memory, log
+        self._starter: Starter | None = None
+        self._takes: dict[
+            str, tuple[list[str] | None, bool]
+        ] = {}  # the arguments of each function, whether it is async
+        self._free: list[_RewardProcess] = []
+        self._running: set[_RewardProcess] = set()
+        self._slots, self._opening = asyncio.Semaphore(processes), asyncio.Lock()
+        self._concurrent: _RewardProcess | None = None
+
+    async def open(self) -> None:
+        async with self._opening:
+            if self._takes:
+                return
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            self._starter = Starter(FORKSERVER, preload=(ENTRY,))
+            process = await self._start()
+            self._free.append(process)
+            self._takes = process.takes
+
+    async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
+        await self.open()
+        wants, is_async = self._takes[name]
+        request = {"name": name, "arguments": selected(arguments, wants), "rows": len(arguments["completions"])}
+        answer = await (self._call_shared if is_async and not alone else self._call_alone)(request, timeout)
+        with contextlib.suppress(OSError):
+            if self._log.stat().st_size > LOG_BYTES:
+                os.truncate(self._log, 0)
+        if "error" in answer:
+            raise CallFailed(answer["error"], answer["place"])
+        scores: Scores = answer["scores"]
+        return scores
+
+    async def close(self) -> None:
+        for process in list(self._running):
+            await self._end(process)
+        if self._starter is not None:
+            self._starter.close()
+            self._starter = None
+
+    async def _call_alone(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        async with self._slots:
+            while self._free and self._free[-1].ended:
+                await self._end(self._free.pop())
+            process = self._free.pop() if self._free else await self._start()
+            deadline, answer = asyncio.timeout(timeout), None
+            try:
+                async with deadline:
+                    answer = await process.call(request, timeout)
+            except TimeoutError:
+                raise too_slow(timeout, request["rows"]) from None
+            finally:
+                if answer is None or answer.get("last"):
+                    await self._end(process)
+                else:
+                    self._free.append(process)
+        return answer
+
+    async def _call_shared(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        async with self._opening:
+            process = self._concurrent
+            if process is None or process.ended:
+                process = self._concurrent = await self._start(concurrent=True)
+        deadline = asyncio.timeout(timeout + GRACE_SECONDS)
+        try:
+            async with deadline:
+                answer = await process.call(request, timeout)
+        except TimeoutError:  # a call blocks the event loop of the process: this one, or another one
+            await self._end(process)
+            raise CallFailed(str(too_slow(timeout, request["rows"])), shared=True) from None
+        except CallFailed:
+            await self._end(process)
+            raise
+        if answer.get("last"):
+            await self._end(process)
+        return answer
+
+    async def _start(self, *, concurrent: bool = False) -> _RewardProcess:
+        """A process that has imported the functions. Raises RewardError when it cannot."""
+        assert self._starter is not None, "close() was called"
+        setup = Setup(self._names, sys.path, self._memory, concurrent)
+        where = (dict(os.environ), os.getcwd(), str(self._log), "asyncdock rewards")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = await self._starter.start(Launch(ENTRY + ":main", [setup.to_json()], *where), theirs.fileno())
+        process = _RewardProcess(child, *await asyncio.open_connection(sock=ours))
+        self._running.add(process)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                first = await process.receive()
+        except (TimeoutError, CallFailed) as error:
+            await self._end(process)
+            late = f"took more than {START_SECONDS:g} s to import"
+            reason = str(error) if isinstance(error, CallFailed) else late
+            raise RewardError(f"rewards {list(self._names)}: importing them {reason}; see {self._log}") from None
+        if "refused" in first:
+            await self._end(process)
+            raise RewardError(first["refused"])
+        process.begin(first["takes"])
+        return process
+
+    async def _end(self, process: _RewardProcess) -> None:
+        self._running.discard(process)
+        if process is self._concurrent:
+            self._concurrent = None
+        await process.end()
+
+
+class _RewardProcess:
+    """One process. Its answers are received by a task of its own, which ends with it."""
+
+    takes: dict[str, tuple[list[str] | None, bool]]
+
+    def __init__(self, child: Child | Process, stream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.ended = False
+        self._child, self._stream, self._writer = child, stream, writer
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._receiving: asyncio.Task[None] | None = None
+
+    def begin(self, takes: dict[str, tuple[list[str] | None, bool]]) -> None:
+        self.takes = takes
+        self._receiving = asyncio.create_task(self._receive_answers())
+
+    async def call(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """The answer to ``request``. Raises CallFailed when the process ends before."""
+        if self.ended:
+            raise CallFailed("was called in a process that had ended", shared=True)
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(packed({"id": number, "timeout": timeout, **request}))
+            with contextlib.suppress(ConnectionError):  # it has ended, which its stream reports
+                await self._writer.drain()
+            return await answer
+        finally:
+            del self._calls[number]
+
+    async def receive(self) -> dict[str, Any]:
+        """The next message. Raises CallFailed when the process has ended, with how."""
+        try:
+            (size,) = LENGTH.unpack(await self._stream.readexactly(LENGTH.size))
+            if size > ANSWER_BYTES:
+                raise CallFailed(f"made its process send {size} bytes")
+            message: dict[str, Any] = json.loads(await self._stream.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+            raise CallFailed(f"ended its process: {await self._exit()}") from None
+        return message
+
+    async def end(self) -> None:
+        """Kill it, and what it has started."""
+        self.ended = True
+        if isinstance(self._child, Process):
+            with contextlib.suppress(ProcessLookupError):
+                if self._child.alive():
+                    os.killpg(self._child.pid, signal.SIGKILL)
+        else:
+            self._child.end()  # the fork server then kills its group
+        self._writer.close()
+        if self._receiving is not None and self._receiving is not asyncio.current_task():
+            await asyncio.wait([self._receiving], timeout=2 * END_SECONDS)
+        await self._exit()
+
+    async def _receive_answers(self) -> None:
+        try:
+            while True:
+                message = await self.receive()
+                call = self._calls.get(message.get("id", -1))
+                if call is not None and not call.done():
+                    call.set_result(message)
+        except CallFailed as failed:
+            self.ended = True
+            shared = len(self._calls) > 1
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_exception(CallFailed(str(failed), shared=shared))
+
+    async def _exit(self) -> str:
+        """How the process ended, in words; it may have closed its socket only."""
+        code = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                code = await self._child.wait()
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return "its exit code is not known" if code is None else f"it exited with code {code}"

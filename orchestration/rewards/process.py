@@ -1,0 +1,143 @@
+"""A process that calls reward functions. Its standard input is a socket to the pool (:mod:`orchestration.rewards.pool`).
+
+    start: limits ─▶ import the functions ─▶ what they take ──▶ pool        message: its length in 4 bytes, then JSON
+    pool ──▶ {id, name, arguments, rows, timeout} ─▶ call ─▶ {id, scores}, or {id, error, place, last} ──▶ pool
+
+``last``: the process has reached its limit of memory, and ends. Plain functions are called one at a time by the main thread,
+outside of any event loop: code that sets signal handlers, or that runs an event loop of its own, works. With ``concurrent``,
+functions are async and their calls share one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import json
+import os
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stages.rewards.calls import CallFailed, named_by, plain_scores, raised, too_slow
+from stages.rewards.registry import RewardError, RewardFunctions
+
+LENGTH = struct.Struct("<I")
+FULL = 0.9  # of the limit of memory: a process that fails with more than this is replaced
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process is started with. ``memory``: bytes that its data may take, 0 for no limit. ``path``: of imports."""
+
+    names: Sequence[str]
+    path: Sequence[str]
+    memory: int = 0
+    concurrent: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    (text,) = sys.argv[1:] if arguments is None else arguments
+    setup = Setup(**json.loads(text))
+    line = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # a function that reads its input must not read the socket
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if setup.memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (setup.memory, setup.memory))
+    sys.path[:] = setup.path
+    functions = RewardFunctions()
+    try:
+        found = {name: functions.find(name) for name in setup.names}
+        takes = {name: (named_by(function), inspect.iscoroutinefunction(function)) for name, function in found.items()}
+    except (RewardError, ValueError, TypeError) as error:  # ValueError, TypeError: it has no signature
+        return line.sendall(packed({"refused": str(error)}))
+    line.sendall(packed({"takes": takes}))
+    if setup.concurrent:
+        asyncio.run(_serve_concurrently(line, found))
+    else:
+        _serve(line, found)
+
+
+def packed(message: dict[str, Any]) -> bytes:
+    data = json.dumps(message).encode()
+    return LENGTH.pack(len(data)) + data
+
+
+def _serve(line: socket.socket, functions: dict[str, Callable[..., Any]]) -> None:
+    with line.makefile("rb") as stream, asyncio.Runner() as runner:
+        while header := stream.read(LENGTH.size):
+            request = json.loads(stream.read(*LENGTH.unpack(header)))
+            answer = _answer(request, functions[request["name"]], runner)
+            line.sendall(packed(answer))
+            if answer.get("last"):
+                return
+
+
+def _answer(request: dict[str, Any], function: Callable[..., Any], runner: asyncio.Runner) -> dict[str, Any]:
+    try:
+        result = function(**request["arguments"])
+        if inspect.isawaitable(result):
+            result = runner.run(_awaited(result))
+    except BaseException as error:  # also SystemExit, and KeyboardInterrupt
+        return _failure(request, raised(error, function))
+    return _scored(request, result)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+async def _serve_concurrently(line: socket.socket, functions: dict[str, Callable[..., Any]]) -> None:
+    stream, writer = await asyncio.open_connection(sock=line)
+    async with asyncio.TaskGroup() as tasks:
+        while header := await stream.read(LENGTH.size):
+            header += await stream.readexactly(LENGTH.size - len(header))
+            request = json.loads(await stream.readexactly(*LENGTH.unpack(header)))
+            tasks.create_task(_answer_concurrently(writer, request, functions[request["name"]]))
+
+
+async def _answer_concurrently(
+    writer: asyncio.StreamWriter, request: dict[str, Any], function: Callable[..., Any]
+) -> None:
+    deadline = asyncio.timeout(request["timeout"])
+    try:
+        async with deadline:
+            result = await function(**request["arguments"])
+        answer = _scored(request, result)
+    except BaseException as error:
+        late = deadline.expired()
+        answer = _failure(request, too_slow(request["timeout"], request["rows"]) if late else raised(error, function))
+    writer.write(packed(answer))
+
+
+def _scored(request: dict[str, Any], result: Any) -> dict[str, Any]:
+    try:
+        return {"id": request["id"], "scores": plain_scores(result, request["rows"])}
+    except BaseException as error:
+        wrong = error if isinstance(error, CallFailed) else CallFailed(f"returned what cannot be read ({error!r:.200})")
+        return _failure(request, wrong)
+
+
+def _failure(request: dict[str, Any], failure: CallFailed) -> dict[str, Any]:
+    return {"id": request["id"], "error": str(failure), "place": failure.place, "last": _is_full()}
+
+
+def _is_full() -> bool:
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if limit == resource.RLIM_INFINITY or sys.platform != "linux":
+        return False
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[5]) * resource.getpagesize() > FULL * limit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Reward functions with real faults, each on the response "bad". Importing this needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+
+def process_id(completions: list[str], **_: Any) -> list[float]:
+    return [float(os.getpid()) for _ in completions]
+
+
+def hangs(completions: list[str], **_: Any) -> list[float]:
+    if "bad" in completions:
+        threading.Event().wait()
+    return [1.0 for _ in completions]
+
+
+def exits(completions: list[str]) -> list[float]:
+    if "bad" in completions:
+        sys.exit(3)
+    return [1.0 for _ in completions]
+
+
+def ends(completions: list[str]) -> list[float]:
+    if "bad" in completions:
+        os._exit(4)
+    return [1.0 for _ in completions]
+
+
+def crashes(completions: list[str]) -> list[float]:
+    if "bad" in completions:
+        ctypes.string_at(0)
+    return [1.0 for _ in completions]
+
+
+leaked: list[bytearray] = []
+
+
+def leaks(completions: list[str]) -> list[float]:
+    """32 MiB a call that are never freed."""
+    leaked.append(bytearray(32 << 20))
+    return [1.0 for _ in completions]
+
+
+def devours(completions: list[str]) -> list[float]:
+    if "bad" in completions:
+        return [float(len(bytearray(8 << 30)))]
+    return [1.0 for _ in completions]
+
+
+def prints(completions: list[str]) -> list[float]:
+    print("printed by a reward " * 50_000)
+    sys.stderr.write("and to the other stream")
+    assert sys.stdin.read() == ""
+    return [1.0 for _ in completions]
+
+
+def alarms(completions: list[str]) -> list[float]:
+    """Its own timeout, as math-verify's: a signal handler, which only the main thread may set."""
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("its own")))
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        time.sleep(5)
+    except TimeoutError:
+        return [0.5 for _ in completions]
+    return [1.0 for _ in completions]
+
+
+def runs_a_loop(completions: list[str]) -> list[float]:
+    async def judge(text: str) -> float:
+        await asyncio.sleep(0)
+        return float(len(text))
+
+    return [asyncio.run(judge(text)) for text in completions]
+
+
+def starts_a_process(completions: list[str]) -> list[float]:
+    """Its score is the number of a process that outlives the call."""
+    return [float(subprocess.Popen(["sleep", "600"]).pid) for _ in completions]
+
+
+def starts_one_and_hangs(completions: list[str], file: list[str]) -> list[float]:
+    """Writes its own number and that of a process that it has started into ``file``."""
+    child = subprocess.Popen(["sleep", "600"])
+    with open(file[0] + "~", "w") as out:
+        out.write(f"{os.getpid()} {child.pid}")
+    os.rename(file[0] + "~", file[0])
+    threading.Event().wait()
+    return []
+
+
+async def meets(completions: list[str], prompts: list[str]) -> list[float]:
+    """Ends when as many calls as its prompt says wait in it at the same time."""
+    waiting.append(None)
+    while len(waiting) < int(prompts[0]):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return [float(os.getpid()) for _ in completions]
+
+
+waiting: list[None] = []
+
+
+async def async_hangs(completions: list[str]) -> list[float]:
+    if "bad" in completions:
+        await asyncio.Event().wait()
+    return [1.0 for _ in completions]
+
+
+async def async_blocks(completions: list[str]) -> list[float]:
+    """Blocks the event loop, in which other calls wait."""
+    await asyncio.sleep(0.2)
+    if "bad" in completions:
+        threading.Event().wait()
+    await asyncio.sleep(0.2)
+    return [1.0 for _ in completions]
+
+
+async def async_ends(completions: list[str]) -> list[float]:
+    await asyncio.sleep(0.2)
+    if "bad" in completions:
+        os._exit(5)
+    await asyncio.sleep(0.2)
+    return [1.0 for _ in completions]
+
+
+def one_in_ten(completions: list[str], answer: list[str], completion_ids: list[list[int]]) -> list[float]:
+    """The share of characters in their place; one response in ten, by its tokens, makes it fail each time."""
+    if any(sum(ids) % 10 == 0 for ids in completion_ids):
+        raise ConnectionError("the judge is busy")
+    pairs = zip(completions, answer, strict=True)
+    return [sum(a == b for a, b in zip(text, right, strict=False)) / max(len(right), 1) for text, right in pairs]

@@ -1,0 +1,62 @@
+"""Whole runs whose rewards fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestration.recipe.load import load_recipe
+from orchestration.run.run import Run
+from tests.orchestration.run.test_flow import assert_filled
+from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
+from tests.orchestration.runs import TINY, complete, executing, recipe
+
+FAULTY = "tests.orchestration.rewards.faulty"
+ONE_IN_TEN: dict[str, Any] = {
+    "reward__functions": [{"name": f"{FAULTY}:one_in_ten"}],
+    "reward__retries": 0,
+    "algorithm__group_size": 2,
+}
+DROPPED = f"reward {FAULTY}:one_in_ten failed"
+
+
+async def test_a_run_finishes_with_a_reward_that_fails_one_time_in_ten_and_counts_it(tmp_path: Path) -> None:
+    """The recipe `tiny` itself, whose flow worker is killed in the middle."""
+    changes = [f"reward.functions=[{{name='{FAULTY}:one_in_ten'}}]", "reward.retries=0", "reward.max_error_share=0.5"]
+    of = load_recipe("recipes/tiny.toml", [*changes, "train.steps=20", "algorithm.group_size=4"])
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) > 3)
+        assert watched.run.supervisor is not None
+        os.kill(watched.run.supervisor.pids()["flow-0"], signal.SIGKILL)
+        result = await work
+    assert result.state == "finished", result.reason
+    assert assert_filled(of, watched) > 0
+    assert set(watched.of("ledger")[-1]["dropped"]) == {DROPPED}
+    assert_nothing_left(watched.run)
+
+
+async def test_with_no_staleness_the_run_is_the_plain_loop_also_where_rewards_fail(tmp_path: Path) -> None:
+    of = recipe(TINY, **ONE_IN_TEN, pipeline__staleness=0, train__steps=10)
+    expected, weights = await synchronous(of)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert watched.of("ledger")[-1]["dropped"].keys() == {DROPPED}
+    assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
+    assert_equal(trained(of, result), weights)
+
+
+@pytest.mark.parametrize("on_error", ["zero", "fail"])
+async def test_a_failure_costs_what_the_recipe_says(on_error: str, tmp_path: Path) -> None:
+    of = recipe(TINY, **ONE_IN_TEN, reward__on_error=on_error)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    if on_error == "fail":
+        assert result.state == "failed"
+        assert f"reward '{FAULTY}:one_in_ten' raised ConnectionError('the judge is busy') at prompt" in result.reason
+        assert "faulty.py, line " in result.reason
+    else:
+        assert result.state == "finished", result.reason
+        assert watched.of("ledger")[-1].get("dropped", {}) == {}
