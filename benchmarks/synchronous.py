@@ -10,6 +10,7 @@ The asynchronous run with η = 0 must equal it bit for bit, and speed-ups are me
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -99,7 +100,10 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 jagged = isinstance(column, list)
                 batch[name] = torch.nested.nested_tensor(column, layout=torch.jagged) if jagged else column
             scored = time.monotonic()
-            metrics = await asyncio.to_thread(trainer.train_batch, batch, algorithm)
+            try:
+                metrics = await asyncio.to_thread(trainer.train_batch, batch, algorithm)
+            except FloatingPointError:  # skipped, as a run does
+                metrics = {"loss": math.nan}
             await rollout.load_weights(step + 1, {name: value.clone() for name, value in trainer.weights()})
             yield SynchronousStep(
                 step,

@@ -111,6 +111,7 @@ class StepEvent(EventData, kind="step"):
     tokens_filtered: Annotated[int, Doc("Since the run's beginning.")]
     seconds: Seconds = None
     train_seconds: Seconds = None
+    skipped: Annotated[str, Doc("Why no step was taken: its loss or gradient was not finite. The weights stay.")] = ""
     metrics: Mapping[str, Number] = field(default_factory=dict)  # sent beside the fields above
 
     def wire(self) -> dict[str, Any]:
@@ -155,6 +156,7 @@ class LedgerEvent(EventData, kind="ledger"):
     filtered_tokens: int
     remade_tokens: int
     in_flight_tokens: int
+    skipped_steps: Annotated[int, Doc("Steps that were skipped; their samples count as trained.")] = 0
     dropped: Annotated[Mapping[str, int], Doc("Groups that were dropped, by reason.")] = field(default_factory=dict)
 
 

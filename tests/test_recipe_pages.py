@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from orchestration.recipe.keys import rewrite, sections
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from stages.models import load_model, load_tokenizer
+from stages.prompts.options import Kind
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.rewards.stage import RewardSet
 
@@ -89,7 +90,7 @@ def completed(text: str) -> Recipe:
     data = tomllib.loads(text)
     for section, keys in {**REST, "model": {"source": "models/my-model"}}.items():
         given = data.setdefault(section, {})
-        if next(iter(keys)) not in given:
+        if next(iter(keys)) not in given and "sources" not in given:
             given.update(keys)
     return parse_recipe({"name": "page", **data})
 
@@ -106,7 +107,7 @@ def test_the_recipes_of_the_readme_are_whole(text: str, there: Path) -> None:
     } == dict.fromkeys(REST, True)
 
 
-@pytest.mark.parametrize("text", SOURCES, ids=lambda text: tomllib.loads(text)["prompts"]["source"])
+@pytest.mark.parametrize("text", SOURCES, ids=lambda text: tomllib.loads(text)["prompts"].get("source", "several"))
 def test_each_source_of_prompts_gives_prompts_as_the_page_shows(text: str, there: Path) -> None:
     options = completed(text).prompts
     if options.source == "external":
@@ -141,8 +142,9 @@ async def test_a_completion_is_a_text_or_messages_as_the_prompts_are(there: Path
 
 
 def test_every_source_of_prompts_has_an_example() -> None:
-    accepted = Recipe.model_json_schema()["$defs"]["PromptOptions"]["properties"]["source"]["enum"]
-    assert {tomllib.loads(text)["prompts"]["source"] for text in SOURCES} == set(accepted)
+    shown = [tomllib.loads(text)["prompts"] for text in SOURCES]
+    assert {prompts.get("source") for prompts in shown} == {*get_args(Kind), None}
+    assert [len(prompts["sources"]) for prompts in shown if "sources" in prompts] == [2]
 
 
 # --- the reference of keys ----------------------------------------------------------------------------------------------

@@ -95,7 +95,13 @@ class Recipe(Section):
             update={
                 "model": self.model.model_copy(update={"source": _absolute(self.model.source)}),
                 "prompts": self.prompts.model_copy(
-                    update={name: _absolute(getattr(self.prompts, name)) for name in ("path", "chat_template")}
+                    update={
+                        **{name: _absolute(getattr(self.prompts, name)) for name in ("path", "chat_template")},
+                        "sources": [
+                            source.model_copy(update={"path": _absolute(source.path)})
+                            for source in self.prompts.sources
+                        ],
+                    }
                 ),
                 "pipeline": self.pipeline.model_copy(
                     update={name: _absolute(getattr(self.pipeline, name)) for name in TLS_FILES}

@@ -38,6 +38,7 @@ from stages.flow.adapter import StageError
 from stages.models import ModelNotFound
 from stages.prompts.files import PromptError
 from stages.rewards.registry import RewardError
+from stages.training.skipped import TooManySkipped
 
 log = structlog.get_logger()
 
@@ -86,6 +87,7 @@ FATAL = (
     PromptError,
     RewardError,
     StageError,
+    TooManySkipped,
 )
 
 

@@ -40,7 +40,10 @@ class Training(Calls):
         a `step` event in the same atomic step, so that readers get each step exactly once."""
         rows, _ = ranges(claim.row)
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
-        return int(await self.call("train", **lease, step=step, rows=rows, event=event and stamped(event)))
+        skipped = bool(getattr(event, "skipped", ""))
+        return int(
+            await self.call("train", **lease, step=step, rows=rows, event=event and stamped(event), skipped=skipped)
+        )
 
     async def replay(self, step: int) -> Claim:
         """The rows of a step that is not released yet, as a claim without lease. Raises StaleHandle for another step."""

@@ -212,7 +212,7 @@ class TrainEngine(Protocol):
         float32 [B], and ``ref_logprobs`` float32 jagged when the algorithm needs it. ``algorithm`` has the protocol of
         :class:`stages.algorithms.Algorithm`. Returns at least ``loss``, ``grad_norm``, ``learning_rate``, the gap to
         the rollout engine's logprobs (``gap_max``, ``gap_mean``, ``gap_k3``) and the metrics of the algorithm's loss, as
-        Python floats.
+        Python floats. Raises FloatingPointError, on all ranks, when a loss or gradient is not finite: no step was taken.
         """
 
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -24,6 +24,7 @@ from stages.prompts.templates import parse_template
 # A text of more characters than TOKEN_CHARACTERS for each token that it may have is too long without being tokenized, if
 # it has more than SHORT_CHARACTERS.
 TOKEN_CHARACTERS, SHORT_CHARACTERS = 64, 2**16
+Kind = Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "external"]
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ class PromptLimits:
         return max(SHORT_CHARACTERS, TOKEN_CHARACTERS * (SHORT_CHARACTERS if self.tokens is None else self.tokens))
 
 
-class PromptOptions(BaseModel):
-    """Where prompts come from and how they are put to the model."""
+class RowOptions(BaseModel):
+    """Rows of one source, and the prompt in a row."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "external"] = key(
-        ..., "Kind of source. `external`: other programs put prompts into the run while it goes on."
+    source: Kind | None = key(
+        None,
+        "Kind of source, required where there are no `prompts.sources`. `external`: other programs put prompts into the run "
+        "while it goes on.",
     )
     path: str | None = key(
         None,
@@ -66,6 +69,62 @@ class PromptOptions(BaseModel):
         "to the reward functions.",
     )
     template: str = key("{prompt}", "Template of string prompts: `{prompt}`, and any other column by its name.")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return only_where({"source": "builtin", "task": "repeat"}, "config", core, handler)
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        """Raises one ValidationError with all keys that do not fit together."""
+        errors = [
+            InitErrorDetails(type=PydanticCustomError("fault", message), loc=(name,), input=getattr(self, name))
+            for name, message in self._faults()
+        ]
+        if errors:
+            raise ValidationError.from_exception_data("prompts", errors)
+        return self
+
+    def _faults(self) -> Iterator[tuple[str, Any]]:
+        """Yield keys that do not fit the others, each with what is wrong and what to do."""
+        if self.source is None:
+            yield "source", f"is missing; write one of {', '.join(get_args(Kind))}"
+            return
+        needed = {"external": None, "reasoning_gym": "task", "builtin": "task"}.get(self.source, "path")
+        unused = {"task": ["path"], "path": ["task", "config"], None: ["path", "task", "config"]}[needed]
+        if needed and not getattr(self, needed):
+            yield needed, f"is missing; source = {self.source!r} needs it"
+        for name in unused if self.source == "datasets" else [*unused, "split"]:
+            if getattr(self, name):
+                yield name, f"means nothing for source = {self.source!r}; take it out"
+        if self.source == "builtin" and self.task and self.task not in TASKS:
+            yield "task", f"is not known; use one of {sorted(TASKS)}"
+        if "{prompt}" not in self.template:
+            yield "template", "must contain {prompt}; write it where the prompt belongs"
+        try:
+            parse_template(self.template)
+        except ValueError as error:
+            yield "template", f"is not a template ({error}); name columns as {{prompt}}, and write a brace twice"
+
+
+class WeightedSource(RowOptions):
+    """One of several sources of prompts."""
+
+    weight: float = key(1.0, "Its share of the prompts, divided by the sum of all weights.", gt=0)
+
+    def _faults(self) -> Iterator[tuple[str, Any]]:
+        yield from super()._faults()
+        if self.source == "external":
+            yield "source", "is put by other programs, and cannot be one of several; use prompts.source = 'external'"
+
+
+class PromptOptions(RowOptions):
+    """Where prompts come from and how they are put to the model."""
+
+    sources: list[WeightedSource] = key(
+        [], "Several sources instead of one, each a table with the keys above and its weight.", max_length=64
+    )
+    shuffle: bool = key(True, "Shuffle the rows of a table in each epoch, by the seed. Otherwise: in their own order.")
     system: str | None = key(
         None, "System message before each conversation that does not begin with one. Needs a chat template."
     )
@@ -90,37 +149,25 @@ class PromptOptions(BaseModel):
     )
     held_out: float = key(0.0, "Share of distinct prompts that training never sees, for evaluation.", ge=0.0, lt=1.0)
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return only_where({"source": "builtin", "task": "repeat"}, "config", core, handler)
-
-    @model_validator(mode="after")
-    def _check_keys(self) -> PromptOptions:
-        """Raises one ValidationError with all keys that do not fit together."""
-        errors = [
-            InitErrorDetails(type=PydanticCustomError("fault", message), loc=(name,), input=getattr(self, name))
-            for name, message in self._faults()
-        ]
-        if errors:
-            raise ValidationError.from_exception_data("prompts", errors)
-        return self
-
     def _faults(self) -> Iterator[tuple[str, Any]]:
-        """Yield keys that do not fit the others, each with what is wrong and what to do."""
-        needed = {"external": None, "reasoning_gym": "task", "builtin": "task"}.get(self.source, "path")
-        unused = {"task": ["path"], "path": ["task", "config"], None: ["path", "task", "config", "held_out"]}[needed]
-        if needed and not getattr(self, needed):
-            yield needed, f"is missing; source = {self.source!r} needs it"
-        for name in unused if self.source == "datasets" else [*unused, "split"]:
-            if getattr(self, name):
-                yield name, f"means nothing for source = {self.source!r}; take it out"
-        if self.source == "builtin" and self.task and self.task not in TASKS:
-            yield "task", f"is not known; use one of {sorted(TASKS)}"
-        if "{prompt}" not in self.template:
-            yield "template", "must contain {prompt}; write it where the prompt belongs"
-        try:
-            parse_template(self.template)
-        except ValueError as error:
-            yield "template", f"is not a template ({error}); name columns as {{prompt}}, and write a brace twice"
+        if self.sources:
+            for name in RowOptions.model_fields:
+                if getattr(self, name) != RowOptions.model_fields[name].default:
+                    yield name, "means nothing beside prompts.sources; write it in each [[prompts.sources]]"
+        else:
+            yield from super()._faults()
+        if self.source == "external" and self.held_out:
+            yield "held_out", f"means nothing for source = {self.source!r}; take it out"
         if self.chat is False and self.system is not None:
             yield "system", "needs a chat template, but prompts.chat = false; drop one of the two"
+
+    def parts(self) -> dict[str, PromptOptions]:
+        """Returns the options of each source as if it were the only one, by the key of its table in the recipe."""
+        if not self.sources:
+            return {"prompts": self}
+        return {
+            f"prompts.sources.{index}": self.model_copy(
+                update={"sources": [], **{name: getattr(source, name) for name in RowOptions.model_fields}}
+            )
+            for index, source in enumerate(self.sources)
+        }

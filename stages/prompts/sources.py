@@ -2,6 +2,7 @@
 
     options + seed ── load_prompts ──▶ PromptSplit ── train.prompt(seq) ─────▶ Prompt (token ids, text, fields)
                           │                 └──────── held_out.prompt(seq) ──▶ Prompt, never one of ``train``
+                          ├ of several sources: MixedPrompts, each source by its weight
                           └ longer than PromptLimits: skipped or cut, counted and listed by LongPrompts
 
 A prompt is a pure function of ``(options, seed, seq)``: a run that resumes, or repeats a lost group, gets the same prompt
@@ -23,6 +24,7 @@ import numpy as np
 
 from stages.prompts.files import PromptError, Row
 from stages.prompts.formatter import Prompt, PromptFormatter
+from stages.prompts.mixture import MixedPrompts
 from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.tables import Table, open_rows
 from stages.prompts.templates import Message
@@ -63,10 +65,25 @@ def load_prompts(
     """Open a source and divide it. ``limits``: how long a prompt may be (default: ``max_prompt_tokens``); longer ones are
     listed in the file ``listed``. Every row of a table is checked here, so that a bad one is an error at the start. Raises
     :class:`PromptError`."""
-    formatter, too_long = PromptFormatter(options, tokenizer, limits), LongPrompts(listed)
-    rows = open_rows(options, seed)
-    if callable(rows):
+    too_long = LongPrompts(listed)
+    opened = [(part, open_rows(part, seed)) for part in options.parts().values()]
+    if any(callable(rows) for _, rows in opened):
         too_long.resume()
+    splits = [_split(rows, PromptFormatter(part, tokenizer, limits), seed, too_long) for part, rows in opened]
+    if len(splits) == 1:
+        return splits[0]
+    weights = [source.weight for source in options.sources]
+    train = MixedPrompts([split.train for split in splits], weights, seed, too_long)
+    held_out = [split.held_out for split in splits if split.held_out is not None]
+    return PromptSplit(train, MixedPrompts(held_out, weights, seed, too_long) if held_out else None)
+
+
+def _split(
+    rows: Table | Callable[[int], Row], formatter: PromptFormatter, seed: int, too_long: LongPrompts
+) -> PromptSplit:
+    """Divide the rows of one source. Raises PromptError."""
+    options = formatter.options
+    if callable(rows):
         procedural = [ProceduralPrompts(rows, formatter, seed, too_long, held_out=side) for side in (False, True)]
         return PromptSplit(procedural[0], procedural[1] if options.held_out else None)
     sides: tuple[list[int], list[int]] = ([], [])
@@ -101,7 +118,7 @@ def is_held_out(given: str | list[Message], seed: int, share: float) -> bool:
 
 
 class TablePrompts:
-    """The rows ``chosen`` (int64 [n]) of a table, shuffled in each epoch of ``size`` prompts."""
+    """The rows ``chosen`` (int64 [n]) of a table, shuffled in each epoch of ``size`` prompts, unless the options refuse."""
 
     def __init__(
         self, rows: Table, chosen: np.ndarray, formatter: PromptFormatter, seed: int, too_long: LongPrompts
@@ -110,6 +127,8 @@ class TablePrompts:
         self.too_long, self.size = too_long, len(chosen)
         # Groups in flight span two epochs at most, unless an epoch is tiny.
         self._order = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(chosen))
+        if not formatter.options.shuffle:
+            self._order = lru_cache(1)(lambda epoch: chosen)
 
     def prompt(self, seq: int) -> Prompt:
         epoch, place = divmod(seq, self.size)

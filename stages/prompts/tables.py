@@ -52,8 +52,10 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
     path, task = str(options.path), str(options.task)
     try:
         match options.source:
-            case "external":
-                raise PromptError("prompts.source = 'external' is no table: its prompts are put while the run goes on")
+            case "external" | None:
+                raise PromptError(
+                    f"prompts.source = {options.source!r} is no table: its prompts are put while the run goes on"
+                )
             case "jsonl":
                 return JsonRows(Path(path))
             case "parquet":

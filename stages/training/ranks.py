@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ class RankWorker:
                     claim = Claim("", order["claim"]["token"], order["claim"])
                     columns = trained_columns(self.algorithm, self.dock.schema)
                     batch = await self.rank_group.fetch(self.dock, claim, order["shares"], columns)
-                    await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+                    with suppress(FloatingPointError):  # of all ranks: rank 0 records that the step was skipped
+                        await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
                     self.trained += 1
             case "publish":
                 await asyncio.to_thread(self._publish, order["probe"], order["weights"])

@@ -33,6 +33,7 @@ from stages.engines.protocols import TrainEngine
 from stages.sample_log import Recorder, Sample
 from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup
+from stages.training.skipped import SkippedSteps
 from stages.weights.store import TAKEN, Probe, Published, Publisher, WeightsDamaged, damaged, done_with, probed
 
 log = structlog.get_logger()
@@ -46,7 +47,8 @@ class Update(Stage):
     """``version``: policy version of the engine's weights. ``after_step`` is called with each new version when it is
     published (checkpoints); ``after_last`` is called when ``steps`` are done. With ``publish_first`` the weights that the
     run begins with are published too, for engines that are not built from its model. ``store`` is None where ranks pass the
-    weights on themselves: only the version is published then. ``device`` is what the engine computes on."""
+    weights on themselves: only the version is published then. ``device`` is what the engine computes on.
+    ``skipped`` takes the steps with a loss or gradient that is not finite; None: they end the run."""
 
     name = "update"
 
@@ -68,6 +70,7 @@ class Update(Stage):
         recorder: Recorder | None = None,
         publish_first: bool = False,
         device: DeviceLease | None = None,
+        skipped: SkippedSteps | None = None,
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
         # For the step's event; each rank fetches the columns that it trains on.
@@ -75,7 +78,7 @@ class Update(Stage):
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
-        self.spans, self.recorder = spans or Spans(), recorder
+        self.spans, self.recorder, self.skipped = spans or Spans(), recorder, skipped
         self._since = time.monotonic()
         self._publish_first = publish_first
         self.device = device or DeviceLease()
@@ -91,7 +94,8 @@ class Update(Stage):
         """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
         status, began = await self.dock.index.status(), self.trained
         while self.trained < status.trained:
-            await self._train(await self.dock.index.replay(self.trained))
+            claim = await self.dock.index.replay(self.trained)
+            await self._train_or_skip(claim, (self.trained - claim.oldest_version.astype(int)).tolist())
             log.info("step replayed", step=self.trained)
             self.trained += 1
         was_damaged = bool(await self.dock.index.get(damaged(self.trained)))
@@ -112,13 +116,13 @@ class Update(Stage):
                 raise BoundBroken(
                     f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
                 )
-            metrics, seconds, samples = await self._train_and_read(claim, stale)
+            metrics, reason, seconds, samples = await self._train_and_read(claim, stale)
             if "truncated" in rows:
                 metrics = {**metrics, "truncated": float(rows["truncated"].float().mean())}
             ledger = await self.dock.index.ledger()
             now = time.monotonic()
             spent = (now - self._since, seconds)
-            event = step_event(self.trained, claim, rows.get("reward", None), stale, metrics, ledger, spent)
+            event = step_event(self.trained, claim, rows.get("reward", None), stale, metrics, ledger, spent, reason)
             self._since = now
             yield Output(step=self.trained, event=event, tokens=int(claim.tokens.sum()))
             self.trained += 1
@@ -136,20 +140,33 @@ class Update(Stage):
 
     async def _train_and_read(
         self, claim: Claim, stale: list[int]
-    ) -> tuple[Mapping[str, float], float, Sequence[Sample]]:
-        """Train, and read beside it what is recorded: its rows are gone with the next checkpoint. Also the seconds of
-        training."""
+    ) -> tuple[Mapping[str, float], str, float, Sequence[Sample]]:
+        """Train or skip, and read beside it what is recorded: its rows are gone with the next checkpoint. Also the seconds
+        of training."""
         began, reading = time.monotonic(), None
         if self.recorder is not None:
             reading = asyncio.create_task(self.recorder.read(self.trained, claim, stale))
         try:
-            metrics = await self._train(claim)
+            metrics, reason = await self._train_or_skip(claim, stale)
             seconds = time.monotonic() - began
-            return metrics, seconds, await reading if reading is not None else []
+            return metrics, reason, seconds, await reading if reading is not None else []
         finally:
             if reading is not None:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
+
+    async def _train_or_skip(self, claim: Claim, stale: list[int]) -> tuple[Mapping[str, float], str]:
+        """The metrics of a step on the claim's rows, or why none was taken. Raises TooManySkipped."""
+        try:
+            metrics = await self._train(claim)
+        except FloatingPointError as refused:
+            if self.skipped is None:
+                raise
+            await self.skipped.add(self.trained, claim, stale, str(refused))
+            return {}, str(refused)
+        if self.skipped is not None:
+            self.skipped.end_row()
+        return metrics, ""
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
         """One optimizer step on the claim's rows, by all ranks."""
@@ -249,9 +266,11 @@ def step_event(
     metrics: Mapping[str, float],
     ledger: Mapping[str, int],
     seconds: tuple[float, float],
+    skipped: str = "",
 ) -> StepEvent:
     """The event of a step on the rows of ``claim``. ``metrics`` are what the engine measured, ``ledger`` the counts before
-    the step, ``seconds`` those since the last step and those of training. ``reward`` is None in a flow without."""
+    the step, ``seconds`` those since the last step and those of training. ``reward`` is None in a flow without.
+    ``skipped``: why no step was taken."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.from_numpy(claim.tokens.astype("float64"))
     rewards = torch.full((1,), torch.nan) if reward is None else reward
@@ -273,5 +292,6 @@ def step_event(
         tokens_filtered=ledger["filtered_tokens"],
         seconds=seconds[0],
         train_seconds=seconds[1],
+        skipped=skipped,
         metrics=measured,
     )

@@ -116,7 +116,7 @@ class _Submission:
             "algorithm.name": ("algorithm", "grpo"),
             "rollout.engine": ("engine", "torch"),
             "train.engine": ("engine", "torch"),
-            "prompts.path": ("dataset", "refused"),
+            **dict.fromkeys(self._of_sources("path"), ("dataset", "refused")),
         }
         for key, (kind, replacement) in code.items():
             name = self.value(key)
@@ -125,15 +125,20 @@ class _Submission:
                 self.refuse(key, name, "is code that this server does not run", fix, replacement)
         if any(problem.key.startswith("stages.") for problem in self.problems):
             self.data["stages"] = []  # nothing of them is imported
-        template = self.value("prompts.template")
-        if isinstance(template, str) and not _only_names_columns(template):
-            fix = "name columns alone, as {prompt}"
-            self.refuse("prompts.template", template, "uses more than the columns themselves", fix, "{prompt}")
+        for key in self._of_sources("template"):
+            template = self.value(key)
+            if isinstance(template, str) and not _only_names_columns(template):
+                fix = "name columns alone, as {prompt}"
+                self.refuse(key, template, "uses more than the columns themselves", fix, "{prompt}")
 
     def _each(self, table: str, key: str) -> Iterator[str]:
         """The dotted ``key`` of each entry of a list of tables."""
         entries = self.value(table)
         return (f"{table}.{index}.{key}" for index in range(len(entries) if isinstance(entries, list) else 0))
+
+    def _of_sources(self, key: str) -> list[str]:
+        """The dotted ``key`` of the source of prompts, and of each of several."""
+        return [f"prompts.{key}", *self._each("prompts.sources", key)]
 
     def refuse_addresses(self) -> None:
         """Refuse names that are too long, another index, and ports on addresses that the operator has not allowed."""
@@ -161,9 +166,10 @@ class _Submission:
         """Replace each path by its real path; one outside of the roots is refused, whether or not anything is there."""
         settings, refused = self.settings, {problem.key for problem in self.problems}
         keys = ["model.source", "prompts.chat_template", *(f"pipeline.{name}" for name in TLS_FILES)]
-        if self.value("prompts.source") in ("jsonl", "parquet", "datasets"):
-            keys.append("prompts.path")
-        plain = {"model.source": KNOWN_MODELS, "prompts.path": settings.allow_datasets}  # values that are no paths
+        paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
+        keys += [path for path, kind in paths.items() if self.value(kind) in ("jsonl", "parquet", "datasets")]
+        # Values that are no paths.
+        plain = {"model.source": KNOWN_MODELS, **dict.fromkeys(paths, settings.allow_datasets)}
         for key in keys:
             value = self.value(key)
             if key in refused or not isinstance(value, str) or not value or value in plain.get(key, ()):

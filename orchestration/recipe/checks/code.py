@@ -72,9 +72,9 @@ def mock_takes_options(recipe: Recipe) -> Iterator[Problem]:
 
 @check("prompts")
 def task_takes_config(recipe: Recipe) -> Iterator[Problem]:
-    prompts = recipe.prompts
-    if prompts.source == "builtin":
-        yield from option_problems("prompts.config", CONFIGS[str(prompts.task)], prompts.config)
+    for key, part in recipe.prompts.parts().items():
+        if part.source == "builtin":
+            yield from option_problems(f"{key}.config", CONFIGS[str(part.task)], part.config)
 
 
 @check("reward.functions", "external")

@@ -42,11 +42,11 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
     from stages.prompts.formatter import PromptFormatter
 
     found = []
-    form = PromptFormatter(recipe.prompts, tokenizer, prompt_limits(recipe))
     try:
-        row = _first_row(recipe.prompts, recipe.seed)
-        if row is not None and (prompt := form.bounded(*row, LongPrompts(None))) is not None:
-            found.append(ExamplePrompt(row[1], prompt.text, len(prompt.ids)))
+        for part in recipe.prompts.parts().values():
+            row, form = _first_row(part, recipe.seed), PromptFormatter(part, tokenizer, prompt_limits(recipe))
+            if row is not None and (prompt := form.bounded(*row, LongPrompts(None))) is not None:
+                found.append(ExamplePrompt(row[1], prompt.text, len(prompt.ids)))
     except PromptError as error:
         wrong, fix = split_fix(str(error).removeprefix("prompts: "))
         raise RecipeError(recipe.name, [Problem("prompts", None, wrong, fix)]) from error
@@ -106,9 +106,10 @@ def chat_template_renders(recipe: Recipe, environment: Environment) -> Iterator[
         if tokenizer is not None:
             from stages.prompts.formatter import PromptFormatter
 
-            found = environment.prompts and environment.prompts.example
-            row, where = found or ({prompts.column: [{"role": "user", "content": QUESTION}]}, "an example")
-            PromptFormatter(prompts, tokenizer).prompt(row, where)
+            for name, part in prompts.parts().items():
+                found = environment.prompts[name].example if name in environment.prompts else None
+                row, where = found or ({part.column: [{"role": "user", "content": QUESTION}]}, "an example")
+                PromptFormatter(part, tokenizer).bounded(row, where, LongPrompts(None))
     except PromptError as error:
         yield _template_problem(recipe, key, str(error))
 

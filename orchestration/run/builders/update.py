@@ -21,10 +21,13 @@ from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
 from pipeline.controller import Controller
 from pipeline.events import CheckpointEvent
 from pipeline.spans import Spans
+from stages.algorithms.batch import trained_columns
 from stages.engines.plans import Ranks
 from stages.sample_log import FOLDER, Recorder, SampleLog
+from stages.training import skipped
 from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup, RankWorker
+from stages.training.skipped import SkippedSteps
 from stages.training.update import Update
 from stages.weights.store import Publisher
 
@@ -125,6 +128,7 @@ class UpdateJob(Job):
             recorder=await self._recorder(),
             publish_first=not recipe.runs_stage("rollout"),
             device=device,
+            skipped=self._skipped(),
         )
         self.version = lambda: self.stage.trained
         self.controller = self.control(self.stage, self._spans)
@@ -134,9 +138,17 @@ class UpdateJob(Job):
     async def _recorder(self) -> Recorder | None:
         if not (most := self.recipe.pipeline.keep_samples):
             return None
-        samples, rewards = SampleLog(self.paths.out / FOLDER, most), self.recipe.reward.functions
+        samples = SampleLog(self.paths.out / FOLDER, most)
         await asyncio.to_thread(samples.rewind, (await self.index.status()).trained)
-        return Recorder(self.dock, self.tokenizer, [function.name for function in rewards], samples)
+        return self._reading(samples)
+
+    def _reading(self, samples: SampleLog) -> Recorder:
+        names = [function.name for function in self.recipe.reward.functions]
+        return Recorder(self.dock, self.tokenizer, names, samples)
+
+    def _skipped(self) -> SkippedSteps:
+        folder, columns = self.paths.out / skipped.FOLDER, trained_columns(self.algorithm(), self.dock.schema)
+        return SkippedSteps(self._reading(SampleLog(folder, 0)), folder, columns, self.recipe.train.max_skipped_steps)
 
     async def _after_step(self, version: int) -> None:
         """Begin to write a checkpoint when one is due or requested. After the last step, wait for it."""

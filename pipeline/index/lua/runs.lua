@@ -91,7 +91,7 @@ define('ledger', function(run, a)
     filtered = value(run, 'filtered_rows'), filtered_tokens = value(run, 'filtered_rows_tokens'),
     remade = value(run, 'remade_rows'), remade_tokens = value(run, 'remade_rows_tokens'),
     in_flight = rows_in_flight, in_flight_tokens = tokens_in_flight,
-    redelivered = value(run, 'redelivered'),
+    redelivered = value(run, 'redelivered'), skipped_steps = value(run, 'skipped_steps'),
   }
 end, true)
 
@@ -132,7 +132,7 @@ define('resume_point', function(run, a)
     end
     counters['generated' .. unit] = left
   end
-  counters.filtered_groups = value(run, 'filtered_groups')
+  counters.filtered_groups, counters.skipped_steps = value(run, 'filtered_groups'), value(run, 'skipped_steps')
   for _, field in ipairs(call('HKEYS', run .. 'n')) do
     if sub(field, 1, 4) == 'drop' then counters[field] = value(run, field) end
   end

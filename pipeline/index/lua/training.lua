@@ -17,7 +17,7 @@ local function tally(run, rows, name)
   count(run, name .. '_tokens', tokens)
 end
 
--- {stage, token, owner?, step, rows, event?}: an optimizer step was made of these rows; the trainer is at version step + 1.
+-- {stage, token, owner?, step, rows, event?, skipped?}: an optimizer step was made of these rows; the trainer is at version step + 1.
 define('train', function(run, a)
   local cfg = config(run)
   local stage = stage_of(cfg, a.stage)
@@ -55,6 +55,7 @@ define('train', function(run, a)
   for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
   call('HSET', run .. 'steps', a.step, cmsgpack.pack(groups))
   call('HSET', run .. 'n', 'trained', a.step + 1)
+  if a.skipped then count(run, 'skipped_steps', 1) end
   tell(run, 'step', a.event)
   settle(run, a.token, lease, total)
   return a.step + 1

@@ -522,7 +522,12 @@ def test_a_table_with_nothing_to_hold_out_is_an_error(tmp_path: Path, plain: Tok
         ({"source": "jsonl", "path": "x", "split": "test"}, r"split\n  means nothing"),
         ({"source": "jsonl", "path": "x", "template": "hello"}, r"must contain \{prompt\}"),
         ({"source": "jsonl", "path": "x", "chat": False, "system": "s"}, r"system\n  needs a chat template"),
-        ({"source": "jsonl", "path": "x", "shuffle": True}, "shuffle"),
+        ({"source": "jsonl", "path": "x", "shufle": True}, "shufle"),
+        ({}, r"source\n  is missing; write one of jsonl"),
+        ({"sources": [{"source": "jsonl", "path": "x"}], "path": "x"}, r"path\n  means nothing beside prompts.sources"),
+        ({"sources": [{"source": "jsonl"}]}, r"sources.0.path\n  is missing"),
+        ({"sources": [{"source": "external"}]}, r"sources.0.source\n  is put by other programs"),
+        ({"sources": [{"source": "jsonl", "path": "x", "weight": 0}]}, r"sources.0.weight\n"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,98 @@
+"""Batches with a gradient that is not finite: skipped, reported, replayed. The fault is a reward of 2e37 for one prompt:
+every number is finite until the gradient's norm overflows float32."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestration.recipe.planner import prompt_limits
+from orchestration.recipe.schema import Recipe
+from orchestration.run.engines import tokenizer_of
+from orchestration.run.run import Run
+from stages.prompts.sources import load_prompts
+from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
+from tests.orchestration.runs import TINY, complete, executing, recipe
+
+BAD = "hb="
+SKIPPING: dict[str, Any] = {
+    "reward__functions": [{"name": f"{__name__}:overflowing"}],
+    "algorithm__options": {"scale_rewards": False},
+    "pipeline__staleness": 0,
+    "launch__launcher": "process",
+    "train__steps": 8,
+}
+
+
+def overflowing(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [
+        sum(character < "n" for character in text) / max(1, len(text)) * (2e37 if prompt == BAD else 1)
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+
+
+def poisoned(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [1e37 * (place % 4) for place in range(len(completions))]
+
+
+def expected_skips(of: Recipe) -> list[int]:
+    prompts = load_prompts(of.prompts, tokenizer_of(of), of.seed, limits=prompt_limits(of)).train
+    per_step = of.train.groups_per_step
+    return sorted({g // per_step for g in range(of.train.steps * per_step) if prompts.prompt(g).text == BAD})
+
+
+async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_a_replay(tmp_path: Path) -> None:
+    of = recipe(TINY, **SKIPPING, checkpoint__every=8)
+    skips = expected_skips(of)
+    assert 0 < len(skips) <= 2, "the test needs such a prompt, and other ones"
+    _, weights = await synchronous(of)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) > skips[-1] or work.done())
+        assert watched.run.supervisor is not None
+        os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
+        result = await work
+    assert result.state == "finished", result.reason
+    steps = watched.of("step")
+    assert [step["step"] for step in steps if step.get("skipped")] == skips
+    assert all("gradient norm is" in steps[at]["skipped"] for at in skips)
+    assert watched.of("ledger")[-1]["skipped_steps"] == len(skips)
+    assert watched.of("ledger")[-1]["trained"] == 8 * 4 * 4
+    assert_equal(trained(of, result), weights)
+    files = sorted((tmp_path / "run" / "skipped").iterdir())
+    assert [file.name for file in files] == [f"step-{step:08d}.jsonl" for step in skips]
+    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert len(rows) == 16
+    assert {row["reward"] > 1e30 for row in rows if row["prompt"] == BAD} >= {True}
+    for row in rows:
+        assert len(row["rollout_logprobs"]) == len(row["response_ids"]) == row["tokens"]
+        assert row["versions"] == [[skips[0], row["tokens"]]]
+    assert_nothing_left(watched.run)
+
+
+async def test_ranks_skip_the_same_step(tmp_path: Path) -> None:
+    of = recipe(TINY, **SKIPPING, train__dp=2)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [step["step"] for step in watched.of("step") if step.get("skipped")] == expected_skips(of)
+    assert len(watched.of("step")) == 8
+
+
+@pytest.mark.parametrize("most", [1, 3])
+async def test_too_many_skipped_steps_in_a_row_fail_the_run_at_once_and_name_the_file(
+    tmp_path: Path, most: int
+) -> None:
+    changes = SKIPPING | {"reward__functions": [{"name": f"{__name__}:poisoned"}], "launch__launcher": "inline"}
+    of = recipe(TINY, **changes, train__max_skipped_steps=most)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    last = tmp_path / "run" / "skipped" / f"step-{most - 1:08d}.jsonl"
+    assert result.state == "failed"
+    assert f"train.max_skipped_steps = {most}" in result.reason
+    assert str(last) in result.reason
+    assert last.is_file()
+    assert len(watched.of("step")) == most - 1, "the last one is not recorded: a resumed run meets it again"
+    assert not [event for event in watched.of("worker") if event["change"] == "restarted"]
