@@ -33,8 +33,8 @@ from stages.json_schema import key, only_where, schema_of, unit
 
 INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
 DEVICE_MEANING = (
-    "`auto`: the accelerator that torch finds, else the CPU. A number chooses one of several devices: `cuda:1`. `npu` needs "
-    "torch_npu."
+    "`auto`: the accelerator that torch finds, else the CPU. Worker processes share a node's devices out in turn "
+    "(`asyncdock check` shows them); a number fixes one: `cuda:1`. `npu` needs torch_npu."
 )
 
 

@@ -36,6 +36,7 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.checks.notices import notices
+from orchestration.recipe.devices import assign, on_this_node
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.load import change_recipe
 from orchestration.recipe.schema import Recipe
@@ -327,7 +328,7 @@ class Run:
             return InlineLauncher()
         # vLLM brings processes and threads of its own, and has not been tried in a fork.
         method = SPAWN if self.recipe.rollout.engine == "vllm" else launch.start_method
-        return ProcessLauncher(self.out_dir / "logs", method, self.forks)
+        return ProcessLauncher(self.out_dir / "logs", method, self.forks, assign(self.recipe, on_this_node()))
 
 
 def _refuse_used(out_dir: Path, lock: BinaryIO | None = None) -> None:
