@@ -6,7 +6,8 @@
 
   numerics   tiny models, float32. Rollout: the device's responses, scored by transformers' plain forward on the CPU,
              before and after a swap of weights. Update: one step on the device and one on the CPU from equal weights.
-             The command fails (exit code 1) when a gap passes its limit.
+             Replay: the same three steps by two engines of the device, in float32 and in mixed precision; no weight may
+             differ in a bit. The command fails (exit code 1) when a gap passes its limit.
   speed      a model of 0.5 billion random weights (the sizes of Qwen2.5-0.5B), bfloat16. Tokens/s of rollout and of an
              update, each beside its floor: operations / matmul rate and bytes / bandwidth of this device, measured here.
   swap       new weights from host memory into the running engine: bytes, exposed and hidden seconds, and the rate
@@ -182,16 +183,34 @@ def update_numerics(name: str, build: Callable[[], PreTrainedModel], device: tor
         for request in asked
         for place in request.places
     ]  # fmt: skip
-    results = []
+    batch, results = batch_of(asked, done), []
     for where in (torch.device("cpu"), device):
         engine = TorchTrainEngine(made(build, 0), learning_rate=1e-3, total_steps=10, device=where)
-        metrics = engine.train_batch(batch_of(asked, done), GRPO())
+        metrics = engine.train_batch(batch, GRPO())
         results.append((metrics["loss"], metrics["grad_norm"]))
         engine.close()
-    return [
+    replays = []
+    for compute in (torch.float32, torch.bfloat16):
+        one, other = (replayed(build, batch, compute, device) for _ in range(2))
+        differ = sum(int((one[n] != other[n]).sum()) for n in one)
+        what = f"{name} replay, {'float32' if compute == torch.float32 else 'mixed precision'}"
+        replays.append(Figure(what, differ, "weights that differ", limit=0, timed=False))
+    return replays + [
         Figure(f"{name} update, {what}", abs(there - here) / abs(here), "relative gap", limit=UPDATE_LIMIT, timed=False)
         for what, here, there in zip(("loss", "gradient norm"), *results, strict=True)
     ]
+
+
+def replayed(
+    build: Callable[[], PreTrainedModel], batch: TensorDict, compute: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The weights, master weights in mixed precision, after three steps of a new engine."""
+    engine = TorchTrainEngine(
+        made(build, 0), learning_rate=1e-3, total_steps=3, token_budget=64, compute=compute, device=device
+    )
+    for _ in range(3):
+        engine.train_batch(batch, GRPO())
+    return {name: value.cpu().clone() for name, value in engine.shards().items()}
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@
     undelivered update), then with the new ones (equal weights); after the last step with damaged ones, layer swapped, …
  The engines are the recipe's, in one process; probes and verdict are those of a run (``probe_rows`` in
 stages/training/update.py, ``ProbeJudge`` in stages/weights/store.py). Advantages are random: a step moves the weights
-as far as any other step of AdamW. It also compares both engines with the same weights in float32, and prints how that
-error grows from layer to layer.
+as far as any other step of AdamW. It also compares both engines with the same weights in float32, and prints where that
+error comes from: how it grows from layer to layer, and what the output layer and the softmax add in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from orchestration.run.engines import (
 )
 from stages.algorithms import build_algorithm
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, TrainEngine
+from stages.engines.torch.head import float32_logits
 from stages.models import load_model
 from stages.prompts.sources import load_prompts
 from stages.training.update import probe_rows
@@ -232,11 +233,20 @@ def against_float32(
     for model in (exact, lower):
         model.load_state_dict(weights, strict=False)
     logprobs, errors = [], list[list[torch.Tensor]]()
+    ends: dict[str, list[torch.Tensor]] = {
+        name: [] for name in ("head float32", "head bfloat16", "head, softmax bfloat16")
+    }
     for ids in map(torch.tensor, probe.sequences):
         one, other = (m(input_ids=ids[None], output_hidden_states=True, use_cache=False) for m in (exact, lower))
         logprobs.append(one.logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0])
         pairs = zip(one.hidden_states[1:], other.hidden_states[1:], strict=True)
         errors.append([((b.float() - a).norm(dim=-1) / a.norm(dim=-1))[0] for a, b in pairs])
+        head = lower.get_output_embeddings()
+        of_head = float32_logits(other.hidden_states[-1], head.weight, head.bias)
+        low = other.logits.log_softmax(-1).float()
+        ways = (of_head.log_softmax(-1), other.logits.float().log_softmax(-1), low)
+        for rows, found_by in zip(ends.values(), ways, strict=True):
+            rows.append(found_by[0, :-1].gather(1, ids[1:, None])[:, 0])
     found.layers = [float(torch.cat(list(layer)).median()) for layer in zip(*errors, strict=True)]
     yield "trainer against float32", logprobs
     trainer = [torch.tensor(row) for row in probe.logprobs]
@@ -244,6 +254,8 @@ def against_float32(
         "rollout engine against float32",
         [t + e - x for t, e, x in zip(trainer, logprobs, scores, strict=True)],
     )
+    for name, rows in ends.items():
+        yield f"plain forward, {name}", [t + e - x for t, e, x in zip(trainer, logprobs, rows, strict=True)]
 
 
 def table(found: Found, recipe: Recipe, seeds: Sequence[int]) -> str:

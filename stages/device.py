@@ -9,8 +9,10 @@ counters), so each function here handles the CPU.
 from __future__ import annotations
 
 import importlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -30,10 +32,11 @@ def select(name: str = AUTO) -> torch.device:
     which adds the device to torch. A number selects one of several (``cuda:1``). Raises :class:`DeviceMissing`."""
     if name == AUTO:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
+        return torch.device("cpu") if found is None else select(found.type)
     kind, _, number = name.partition(":")
     if kind == "cpu":
         return torch.device("cpu")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     if kind == "npu":
         try:
             importlib.import_module("torch_npu")
@@ -109,6 +112,25 @@ def group(
 def multiplies_into_float32(device: torch.device) -> bool:
     """Whether ``torch.mm`` accepts ``out_dtype=torch.float32`` for bfloat16 matrices on the device."""
     return device.type == "cuda" and torch.version.cuda is not None
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Inside, ``device`` computes the same bits from the same inputs each time. The CPU does so always. On an accelerator
+    sums of ``index_add_``, ``index_put_``, embeddings and attention otherwise have the order in which threads end. torch
+    raises for an operation that it has no deterministic algorithm for. One thread uses this at a time."""
+    if device.type == "cpu":
+        yield
+        return
+    config: Any = torch.utils.deterministic
+    before, fills = torch.are_deterministic_algorithms_enabled(), config.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    config.fill_uninitialized_memory = False  # it only helps to find faults
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        config.fill_uninitialized_memory = fills
 
 
 def host_empty(nbytes: int, device: torch.device) -> torch.Tensor:

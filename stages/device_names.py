@@ -60,6 +60,17 @@ def device_fault(name: str, devices: Path = Path("/dev")) -> tuple[str, str] | N
     return None
 
 
+def visible_devices(kind: str, devices: Path = Path("/dev")) -> list[str]:
+    """Returns the devices of ``kind`` that a process started here would see, as the variable that hides others names them;
+    none where their number is not known without the driver."""
+    if not sys.platform.startswith("linux") or (kind == "cuda" and _cpu_build()):
+        return []
+    for variable in VISIBLE[kind]:
+        if (named := os.environ.get(variable)) is not None:
+            return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+    return [str(number) for number in range(sum(len(list(devices.glob(pattern))) for pattern in FILES[kind]))]
+
+
 def _cpu_build() -> str:
     """The version of an installed torch that was built without devices, or ""."""
     try:

@@ -95,7 +95,7 @@ def resume(
     as_json: EventsOption = False,
     plain: PlainOption = False,
 ) -> None:
-    """Go on from the newest checkpoint of the run in RUN_DIR, on other devices or ranks if --set says so."""
+    """Go on from the newest checkpoint of the run in RUN_DIR, with other keys if --set says so."""
     run_dir = run_dir.resolve()
     run_dir = run_dir.parent if run_dir.name == "recipe.json" else run_dir
     with original_folder(run_dir), fork_server() as forks:

@@ -22,6 +22,7 @@ from api.telemetry.totals import shares
 from api.terminal.live import duration, number
 from api.terminal.screen import pairs_table
 from orchestration.events_file import METRICS, finite, read_metrics
+from orchestration.recipe.devices import assign, on_this_node, shown
 from orchestration.recipe.planner import Plan, prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
@@ -197,6 +198,8 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
         ),
         ("arena", f"{format_size(recipe.pipeline.arena)}, of which ≤ {format_size(plan.arena_bytes)} are needed"),
     ]
+    if recipe.launch.launcher == "process" and (given := assign(recipe, on_this_node())):
+        rows.append(("devices", shown(given.items())))
     if plan.parameters:
         rows += [
             ("model", f"{plan.parameters:,} weights in {recipe.model.dtype}"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,21 @@ from stages.prompts.files import Reading
 
 MOST_PROBLEMS = 100  # of single keys that are reported; more are counted
 
-# Keys that may change when a run is resumed: where and how it is computed, and what becomes of prompts that are too long.
-CHANGEABLE = (
-    "train.dp",
-    "train.tp",
-    "train.device",
-    "train.threads",
-    "train.token_budget",
-    "train.activation_checkpointing",
-    "rollout.device",
-    "rollout.threads",
-    "rollout.workers",
-    "pipeline.keep_samples",
-    "prompts.too_long",
-    "sync.probe",
-    "sync.probe_tolerance",
-    "sync.probe_mean_tolerance",
-    "launch",
-)
+# Keys that may not change when a run is resumed, and why. Whatever was in flight is made again, so every other key takes
+# effect from the checkpoint's step on.
+FIXED = {
+    "name": "the run has this name in its logs and its trackers",
+    "seed": "it decides which prompt each group gets, and which prompts are held out",
+    "model": "the checkpoint has the weights of this model in this number format",
+    "prompts.source": "what other programs put is kept by the numbers of groups, which other sources do not keep",
+    "prompts.held_out": "evaluation would ask prompts that training has seen",
+    "algorithm.options.epochs": "the checkpoint counts optimizer passes, by which the learning rate is scheduled",
+    "algorithm.options.mini_batches": "the checkpoint counts optimizer passes, by which the learning rate is scheduled",
+    "train.engine": "the checkpoint has the state of this engine",
+    "train.precision": "the checkpoint has weights and moments in its number format",
+    "train.groups_per_step": "the gate counts the groups of all steps by it, of those already made too",
+    "external": "it decides whether the weights are those of a checkpoint or of another program",
+}
 
 
 def load_recipe(
@@ -115,14 +112,29 @@ def parse_recipe(
 
 
 def change_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """Return ``recipe`` with ``overrides`` of keys in :data:`CHANGEABLE`. Raises :class:`RecipeError`."""
+    """Return ``recipe`` with ``overrides``, for a run that goes on. Raises :class:`RecipeError`, also for keys in
+    :data:`FIXED`."""
     data = json.loads(recipe.to_json())
-    refused = [
-        Problem("--set", text, "would change what the run computes", f"only these may change: {', '.join(CHANGEABLE)}")
-        for text in overrides
-        if not any(f"{text.partition('=')[0].strip()}.".startswith(f"{key}.") for key in CHANGEABLE)
+    before = dict(_values(data))
+    problems = _override_all(data, overrides)
+    after = dict(_values(data))
+    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    problems += [
+        Problem(key, after.get(key), f"cannot change in a resumed run: {reason}", "begin a new run with it")
+        for key in changed
+        for fixed, reason in FIXED.items()
+        if f"{key}.".startswith(f"{fixed}.")
     ]
-    return parse_recipe(data, where=recipe.name, problems=refused or _override_all(data, overrides))
+    return parse_recipe(data, where=recipe.name, problems=problems)
+
+
+def _values(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys below ``table`` with values that are no tables."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _values(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _override_all(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:

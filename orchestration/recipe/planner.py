@@ -185,7 +185,7 @@ def _response_bytes(recipe: Recipe, *, parked: bool) -> int:
 
 def prompt_limits(recipe: Recipe) -> PromptLimits:
     """How long a prompt may be: ``prompts.max_prompt_tokens``, or else what the arena has room for; never more than the
-    model's context leaves beside a response. Keys that a resumed run may change do not matter."""
+    model's context leaves beside a response."""
     available = recipe.pipeline.arena * GATE_SHARE * (1 - SLAB_SHARE) - _response_bytes(recipe, parked=True)
     room = int(available / _prompts(recipe)) - BLOCK_BYTES  # bytes of one prompt
     tokens, why = recipe.prompts.max_prompt_tokens, "prompts.max_prompt_tokens"

@@ -33,8 +33,8 @@ from stages.json_schema import key, only_where, schema_of, unit
 
 INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
 DEVICE_MEANING = (
-    "`auto`: the accelerator that torch finds, else the CPU. A number chooses one of several devices: `cuda:1`. `npu` needs "
-    "torch_npu."
+    "`auto`: the accelerator that torch finds, else the CPU. Worker processes share a node's devices out in turn "
+    "(`asyncdock check` shows them); a number fixes one: `cuda:1`. `npu` needs torch_npu."
 )
 
 
@@ -320,13 +320,13 @@ class SyncSection(Section):
     probe_tolerance: float = key(
         0.0,
         "Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token. 0: by "
-        "model.dtype, 0.001 in float32; in bfloat16 6 * 2**-8 * sqrt(layers) * the standard deviation of the "
+        "model.dtype, 0.001 in float32; in bfloat16 7.5 * 2**-8 * sqrt(layers) * the standard deviation of the "
         "probed logprobs (at least 1). `asyncdock resume` may change it.",
         ge=0,
     )
     probe_mean_tolerance: float = key(
         0.0,
-        "Largest mean of the differences of all probed logprobs. 0: a quarter of the limit above. `asyncdock "
+        "Largest mean of the differences of all probed logprobs. 0: a fifth of the limit above. `asyncdock "
         "resume` may change it.",
         ge=0,
     )

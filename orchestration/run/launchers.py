@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.processes.starter import Starter
+from orchestration.recipe.devices import Devices
 from orchestration.run.exit_codes import EXIT_FAILED
 from pipeline.index.client import INDEX_VARIABLE
 
@@ -66,18 +68,26 @@ class InlineLauncher:
 
 
 class ProcessLauncher:
-    """Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``. See :class:`Starter` for the rest."""
+    """Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``, and sees its own of ``devices``. See
+    :class:`Starter` for the rest."""
 
-    def __init__(self, logs: Path, method: str, server: ForkServer | None = None) -> None:
-        self._logs, self._starter = logs, Starter(method, server)
+    def __init__(
+        self,
+        logs: Path,
+        method: str,
+        server: ForkServer | None = None,
+        devices: Mapping[tuple[str, int], Devices] | None = None,
+    ) -> None:
+        self._logs, self._starter, self._devices = logs, Starter(method, server), devices or {}
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         self._logs.mkdir(parents=True, exist_ok=True)
+        given = self._devices.get((kind, number))
         options = {"run": run, "kind": kind, "number": str(number), "name": name}
         launch = Launch(
             "orchestration.run.worker:main",
             [part for option, value in options.items() for part in (f"--{option}", value)],
-            {**os.environ, INDEX_VARIABLE: url},
+            {**os.environ, INDEX_VARIABLE: url, **(given.environment() if given else {})},
             os.getcwd(),
             str(self._logs / f"{kind}-{number}.log"),
             f"asyncdock worker {kind}-{number} of {run}",

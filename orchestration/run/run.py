@@ -36,6 +36,7 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.checks.notices import notices
+from orchestration.recipe.devices import assign, on_this_node
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.load import change_recipe
 from orchestration.recipe.schema import Recipe
@@ -127,9 +128,8 @@ class Run:
     @classmethod
     def resume(cls, out_dir: Path, overrides: Sequence[str] = ()) -> Run:
         """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none). ``overrides``,
-        ``section.key=value`` each, change where and how it is computed (``CHANGEABLE`` in
-        :mod:`orchestration.recipe.load`), for good: the checkpoint fits any layout. Raises RunError, and RecipeError for
-        what does not fit the recipe."""
+        ``section.key=value`` each, change the recipe for good, from that checkpoint on. Raises RunError, and RecipeError for
+        what does not fit the recipe and for keys that may not change (``FIXED`` in :mod:`orchestration.recipe.load`)."""
         try:
             recipe = Recipe.from_json((out_dir / RECIPE).read_text())
         except OSError as error:
@@ -138,12 +138,12 @@ class Run:
         try:
             _refuse_hosted(out_dir)
             start = checkpoint.latest(out_dir / "checkpoints")
-            if start is not None and start.version >= recipe.train.steps:
-                raise RunError(
-                    f"run: {out_dir} has done all of its {recipe.train.steps} steps; there is nothing to resume"
-                )
             if overrides:
-                recipe = change_recipe(recipe, overrides)
+                recipe = change_recipe(recipe, overrides).with_absolute_paths()
+            if start is not None and start.version >= recipe.train.steps:
+                made = f"run: {out_dir} has made {start.version} of {recipe.train.steps} steps"
+                raise RunError(f"{made}: there is nothing to resume; for more, --set train.steps=…")
+            if overrides:
                 write_private(out_dir / RECIPE, recipe.to_json())
             return cls(recipe, out_dir, start, lock=lock)
         except BaseException:
@@ -328,7 +328,7 @@ class Run:
             return InlineLauncher()
         # vLLM brings processes and threads of its own, and has not been tried in a fork.
         method = SPAWN if self.recipe.rollout.engine == "vllm" else launch.start_method
-        return ProcessLauncher(self.out_dir / "logs", method, self.forks)
+        return ProcessLauncher(self.out_dir / "logs", method, self.forks, assign(self.recipe, on_this_node()))
 
 
 def _refuse_used(out_dir: Path, lock: BinaryIO | None = None) -> None:

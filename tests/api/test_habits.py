@@ -288,7 +288,7 @@ def test_a_run_can_be_begun_again_and_resumed_from_any_folder(
     assert asyncdock("resume", os.path.relpath(run))[0] == 0
     code, _, err = asyncdock("resume", str(run / "recipe.json"))
     assert code == 2
-    assert "has done all of its 2 steps" in err
+    assert "has made 2 of 2 steps" in err
     assert asyncdock("check", str(run / "recipe.json"))[0] == 0
 
 

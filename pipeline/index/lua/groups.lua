@@ -23,6 +23,8 @@ local function make_ready(run, stage, home, list)
   end
   if total == 0 then return end
   count(run, 'ready:' .. stage.name, total)
+  -- The gate may wait for them, see `replacements_wait`.
+  if stage.takes == 'batch' and config(run).slack == 0 and value(run, 'filtered_groups') > 0 then wake(run, 'version') end
   if stage.takes == 'batch' or value(run, 'warehouses') < 2 then return wake_stage(run, stage.name) end
   local t, place = now(), stage.name .. ':' .. home
   local waits = wake_idle(run, place)
@@ -112,6 +114,23 @@ local function gate(run, cfg, version)
     ahead = call('ZCOUNT', run .. 'filtered', limit, '+inf')
     if base - ahead == limit then return limit end
   end
+end
+
+-- Whether groups in the place of filtered ones are not to be admitted yet. With slack 0 they enter together, when all other open
+-- groups wait for training, as in a loop without asynchrony: what is decoded together does not depend on when a drop was known.
+local function replacements_wait(run, cfg)
+  if cfg.slack ~= 0 or value(run, 'filtered_groups') == 0 then return false end
+  for _, stage in ipairs(cfg.stages) do
+    if stage.takes == 'batch' then
+      local open = 0
+      for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+        local first, last = ends(member)
+        open = open + last - first + 1
+      end
+      return value(run, 'ready:' .. stage.name) < open
+    end
+  end
+  return false
 end
 
 -- Rows from..to have no parked progress any more. Only a stage that takes groups has any.

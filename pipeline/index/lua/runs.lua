@@ -16,12 +16,14 @@ end)
 define('config', function(run) return config(run) end, true)
 
 -- {versions} → {counts = {admitted, gate, filtered groups, published, trained}, remake = lost groups to be made again, gates, wait}.
--- The i-th version may make tokens of groups below the i-th of `gates`. A run that has no config yet has gate 0.
+-- The i-th version may make tokens of groups below the i-th of `gates`. A run that has no config yet has gate 0, and one whose
+-- next groups wait the gate `admitted`.
 define('status', function(run, a)
   local begun, gates = call('EXISTS', run .. 'config') == 1, {}
   local found = call('HMGET', run .. 'n', 'admitted', 'filtered_groups', 'published', 'trained')
   for i, version in ipairs(a.versions) do gates[i] = gate(run, config(run), version) end
   local limit = begun and gate(run, config(run), int(found[3])) or 0
+  if begun and replacements_wait(run, config(run)) then limit = min(limit, int(found[1])) end
   return {
     counts = { int(found[1]), limit, int(found[2]), int(found[3]), int(found[4]) },
     remake = call('SMEMBERS', run .. 'remake'), gates = gates, wait = woken(run, 'version'),

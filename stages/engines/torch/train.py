@@ -10,11 +10,12 @@ The packed computation is in stages/engines/torch/packing.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -32,6 +33,8 @@ from stages.engines.torch.packing import ATTENTION, PackedBatch, pack, shared_pr
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.resharding.swap import local_weights, training_state
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True, eq=False)
 class _Group:
@@ -47,6 +50,19 @@ class _Group:
         return _Group(self.prompt, tuple(self.numbers[at] for at in places), shape)
 
 
+def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
+    """Of an engine's methods: with its number of threads, which decides the order of sums, and deterministic algorithms."""
+
+    @wraps(compute)
+    def wrapped(self: TorchTrainEngine, *arguments: Any) -> Result:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        with devices.deterministic(self.device):
+            return compute(self, *arguments)
+
+    return wrapped
+
+
 class TorchTrainEngine:
     """Trains a Hugging Face decoder-only ``model``. The engine moves it to ``device`` (default: the accelerator if there is
     one, else the CPU) and replaces its attention and dropout.
@@ -54,8 +70,8 @@ class TorchTrainEngine:
     ``token_budget``: tokens fed to the model at once, which bounds the memory of activations; None: the whole batch is one
     micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None. ``weight_decay`` applies to matrices only.
     ``temperature``: sampling temperature of the rollouts. ``threads``: torch's number of CPU threads, set at each call. On
-    the CPU a step is deterministic bit for bit, given the batch and the number of threads, whatever the order of the batch's
-    rows. The engine draws no random numbers.
+    one device a step is deterministic bit for bit, given the batch and the number of threads, whatever the order of the
+    batch's rows. The engine draws no random numbers.
 
     ``compute``: dtype of the arithmetic and of :meth:`weights` (default: the model's). A lower one than the model's is mixed
     precision: ``model`` becomes a copy in it, renewed after each step; the weights that it had are the master weights, in
@@ -151,11 +167,11 @@ class TorchTrainEngine:
         """``value``, of the same shape as the optimizer's parameter ``name``, in the form that a checkpoint stores."""
         return value
 
+    @_repeatable
     def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
         """The algorithm's epochs and mini-batches; see :class:`stages.engines.protocols.TrainEngine`. ``fed_tokens`` in the
         result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
         a loss or a gradient is not finite."""
-        self._set_threads()
         groups, responses = _groups(batch)
         by_policy = [name for name, by in algorithm.scores.items() if by == "policy"]
         computed = dict.fromkeys(by_policy, self.logprobs(batch).unbind()) if by_policy else {}
@@ -238,10 +254,10 @@ class TorchTrainEngine:
         return {"loss": loss, "grad_norm": grad_norm, "fed_tokens": fed_tokens, **gap, **algorithm.finish(metrics)}
 
     @torch.no_grad()
+    @_repeatable
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
         """Logprobs of the response tokens, float32 jagged [B, T_i] on the CPU. Each group is computed alone, so its bits do
         not depend on the other groups."""
-        self._set_threads()
         groups, responses = _groups(batch)
         rows: list[torch.Tensor] = [torch.empty(0)] * len(responses)
         alone = [plan_micro_batches([group.shape], self._token_budget) for group in groups]
@@ -301,10 +317,6 @@ class TorchTrainEngine:
         """Release the optimizer's memory. May be called again."""
         self._optimizer.state.clear()
         self._forget_gradients()
-
-    def _set_threads(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
 
     def _piece_logprobs(
         self, groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor]

@@ -99,6 +99,7 @@ class VllmRolloutEngine:
             gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=enforce_eager,
             tensor_parallel_size=tensor_parallel,
+            hf_overrides={"head_dtype": "float32"},  # logits as the trainer computes them
             enable_prefix_caching=True,
             logprobs_mode="raw_logprobs" if filters else "processed_logprobs",
             weight_transfer_config={"backend": self.transport},

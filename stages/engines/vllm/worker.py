@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch.distributed import FileStore
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -103,7 +104,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _load(self, published: Published) -> None:
         weights = checkpoint_tensors(self._kind, self._store.view(published))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), set_current_vllm_config(self.vllm_config):
                 self._forget_packed_experts()
                 initialize_layerwise_reload(self.model)
                 self.model.load_weights(weights.items())

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from orchestration.events_file import METRICS, MetricsFile, read_metrics
+from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
 from orchestration.run.lock import LOCK, RunLocked, lock_run
 from orchestration.run.run import Run, RunError
@@ -271,3 +273,23 @@ async def test_what_no_restart_mends_fails_the_run_at_once(
     assert result.reason.startswith(reason)
     started = [event for event in watched.of("worker") if event["change"] == "started"]
     assert [event["worker"] for event in started].count("rollout-0") == attempts
+
+
+async def test_a_model_that_no_engine_runs_ends_the_run_at_the_first_attempt(tmp_path: Path) -> None:
+    """A checkpoint as a new user makes one. `asyncdock check` refuses it; here the recipe is not checked with its files."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    from stages.models import tiny_tokenizer
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    data = {**TINY, "model": {"source": str(tmp_path / "model")}}
+    with pytest.raises(RecipeError, match=r"cannot be run by rollout\.engine = 'torch' \(.*BloomForCausalLM"):
+        parse_recipe(data)
+    watched, result = await complete(Run.create(parse_recipe(data, files=False), tmp_path / "run"))
+    assert result.state == "failed"
+    assert "BloomForCausalLM" in result.reason
+    assert "max_restarts" not in result.reason
+    started = [event["worker"] for event in watched.of("worker") if event["change"] == "started"]
+    assert len(started) == len(set(started)), "no worker was started again"

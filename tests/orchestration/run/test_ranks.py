@@ -114,8 +114,8 @@ async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> N
         watched.stop.set()
         assert (await work).state == "stopped"
     before = {step["step"]: step["grad_norm"] for step in watched.of("step")}
-    with pytest.raises(RecipeError, match=r"--set = \"train.steps=9\": would change what the run computes"):
-        Run.resume(tmp_path / "run", ["train.steps=9"])
+    with pytest.raises(RecipeError, match=r"train.groups_per_step = 2: cannot change in a resumed run: the gate"):
+        Run.resume(tmp_path / "run", ["train.groups_per_step=2"])
     with pytest.raises(RecipeError, match=r"launch.launcher = \"inline\": keeps all workers in one process"):
         Run.resume(tmp_path / "run", ["train.tp=2"])
     resumed = Run.resume(tmp_path / "run", ["train.tp=2", "launch.launcher=process"])

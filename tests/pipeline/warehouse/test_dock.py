@@ -285,6 +285,31 @@ async def test_the_ledger_closes_at_every_moment(dock: Dock) -> None:
     assert (await closes())["trained"] == 4
 
 
+async def test_without_slack_replacements_are_admitted_together_when_the_other_groups_wait_for_training(
+    index: Index, tmp_path: Path
+) -> None:
+    """Which groups are decided first does not change what is decoded together."""
+    await index.init(config(groups_per_step=4, slack=0, staleness=0), COUNTERS)
+    dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
+    await dock.join(1 << 20)
+    await admit(dock, range(4))
+    await respond(dock, await claim(dock, "rollout", version=0))
+    rewards = await claim(dock, "reward")
+    await dock.commit(rewards, range(len(rewards)), {"reward": torch.ones(len(rewards))})
+    gates = []
+    for group, dropped in ((0, False), (1, True), (2, True), (3, False)):
+        held = await claim(dock, "advantage", 1)
+        wait = (await dock.index.status()).wait
+        if dropped:
+            await dock.index.drop_groups(held, [group])
+        else:
+            await dock.commit(held, range(len(held)), {"advantage": torch.ones(len(held))})
+        if group:
+            assert await dock.index.wait("version", wait, 5), "the gate is woken"
+        gates.append((await dock.index.status()).gate)
+    assert gates == [4, 4, 4, 6]
+
+
 async def test_a_full_warehouse_makes_producers_wait_until_rows_are_released(index: Index, tmp_path: Path) -> None:
     await index.init(config(slack=0, staleness=0), COUNTERS)
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0, room_timeout=0.1)

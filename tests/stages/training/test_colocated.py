@@ -204,6 +204,7 @@ async def test_what_must_be_generated_after_all_takes_the_device_back_without_a_
     await dock.commit(scored, range(len(scored)), {"reward": values, "scores": values[:, None]})
     judged = await claimed(dock, "advantage")
     await dock.index.drop_groups(judged, [1])
+    await dock.commit(judged, [0], {"advantage": torch.ones(1)})
     await table.device.until(lambda: table.device.did[2:] == ["ready", "generate 0"])
     await table.over()
 

@@ -134,12 +134,12 @@ def spread(size: float) -> Probe:
 
 def test_limits_follow_from_dtype_layers_and_spread_and_a_recipe_may_replace_them() -> None:
     for probe in (spread(0.1), spread(4)):
-        assert ProbeRule(torch.float32, 30).limits(probe) == ProbeLimits(0.00025, 0.001, 0.001)
-        assert ProbeRule(torch.float32, 30, q95=0.1).limits(probe) == ProbeLimits(0.025, 0.1, 0.1)
-        assert ProbeRule(torch.bfloat16, 4, q95=0.6).limits(probe) == ProbeLimits(0.15, 0.6)
+        assert ProbeRule(torch.float32, 30).limits(probe) == ProbeLimits(0.0002, 0.001, 0.001)
+        assert ProbeRule(torch.float32, 30, q95=0.1).limits(probe) == ProbeLimits(0.02, 0.1, 0.1)
+        assert ProbeRule(torch.bfloat16, 4, q95=0.6).limits(probe) == ProbeLimits(0.12, 0.6)
         assert ProbeRule(torch.bfloat16, 4, q95=0.6, mean=0.01).limits(probe) == ProbeLimits(0.01, 0.6)
     few, many = ProbeRule(torch.bfloat16, 4), ProbeRule(torch.bfloat16, 16)
-    assert few.limits(spread(0.1)) == few.limits(spread(1)) == ProbeLimits(6 / 256 * 2 / 4, 6 / 256 * 2)
+    assert few.limits(spread(0.1)) == few.limits(spread(1)) == ProbeLimits(3 / 256, 15 / 256)
     assert many.limits(spread(1)).q95 == 2 * few.limits(spread(1)).q95
     assert many.limits(spread(3)).mean == pytest.approx(3 * many.limits(spread(1)).mean)
     assert few.limits(spread(3)).max == math.inf
@@ -154,8 +154,11 @@ def test_one_token_may_round_far_off_in_bfloat16_and_none_in_float32() -> None:
     one_off = of(*[0.0] * 99, 0.5)
     assert low.exceeded(one_off) is None
     assert exact.exceeded(one_off) == "by 0.5 (the largest of 100 tokens; sync.probe_tolerance is 0.001)"
-    six_off, all_a_little = of(*[0.0] * 94, *[0.5] * 6), of(*[0.11] * 100)
-    assert low.exceeded(six_off) == "by 0.5 (95th percentile of 100 tokens; sync.probe_tolerance is 0.424)"
+    six_off, all_a_little, two_far_off = of(*[0.0] * 94, *[0.6] * 6), of(*[0.11] * 100), of(*[0.0] * 98, 2.5, 2.5)
+    assert low.exceeded(six_off) == "by 0.6 (95th percentile of 100 tokens; sync.probe_tolerance is 0.53)"
+    assert low.exceeded(two_far_off) == (
+        "by 0.0316 (k3 of 100 tokens; sync.probe_tolerance * sync.probe_mean_tolerance / 2 is 0.028)"
+    )
     assert low.exceeded(all_a_little) == "by 0.11 (mean of 100 tokens; sync.probe_mean_tolerance is 0.106)"
     for broken in (math.nan, math.inf):
         assert low.exceeded(of(*[0.0] * 99, broken)) is not None
@@ -230,13 +233,13 @@ class Wrong(TorchRolloutEngine):
 
 
 class Trainer:
-    """Trains in bfloat16 on what ``rollout`` generates, and publishes, as an update stage does."""
+    """Trains in mixed precision on what ``rollout`` generates, and publishes, as an update stage does."""
 
     def __init__(self, index: Index, store: WeightStore, rollout: TorchRolloutEngine, **options: Any) -> None:
         self.rollout = rollout
         options = {"learning_rate": 1e-3, "total_steps": 9, "threads": 1, **options}
         self.index, self.store, self.version = index, store, 0
-        self.engine = TorchTrainEngine(made("untied"), **options)
+        self.engine = TorchTrainEngine(made("untied").float(), compute=torch.bfloat16, **options)
         self.rows: list[list[int]] = []
 
     async def step(self) -> None:

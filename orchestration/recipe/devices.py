@@ -1,0 +1,72 @@
+"""Which devices of a node the workers of a run compute on.
+
+    recipe, devices of the node ──▶ assign ──▶ (kind, number) → devices ──▶ the launcher: a worker process sees its own
+
+Ranks of the trainer come first, then rollout engines, then the reference, in turn over the devices: with fewer devices than
+workers some share one. A device that the recipe numbers (``cuda:1``) is taken as it is, and the others avoid it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestration.run.kinds import workers_of
+from stages.device_names import VISIBLE, visible_devices
+
+if TYPE_CHECKING:
+    from orchestration.recipe.schema import Recipe
+
+Worker = tuple[str, int]  # kind and number
+SIDES = {"update": "train", "colocated": "train", "rollout": "rollout", "reference": "train"}  # whose device and engine
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices of one ``kind``, as the kind's variable names them. ``fixed``: the recipe gives the number, and the worker
+    sees all devices of the node."""
+
+    kind: str
+    names: tuple[str, ...]
+    fixed: bool = False
+
+    def environment(self) -> dict[str, str]:
+        """The variable that shows a process these devices alone, which it numbers from 0."""
+        return {} if self.fixed else {VISIBLE[self.kind][0]: ",".join(self.names)}
+
+
+def on_this_node() -> dict[str, list[str]]:
+    """Returns the devices that processes of this node see, by kind, for kinds with a variable that limits them."""
+    return {kind: found for kind in VISIBLE if (found := visible_devices(kind))}
+
+
+def assign(recipe: Recipe, node: Mapping[str, Sequence[str]]) -> dict[Worker, Devices]:
+    """Returns the devices of each worker that computes on an accelerator of ``node``."""
+    wanted: dict[Worker, tuple[str, int]] = {}  # the device's name in the recipe, and how many
+    for worker in sorted(
+        workers_of(recipe), key=lambda worker: list(SIDES).index(worker[0]) if worker[0] in SIDES else 9
+    ):
+        section = getattr(recipe, SIDES.get(worker[0], ""), None)
+        if section is not None and section.engine != "mock":
+            several = section.vllm.tensor_parallel if worker[0] == "rollout" and section.engine == "vllm" else 1
+            wanted[worker] = section.device if section.device != "auto" else next(iter(node), "cpu"), several
+    fixed = {name for name, _ in wanted.values() if ":" in name}
+    given: dict[Worker, Devices] = {}
+    taken = dict.fromkeys(node, 0)
+    for worker, (name, several) in wanted.items():
+        kind, _, number = name.partition(":")
+        names = list(node.get(kind, ()))
+        if number:
+            given[worker] = Devices(kind, (number,), fixed=True)
+        elif names:
+            free = [one for at, one in enumerate(names) if f"{kind}:{at}" not in fixed] or names
+            turns = range(taken[kind], taken[kind] + min(several, len(free)))
+            given[worker] = Devices(kind, tuple(free[turn % len(free)] for turn in turns))
+            taken[kind] += len(turns)
+    return given
+
+
+def shown(given: Iterable[tuple[Worker, Devices]]) -> str:
+    """The devices of each worker, in one line."""
+    return ", ".join(f"{kind}-{number} on {of.kind} {'+'.join(of.names)}" for (kind, number), of in given)
