@@ -224,8 +224,8 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             ]
             rows[-1] = ("each device", ", ".join(held))
         for side, parts in plan.memory.items():
-            shown = ", ".join(f"{part} {format_size(size)}" for part, size in parts.items() if size)
-            rows.append((f"memory, {side}", f"{format_size(sum(parts.values()))} at its peak: {shown}"))
+            each = ", ".join(f"{part} {format_size(size)}" for part, size in parts.items() if size)
+            rows.append((f"memory, {side}", f"{format_size(sum(parts.values()))} at its peak: {each}"))
         if plan.reference_bytes:
             rows.append(("reference", format_size(plan.reference_bytes)))
     rows += [("notice", notice) for notice in plan.notices]
