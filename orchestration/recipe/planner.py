@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Engine, memory
 from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
-from orchestration.recipe.memory import ITEM_BYTES, Engine, memory
 from orchestration.recipe.model_files import parameters_in, text_config
 from stages.flow.graph import document
 from stages.prompts.options import PromptLimits
@@ -105,7 +105,7 @@ class Plan:
     """Only of a colocated run."""
     memory: dict[Engine, dict[str, int]]
     """Derived bytes of one rank of the torch train engine at the peak of a step, and of one torch rollout engine, by part,
-    with all rows as long as the recipe allows: see :mod:`orchestration.recipe.memory`. Empty where the model's sizes are not
+    with all rows as long as the recipe allows: see :mod:`orchestration.recipe.checks.memory_parts`. Empty where the model's sizes are not
     known."""
     flow: dict[str, Any]
     """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from orchestration.recipe.checks.memory_parts import Engine
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
-from orchestration.recipe.memory import Engine
 from orchestration.recipe.planner import memory_of, prompt_limits
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe

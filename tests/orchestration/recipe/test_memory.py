@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from orchestration.recipe import memory
 from orchestration.recipe.checks import memory as checks
+from orchestration.recipe.checks import memory_parts
+from orchestration.recipe.checks.memory_parts import Sizes, layer_bytes, micro_batch
 from orchestration.recipe.load import load_recipe
-from orchestration.recipe.memory import Sizes, layer_bytes, micro_batch
 from orchestration.recipe.planner import memory_of, plan
 from stages.engines.plans import GroupShape, plan_micro_batches
 from stages.engines.torch import token_logprobs
@@ -73,7 +73,7 @@ def test_the_largest_micro_batch_is_that_of_the_plan(minimal: Path, budget: int,
 
 
 def test_the_bound_of_the_logits_is_the_engine_s() -> None:
-    assert memory.LOGITS_BYTES == token_logprobs.LOGITS_BYTES
+    assert memory_parts.LOGITS_BYTES == token_logprobs.LOGITS_BYTES
 
 
 def test_the_parts_follow_the_recipe(minimal: Path) -> None:
