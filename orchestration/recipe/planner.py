@@ -105,8 +105,7 @@ class Plan:
     """Only of a colocated run."""
     memory: dict[Engine, dict[str, int]]
     """Derived bytes of one rank of the torch train engine at the peak of a step, and of one torch rollout engine, by part,
-    with all rows as long as the recipe allows: see :mod:`orchestration.recipe.checks.memory_parts`. Empty where the model's sizes are not
-    known."""
+    with all rows as long as the recipe allows. Empty where the model's sizes are not known."""
     flow: dict[str, Any]
     """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""
     notices: list[str]
