@@ -86,9 +86,15 @@ class Controller:
         self._running = asyncio.Event()
         self._running.set()
         self._woken = asyncio.Event()
+        self.is_idle = False  # the last claim found nothing
         self.on_nothing: Callable[[], None] = lambda: None  # called when a claim found nothing
         self.on_end: Callable[[], None] = lambda: None  # called when all claimed rows are finished, after a stop
         dock.writer.on_room = lambda: self.clock.during("blocked")
+
+    @property
+    def held(self) -> int:
+        """Rows that are claimed and not committed."""
+        return sum(self._held.values())
 
     def wake(self) -> None:
         """Claim again: the stage's room or version has changed."""
@@ -131,11 +137,12 @@ class Controller:
     async def _claim(self) -> Claim | None:
         """One claim, or None after a wait."""
         self._woken.clear()
-        room = self.stage.room(sum(self._held.values()))
+        room = self.stage.room(self.held)
         if room < 1:
             await self._woken.wait()
             return None
         found = await self.dock.try_claim(self.stage.name, room, version=self.stage.version())
+        self.is_idle = not isinstance(found, Claim)
         if isinstance(found, Claim):
             return found
         self.on_nothing()

@@ -140,6 +140,10 @@ class EvaluationEvent(EventData, kind="evaluation"):
     count: Annotated[int, Doc("Prompts.")]
     reward_mean: Number
     samples: Sequence[Answer]
+    last_version: Annotated[int | None, Doc("The newest that gave an answer.")] = None
+    seconds: Annotated[Number, Doc("From its beginning to the last answer.")] = None
+    tokens: Annotated[int, Doc("Tokens of the answers.")] = 0
+    share: Annotated[Number, Doc("Of the engine's rows that it took in that time, on average.")] = None
 
 
 class LedgerEvent(EventData, kind="ledger"):

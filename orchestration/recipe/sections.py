@@ -337,6 +337,13 @@ class EvaluateSection(Section):
     """Evaluation: held-out prompts, answered greedily beside training."""
 
     every: StepsOrZero = key(0, "Steps between two evaluations. 0: none.")
+    share: float = key(
+        0.25,
+        "An evaluation uses rows of the engine (`rollout.max_rows`) that training leaves idle. When the next version comes "
+        "before it is complete, it goes on with at most this share of the rows. At η = 0 all prompts are answered at once.",
+        gt=0,
+        le=1,
+    )
     prompts: Annotated[int, Field(ge=1), unit("prompts")] = key(32, "Number of held-out prompts that are answered.")
     samples: Annotated[int, Field(ge=0), unit("prompts")] = key(
         4, "Number of those prompts that are shown with their responses."

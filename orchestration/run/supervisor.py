@@ -198,7 +198,7 @@ class Supervisor:
         """Raises _Failed when ``first`` may not be restarted. Workers that die together of one cause count once."""
         if codes[first] == EXIT_NOT_STARTED:
             if self._not_started.get(first) == reason:
-                raise _Failed(f"{_shown(first)} did not start, twice for the same reason: {reason}")
+                raise _Failed(f"{_shown(first)} failed twice before its first work, for the same reason: {reason}")
             self._not_started[first] = reason
         connection = self._lives[first].orphaned
         if connection is not None and connection in self._lost:

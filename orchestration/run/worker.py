@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 import traceback
@@ -21,6 +22,7 @@ from orchestration.logs import Current, configure
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import slab_bytes
 from orchestration.recipe.schema import Recipe
+from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job
 from orchestration.run.exit_codes import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.kinds import KINDS, kind_of
@@ -28,6 +30,7 @@ from orchestration.run.paths import RunPaths
 from pipeline.columns import ColumnError
 from pipeline.events import WorkerEvent
 from pipeline.index.client import INDEX_VARIABLE, BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
+from pipeline.index.errors import IndexRefused, IndexUnreachable
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from stages.algorithms import AlgorithmError
@@ -47,11 +50,13 @@ STATE_SECONDS = 10.0  # a wait for another state of the run is renewed this ofte
 
 
 class CannotStart(RuntimeError):
-    """The worker's parts cannot be made, and another attempt would fail in the same way. The message is the cause's."""
+    """The worker's parts cannot be made, or cannot do their first work, and another attempt would fail in the same way. The
+    message is the cause's."""
 
 
 class NotStarted(RuntimeError):
-    """The worker's parts could not be made, for a cause that may pass. The message is the cause's."""
+    """The worker's parts could not be made, or could not do their first work, for a cause that may pass. The message is the
+    cause's."""
 
 
 # Raised by reading a model, a config, a file or options: the same at each attempt.
@@ -128,7 +133,11 @@ class Worker:
             await self._build(job, paths)
             await self._emit("ready")
             log.info("ready")
-            await self._work(job)
+            try:
+                await self._work(job)
+            except Exception as error:
+                await self._refuse_first_work(_first(error), paths)
+                raise
             await self._emit("stopped")
         except BaseException as error:
             first = _first(error)
@@ -159,6 +168,20 @@ class Worker:
             starting = (await self.index.state())[0] in ("created", "starting")
             refused = CannotStart if starting and isinstance(first, LASTING) else NotStarted
             raise refused(_in_words(first)) from first
+
+    async def _refuse_first_work(self, error: BaseException, paths: RunPaths) -> None:
+        """Raises CannotStart or NotStarted for an ``error`` before the run has trained a step: what an engine cannot compute
+        then is its model, not a batch. Returns for errors of other processes, and for those that are fatal already."""
+        causes = [error]
+        while (cause := causes[-1].__cause__) is not None:
+            causes.append(cause)
+        if any(isinstance(each, (*FATAL, *PASSING, IndexRefused)) for each in causes):
+            return
+        began = checkpoint.open_checkpoint(paths.start).version if paths.start and paths.start.is_dir() else 0
+        with contextlib.suppress(IndexUnreachable):
+            if (await self.index.status()).trained <= began:
+                lasting = isinstance(causes[-1], LASTING) and not isinstance(causes[-1], OSError | MemoryError)
+                raise (CannotStart if lasting else NotStarted)(_in_words(error)) from error
 
     async def _emit(self, change: str) -> None:
         worker = f"{self.kind}-{self.number}"

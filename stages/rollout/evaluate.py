@@ -1,12 +1,18 @@
 """Evaluation: the rollout engine answers held-out prompts greedily, beside the training samples.
 
-An evaluation belongs to one policy version: its worker loads no newer weights until the last answer is complete.
+    version due ─▶ rows that training does not need ─▶ a newer version waits: no further prompt ─▶ swap
+                                                          └─▶ the rest: at most `share` of the engine's rows
+
+With η = 0, and in a colocated run, all prompts are answered at once, and the claims wait. Otherwise a swap waits for the
+answers in flight alone: an evaluation that one version has no time for is completed by the next ones, before another is due.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -14,6 +20,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from pipeline.events import Answer, EvaluationEvent
+from pipeline.first_of import first_of
 from pipeline.index.client import Index
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
 from stages.models import Tokenizer
@@ -21,6 +28,7 @@ from stages.prompts.formatter import Prompt
 from stages.prompts.sources import PromptSource
 from stages.rewards.stage import RewardSet, score_rows
 
+WAIT_SECONDS = 1.0  # room is asked for again this often
 DRAWS_PER_PROMPT = 20  # at most, to find distinct prompts: a small procedural source repeats itself
 
 
@@ -35,39 +43,100 @@ class Evaluator:
     prompts: Sequence[Prompt]
     samples: int
 
+    rows: int = 0
+    """Responses that the engine decodes at the same time."""
+    share: float = 1.0
+    """Of those, an evaluation that has waited takes at most so much while training needs all of them."""
+
     async def run(self, version: int) -> EvaluationEvent:
-        """Returns the `evaluation` event of ``version``, which the engine must have loaded."""
-        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0)
-        requests = [GroupRequest(-1 - i, (0,), prompt.ids, greedy, 0) for i, prompt in enumerate(self.prompts)]
-        answers: dict[int, Completion] = {}
-        async with aclosing(self.engine.generate(requests)) as completions:  # type: ignore[type-var]
+        """Returns the `evaluation` event of ``version``, which the engine must have loaded: all prompts at once."""
+        evaluation = Evaluation(self, version)
+        await evaluation.answer_all()
+        return await evaluation.event()
+
+
+class Evaluation:
+    """An evaluation of ``version`` in progress. It may be left between two answers, for the engine to load newer weights:
+    each answer is of one version."""
+
+    def __init__(self, evaluator: Evaluator, version: int) -> None:
+        self.evaluator, self.version, self.last_version = evaluator, version, version
+        self._left = list(range(len(evaluator.prompts)))
+        self._answers: dict[int, Completion] = {}
+        self._began, self._row_seconds = time.monotonic(), 0.0
+
+    async def answer_all(self) -> None:
+        await self._answer(self._left, self.version)
+        self._left = []
+
+    async def go_on(
+        self, version: int, room: Callable[[int], int], gives_way: Callable[[], bool], changed: asyncio.Event
+    ) -> bool:
+        """Answer with ``version``, ``room(in flight)`` further prompts at a time, until all are answered, or none is in
+        flight and it ``gives_way``. Both are asked again when ``changed`` is set. Returns whether all are answered."""
+        self.last_version, running = version, set[asyncio.Task[None]]()
+        try:
+            while True:
+                changed.clear()
+                ended = {task for task in running if task.done()}
+                for task in ended:
+                    task.result()
+                running -= ended
+                more = self._left[: max(0, 0 if gives_way() else room(len(running)))]
+                del self._left[: len(more)]
+                running |= {asyncio.create_task(self._answer([number], version)) for number in more}
+                if not running and (not self._left or gives_way()):
+                    return not self._left
+                await first_of(changed.wait(), *([_any(running)] if running else []), timeout=WAIT_SECONDS)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _answer(self, numbers: Sequence[int], version: int) -> None:
+        greedy, prompts = replace(self.evaluator.params, temperature=0.0, top_k=0, top_p=1.0), self.evaluator.prompts
+        requests = [GroupRequest(-1 - i, (0,), prompts[i].ids, greedy, 0) for i in numbers]
+        began = time.monotonic()
+        async with aclosing(self.evaluator.engine.generate(requests)) as completions:  # type: ignore[type-var]
             async for completion in completions:
                 if completion.versions != ((version, len(completion.token_ids)),):
                     raise RuntimeError(
                         f"evaluation of version {version} was answered by versions {completion.versions}"
                     )
-                answers[-1 - completion.group] = completion
-        rows = TensorDict({}, batch_size=[len(requests)])
-        order = range(len(requests))
+                self._answers[-1 - completion.group] = completion
+                self._row_seconds += time.monotonic() - began
+
+    async def event(self) -> EvaluationEvent:
+        """Score the answers, all of which are there, and return the event."""
+        seconds, evaluator, answers = time.monotonic() - self._began, self.evaluator, self._answers
+        order = range(len(answers))
+        rows = TensorDict({}, batch_size=[len(answers)])
         rows["response_ids"] = torch.nested.nested_tensor([answers[i].token_ids for i in order], layout=torch.jagged)
-        rows["given"] = NonTensorStack(*(json.dumps(prompt.given) for prompt in self.prompts))
-        rows["fields"] = NonTensorStack(*(json.dumps(prompt.fields, default=str) for prompt in self.prompts))
-        scores = await score_rows(self.rewards, self.tokenizer, rows)
-        kept = (~scores.failed.any(dim=1)).nonzero()[:, 0]  # answers that could not be scored do not count
+        rows["given"] = NonTensorStack(*(json.dumps(prompt.given) for prompt in evaluator.prompts))
+        rows["fields"] = NonTensorStack(*(json.dumps(prompt.fields, default=str) for prompt in evaluator.prompts))
+        scores = await score_rows(evaluator.rewards, evaluator.tokenizer, rows)
         return EvaluationEvent(
-            version=version,
-            step=version,
-            count=len(kept),
-            reward_mean=float(scores.total[kept].mean()) if len(kept) else 0.0,
+            version=self.version,
+            last_version=self.last_version,
+            step=self.version,
+            count=len(answers),
+            reward_mean=float(scores.total.mean()),
             samples=[
                 Answer(
-                    prompt=question(self.prompts[i]),
-                    response=str(self.tokenizer.decode(answers[i].token_ids.tolist(), skip_special_tokens=True)),
+                    prompt=question(evaluator.prompts[i]),
+                    response=str(evaluator.tokenizer.decode(answers[i].token_ids.tolist(), skip_special_tokens=True)),
                     reward=float(scores.total[i]),
                 )
-                for i in range(min(self.samples, len(requests)))
+                for i in range(min(evaluator.samples, len(answers)))
             ],
+            seconds=seconds,
+            tokens=sum(len(answer.token_ids) for answer in answers.values()),
+            share=self._row_seconds / seconds / evaluator.rows if evaluator.rows else None,
         )
+
+
+async def _any(tasks: set[asyncio.Task[None]]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def evaluate_once(index: Index, evaluator: Evaluator, version: int) -> None:

@@ -25,7 +25,7 @@ from pipeline.controller import Controller
 from pipeline.events import SyncEvent, WorkerEvent
 from pipeline.index.client import Index
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
-from stages.rollout.evaluate import Evaluator, evaluate_once
+from stages.rollout.evaluate import Evaluation, Evaluator, evaluate_once
 from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
 from stages.weights.store import (
@@ -93,6 +93,7 @@ class WeightFollower:
         self.worker, self.every, self.steps = worker, every, steps
         self.overlap, self.policy, self.cut = overlap, policy, cut
         self._judge = None if policy.probe is None else ProbeJudge(policy.probe)
+        self._evaluation: Evaluation | None = None  # that has given way to newer weights
         self._held: Published | None = None  # the version in the engine; None: the weights that it was built with
         self._failed: dict[int, int] = {}  # attempts to load the version that is published now
         self._reported = 0  # the version that was last reported as damaged
@@ -109,10 +110,10 @@ class WeightFollower:
     async def run(self) -> None:
         """Load versions as they are published. Returns when the last one is loaded and evaluated."""
         while True:
-            if self.evaluator is not None and self._due():
-                version = self.stage.engine.version
-                with self.controller.spans.during("evaluation", version=version):
-                    await evaluate_once(self.index, self.evaluator, version)
+            while self.evaluator is not None and (self._evaluation is not None or self._due()):
+                with self.controller.spans.during("evaluation", version=self.stage.engine.version):
+                    if not await self._evaluate(self.evaluator):
+                        break
             self.stage.held_back = False
             self.controller.wake()
             if self.stage.engine.version >= self.steps:
@@ -122,6 +123,45 @@ class WeightFollower:
                 return
             while not await self._take():
                 await self.index.wait("version", self._seen, self._pause)
+
+    async def _evaluate(self, evaluator: Evaluator) -> bool:
+        """Evaluate what is due, or go on with it. Returns whether another version may be due: that of the engine."""
+        version = self.stage.engine.version
+        if not self.overlap:
+            await evaluate_once(self.index, evaluator, version)
+            return False
+        if self._evaluation is None:
+            if await self.index.get(f"evaluated:{version}") is not None:
+                return False
+            self._evaluation = Evaluation(evaluator, version)
+        evaluation, changed = self._evaluation, asyncio.Event()
+        newer = asyncio.create_task(self._newer(version))
+        newer.add_done_callback(lambda _: changed.set())
+        self.controller.on_nothing = changed.set
+
+        def room(in_flight: int) -> int:
+            controller, is_late = self.controller, version > evaluation.version or newer.done() or version >= self.steps
+            idle = evaluator.rows - controller.held if controller.is_idle else 0
+            return max(idle, max(1, int(evaluator.share * evaluator.rows)) if is_late else 0) - in_flight
+
+        try:
+            complete = await evaluation.go_on(
+                version, room, lambda: newer.done() and not self._due(newer.result()), changed
+            )
+        finally:
+            newer.cancel()
+            await asyncio.gather(newer, return_exceptions=True)
+        if complete:
+            self._evaluation = None
+            await self.index.emit(await evaluation.event())
+            await self.index.put(f"evaluated:{evaluation.version}", "1")
+        return complete and version > evaluation.version
+
+    async def _newer(self, version: int) -> int:
+        """Wait until a newer version than ``version`` is published, and return it."""
+        while (published := await self.index.published_weights()).version <= version:
+            await self.index.wait("version", published.wait, WAIT_SECONDS)
+        return published.version
 
     async def _take(self) -> bool:
         """Load the published version when it is newer. Returns whether the engine has it now."""

@@ -142,6 +142,7 @@ def saved(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> dict
     engine.train_batch(share(ranks, seed=0), algorithm())
     state, writer = whole_state(engine), checkpoint.Writer(engine, ranks.rank)
     writer.copy()
+    engine.model.state_dict = None  # it would free layers that FSDP has gathered for the next step
     with ThreadPoolExecutor(1) as thread:
         writing = thread.submit(writer.write, Path(folder))
         engine.train_batch(share(ranks, seed=3), algorithm())

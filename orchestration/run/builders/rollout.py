@@ -82,4 +82,13 @@ def make_rollout(job: Job, engine: RolloutEngine) -> tuple[Rollout, Evaluator | 
     held_out = load_prompts(recipe.prompts, job.tokenizer, recipe.seed, limits=prompt_limits(recipe)).held_out
     assert held_out is not None, "checked with the recipe"
     prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
-    return stage, Evaluator(engine, sampling, job.rewards(), job.tokenizer, prompts, recipe.evaluate.samples)
+    return stage, Evaluator(
+        engine,
+        sampling,
+        job.rewards(),
+        job.tokenizer,
+        prompts,
+        recipe.evaluate.samples,
+        rows=recipe.rollout.max_rows,
+        share=recipe.evaluate.share,
+    )

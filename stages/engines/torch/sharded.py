@@ -230,7 +230,9 @@ class ShardedTrainEngine(TorchTrainEngine):
         """Every rank calls this, unless ``state`` is given. Rank 0 writes files of at most ``FILE_BYTES``, or of one
         tensor."""
         learned = dict(self.model.named_parameters(remove_duplicate=False))
-        fixed = {name: value for name, value in self.model.state_dict().items() if name not in learned}
+        # A module's own state_dict() frees the layers that FSDP has gathered, and a step may be under way beside this.
+        known = self.model.state_dict() if state is None else state["model"]
+        fixed = {name: known[name] for name in known if name not in learned}
         empty = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
         empty |= {name: torch.empty_like(value, device="meta") for name, value in fixed.items()}
         sizes = checkpoint_tensors(self.model, empty)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -15,12 +16,15 @@ import pytest
 from orchestration.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
+from orchestration.run.engines import rollout_engine, train_engine
 from orchestration.run.lock import LOCK, RunLocked, lock_run
 from orchestration.run.run import Run, RunError
 from orchestration.service.lifecycle import WHERE
 from pipeline.events import Event
 from pipeline.index.embedded import EmbeddedIndex
+from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.sample_log import SampleLog, read
 from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 from tests.orchestration.services import serving
@@ -239,6 +243,10 @@ def test_samples_of_steps_that_are_made_again_stand_once(tmp_path: Path) -> None
 # ── what no restart mends ──
 
 
+TORCH = {"engine": "torch"}
+TWICE = "failed twice before its first work, for the same reason"
+
+
 def refuses(recipe: Any, *, version: int, weights: Path | None) -> Any:
     raise ValueError("this engine cannot run that model")
 
@@ -259,7 +267,7 @@ def loses_descriptors(recipe: Any, *, version: int, weights: Path | None) -> Any
     ("engine", "attempts", "reason"),
     [
         ("refuses", 1, "rollout-0: ValueError: this engine cannot run that model"),
-        ("breaks", 2, "rollout-0 did not start, twice for the same reason: RuntimeError: the engine's core has ended"),
+        ("breaks", 2, f"rollout-0 {TWICE}: RuntimeError: the engine's core has ended"),
         ("loses_descriptors", 1, "rollout-0: OSError: [Errno 24] Too many open files"),
     ],
 )
@@ -273,6 +281,88 @@ async def test_what_no_restart_mends_fails_the_run_at_once(
     assert result.reason.startswith(reason)
     started = [event for event in watched.of("worker") if event["change"] == "started"]
     assert [event["worker"] for event in started].count("rollout-0") == attempts
+
+
+def decodes_nothing(recipe: Recipe, error: Exception, weights: Path | None) -> TorchRolloutEngine:
+    """A real engine whose model raises ``error`` in the thread that computes, at its first token."""
+    engine = rollout_engine(recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=TORCH)}), version=0)
+    assert isinstance(engine, TorchRolloutEngine)
+
+    def decode(tokens: Any) -> Any:
+        raise error
+
+    engine._decoder.decode = decode  # type: ignore[method-assign]
+    return engine
+
+
+def knows_no_decoder(recipe: Any, *, version: int, weights: Path | None) -> Any:
+    return decodes_nothing(recipe, KeyError("decoder"), weights)
+
+
+def has_other_shapes(recipe: Any, *, version: int, weights: Path | None) -> Any:
+    return decodes_nothing(recipe, RuntimeError("the size of tensor a (4) must match that of b (5)"), weights)
+
+
+def trains_nothing(recipe: Any, *, ranks: Any, meeting: Path | None) -> Any:
+    engine = train_engine(recipe.model_copy(update={"train": recipe.train.model_copy(update=TORCH)}))
+
+    def train_batch(batch: Any, algorithm: Any) -> Any:
+        raise TypeError("forward() got an unexpected keyword argument 's_aux'")
+
+    engine.train_batch = train_batch  # type: ignore[method-assign]
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("side", "engine", "attempts", "reason"),
+    [
+        ("rollout", "knows_no_decoder", 1, "rollout-0: EngineFailed: the rollout engine failed: KeyError('decoder')"),
+        (
+            "rollout",
+            "has_other_shapes",
+            2,
+            f"rollout-0 {TWICE}: EngineFailed: the rollout engine failed: RuntimeError(",
+        ),
+        ("train", "trains_nothing", 1, "update-0: TypeError: forward() got an unexpected keyword argument 's_aux'"),
+    ],
+)
+async def test_a_model_that_an_engine_cannot_compute_fails_the_run_at_its_first_work(
+    side: str, engine: str, attempts: int, reason: str, tmp_path: Path
+) -> None:
+    of = recipe(TINY, **{f"{side}__engine": f"{__name__}:{engine}"})
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "failed"
+    assert result.reason.startswith(reason), result.reason
+    worker = reason.partition(" ")[0].rstrip(":")
+    started = [event for event in watched.of("worker") if event["change"] == "started"]
+    assert [event["worker"] for event in started].count(worker) == attempts
+
+
+async def test_the_same_error_after_a_step_is_one_that_a_restart_may_mend(tmp_path: Path) -> None:
+    """An engine that fails once in the middle: its rows are delivered again, and the run ends as it should."""
+    FAILURES.clear()
+    of = recipe(TINY, train__engine=f"{__name__}:fails_once")
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    died = [event["reason"] for event in watched.of("worker") if event["change"] == "died"]
+    assert died == ["TypeError: only this once"]
+
+
+FAILURES: list[int] = []
+
+
+def fails_once(recipe: Any, *, ranks: Any, meeting: Path | None) -> Any:
+    engine = train_engine(recipe.model_copy(update={"train": recipe.train.model_copy(update=TORCH)}))
+    train, calls = engine.train_batch, itertools.count()
+
+    def train_batch(batch: Any, algorithm: Any) -> Any:
+        if next(calls) == 2 and not FAILURES:
+            FAILURES.append(1)
+            raise TypeError("only this once")
+        return train(batch, algorithm)
+
+    engine.train_batch = train_batch  # type: ignore[method-assign]
+    return engine
 
 
 async def test_a_model_that_no_engine_runs_ends_the_run_at_the_first_attempt(tmp_path: Path) -> None:

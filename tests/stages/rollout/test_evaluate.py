@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from stages.prompts.formatter import Prompt
 from stages.prompts.options import PromptOptions
 from stages.prompts.sources import load_prompts
 from stages.rewards.stage import RewardSet
-from stages.rollout.evaluate import Evaluator, distinct_prompts
+from stages.rollout.evaluate import Evaluation, Evaluator, distinct_prompts
 
 
 class Repeating:
@@ -54,6 +56,46 @@ async def test_the_event_has_version_reward_and_samples() -> None:
     assert (event.version, event.count, len(event.samples)) == (7, 6, 2)
     assert 0.0 <= (event.reward_mean or 0.0) <= 1.0
     assert event.samples[0].prompt.endswith("=")
+
+
+async def test_it_takes_the_room_that_it_is_given_and_gives_way_between_answers() -> None:
+    """Two rows at a time; after the third answer newer weights wait, and the rest is answered by them."""
+    engine, most, counts = mock(), 0, list[int]()
+    running = replace(evaluator(engine), rows=8, share=0.25)
+    evaluation, changed = Evaluation(running, 7), asyncio.Event()
+
+    def room(in_flight: int) -> int:
+        nonlocal most
+        most = max(most, in_flight)
+        return 2 - in_flight
+
+    def gives_way() -> bool:
+        return len(evaluation._answers) >= 3
+
+    assert not await evaluation.go_on(7, room, gives_way, changed)
+    counts.append(len(evaluation._answers))
+    await engine.load_weights(8, {"w": torch.zeros(1)})
+    assert await evaluation.go_on(8, room, lambda: False, changed)
+    event = await evaluation.event()
+    await engine.close()
+    assert counts[0] in (3, 4)
+    assert most <= 2
+    assert (event.version, event.last_version, event.count) == (7, 8, 6)
+    assert event.tokens == sum(len(answer.token_ids) for answer in evaluation._answers.values()) > 0
+    assert 0 < (event.share or 0) <= 0.25 + 1e-6
+    assert (event.seconds or 0) > 0
+
+
+async def test_without_room_it_waits_until_something_changes() -> None:
+    engine, free, changed = mock(), 0, asyncio.Event()
+    evaluation = Evaluation(evaluator(engine), 7)
+    going = asyncio.create_task(evaluation.go_on(7, lambda in_flight: free - in_flight, lambda: False, changed))
+    await asyncio.sleep(0.1)
+    assert not evaluation._answers
+    free = 6
+    changed.set()
+    assert await going
+    await engine.close()
 
 
 async def test_answers_of_another_version_are_refused() -> None:
