@@ -58,6 +58,16 @@ def on_cpu(name: str) -> bool:
     return name.partition(":")[0] == "cpu" or (name == AUTO and select().type == "cpu")
 
 
+def memory_bytes(name: str) -> int | None:
+    """Memory of the accelerator that :func:`select` returns for ``name``; None for the CPU, and where that is not known."""
+    try:
+        device = select(name)
+        module: Any = torch.get_device_module(device)
+        return None if device.type == "cpu" else int(module.get_device_properties(device).total_memory)
+    except (AttributeError, DeviceMissing, RuntimeError):
+        return None
+
+
 def may_fork() -> bool:
     """Whether a process that has imported torch, and used no device, may be forked. torch's own backends initialise at their
     first use; a plugin backend (torch_npu) may initialise at its import."""

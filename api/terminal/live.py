@@ -177,6 +177,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         ("staleness", _staleness(progress)),
         ("weights", _weights(progress, width)),
         ("swap", _swap(progress)),
+        ("truncated", Text(f"{_percent(measured.get('truncated'))} of responses")),
     ]
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(style="dim", no_wrap=True)

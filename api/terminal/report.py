@@ -206,8 +206,7 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             (
                 "training",
                 f"{format_size(plan.train_bytes)} for weights, gradients and optimizer"
-                + (f" on each of {plan.train_ranks} ranks" if plan.train_ranks > 1 else "")
-                + ", activations on top",
+                + (f" on each of {plan.train_ranks} ranks" if plan.train_ranks > 1 else ""),
             ),
             ("rollout", f"{format_size(plan.rollout_bytes)} for weights, KV caches on top"),
             (
@@ -224,6 +223,9 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
                 f"{format_size(turns.host)} of host memory meanwhile",
             ]
             rows[-1] = ("each device", ", ".join(held))
+        for side, parts in plan.memory.items():
+            each = ", ".join(f"{part} {format_size(size)}" for part, size in parts.items() if size)
+            rows.append((f"memory, {side}", f"{format_size(sum(parts.values()))} at its peak: {each}"))
         if plan.reference_bytes:
             rows.append(("reference", format_size(plan.reference_bytes)))
     rows += [("notice", notice) for notice in plan.notices]

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Engine, memory
 from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import parameters_in, text_config
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
 LONGEST_PROMPT = 2048  # tokens that the arena must have room for where the recipe sets no prompts.max_prompt_tokens
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Written down here because the code that makes these models takes seconds to load. Embeddings are their output heads too.
 PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -32,8 +32,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "max_position_embeddings": 8192,
         "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
     },
-    "tiny": {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 49},
+    "tiny": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "vocab_size": 49,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+    },
     "mock": {"vocab_size": 49},  # the tokenizer is that of the tiny model
 }
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -92,6 +103,9 @@ class Plan:
     """Host memory of one rank for the copy from which checkpoints are written beside training: weights and moments."""
     turns: Turns | None
     """Only of a colocated run."""
+    memory: dict[Engine, dict[str, int]]
+    """Derived bytes of one rank of the torch train engine at the peak of a step, and of one torch rollout engine, by part,
+    with all rows as long as the recipe allows. Empty where the model's sizes are not known."""
     flow: dict[str, Any]
     """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""
     notices: list[str]
@@ -126,9 +140,15 @@ def plan(recipe: Recipe) -> Plan:
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * weights,
         copy_bytes=-(-_saved_bytes(recipe) // recipe.train.ranks),
         turns=turns(recipe) if recipe.colocated and parameters else None,
+        memory=memory_of(recipe),
         flow=document(flow_of(recipe)),
         notices=list(map(str, notices(recipe))),
     )
+
+
+def memory_of(recipe: Recipe) -> dict[Engine, dict[str, int]]:
+    """See :attr:`Plan.memory`."""
+    return memory(recipe, config_of(recipe.model.source), parameters_of(recipe), prompt_limits(recipe).tokens or 0)
 
 
 def arena_bytes(recipe: Recipe) -> int:
@@ -310,23 +330,24 @@ def _saved_bytes(recipe: Recipe) -> int:
 
 def heads_of(recipe: Recipe) -> dict[str, int]:
     """Numbers of heads that tensor-parallel ranks share, by their names in the model's config; empty without a config."""
-    config = _config(recipe.model.source)
+    config = config_of(recipe.model.source)
     return {name: config[name] for name in HEADS if isinstance(config.get(name), int) and config[name] > 0}
 
 
-def _config(source: str) -> dict[str, Any]:
+def config_of(source: str) -> dict[str, Any]:
+    """The config of the model ``source``, as far as it is known without loading it."""
     return CONFIGS[source] if source in CONFIGS else text_config(source)
 
 
 def vocabulary_of(recipe: Recipe) -> int | None:
     """Number of tokens that the recipe's model knows; None where its config does not have it."""
-    size = _config(recipe.model.source).get("vocab_size")
+    size = config_of(recipe.model.source).get("vocab_size")
     return size if isinstance(size, int) else None
 
 
 def context_of(recipe: Recipe) -> int | None:
     """Tokens of a prompt with its response that the recipe's model and engines allow; None where that is not known."""
-    rollout, config = recipe.rollout, _config(recipe.model.source)
+    rollout, config = recipe.rollout, config_of(recipe.model.source)
     if rollout.engine == "vllm" and rollout.vllm.max_model_len:
         return rollout.vllm.max_model_len
     found = [config.get("max_position_embeddings", config.get("n_positions"))]

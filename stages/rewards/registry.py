@@ -37,6 +37,19 @@ class RewardFunctions:
         return found  # type: ignore[no-any-return]
 
 
+def call_problem(function: Callable[..., Any]) -> tuple[str, str] | None:
+    """Why ``function`` cannot be called as a reward function, whatever it computes, and what to do; None: it can."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        return f"cannot be called by names: its parameters are not known ({error})", "wrap it in a function of your own"
+    if by_place := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        return f"takes {by_place[0]!r} by its place only, and is called by names", "remove the / from its parameters"
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        return "yields its scores", "return them as a list"
+    return None
+
+
 def parameters_of(function: Callable[..., Any]) -> dict[str, bool]:
     """The named parameters of a reward function, each with whether it needs a value."""
     named = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -1,16 +1,19 @@
-"""The table of model families: its command runs and sees differences."""
+"""The table of model families: its command runs, sees differences, and docs/models.md has all families."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.families import ROPE_CHANGE, WINDOW, model_of
+from benchmarks.families import FAMILIES, ROPE_CHANGE, WINDOW, model_of
 from benchmarks.models import COLUMNS, LENGTH, PROMPTS, Failed, judged, main, plain_rows, sequences
 from stages.weights.store import ProbeRule
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 @pytest.mark.timeout(600)
@@ -63,3 +66,14 @@ def test_sequences_pass_the_window_and_the_length_at_which_rope_changes() -> Non
     assert min(PROMPTS) < WINDOW < max(PROMPTS) < ROPE_CHANGE < LENGTH
     lengths = [len(prompt) + len(response) for prompt, response in sequences()]
     assert min(lengths) < ROPE_CHANGE < max(lengths) == LENGTH
+
+
+def test_the_page_has_every_family_with_every_column() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for dtype in ("float32",):
+        table = text.partition(f"**{dtype}**")[2].partition("\n\n**")[0]
+        rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", table, re.MULTILINE)]
+        assert rows[0] == list(COLUMNS)
+        assert [row[0] for row in rows[2:]] == list(FAMILIES)
+        assert all(len(row) == len(COLUMNS) + 1 for row in rows[2:])
+    assert "FAILS" not in text

@@ -79,7 +79,7 @@ def task_takes_config(recipe: Recipe) -> Iterator[Problem]:
 
 @check("reward.functions", "external")
 def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
-    from stages.rewards.registry import RewardError, RewardFunctions
+    from stages.rewards.registry import RewardError, RewardFunctions, call_problem
 
     rewards = RewardFunctions()
     names = [function.name for function in recipe.reward.functions]
@@ -90,10 +90,13 @@ def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
         if not recipe.runs_stage("reward"):
             continue  # another program scores under these names
         try:
-            rewards.find(name)
+            function = rewards.find(name)
         except RewardError as error:
             wrong, fix = _split(error, name)
             yield Problem(key, name, wrong, fix or "put its directory on PYTHONPATH, or correct the name")
+        else:
+            if found := call_problem(function):
+                yield Problem(key, name, *found)
     if all(function.weight == 0 for function in recipe.reward.functions):
         yield Problem("reward.functions", None, "all have weight 0", "give at least one another weight")
 
