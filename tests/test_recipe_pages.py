@@ -34,6 +34,7 @@ REST: dict[str, dict[str, Any]] = {
 }
 MODULES = {
     "my_rewards": "def brevity(completions, **columns):\n    return [1.0] * len(completions)\n",
+    "math_rewards": "def correct(completions, **columns):\n    return [1.0] * len(completions)\n",
     "my_data": 'def questions():\n    return [{"prompt": "How high is it?", "answer": "4806"}] * 3\n',
 }
 
