@@ -114,6 +114,11 @@ def multiplies_into_float32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.cuda is not None
 
 
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether torch has FlashAttention's kernels for 16-bit numbers on the device."""
+    return device.type == "cuda"
+
+
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
     """Inside, ``device`` computes the same bits from the same inputs each time. The CPU does so always. On an accelerator

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from stages import device as devices
+
 CHUNK = 2**20  # scores held at once on a CPU: 4 MiB, so that they stay in its cache
 CHUNK_DEVICE = 2**25  # on an accelerator: 128 MiB
 FEW_KEYS = 128  # with at most as many, matmuls are faster than the CPU's fused kernel, backward up to five times
@@ -205,8 +207,8 @@ def _fused(
         sees = scores.window is None or int(at.max()) < k.shape[2]  # each query sees a key, at least its own
         return (_cpu, _cpu_backward), sees
     halves = q.dtype in (torch.bfloat16, torch.float16)
-    if q.device.type == "cuda" and halves and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        return (_cuda, _cuda_backward), False
+    if devices.has_flash_attention(q.device) and halves and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return (_flash, _flash_backward), False
     return None, False
 
 
@@ -236,12 +238,12 @@ def _bias(hidden: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     return None if hidden is None else q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
-def _cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hidden: None, scale: float) -> Parts:
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hidden: None, scale: float) -> Parts:
     out, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, total
 
 
-def _cuda_backward(
+def _flash_backward(
     gradient: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
