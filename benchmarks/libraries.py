@@ -170,14 +170,14 @@ async def measure(smoke: bool, forks: ForkServer) -> list[Row]:
     return [row for part in parts async for row in part]
 
 
-def main(argv: Sequence[str] | None = None, forks: ForkServer | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="few calls, to see that it works")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = str(ROOT)  # of the children
-    with contextlib.closing(ForkServer.start()) if forks is None else contextlib.nullcontext(forks) as given:
-        rows = asyncio.run(measure(options.smoke, given))
+    with contextlib.closing(ForkServer.start()) as forks:
+        rows = asyncio.run(measure(options.smoke, forks))
     print("| what | ours, ms | library, ms | library |\n|---|---|---|---|")
     for row in rows:
         print(f"| {row.what} | {row.ours * 1e3:.3f} | {row.theirs * 1e3:.3f} | {row.library} |")

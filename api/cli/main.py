@@ -122,8 +122,10 @@ def check(
     from orchestration.recipe.problems import RecipeError
 
     follows = plan(loaded)
+    # The mock and the tiny model read a prompt as it is: what there is to see does not pay for loading torch.
+    plain = loaded.model.source in ("mock", "tiny") and not loaded.prompts.chat_template
     try:
-        examples = example_prompts(loaded)
+        examples = [] if plain and not as_json else example_prompts(loaded)
     except RecipeError as error:
         refuse(error)
     if as_json:  # the same document as the answer of POST /v1/recipes/check

@@ -78,7 +78,7 @@ def test_missing_packages_are_reported_with_a_fix() -> None:
         cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True,
     )  # fmt: skip
     assert (bare.returncode, bare.stdout) == (2, "")
-    assert bare.stderr.startswith("gpu_check: this Python lacks aiohttp, ")
+    assert bare.stderr.startswith("gpu_check: this Python lacks aiohappyeyeballs, aiohttp, ")
     assert "tensordict, " in bare.stderr
     assert "make gpu-wheels" in bare.stderr
 

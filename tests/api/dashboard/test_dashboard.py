@@ -93,18 +93,18 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
 
     # The charts move: every one has a line for at least five steps, and goes on.
     browser.click("Table of Staleness")
-    rows = "return document.querySelectorAll('.chart:nth-child(4) tbody tr').length"
+    rows = "return document.querySelectorAll('.chart:nth-child(5) tbody tr').length"
     browser.until(f"{rows.replace('return ', 'return (')}) >= 5")
     seen = browser.js(rows)
-    browser.until(f"return document.querySelectorAll('.chart:nth-child(4) tbody tr').length > {seen}")
+    browser.until(f"return document.querySelectorAll('.chart:nth-child(5) tbody tr').length > {seen}")
     painted = browser.js(
         "return [...document.querySelectorAll('.plot canvas')].map((canvas) => new Set(new Uint32Array("
         "canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size)"
     )
-    assert len(painted) == 6
+    assert len(painted) == 7
     assert min(painted) > 10
     bounds = browser.js(
-        "return [...document.querySelectorAll('.chart:nth-child(4) tbody tr')].map((row) => [...row.cells].map("
+        "return [...document.querySelectorAll('.chart:nth-child(5) tbody tr')].map((row) => [...row.cells].map("
         "(cell) => Number(cell.innerText)))"
     )
     assert all(most <= bound == 1 for _, most, _, bound in bounds)
@@ -352,7 +352,7 @@ def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(browser: Brows
     browser.until("return document.activeElement.innerText === 'Resume'", why="the focus on what took Pause's place")
     browser.keys(Keys.SPACE)
     browser.until("return document.querySelector('.run-head .state').innerText === 'running'")
-    browser.until("return document.querySelectorAll('.plot canvas').length === 6")
+    browser.until("return document.querySelectorAll('.plot canvas').length === 7")
     browser.until("return document.querySelector('.track[role]').ariaValueNow >= 3")
     browser.js("document.querySelector('.plot').focus()")
     browser.keys(Keys.HOME)
@@ -391,7 +391,7 @@ def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
         ("#/new", "document.querySelector('#recipe-name')?.options.length"),
         (
             f"#/runs/{ended}",
-            "document.querySelectorAll('.plot canvas').length === 6 && document.querySelector('.samples li')",
+            "document.querySelectorAll('.plot canvas').length === 7 && document.querySelector('.samples li')",
         ),
     ):
         browser.open(f"{served.url}{place}")
