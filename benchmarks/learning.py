@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", metavar="KEY=VALUE")
-    parser.add_argument("--ends", type=int, default=5, help="steps at each end whose mean rewards are compared")
+    parser.add_argument("--ends", type=int, default=5, help="number of first and of last steps to average")
     parser.add_argument("--json", type=Path, default=Path("learning.json"), help="written after each run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
     parser.add_argument("--plot", type=Path)

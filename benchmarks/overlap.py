@@ -324,8 +324,8 @@ class Swap:
 
 
 def swaps(events: Sequence[Event]) -> list[Swap]:
-    """All swaps, when they were by the workers' own clocks: a `sync` event follows a moment after its swap. It is all
-    that is known of a swap whose span was left out of the events."""
+    """All swaps, when they were by the workers' own clocks: a `sync` event follows a moment after its swap. Where the
+    events lack the span of a swap, its `sync` event is used alone."""
     turns = {(worker, span["version"]): _interval(span) for worker, span in _spans(events, "swap")}
     found = []
     for event in events:

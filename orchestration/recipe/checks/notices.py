@@ -11,7 +11,5 @@ from orchestration.recipe.schema import Recipe
 def notices(recipe: Recipe) -> Iterator[Problem]:
     """Return the notices of a sound ``recipe``."""
     if recipe.train.precision == "model" and recipe.model.dtype != "float32" and recipe.runs_stage("update"):
-        wrong = (
-            f"rounds updates to {recipe.model.dtype}: at a learning rate of 1e-6, 30 steps moved about 2 % of weights"
-        )
+        wrong = f"rounds updates to {recipe.model.dtype}: at usual learning rates most weights do not change"
         yield Problem("train.precision", "model", wrong, "leave it out, for float32 master weights")

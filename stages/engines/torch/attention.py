@@ -20,7 +20,7 @@ from stages import device as devices
 
 CHUNK = 2**20  # scores held at once on a CPU: 4 MiB, so that they stay in its cache
 CHUNK_DEVICE = 2**25  # on an accelerator: 128 MiB
-FEW_KEYS = 128  # with at most as many, matmuls are faster than the CPU's fused kernel, backward up to five times
+FEW_KEYS = 128  # with at most as many, matmuls are used in place of the CPU's fused kernel for 16-bit numbers
 Parts = tuple[torch.Tensor, ...]
 
 
