@@ -118,12 +118,13 @@ def check(
         refuse(f"--graph: {str(graph)!r} is no picture; give a name that ends in .svg or .mmd")
     loaded = load(find(recipe), set_)
     from orchestration.recipe.checks.examples import example_prompts
+    from orchestration.recipe.model_files import PLAIN_MODELS
     from orchestration.recipe.planner import plan
     from orchestration.recipe.problems import RecipeError
 
     follows = plan(loaded)
-    # The mock and the tiny model read a prompt as it is: what there is to see does not pay for loading torch.
-    plain = loaded.model.source in ("mock", "tiny") and not loaded.prompts.chat_template
+    # Without a chat template the model reads the prompt as it is. An example would only cost the import of torch.
+    plain = loaded.model.source in PLAIN_MODELS and not loaded.prompts.chat_template
     try:
         examples = [] if plain and not as_json else example_prompts(loaded)
     except RecipeError as error:
