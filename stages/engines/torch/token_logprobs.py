@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from stages.engines.torch.head import float32_logits
+from stages.engines.torch.linear import product
 
 LOGITS_BYTES = 256 * 2**20  # most that float32 logits may take at once
 ENTROPY_BYTES = {
@@ -74,8 +75,9 @@ class TokenLogprobs(torch.autograd.Function):
             if ctx.softcap is not None:
                 to_logits.mul_(slope)
             to_logits = to_logits.to(weight.dtype)
-            to_hidden[start : start + ctx.size] = to_logits @ weight
-            to_weight = to_logits.t() @ part if to_weight is None else to_weight.addmm_(to_logits.t(), part)
+            to_hidden[start : start + ctx.size] = product(to_logits, weight)
+            found = product(to_logits.t(), part)
+            to_weight = found if to_weight is None else to_weight.add_(found)
             if to_bias is not None:
                 to_bias += to_logits.sum(0)
         return to_hidden, to_weight, to_bias, None, None, None, None, None
