@@ -42,7 +42,7 @@ import torch
 from rollout import Sizes, readings
 from tensordict import TensorDict
 
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 from stages.engines.torch import train
 from stages.engines.torch.rollout import TorchRolloutEngine

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from pipeline.index.client import Index, RunConfig
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest, SamplingParams, SwapTimes
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.head import PIECE, float32_logits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.torch import token_logprobs
 from stages.engines.torch.token_logprobs import TokenLogprobs
 from tests.batches import make_batch
