@@ -34,7 +34,12 @@ from stages.models import weight_shapes
 
 Model = str | dict[str, Any]  # a source, or the sizes of a Llama
 Changes = dict[str, Any]  # of the recipe, by key
-SMALL: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 8, "num_attention_heads": 8}
+SMALL: dict[str, Any] = {
+    "hidden_size": 384,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True}
 MANY_WORDS = {**SMALL, "num_hidden_layers": 2, "vocab_size": 49152}
 LONG: Changes = {"rollout.max_tokens": 2048, "rollout.max_rows": 8, "algorithm.group_size": 2}

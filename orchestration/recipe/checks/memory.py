@@ -1,7 +1,7 @@
 """Check of a recipe against the memory of this machine: what cannot fit is refused, with the largest part and a fix.
 
-    memory_of: parts of each process ─┬─▶ engines on the CPU, host parts of the others, shared memory ─▶ the host, or its cgroup
-                                      └─▶ device parts of each engine on an accelerator ─▶ its device
+memory_of: parts of each process ─┬─▶ engines on the CPU, host parts of the others, shared memory ─▶ the host, or its cgroup
+                                  └─▶ device parts of each engine on an accelerator ─▶ its device
 """
 
 from __future__ import annotations

@@ -142,10 +142,12 @@ def _moments_of_a_step(
 def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
     """Bytes of one torch rollout engine, by part. ``new weights``: a version that is prepared while the one before is in
     use, ``verified copy``: the bytes that it is made of. ``KV cache``: all rows at their longest. ``activations``: of one
-    prefill, or of the attention of one decode step."""
+    prefill, or of the attention of one decode step. On a CPU weights are copies in oneDNN's layout, the head's in float32; that
+    counts also for ``auto``, where the device is not known yet."""
     rollout, item = recipe.rollout, ITEM_BYTES[recipe.model.dtype]
     rows, groups = rollout.max_rows, -(-rollout.max_rows // recipe.algorithm.group_size)
-    weights = parameters * item
+    copied = not recipe.colocated and rollout.device in ("auto", "cpu")
+    weights = parameters * item + (_packed_head(sizes, item) if copied else 0)
     kept = rows * rollout.max_tokens + groups * prompt  # tokens with keys and values
     prefill = min(groups * prompt, max(prompt, PREFILL_TOKENS))
     scores = 4 * FLOAT * rows * sizes.heads * (prompt + rollout.max_tokens)
@@ -153,11 +155,16 @@ def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -
     return {
         "weights": weights,
         "new weights": weights if swaps else 0,
-        "verified copy": weights if swaps and recipe.sync.transport == "shared_memory" else 0,
+        "verified copy": parameters * item if swaps and recipe.sync.transport == "shared_memory" else 0,
         "KV cache": 2 * item * sizes.layers * sizes.kv_heads * sizes.head * kept,
         "activations": max(forward_bytes(sizes, item, prefill), scores),
         "logits": 2 * FLOAT * rows * sizes.vocabulary,
     }
+
+
+def _packed_head(sizes: Sizes, item: int) -> int:
+    """Bytes of a float32 output head of its own, beyond what the model has for it: an embedding that it is tied to stays."""
+    return (FLOAT if sizes.tied else FLOAT - item) * sizes.vocabulary * sizes.width
 
 
 def forward_bytes(sizes: Sizes, item: int, tokens: int) -> int:
