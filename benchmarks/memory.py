@@ -17,15 +17,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import gc
 import itertools
 import json
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from orchestration.processes.forkserver import ENVIRONMENT
 from orchestration.recipe.checks.memory_parts import Engine
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import memory_of
@@ -41,6 +44,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 8,
 }
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True}
+FIRST = {**SMALL, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
 MANY_WORDS = {**SMALL, "num_hidden_layers": 2, "vocab_size": 49152}
 LONG: Changes = {"rollout.max_tokens": 2048, "rollout.max_rows": 8, "algorithm.group_size": 2}
 CHECKPOINTING: Changes = {"train.activation_checkpointing": True}
@@ -106,22 +110,11 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def warm(recipe: Recipe) -> Recipe:
-    """A recipe with a small model, to load kernels and fill their buffers before memory is compared."""
-    changes = {"source": "tiny"}
-    sizes: dict[str, Any] = {"max_prompt_tokens": 8}
-    return recipe.model_copy(
-        update={
-            "model": recipe.model.model_copy(update=changes),
-            "prompts": recipe.prompts.model_copy(update=sizes),
-            "rollout": recipe.rollout.model_copy(update={"max_tokens": 16}),
-        }
-    )
-
-
-def measured(work: Callable[[Recipe], None], recipe: Recipe) -> int:
-    """The highest resident memory of this process while it works, above that before."""
-    work(warm(recipe))
+def measured(work: Callable[[Recipe], None], recipe: Recipe, other: str) -> int:
+    """The highest resident memory of this process while it works, above that before. It works with the model ``other``
+    first, which loads libraries and fills their buffers."""
+    work(recipe.model_copy(update={"model": recipe.model.model_copy(update={"source": other})}))
+    gc.collect()
     forget_peak()
     before = resident()
     work(recipe)
@@ -143,7 +136,7 @@ def rows_of_a_step(recipe: Recipe) -> Any:
     columns = {"group": places // size, "place": places % size, "advantage": 1.0 - 2.0 * (places % 2)}
     columns["prompt_ids"] = ragged(recipe.prompts.max_prompt_tokens, 5, torch.int64)
     columns["response_ids"] = ragged(response, 7, torch.int64)
-    columns |= {name: ragged(response, -3.0, torch.float32) for name in ("rollout_logprobs", "reference_logprobs")}
+    columns |= {name: ragged(response, -3.0, torch.float32) for name in ("rollout_logprobs", "ref_logprobs")}
     return TensorDict(columns, [count])
 
 
@@ -205,8 +198,11 @@ WORK: dict[Engine, Callable[[Recipe], None]] = {"train": train, "rollout": rollo
 
 def in_child(side: Engine, recipe: Recipe) -> int:
     """What :func:`measured` returns in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return int(pool.apply(measured, (WORK[side], recipe)))
+    os.environ.update(ENVIRONMENT)  # as workers have
+    with tempfile.TemporaryDirectory(prefix="adk-memory-") as other:
+        make_model(FIRST, Path(other))
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return int(pool.apply(measured, (WORK[side], recipe, other)))
 
 
 def compare(model: Model, changes: Changes, sides: Collection[Engine]) -> Iterator[dict[str, Any]]:

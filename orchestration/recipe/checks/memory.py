@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestration.recipe.checks.memory_parts import HOST_PARTS, Engine, Parts
+from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, Engine, Parts
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.planner import arena_bytes, memory_of, plan, prompt_limits
 from orchestration.recipe.problems import Problem
@@ -39,7 +39,7 @@ def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Proble
         device, engines = device_of(recipe, side), count(recipe, side)
         here = on_cpu(device)
         on_host[side] = {part: engines * size for part, size in parts.items() if here or part in HOST_PARTS}
-        there = {} if here else {part: size for part, size in parts.items() if part not in HOST_PARTS}
+        there = {} if here else {part: size for part, size in parts.items() if part not in HOST_PARTS + CPU_PARTS}
         room = memory_bytes(device) if there else None
         if room is not None and sum(there.values()) > room:
             yield _too_large(recipe, {side: there}, room, f"the device of {side} has")
@@ -69,8 +69,8 @@ def _too_large(recipe: Recipe, of: dict[str, Parts], room: int, where: str) -> P
 
 
 def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:
-    """The key that decides about ``part`` of ``side``, and what makes it fit, when only ``share`` of it has room (none of it,
-    if that is negative)."""
+    """The key that decides about ``part`` of ``side``, and what makes it fit, when only ``share`` of it has room (none if
+    that is negative)."""
     train, rollout = recipe.train, recipe.rollout
     longest = (prompt_limits(recipe).tokens or 0) + rollout.max_tokens
     if part == "arena":
@@ -112,8 +112,8 @@ def host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _limit_files(root: Path) -> Iterator[Path]:
-    """Files in ``root`` that may have the limit of this process's cgroup, or of one that it lies in. A container sees its own
-    as the outermost one."""
+    """Files in ``root`` that may have the limit of this process's cgroup, or of one that it lies in. A container sees its
+    own as the outermost one."""
     folders = {"": ("sys/fs/cgroup", "memory.max"), "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes")}
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

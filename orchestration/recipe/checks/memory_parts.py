@@ -1,7 +1,7 @@
 """Derives the memory of each process with a torch engine from a recipe, part by part, without loading weights.
 
     config of the model ─┐                                   ┌─▶ train: weights, optimizer, gradients, activations, logits
-    recipe: longest rows ┴▶ micro-batch of S tokens, U places ┼─▶ rollout: weights, new weights, KV cache, activations, logits
+    recipe: longest rows ┴▶ micro-batch of S tokens, U places ┼─▶ rollout: weights, new weights, KV cache, logits, …
                                                              └─▶ reference: weights, activations, logits
 
 Every row is taken to be as long as the recipe allows. Counted is what is live at the peak: not what a process takes before
@@ -23,7 +23,10 @@ FLOAT = ITEM_BYTES["float32"]
 LOGITS_BYTES = 256 * 2**20  # stages.engines.torch.token_logprobs computes at most as many at once
 PIECES_BYTES = 3 * 4 * 2**20  # of logits that it works on at once beside them: entropies, gradients, a transposed copy
 PREFILL_TOKENS = 4096  # of one prefill, unless one prompt has more (stages.engines.torch.rollout)
+MAPPED_BYTES = 32 * 2**20  # glibc returns larger blocks to the system when they are freed, and may keep smaller ones
+KEPT_BUFFERS, KEPT_ACTIVATIONS, KEPT_WEIGHTS = 20 * 2**20, 0.3, 1.5  # measured: bytes, and shares of smaller blocks
 HOST_PARTS = ("verified copy", "checkpoint copy")  # lie in host memory whatever the engine's device is
+CPU_PARTS = ("kept",)  # only where the engine is on a CPU
 Engine = Literal["train", "rollout", "reference"]
 Parts = dict[str, int]
 
@@ -116,6 +119,7 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> 
         "activations": activations,
         "logits": logits,
         "checkpoint copy": 3 * share * trained,
+        "kept": _kept(KEPT_ACTIVATIONS * activations, item * batch.tokens * sizes.intermediate // train.tp),
     }
 
 
@@ -142,8 +146,8 @@ def _moments_of_a_step(
 def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
     """Bytes of one torch rollout engine, by part. ``new weights``: a version that is prepared while the one before is in
     use, ``verified copy``: the bytes that it is made of. ``KV cache``: all rows at their longest. ``activations``: of one
-    prefill, or of the attention of one decode step. On a CPU weights are copies in oneDNN's layout, the head's in float32; that
-    counts also for ``auto``, where the device is not known yet."""
+    prefill, or of the attention of one decode step. On a CPU weights are copies in oneDNN's layout, the head's in float32;
+    that counts also for ``auto``, where the device is not known yet."""
     rollout, item = recipe.rollout, ITEM_BYTES[recipe.model.dtype]
     rows, groups = rollout.max_rows, -(-rollout.max_rows // recipe.algorithm.group_size)
     copied = not recipe.colocated and rollout.device in ("auto", "cpu")
@@ -151,6 +155,7 @@ def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -
     kept = rows * rollout.max_tokens + groups * prompt  # tokens with keys and values
     prefill = min(groups * prompt, max(prompt, PREFILL_TOKENS))
     scores = 4 * FLOAT * rows * sizes.heads * (prompt + rollout.max_tokens)
+    in_layers = item * max(0, parameters - sizes.outside)
     swaps = not recipe.colocated and recipe.runs_stage("update")
     return {
         "weights": weights,
@@ -159,6 +164,7 @@ def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -
         "KV cache": 2 * item * sizes.layers * sizes.kv_heads * sizes.head * kept,
         "activations": max(forward_bytes(sizes, item, prefill), scores),
         "logits": 2 * FLOAT * rows * sizes.vocabulary,
+        "kept": _kept(KEPT_WEIGHTS * in_layers if swaps else 0, item * sizes.width * sizes.intermediate),
     }
 
 
@@ -185,7 +191,13 @@ def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int)
         "weights": parameters * item,
         "activations": max(forward_bytes(sizes, item, tokens), 2 * FLOAT * tokens * sizes.width),
         "logits": logits,
+        "kept": KEPT_BUFFERS,
     }
+
+
+def _kept(share: float, block: int) -> int:
+    """Bytes that a process keeps on a CPU: ``share`` of memory in blocks that are at most of ``block`` bytes."""
+    return KEPT_BUFFERS + (int(share) if block < MAPPED_BYTES else 0)
 
 
 def memory(recipe: Recipe, config: Mapping[str, Any], parameters: int | None, prompt: int) -> dict[Engine, Parts]:

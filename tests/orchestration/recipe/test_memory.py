@@ -192,7 +192,7 @@ def write(root: Path, name: str, text: str) -> None:
 def test_an_accelerator_is_judged_by_its_own_memory(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = [*BIG, "rollout.device=cpu", "pipeline.arena=1GiB"]
     parts = memory_of(load_recipe(minimal, [*sets, "train.device=cpu"]))["train"]
-    on_device = sum(size for part, size in parts.items() if part != "checkpoint copy")
+    on_device = sum(size for part, size in parts.items() if part not in ("checkpoint copy", "kept"))
     monkeypatch.setattr(device, "on_cpu", lambda name: name == "cpu")
     for room, found in ((on_device - 1, ["train.token_budget"]), (on_device, [])):
         monkeypatch.setattr(device, "memory_bytes", lambda name, room=room: room)
@@ -204,9 +204,15 @@ def test_a_model_of_unknown_sizes_is_not_judged() -> None:
     assert Sizes.of({"n_embd": 64, "n_head": 4}) is None
 
 
+def test_what_glibc_keeps_is_of_blocks_that_it_does_not_return() -> None:
+    assert memory_parts._kept(1000.0, memory_parts.MAPPED_BYTES - 1) == memory_parts.KEPT_BUFFERS + 1000
+    assert memory_parts._kept(1000.0, memory_parts.MAPPED_BYTES) == memory_parts.KEPT_BUFFERS
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("side", ["train", "rollout"])
 def test_a_process_takes_what_is_derived(side: Engine) -> None:
     """Within a wide margin, as other work on the machine does not change it but the C library may."""
-    [row] = memory_benchmark.compare(memory_benchmark.SMALL, {"train.token_budget": 1024}, [side])
+    short = {"train.token_budget": 512, "rollout.max_tokens": 64, "train.groups_per_step": 1}
+    [row] = memory_benchmark.compare(memory_benchmark.SMALL, short, [side])
     assert 0.75 <= row["derived"] / row["measured"] <= 1.3
