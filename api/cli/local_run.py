@@ -121,7 +121,7 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
         # After the view has begun: a live view prints standard error above itself.
         logs.configure(errors=run.out_dir / "logs" / ERRORS)
         metrics = stack.enter_context(MetricsFile(run.out_dir / METRICS))
-        metrics.rewind(run.begins)
+        run.evaluated = metrics.rewind(run.begins)
 
         def show_event(event: Event) -> None:
             metrics.event(event)

@@ -48,6 +48,11 @@ class Checkpoint:
     def model(self) -> Path:
         return self.path / "model"
 
+    def nothing_left(self, steps: int) -> str:
+        """Returns why a run of ``steps`` steps cannot be resumed from here; "" when it can."""
+        done = f"has made {self.version} of {steps} steps: there is nothing to resume"
+        return done if self.version >= steps else ""
+
     def load_into(self, engine: TrainEngine) -> None:
         """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this."""
         import torch.distributed.checkpoint as dcp
