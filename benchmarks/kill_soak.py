@@ -226,7 +226,7 @@ def watch_growth(home: Path, steps: int) -> dict[str, list[tuple[int, float]]]:
                 position, made = position + len(whole), made + whole.count(b'"kind": "step"')
             if made >= due and made < steps:
                 due = made + steps // MEASURES
-                for name, value in measured(mark, out, memory).items():
+                for name, value in measured(process, out, memory).items():
                     found[name].append((made, value))
         if process.returncode:
             raise Broken(f"`asyncdock run` ended with {process.returncode}\n{tail(log)}")
@@ -238,13 +238,12 @@ def watch_growth(home: Path, steps: int) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def measured(mark: str, out: Path, memory: Path) -> dict[str, float]:
-    """Sizes in bytes, and counts, of the run in ``out`` now."""
+def measured(command: psutil.Process, out: Path, memory: Path) -> dict[str, float]:
+    """Sizes in bytes, and counts, of the run in ``out`` now, which ``command`` executes."""
     found: dict[str, float] = {}
-    for pid in marked(mark):
+    for process in [command, *command.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            name = kind(process)
+            name = "the command" if process == command else kind(process)
             found[f"memory of {name}"] = found.get(f"memory of {name}", 0) + process.memory_full_info().uss
             found[f"open files of {name}"] = found.get(f"open files of {name}", 0) + process.num_fds()
     with redis.Redis.from_url(json.loads((out / WHERE).read_text())["index"]) as index:

@@ -73,7 +73,9 @@ class Gate:
             done = " and ".join(f"{n} {what}" for what, n in counts.items() if n)
             reason = f"prompts that are too long: {done}" + (f"; listed in {found.path}" if found.path else "")
             log.warning(reason)
-            await self.dock.index.emit(PromptEvent(change="too long", reason=reason, **counts))
+            await self.dock.index.emit(
+                PromptEvent(change="too long", reason=reason, skipped=found.skipped, cut=found.cut)
+            )
 
     async def stop(self) -> None:
         self.stopping = True

@@ -257,22 +257,8 @@ def _of_runs(runs: list[RunListener]) -> list[Metric]:
             loss.add(step.loss, run)
             kl.add(step.metrics.get("kl_behaviour"), run)
             entropy.add(step.metrics.get("entropy"), run)
-    families = (
-        info,
-        planned,
-        steps,
-        restarts,
-        tokens,
-        dropped,
-        lost,
-        prompts,
-        epochs,
-        skipped,
-        staleness,
-        sync,
-        sync_bytes,
-    )
-    families += (reward, loss, kl, entropy)
+    families = [info, planned, steps, restarts, tokens, dropped, lost, prompts, epochs, skipped, staleness]
+    families += [sync, sync_bytes, reward, loss, kl, entropy]
     return [family.metric for family in families]
 
 

@@ -153,8 +153,9 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
             index.stats(), index.config(), index.ledger_event(), index.get("flow")
         )
     except IndexRefused:  # the run has not started
-        gate, nothing = Gate(admitted=0, allowed=0, open=0), {"dropped": {}, "dropped_tokens": {}}
-        return StagesView(stages=[], ledger={}, **nothing, warehouses=[], published=0, trained=0, gate=gate, flow={})
+        gate = Gate(admitted=0, allowed=0, open=0)
+        nothing: dict[str, dict[str, int]] = dict.fromkeys((*DROPPED, "ledger"), {})
+        return StagesView(stages=[], warehouses=[], published=0, trained=0, gate=gate, flow={}, **nothing)
     counts = dataclasses.asdict(ledger)
     dropped = {name: counts.pop(name) for name in DROPPED}
     status = await service.run_statuses.of(index)

@@ -159,7 +159,7 @@ async def test_an_engine_that_goes_past_due_versions_is_evaluated_at_the_one_tha
 
 def begun(index: Index, store: WeightStore, engine: MockRolloutEngine) -> asyncio.Task[None]:
     made = follower(index, store, engine, SwapPolicy())
-    made.evaluator, made.every = evaluator(engine), 5
+    made.evaluator, made.every = replace(evaluator(engine), rows=4), 5
     idle: Any = made.controller
     idle.is_idle, idle.held = True, 0
 
