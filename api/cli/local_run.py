@@ -40,7 +40,9 @@ def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json
         run = create()
     except RunLocked as locked:
         refuse(locked, FAILED)
-    except (RunError, OSError, ValueError) as error:
+    except OSError as error:
+        refuse(f"out: the folder of the run cannot be written ({error}); give one with room and permission, by --out")
+    except (RunError, ValueError) as error:
         refuse(error)
     run.forks = forks
     return show_run(run, json=json, plain=plain)

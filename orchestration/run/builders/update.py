@@ -194,7 +194,9 @@ class UpdateJob(Job):
         """Raise DiskRefused for an error that a restart does not mend. What was written of the checkpoint is removed."""
         try:
             yield
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
             refused = checkpoint.lasting_refusal(error, self.paths.checkpoints, version)
             checkpoint.clean(self.paths.checkpoints)
             if refused is not None:

@@ -92,7 +92,7 @@ async def test_what_a_function_does_to_its_process_harms_no_call(name: str, tmp_
             scores = await score(pool, TEXTS, ErrorPolicy(timeout=LIMIT, retries=0))
             assert scores.total.tolist() == [1.0] * len(TEXTS)
             assert not scores.failed.any()
-        children = psutil.Process(pool._running[0]._child.pid).children()
+        children = [child for process in pool._running for child in psutil.Process(process._child.pid).children()]
         await until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
 
 
