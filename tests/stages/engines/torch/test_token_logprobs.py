@@ -36,7 +36,7 @@ def test_the_entropy_is_that_of_each_distribution_and_changes_no_bit(
     dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", chunk * 4 * 11)
-    monkeypatch.setitem(token_logprobs.ENTROPY_BYTES, "cpu", 3 * 4 * 11)
+    monkeypatch.setitem(token_logprobs.PIECE_BYTES, "cpu", 3 * 4 * 11)
     for one, other in zip(logprobs(dtype, False), logprobs(dtype, True), strict=True):
         assert torch.equal(one, other)
 
