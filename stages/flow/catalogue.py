@@ -71,8 +71,8 @@ def catalogue(
             "frozen model",
         ),
     ]
-    brought = {*source, *(made if given_responses else ())}
-    others = [stage for stage in own[1:] if stage is rollout or not brought & set(stage.makes)]
+    left = [stage for stage in own[1:] if not {*source} & {*stage.makes}]
+    others = [stage for stage in left if stage is rollout or not given_responses or not {*made} & {*stage.makes}]
     return [own[0], *others, *stages]
 
 
