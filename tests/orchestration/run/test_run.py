@@ -572,11 +572,15 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
         writer.write(checkpoint.begin(tmp_path, version))
         flow = {"counters": {"trained": version}, "remake": [7]}
         checkpoint.finish(tmp_path, tokenizer_of(of), version, flow, keep=2)
-    (tmp_path / ".step-00000009.partial").mkdir()  # killed while it was written
+    for left in (".step-00000009.partial", ".step-00000001.removed"):
+        (tmp_path / left).mkdir()  # killed while it was written, or removed
+        (tmp_path / left / "run.json").touch()
     newest = checkpoint.latest(tmp_path)
     assert newest is not None
     assert (newest.version, newest.counters, newest.remake) == (3, {"trained": 3}, [7])
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
+    checkpoint.begin(tmp_path, 4)
+    assert [path.name for path in tmp_path.glob(".*")] == [".step-00000004.partial"], "their room is free again"
 
 
 def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> None:
