@@ -33,6 +33,7 @@ from stages.engines.torch.linear import use_onednn
 from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, moments_of, renew
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
+from stages.flow.declarations import IN_TRAINING
 from stages.resharding.swap import local_weights, training_state
 
 Result = TypeVar("Result")
@@ -79,6 +80,9 @@ class TorchTrainEngine:
     precision: ``model`` becomes a copy in it, renewed after each step; the weights that it had are the master weights, in
     whose dtype gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
 
+    ``value_head``: train a linear layer on the last hidden states too, in float32 and from zeros, whose output for each
+    response token is :attr:`TokenBatch.values`. It is in checkpoints, not in what rollout engines get.
+
     Raises ValueError for a model with logits that the packed computation does not reproduce; it is compared with the model's
     plain forward once.
     """
@@ -98,6 +102,7 @@ class TorchTrainEngine:
         temperature: float = 1.0,
         activation_checkpointing: bool = False,
         compute: torch.dtype | None = None,
+        value_head: bool = False,
         threads: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -117,7 +122,13 @@ class TorchTrainEngine:
         _prepare(model, activation_checkpointing)
         self._dtype = model.dtype  # of the arithmetic
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
+        self._value_head: dict[str, nn.Parameter] = {}
         self._trained = self._place(compute or model.dtype)
+        if value_head:
+            width = model.get_output_embeddings().weight.shape[1]
+            shapes = {"value_head.weight": (1, width), "value_head.bias": (1,)}
+            self._value_head = {n: nn.Parameter(torch.zeros(shape, device=self.device)) for n, shape in shapes.items()}
+            self._trained = {**self._trained, **self._value_head}
         self._optimizer = adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
 
     def shards(self) -> dict[str, torch.Tensor]:
@@ -177,9 +188,9 @@ class TorchTrainEngine:
         result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
         a loss or a gradient is not finite."""
         groups, responses = _groups(batch)
-        by_policy = [name for name, by in algorithm.scores.items() if by == "policy"]
-        computed = dict.fromkeys(by_policy, self.logprobs(batch).unbind()) if by_policy else {}
-        given = TrainBatch(batch, algorithm, self._total, computed)
+        wanted = {name: IN_TRAINING.index(by) for name, by in algorithm.scores.items() if by in IN_TRAINING}
+        found = self._scores(batch) if wanted else ((), ())
+        given = TrainBatch(batch, algorithm, self._total, {name: found[which] for name, which in wanted.items()})
         whole = algorithm.unit == "group"
         groups = groups if whole else _with_trained(groups, given.trained.tolist(), algorithm.mini_batches)
         parts = [
@@ -216,13 +227,14 @@ class TorchTrainEngine:
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:
             for pieces in plan:
-                logprobs, entropy = self._piece_logprobs(groups, pieces, responses)
+                logprobs, entropy, values = self._piece_logprobs(groups, pieces, responses)
                 numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
                 tokens = given.tokens(
                     numbers,
                     [at for at, piece in enumerate(pieces) for _ in piece.rows],
                     logprobs,
                     entropy,
+                    values if self._value_head else None,
                     total_tokens=total_tokens,
                     total_rows=total_rows,
                     total_groups=total_groups,
@@ -262,19 +274,27 @@ class TorchTrainEngine:
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
         """Logprobs of the response tokens, float32 jagged [B, T_i] on the CPU. Each group is computed alone, so its bits do
         not depend on the other groups."""
+        return torch.nested.nested_tensor(self._scores(batch)[0], layout=torch.jagged)
+
+    @torch.no_grad()
+    def _scores(self, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Logprobs and values of the response tokens of each row, on the CPU; values are empty without a value head."""
         groups, responses = _groups(batch)
-        rows: list[torch.Tensor] = [torch.empty(0)] * len(responses)
+        rows = [torch.empty(0)] * len(responses)
+        of_values = [torch.empty(0)] * len(responses)
         alone = [plan_micro_batches([group.shape], self._token_budget) for group in groups]
         plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
         *_, passes = self._agree(0, 0, 0, len(plan))
         for piece in plan:
             numbers = [groups[piece.group].numbers[row] for row in piece.rows]
-            values = self._piece_logprobs(groups, [piece], responses)[0].cpu()
-            for n, part in zip(numbers, values.split([len(responses[n]) for n in numbers]), strict=True):
-                rows[n] = part
+            logprobs, _, values = self._piece_logprobs(groups, [piece], responses)
+            lengths = [len(responses[n]) for n in numbers]
+            for found, kept in ((logprobs, rows), (values, of_values)):
+                for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
+                    kept[n] = part
         for _ in range(passes - len(plan)):
             self._idle_pass()
-        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+        return rows, of_values
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -283,7 +303,8 @@ class TorchTrainEngine:
     def state_dict(self) -> dict[str, Any]:
         """The live tensors (not copies) of the model and of AdamW's moments, by parameter name, tied ones once, and the
         number of steps. Names and shapes do not depend on the layout, nor on whether ``model`` is the master weights."""
-        model = self.model.state_dict() | {name: self._trained[name].detach() for name in self._copies}
+        own = [*self._copies, *self._value_head]
+        model = self.model.state_dict() | {name: self._trained[name].detach() for name in own}
         once = {name for name, _ in self.model.named_parameters()}
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
         moments = {
@@ -314,7 +335,8 @@ class TorchTrainEngine:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
         self.model.config.__dict__.pop("quantization_config", None)
         learned = dict(self.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
-        weights: Any = state and {n: v.to(self._dtype) if n in learned else v for n, v in state["model"].items()}
+        saved = {name: v for name, v in state["model"].items() if name not in self._value_head} if state else {}
+        weights: Any = state and {n: v.to(self._dtype) if n in learned else v for n, v in saved.items()}
         self.model.save_pretrained(path, state_dict=weights)
 
     def close(self) -> None:
@@ -324,19 +346,27 @@ class TorchTrainEngine:
 
     def _piece_logprobs(
         self, groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [T], [T]: logprobs and entropies of the pieces' response tokens, piece by piece, row by row."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """float32 [T], [T], [T]: logprobs, entropies, values of the pieces' response tokens, piece by piece, row by row."""
         rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
         prompts = [groups[piece.group].prompt for piece in pieces]
         return self._compute(pack(prompts, rows, self.device))
 
-    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [T], [T]: the logprobs of ``packed.targets``, and the entropies of the distributions that they are of;
-        these are empty where nothing is trained."""
+    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """float32 [T], [T], [T]: the logprobs of ``packed.targets``; the entropies of the distributions that they are of,
+        empty where nothing is trained; and the values of the states before the targets, empty without a value head."""
         hidden = self._hidden(packed)
         head = self.model.get_output_embeddings()
         given = hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature * self._divisor
-        return TokenLogprobs.apply(*given, torch.is_grad_enabled(), self._softcap)  # type: ignore[no-any-return]
+        logprobs, entropy = TokenLogprobs.apply(*given, torch.is_grad_enabled(), self._softcap)
+        if not self._value_head:
+            return logprobs, entropy, hidden.new_empty(0)
+        weight, bias = self._value_head.values()
+        return (
+            logprobs,
+            entropy,
+            nn.functional.linear(hidden.float(), weight, bias)[:, 0].index_select(0, packed.source),
+        )
 
     def _hidden(self, packed: PackedBatch) -> torch.Tensor:
         """[U, d]: last hidden states at the places that predict a response token."""
