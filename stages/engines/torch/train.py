@@ -33,6 +33,8 @@ from stages.engines.torch.linear import use_onednn
 from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, moments_of, renew
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
+from stages.engines.torch.value_head import value_head as value_head_of
+from stages.engines.torch.value_head import values_of
 from stages.flow.declarations import IN_TRAINING
 from stages.resharding.swap import local_weights, training_state
 
@@ -80,8 +82,7 @@ class TorchTrainEngine:
     precision: ``model`` becomes a copy in it, renewed after each step; the weights that it had are the master weights, in
     whose dtype gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
 
-    ``value_head``: train a linear layer on the last hidden states too, in float32 and from zeros, whose output for each
-    response token is :attr:`TokenBatch.values`. It is in checkpoints, not in what rollout engines get.
+    ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints hold it, exports do not.
 
     Raises ValueError for a model with logits that the packed computation does not reproduce; it is compared with the model's
     plain forward once.
@@ -122,13 +123,8 @@ class TorchTrainEngine:
         _prepare(model, activation_checkpointing)
         self._dtype = model.dtype  # of the arithmetic
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
-        self._value_head: dict[str, nn.Parameter] = {}
-        self._trained = self._place(compute or model.dtype)
-        if value_head:
-            width = model.get_output_embeddings().weight.shape[1]
-            shapes = {"value_head.weight": (1, width), "value_head.bias": (1,)}
-            self._value_head = {n: nn.Parameter(torch.zeros(shape, device=self.device)) for n, shape in shapes.items()}
-            self._trained = {**self._trained, **self._value_head}
+        self._value_head = value_head_of(model, self.device) if value_head else {}
+        self._trained = {**self._place(compute or model.dtype), **self._value_head}
         self._optimizer = adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
 
     def shards(self) -> dict[str, torch.Tensor]:
@@ -227,7 +223,7 @@ class TorchTrainEngine:
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:
             for pieces in plan:
-                logprobs, entropy, values = self._piece_logprobs(groups, pieces, responses)
+                logprobs, entropy, values = self._compute(_packed(groups, pieces, responses, self.device))
                 numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
                 tokens = given.tokens(
                     numbers,
@@ -287,7 +283,7 @@ class TorchTrainEngine:
         *_, passes = self._agree(0, 0, 0, len(plan))
         for piece in plan:
             numbers = [groups[piece.group].numbers[row] for row in piece.rows]
-            logprobs, _, values = self._piece_logprobs(groups, [piece], responses)
+            logprobs, _, values = self._compute(_packed(groups, [piece], responses, self.device))
             lengths = [len(responses[n]) for n in numbers]
             for found, kept in ((logprobs, rows), (values, of_values)):
                 for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
@@ -319,11 +315,8 @@ class TorchTrainEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError when ``state`` belongs to another model. Its tensors may be this engine's own."""
         mine = self.state_dict()
+        _check_names(mine, state)
         for part in ("model", "exp_avg", "exp_avg_sq"):
-            if other := mine[part].keys() ^ state[part].keys():
-                raise ValueError(
-                    f"state: {part} differs from the model's in {sorted(other)[:4]}; was it saved of another?"
-                )
             for name, value in mine[part].items():
                 _local(value).copy_(_local(state[part][name]))
         renew(self._copies, self._trained)
@@ -335,22 +328,14 @@ class TorchTrainEngine:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
         self.model.config.__dict__.pop("quantization_config", None)
         learned = dict(self.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
-        saved = {name: v for name, v in state["model"].items() if name not in self._value_head} if state else {}
-        weights: Any = state and {n: v.to(self._dtype) if n in learned else v for n, v in saved.items()}
-        self.model.save_pretrained(path, state_dict=weights)
+        saved = {name: v for name, v in (state or {"model": {}})["model"].items() if name not in self._value_head}
+        weights = {n: v.to(self._dtype) if n in learned else v for n, v in saved.items()}
+        self.model.save_pretrained(path, state_dict=weights or None)
 
     def close(self) -> None:
         """Release the optimizer's memory. May be called again."""
         self._optimizer.state.clear()
         self._forget_gradients()
-
-    def _piece_logprobs(
-        self, groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """float32 [T], [T], [T]: logprobs, entropies, values of the pieces' response tokens, piece by piece, row by row."""
-        rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
-        prompts = [groups[piece.group].prompt for piece in pieces]
-        return self._compute(pack(prompts, rows, self.device))
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """float32 [T], [T], [T]: the logprobs of ``packed.targets``; the entropies of the distributions that they are of,
@@ -359,14 +344,7 @@ class TorchTrainEngine:
         head = self.model.get_output_embeddings()
         given = hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature * self._divisor
         logprobs, entropy = TokenLogprobs.apply(*given, torch.is_grad_enabled(), self._softcap)
-        if not self._value_head:
-            return logprobs, entropy, hidden.new_empty(0)
-        weight, bias = self._value_head.values()
-        return (
-            logprobs,
-            entropy,
-            nn.functional.linear(hidden.float(), weight, bias)[:, 0].index_select(0, packed.source),
-        )
+        return logprobs, entropy, values_of(hidden, self._value_head, packed.source)
 
     def _hidden(self, packed: PackedBatch) -> torch.Tensor:
         """[U, d]: last hidden states at the places that predict a response token."""
@@ -390,6 +368,20 @@ class TorchTrainEngine:
             return scaled_logits(hidden, head.weight, head.bias, self._divisor, self._softcap)
 
         check_logits(self.model, "a packed batch", logits, expected)
+
+
+def _packed(
+    groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor], device: torch.device
+) -> PackedBatch:
+    """The pieces' response tokens, piece by piece, row by row."""
+    rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
+    return pack([groups[piece.group].prompt for piece in pieces], rows, device)
+
+
+def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    for part in ("model", "exp_avg", "exp_avg_sq"):
+        if other := mine[part].keys() ^ state[part].keys():
+            raise ValueError(f"state: {part} differs from the model's in {sorted(other)[:4]}; was it saved of another?")
 
 
 def _plain_logits(
