@@ -96,10 +96,8 @@ def probe_rule(recipe: Recipe) -> ProbeRule | None:
     sync, source = recipe.sync, recipe.model.source
     if not sync.probe:
         return None
-    layers = 1 if source == "mock" else int(getattr(load_config(source).get_text_config(), "num_hidden_layers", 32))
-    return ProbeRule(
-        getattr(torch, recipe.model.dtype), layers, q95=sync.probe_tolerance, mean=sync.probe_mean_tolerance
-    )
+    dtype, limits = getattr(torch, recipe.model.dtype), {"q95": sync.probe_tolerance, "mean": sync.probe_mean_tolerance}
+    return ProbeRule(dtype, **limits) if source == "mock" else ProbeRule.of(dtype, load_config(source), **limits)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:
