@@ -45,6 +45,7 @@ from typing import Any
 import torch
 
 from stages.engines.protocols import GroupRequest, SamplingParams
+from stages.engines.torch.linear import product
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.models import load_model, model_folder
 from stages.threads import run_in_temporary_thread
@@ -132,10 +133,11 @@ def best(act: Callable[[], Any], times: int = 5) -> float:
 
 
 def readings(dtype: torch.dtype) -> tuple[float, float]:
-    """This machine's matmul rate (operations/s) and read bandwidth (bytes/s) just now."""
+    """This machine's matmul rate (operations/s; the faster of two) and read bandwidth (bytes/s) just now."""
     square = torch.randn(1024, 1024, dtype=dtype)
     long = torch.ones(64 * 2**20, dtype=torch.float32)
-    return 2 * 1024**3 / best(lambda: square @ square), 4 * long.numel() / best(long.sum)
+    matmul = min(best(lambda: square @ square), best(lambda: product(square, square)))
+    return 2 * 1024**3 / matmul, 4 * long.numel() / best(long.sum)
 
 
 def matmul_seconds(inputs: int, outputs: int, tokens: int) -> float:
