@@ -486,20 +486,23 @@ def vllm(home: Path, folder: Path, dtype: torch.dtype) -> str:
             threads=1,
         )
         try:
-            gaps = [await measure(engine, before)]
+            gaps = [await measure(engine, before, "its own weights")]
             await engine.load_weights(1, weights)
-            gaps.append(await measure(engine, after))
+            gaps.append(await measure(engine, after, "weights from shared memory"))
             await engine.load_weights(2, {name: p.detach() for name, p in before.named_parameters()})
             await engine.load_weights(3, await engine.receive(sender.publish(3, weights.items())))
-            gaps.append(await measure(engine, after))
+            gaps.append(await measure(engine, after, "weights from the network"))
             return gaps
         finally:
             await engine.close()
             sender.close()
 
-    async def measure(engine: Any, model: Any) -> Gap:
+    async def measure(engine: Any, model: Any, weights: str) -> Gap:
         rows, logprobs = await generated(engine)
-        return judged(logprobs, plain_rows(model, rows), rule)
+        try:
+            return judged(logprobs, plain_rows(model, rows), rule)
+        except Failed as error:
+            raise Failed(f"{error}, with {weights}") from error
 
     return shown(asyncio.run(run()))
 

@@ -96,8 +96,10 @@ def probe_rule(recipe: Recipe) -> ProbeRule | None:
     sync, source = recipe.sync, recipe.model.source
     if not sync.probe:
         return None
-    dtype, limits = getattr(torch, recipe.model.dtype), {"q95": sync.probe_tolerance, "mean": sync.probe_mean_tolerance}
-    return ProbeRule(dtype, **limits) if source == "mock" else ProbeRule.of(dtype, load_config(source), **limits)
+    dtype, q95, mean = getattr(torch, recipe.model.dtype), sync.probe_tolerance, sync.probe_mean_tolerance
+    if source == "mock":
+        return ProbeRule(dtype, q95=q95, mean=mean)
+    return ProbeRule.of(dtype, load_config(source), q95=q95, mean=mean)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:
