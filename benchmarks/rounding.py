@@ -5,7 +5,7 @@
 The checkpoints are those of the table of models (benchmarks/models.py). The torch rollout engine generates three batches,
 the train engine and transformers score them. Figures are means over response tokens, the largest of three batches, in units
 of u · s (u = 2⁻⁸, s: standard deviation of the logprobs, at least 1), in which the limit of a probe's mean is 6 for up to 16
-layers, 12 with experts. "hidden": error of the hidden states, median over tokens, in u, after the first and the last layer.
+layers, 18 with experts. "hidden": error of the hidden states, median over tokens, in u, after the first and the last layer.
 """
 
 from __future__ import annotations

@@ -11,7 +11,17 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.events import Event, EventData, PromptEvent, StageEvent, StateEvent, StepEvent, SyncEvent, WorkerEvent
+from pipeline.events import (
+    Event,
+    EventData,
+    LedgerEvent,
+    PromptEvent,
+    StageEvent,
+    StateEvent,
+    StepEvent,
+    SyncEvent,
+    WorkerEvent,
+)
 
 RATE_SECONDS = 10.0  # recent rates and shares are those of this long a past
 SHARES = ("busy", "waiting_input", "waiting_room", "other")
@@ -76,6 +86,7 @@ class RunTotals:
         self.sync_seconds = {"publish": 0.0, "exposed": 0.0, "hidden": 0.0}
         self.published_bytes = self.restarts = 0
         self.prompts_skipped = self.prompts_cut = 0  # as they were too long
+        self.dropped: Mapping[str, int] = {}  # groups by reason
 
     def apply(self, event: Event) -> EventData | None:
         """Add ``event``; returns its payload."""
@@ -99,6 +110,8 @@ class RunTotals:
                 _, pid = self.processes.get(data.worker, ("", 0))
                 self.processes[data.worker] = data.change, data.pid or pid
                 self.restarts += data.change == "restarted"
+            case LedgerEvent():
+                self.dropped = data.dropped
             case PromptEvent(change="too long"):  # counted by one worker, which begins at 0 after a restart
                 self.prompts_skipped = max(self.prompts_skipped, data.skipped)
                 self.prompts_cut = max(self.prompts_cut, data.cut)

@@ -126,6 +126,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "restarts": progress.restarts,
         "prompts_skipped": progress.prompts_skipped,
         "prompts_cut": progress.prompts_cut,
+        "groups_dropped": dict(progress.dropped),
         "stages": {
             name: {**shares(worker.totals), "rows": worker.totals["rows"], "tokens": worker.totals["tokens"]}
             for name, worker in progress.workers.items()
@@ -153,6 +154,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("held out", "" if summary["held_out_first"] is None else f"{before} → {after}  (greedy)"),
         ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
         ("tokens", f"{tokens}, {number(summary['tokens_per_second'], ',.0f')} per second"),
+        ("dropped", ", ".join(f"{count} groups ({why})" for why, count in summary["groups_dropped"].items())),
         ("prompts", too_long and f"{too_long} as too long, listed in {TOO_LONG_FILE}"),
         ("restarts", str(summary["restarts"] or "")),
         ("reason", summary["reason"]),

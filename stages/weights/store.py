@@ -173,14 +173,14 @@ class ProbeRule:
     def limits(self, probe: Probe) -> ProbeLimits:
         """In float32 every token is held to 0.001. In a lower dtype a hidden state's error is about one rounding times the
         root of the number of layers, but four where few layers each outweigh what comes into them, and a logprob's is that
-        times how far logprobs are spread: 95 of 100 tokens are held to seven and a half times this, and twice as much where
-        a rounding may route a token to another expert. The mean is held to a fifth of what tokens are held to."""
+        times how far logprobs are spread: 95 of 100 tokens are held to seven and a half times this, and three times as much
+        where a rounding may route a token to another expert. The mean is held to a fifth of what tokens are held to."""
         if self.dtype == torch.float32:
             q95 = self.q95 or 1e-3
             return ProbeLimits(self.mean or q95 / 5, q95, q95)
         spread = float(torch.tensor([value for row in probe.logprobs for value in row]).std(correction=0))
         rounding = torch.finfo(self.dtype).eps / 2
-        roundings = max(4.0, math.sqrt(self.layers)) * (2 if self.routed else 1)
+        roundings = max(4.0, math.sqrt(self.layers)) * (3 if self.routed else 1)
         q95 = self.q95 or 7.5 * rounding * roundings * max(1.0, spread)
         return ProbeLimits(self.mean or q95 / 5, q95)
 
