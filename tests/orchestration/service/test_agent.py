@@ -171,7 +171,7 @@ async def test_a_run_whose_runners_die_too_often_fails_with_the_reason(tmp_path:
 
 
 async def test_a_run_that_cannot_start_fails_with_its_reason(tmp_path: Path) -> None:
-    wrong = recipe(INLINE, reward__functions=[{"name": "tests.orchestration.run.test_run:boom"}])
+    wrong = recipe(INLINE, reward__functions=[{"name": "tests.orchestration.scores:boom"}])
     async with serving(tmp_path) as service, service.working():
         run = await service.submit(wrong)
         record = await service.ended(run)
