@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,20 @@ def shared_memory_has_room(recipe: Recipe, environment: Environment) -> Iterator
         wrong = f"is {format_size(arena)}, and {format_size(free)} of shared memory are free in {memory}"
         fix = "use less, or give the machine or container more (--shm-size)"
         yield problem(recipe, "pipeline.arena", wrong, fix)
+
+
+@machine_check("pipeline.serve")
+def warehouse_can_be_served(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    address = recipe.pipeline.serve
+    if not environment.devices or not address:
+        return
+    try:
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((address, 0), family=family).close()
+    except (OSError, UnicodeError) as error:
+        wrong = f"cannot be listened on ({error})"
+        fix = "give a name or an address of this machine, without a port: a free one is taken"
+        yield problem(recipe, "pipeline.serve", wrong, fix)
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -17,8 +17,6 @@ from orchestration.events_file import METRICS, MetricsFile, read_metrics
 from pipeline.events import Event
 from tests.api import scripted
 
-LEDGER = ("generated", "trained", "filtered", "remade", "in_flight")
-
 
 def record(folder: Path, events: list[Event]) -> None:
     with MetricsFile(folder / METRICS) as file:
@@ -63,9 +61,7 @@ def test_a_resumed_run_is_reported_as_one(tmp_path: Path) -> None:
 
 
 def test_the_report_of_a_run(tmp_path: Path) -> None:
-    counts = {f"{name}{what}": 0 for name in LEDGER for what in ("", "_tokens")}
-    dropped = scripted.event(39, "ledger", **counts, redelivered=0, dropped={"reward mine:judge failed": 2})
-    record(tmp_path, [*scripted.events()[:-1], dropped, scripted.events()[-1]])
+    record(tmp_path, scripted.events())
     report = write_report(tmp_path, scripted.recipe(), seconds=28.0, checkpoint=tmp_path / "model")
     assert {path.name for path in report.files} == {"summary.json", "metrics.jsonl", "reward.png", "samples.md"}
     assert report.missing == []
@@ -81,8 +77,12 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     assert summary["seconds_per_step"] == pytest.approx(2.0)
     assert summary["staleness_max"] == scripted.BOUND == summary["staleness_bound"]
     assert summary["restarts"] == 1
-    assert summary["groups_dropped"] == {"reward mine:judge failed": 2}
     assert summary["stages"]["rollout-0"]["busy"] == pytest.approx(0.7)
+    assert summary["dropped"] == {
+        "equal rewards": {"groups": 3, "tokens": 1200},
+        "reward x failed": {"groups": 1, "tokens": 0},
+    }
+    assert (summary["skipped_steps"], summary["epochs"]) == (2, {"prompts.sources.0": 2, "prompts.sources.1": 5})
     assert summary["checkpoint"] == str(tmp_path / "model")
 
     png = (tmp_path / "reward.png").read_bytes()
@@ -98,7 +98,10 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
         "0.150 → 0.550  (+0.400, mean of the first and last 4 steps)",
         "0.100 → 0.900",
         "2 max, bound 2",
-        "2 groups (reward mine:judge failed)",
+        "2 of 32 rows and 200 tokens, in 0:04 at 25% of an engine, as 1.0 s of all of it",
+        "3 groups (1,200 tokens): equal rewards; 1 group (0 tokens): reward x failed",
+        "2 steps, as a loss or gradient was not finite",
+        "2 of prompts.sources.0, 5 of prompts.sources.1",
     ):
         assert text in shown.getvalue()
 
