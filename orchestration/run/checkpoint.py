@@ -39,6 +39,10 @@ _NAME = "step-{:08d}"
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 
 
+class CheckpointUnusable(RuntimeError):
+    """A checkpoint cannot be loaded: it is damaged, or of another model."""
+
+
 class DiskRefused(RuntimeError):
     """The disk takes no checkpoint, and will not take one from a restarted worker either."""
 
@@ -62,12 +66,22 @@ class Checkpoint:
         return done if self.version >= steps else ""
 
     def load_into(self, engine: TrainEngine) -> None:
-        """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this."""
+        """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this. Raises
+        CheckpointUnusable."""
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
 
         state = engine.state_dict()
-        with _no_warning():
-            dcp.load(state, checkpoint_id=self.path / TRAIN, no_dist=not _sharded(state))
+        try:
+            with _no_warning():
+                dcp.load(state, checkpoint_id=self.path / TRAIN, no_dist=not _sharded(state))
+        except (Exception, CheckpointException) as error:
+            *_, cause = _causes(error)
+            raise CheckpointUnusable(
+                f"checkpoint: {self.path} cannot be loaded into the model of this run ({type(cause).__name__}: {cause}); if "
+                "model.source is not the model that the run began with, put that back; if the checkpoint is damaged, remove "
+                "its folder: the run then goes on from the one before"
+            ) from error
         engine.load_state_dict(state)
 
 

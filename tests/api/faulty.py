@@ -178,6 +178,8 @@ class Service:
 
     async def _move(self, request: web.Request) -> web.Response:
         run = self._run(request)
+        if request.can_read_body:
+            self.bodies.append(await request.json())
         if run["state"] in ("finished", "failed", "stopped"):
             return problem(409, f"The run is {run['state']}.", fix="start another one")
         states = {"pause": "paused", "resume": "running", "stop": "stopping", "checkpoint": run["state"]}

@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.run import Run
+from stages.engines.torch.train import TorchTrainEngine
+from stages.models import tiny_model
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
@@ -115,3 +119,39 @@ async def test_kills_while_checkpoints_are_written_lose_nothing(tmp_path: Path) 
     assert [step["step"] for step in watched.of("step")] == list(range(14))
     assert_equal(trained(of, result), weights)
     assert names(folder) == ["step-00000014"]
+
+
+@pytest.mark.parametrize("fault", ["cut short", "another model"])
+async def test_a_checkpoint_that_cannot_be_loaded_ends_a_resume_at_once_with_what_to_do(
+    fault: str, tmp_path: Path
+) -> None:
+    of = recipe(TINY, train__steps=3, checkpoint__every=1)
+    await complete(Run.create(of, tmp_path / "run"))
+    newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    if fault == "cut short":
+        (file,) = (newest.path / "train").glob("*.distcp")
+        os.truncate(file, 1000)
+    else:
+        other = TorchTrainEngine(small_model(), learning_rate=1e-3, total_steps=1, threads=1)
+        shutil.rmtree(newest.path / "train")
+        writer = checkpoint.Writer(other)
+        writer.copy()
+        writer.write(newest.path)
+        other.close()
+    watched, result = await complete(Run.resume(tmp_path / "run", ["train.steps=5"]))
+    assert result.state == "failed"
+    assert f"checkpoint: {newest.path} cannot be loaded into the model of this run (" in result.reason
+    assert "remove its folder: the run then goes on from the one before" in result.reason
+    assert "Traceback" not in result.reason
+    assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
+    shutil.rmtree(newest.path)
+    watched, result = await complete(Run.resume(tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [step["step"] for step in watched.of("step")] == [2, 3, 4]
+
+
+def small_model() -> PreTrainedModel:
+    config = tiny_model(0).config
+    config.hidden_size //= 2
+    return type(tiny_model(0))(config)

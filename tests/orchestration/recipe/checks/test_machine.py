@@ -416,3 +416,12 @@ def test_the_recipe_of_a_folder_that_was_checked_can_be_loaded(tmp_path: Path) -
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     assert load_recipe(tmp_path / "own.toml", folder=tmp_path / "runs").name == "own"
     assert model_files.has_chat_template(tmp_path) is False
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "127.0.0.1:8000", "no such name"])
+def test_an_address_that_cannot_be_listened_on_is_refused_where_the_run_will_be(address: str) -> None:
+    recipe = of(MOCK, pipeline={"serve": address})
+    with pytest.raises(RecipeError, match=r"pipeline\.serve = .*: cannot be listened on .* without a port"):
+        parse_recipe(recipe)
+    assert parse_recipe(recipe, devices=False).pipeline.serve == address
+    assert parse_recipe(of(MOCK, pipeline={"serve": "127.0.0.1"})).pipeline.serve == "127.0.0.1"
