@@ -188,10 +188,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         if copied:
             squares = squares + nn.utils.get_total_norm(copied).float().square() / self.ranks.tp
         dist.all_reduce(squares)
-        norm = squares.sqrt()
-        if self._grad_clip is not None:
-            nn.utils.clip_grads_with_norm_(self._trained.values(), self._grad_clip, norm)
-        return float(norm)
+        return self._scale(squares.sqrt())
 
     def _copied(self, parameter: DTensor) -> bool:
         """Whether the tp ranks of a replica have the same shard of ``parameter``: norms, and biases after a sum."""
