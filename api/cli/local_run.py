@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import signal
 import sys
@@ -40,9 +41,13 @@ def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json
         run = create()
     except RunLocked as locked:
         refuse(locked, FAILED)
-    except (RunError, OSError, ValueError) as error:
+    except OSError as error:
+        refuse(f"out: the folder of the run cannot be written ({error}); give one with room and permission, by --out")
+    except (RunError, ValueError) as error:
         refuse(error)
     run.forks = forks
+    gc.freeze()
+    gc.enable()
     return show_run(run, json=json, plain=plain)
 
 
@@ -78,16 +83,20 @@ def original_folder(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fork_server() -> Iterator[ForkServer | None]:
-    """Start the fork server of a run's workers; it imports while this process loads the recipe. None where unsupported."""
+    """Start the fork server of a run's workers; it imports while this process loads the recipe. None where unsupported.
+    Garbage is not collected until :func:`create_and_show`: imports make little, and would take a quarter longer."""
     from orchestration.processes.forkserver import ForkServer, ForkServerDied
 
+    gc.disable()
     try:
         server = ForkServer.start()
     except ForkServerDied:
-        yield None
-        return
-    with contextlib.closing(server):
-        yield server
+        server = None
+    with contextlib.closing(server) if server else contextlib.nullcontext() as started:
+        try:
+            yield started
+        finally:
+            gc.enable()
 
 
 def show_run(run: Run, *, json: bool, plain: bool) -> int:
@@ -121,7 +130,7 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
         # After the view has begun: a live view prints standard error above itself.
         logs.configure(errors=run.out_dir / "logs" / ERRORS)
         metrics = stack.enter_context(MetricsFile(run.out_dir / METRICS))
-        metrics.rewind(run.begins)
+        run.evaluated = metrics.rewind(run.begins)
 
         def show_event(event: Event) -> None:
             metrics.event(event)
@@ -200,5 +209,5 @@ def _report(run: Run, outcome: RunResult, console: Console) -> None:
         line(f"  {path}")
     for missing in report.missing:
         line(f"  {missing}", "yellow")
-    if outcome.state != "finished":
+    if outcome.state != "finished" and saved < run.recipe.train.steps:
         line(f"Go on with: asyncdock resume {run.out_dir}")
