@@ -30,7 +30,15 @@ from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import PROBE, check_logits, replace_attention, rope_change
 from stages.engines.torch.head import logit_scale
 from stages.engines.torch.layers import use_fast_layers
-from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, moments_of, renew
+from stages.engines.torch.optimizer import (
+    Schedule,
+    adamw,
+    bound_gradients,
+    learning_rate_at,
+    master_weights,
+    moments_of,
+    renew,
+)
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.engines.torch.value_head import value_head as value_head_of
@@ -169,13 +177,7 @@ class TorchTrainEngine:
 
     def _clip(self) -> float:
         """Bound the gradient's norm. Returns the norm before."""
-        return self._scale(nn.utils.get_total_norm([p.grad for p in self._trained.values() if p.grad is not None]))
-
-    def _scale(self, norm: torch.Tensor) -> float:
-        """Bound the gradient's ``norm``, without a pass over gradients that are within the bound. Returns it."""
-        if self._grad_clip is not None and self._grad_clip / (float(norm) + 1e-6) < 1:
-            nn.utils.clip_grads_with_norm_(self._trained.values(), self._grad_clip, norm)
-        return float(norm)
+        return bound_gradients(self._trained.values(), self._grad_clip)
 
     def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
