@@ -50,10 +50,9 @@ PRELOAD = (
     "stages.engines.torch.train",
 )
 MESSAGE_BYTES = 1 << 20  # the largest message: it contains the environment of a process
-ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads sleep: other workers share the cores
-    "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages: a 100 MB tensor costs a fifth of the time in page faults
-}
+# Waiting threads sleep, as other workers share the cores; and glibc has one heap for all threads: what one of them frees, as
+# weights that were swapped, the others use again.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1"}
 OUTPUT_BYTES = 2000  # of the server's last output, quoted in errors
 
 
