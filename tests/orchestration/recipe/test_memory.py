@@ -26,6 +26,7 @@ from tests.orchestration.recipe.minimal import problems
 CONFIG: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 112, "num_attention_heads": 6}
 CONFIG |= {"num_key_value_heads": 2, "head_dim": 10}
 SMOLLM2 = 134_515_008  # parameters
+SHORT = ("prompts.max_prompt_tokens=16", "rollout.max_tokens=16")
 BIG = ("model.source=smollm2", "train.token_budget=4096", "rollout.max_tokens=512", "prompts.max_prompt_tokens=256")
 
 
@@ -125,6 +126,9 @@ def test_a_reference_computes_one_group_without_gradients(minimal: Path) -> None
     assert parts["weights"] == 4 * SMOLLM2
     assert parts["logits"] == 4 * 401 * 49152
     assert parts["activations"] == 4 * (256 + 400) * (2 * 576 + 3 * 1536)
+    other = memory_of(load_recipe(minimal, [*sets, "model.source=tiny", "model.reference=smollm2", *SHORT]))
+    assert other["reference"]["weights"] == parts["weights"]
+    assert other["train"]["weights"] == 4 * 77_184
 
 
 @pytest.mark.parametrize(
