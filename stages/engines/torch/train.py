@@ -115,6 +115,7 @@ class TorchTrainEngine:
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
         _prepare(model, activation_checkpointing)
         self._dtype = model.dtype  # of the arithmetic
+        self._plain_forward = model.forward
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
         self._trained = self._place(compute or model.dtype)
         self._optimizer = adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
@@ -135,12 +136,16 @@ class TorchTrainEngine:
     def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
         """Move the model to its device, to compute in ``compute``. Returns the parameters for the optimizer, by name."""
         nn.Module.to(self.model, self.device)
-        self._take_over(self.device)
+        self._take_over()
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if compute == self._dtype:
             return trained
         self._dtype, self._copies = compute, trained
         return master_weights(self.model, trained, compute)
+
+    def _run(self, compute: Callable[..., Result], *arguments: Any) -> Result:
+        """Call ``compute`` while the model's own parameters, which belong to no layer, are whole."""
+        return compute(*arguments)
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         """Tokens, rows and groups of the whole mini-batch, and the passes through the model that each rank makes."""
@@ -153,7 +158,7 @@ class TorchTrainEngine:
     def _idle_pass(self) -> torch.Tensor:
         """One pass through the model on one token, while other ranks have work. Returns a logprob [1]."""
         token = torch.zeros(1, dtype=torch.int64)
-        return self._compute(pack([token], [[token]], self.device))[0]
+        return self._run(self._compute, pack([token], [[token]], self.device))[0]
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         """Combine the metrics of all ranks: the largest of those called ``max_…``, the sum of the others."""
@@ -327,7 +332,7 @@ class TorchTrainEngine:
         """float32 [T], [T]: logprobs and entropies of the pieces' response tokens, piece by piece, row by row."""
         rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
         prompts = [groups[piece.group].prompt for piece in pieces]
-        return self._compute(pack(prompts, rows, self.device))
+        return self._run(self._compute, pack(prompts, rows, self.device))
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [T], [T]: the logprobs of ``packed.targets``, and the entropies of the distributions that they are of;
@@ -345,29 +350,21 @@ class TorchTrainEngine:
         return out.last_hidden_state[0].index_select(0, packed.places)
 
     @torch.no_grad()
-    def _take_over(self, device: torch.device) -> None:
-        """Replace the model's attention, and compare its logits with those of the plain forward. The whole model is on
-        ``device``."""
-        prompt, rows, expected = _plain_logits(self.model, device)
+    def _take_over(self) -> None:
+        """Replace the model's attention, and compare the logits of two responses to a prompt with those of the plain
+        forward."""
+        probe = torch.arange(PROBE) * 7919 % self.model.config.get_text_config().vocab_size
+        prompt, rows = probe[:8], [probe[8:], probe[8:15]]
+        plain = self._run(lambda: self._plain_forward(input_ids=probe[None].to(self.device), use_cache=False).logits)
+        expected = torch.cat([plain[0, 7 : 7 + len(row)].float() for row in rows])
         replace_attention(self.model, ATTENTION, shared_prompt_attention, self._feeding)
-        packed = pack([prompt], [rows], device)
-        head = self.model.get_output_embeddings()
+        packed = pack([prompt], [rows], self.device)
 
         def logits() -> torch.Tensor:
-            hidden = self._hidden(packed)[packed.source]
+            hidden, head = self._hidden(packed)[packed.source], self.model.get_output_embeddings()
             return scaled_logits(hidden, head.weight, head.bias, self._divisor, self._softcap)
 
-        check_logits(self.model, "a packed batch", logits, expected)
-
-
-def _plain_logits(
-    model: PreTrainedModel, device: torch.device
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Returns a prompt [P], two responses to it, and the float32 [T, V] logits of their tokens by the plain forward."""
-    probe = torch.arange(PROBE) * 7919 % model.config.get_text_config().vocab_size
-    prompt, rows = probe[:8], [probe[8:], probe[8:15]]
-    plain = model(input_ids=probe[None].to(device), use_cache=False).logits[0, 7:-1].float()
-    return prompt, rows, torch.cat([plain[: len(row)] for row in rows])
+        check_logits(self.model, "a packed batch", lambda: self._run(logits), expected, self._dtype)
 
 
 def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:

@@ -255,7 +255,7 @@ class TorchDecoder:
 
         def check() -> None:
             wanted = torch.cat([expected[PREFILLED - 1 : PREFILLED], expected[PREFILLED:].repeat_interleave(2, 0)])
-            check_logits(self.model, "two-part attention", lambda: self._probed(probe), wanted)
+            check_logits(self.model, "two-part attention", lambda: self._probed(probe), wanted, self.dtype)
 
         self._llama: LlamaForward | None = None
         check()
