@@ -237,16 +237,20 @@ class CountingFiles(WeightFiles):
 def bytes_at_loading(ranks: Ranks, folder: str, dtype: torch.dtype) -> tuple[int, int]:
     """The most bytes that this rank holds at one time until its weights are read, of mapped files and of torch's CPU
     allocator, and the bytes of its shard."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as memory:
-        skeleton = model_skeleton(folder, dtype=dtype)
-        assert skeleton is not None
-        model, files = skeleton
-        counting = CountingFiles(files)
-        ShardedTrainEngine._take_over = lambda engine: memory.stop()  # type: ignore[method-assign]
-        engine = ShardedTrainEngine(model, ranks, weights=counting, **OPTIONS)
+    memory = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    memory.start()
+    skeleton = model_skeleton(folder, dtype=dtype)
+    assert skeleton is not None
+    model, files = skeleton
+    counting = CountingFiles(files)
+    ShardedTrainEngine._take_over = lambda engine: memory.stop()  # type: ignore[method-assign]
+    engine = ShardedTrainEngine(model, ranks, weights=counting, **OPTIONS)
     events = sorted(memory.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
-    shard = sum(p.to_local().untyped_storage().nbytes() for p in dict(engine.model.named_parameters()).values())
+    mapping = (
+        (Path(folder) / "model.safetensors").stat().st_size
+    )  # counted by tensor: pages that nobody reads take no memory
+    sizes = [e.nbytes() for e in events if e.name() == "[memory]" and abs(e.nbytes()) != mapping]
+    shard = sum(p.to_local().untyped_storage().nbytes() for p in engine._sharded.values())
     assert sum(sizes) >= shard, "the profiler has seen what the shard takes"
     return max(itertools.accumulate(sizes)) + counting.most, shard
 
