@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDict
 
 from orchestration.run import checkpoint
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model
 

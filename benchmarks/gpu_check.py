@@ -62,7 +62,7 @@ except ImportError:  # imported by a test, not started as a script
 
 from orchestration.logs import configure
 from stages import device as devices
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine

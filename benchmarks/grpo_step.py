@@ -2,12 +2,14 @@
 
     pip install -e '.[bench,quickstart]'
     python benchmarks/grpo_step.py [--model smollm2|PATH] [--steps 3] [--peer plain|default|both|none] [--json FILE]
+    python benchmarks/grpo_step.py --profile [--dtype bfloat16]     # where the seconds of a train step go
 
-Both sides take the same 4 prompts x 8 completions of at most 16 tokens per step, float32, temperature 1, no filter of
-the distribution, the same reward function and learning rate, and end a response at the same token. TRL comes twice: as
-it is by default (it computes activations again in the backward), and "plain", without that, as our engine runs. Steps
-alternate, TRL's and ours, so that other work on the machine slows both; ratios are taken step by step, and their
-median is printed. The ratio in CPU seconds is printed too: on a busy machine it varies less.
+Both sides take the same 4 prompts x 8 completions of at most 16 tokens per step, float32 (--dtype bfloat16: mixed
+precision), temperature 1, no filter of the distribution, the same reward function and learning rate, and end a
+response at the same token. TRL comes twice: as it is by default (it computes activations again in the backward), and
+"plain", without that, as our engine runs. Steps alternate, TRL's and ours, so that other work on the machine slows
+both; ratios are taken step by step, and their median is printed. The ratio in CPU seconds is printed too: on a busy
+machine it varies less.
 Our step is the synchronous one: generate, reward, advantage, train, new weights into the rollout engine.
 
 Tokens are counted TRL's way for both (its ``num_tokens``): each completion's real tokens plus its prompt's, the prompt
@@ -29,17 +31,20 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rollout import Sizes, readings
 from tensordict import TensorDict
 
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
+from stages.engines.torch import train
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model
@@ -89,19 +94,25 @@ class Peer:
 
 
 class OurSide:
-    def __init__(self, source: str, threads: int, total_steps: int) -> None:
+    def __init__(self, source: str, dtype: torch.dtype, threads: int, total_steps: int) -> None:
         model, self.tokenizer = load_model(source, dtype=torch.float32, seed=0)
+        self.dtype = dtype
         self.sizes, self.parameters = Sizes.of(model), sum(p.numel() for p in model.parameters())
         self.trainer = TorchTrainEngine(
-            model, learning_rate=LEARNING_RATE, total_steps=total_steps, threads=threads, device="cpu"
+            model,
+            learning_rate=LEARNING_RATE,
+            total_steps=total_steps,
+            compute=dtype,
+            threads=threads,
+            device="cpu",
         )
         self.engine = TorchRolloutEngine(
-            load_model(source, dtype=torch.float32, seed=0)[0], max_rows=GROUPS * ROWS, threads=threads, device="cpu"
+            load_model(source, dtype=dtype, seed=0)[0], max_rows=GROUPS * ROWS, threads=threads, device="cpu"
         )
         self.algorithm = GRPO()
 
     async def step(self, number: int, rows: Sequence[dict[str, Any]]) -> Measured:
-        rate, bandwidth = readings(torch.float32)
+        rate, bandwidth = readings(self.dtype)
         began, cpu = time.perf_counter(), time.process_time()
         prompts = [
             torch.tensor(self.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
@@ -112,7 +123,8 @@ class OurSide:
         made = [completion async for completion in self.engine.generate(asked)]
         made.sort(key=lambda completion: (completion.group, completion.place))
         generated = time.perf_counter()
-        self.trainer.train_batch(self._batch(made, prompts, rows), self.algorithm)
+        self.batch = self._batch(made, prompts, rows)
+        self.trainer.train_batch(self.batch, self.algorithm)
         trained = time.perf_counter()
         await self.engine.load_weights(number + 1, dict(self.trainer.weights()))
         synced, cpu = time.perf_counter(), time.process_time() - cpu
@@ -151,7 +163,7 @@ class OurSide:
 
     def _generate_floor(self, prompts: list[int], lengths: list[list[int]], rate: float, bandwidth: float) -> float:
         sizes, pairs_cost = self.sizes, 4 * self.sizes.layers * self.sizes.attention
-        read = sizes.item * (sizes.body + sizes.head) / bandwidth
+        read = self.dtype.itemsize * (sizes.body + sizes.head) / bandwidth
         prefill = 2 * (sizes.body * sum(prompts) + sizes.head * len(prompts))
         total = max(read, (prefill + pairs_cost * sum(p * p / 2 for p in prompts)) / rate)
         for step in range(1, max(map(max, lengths))):
@@ -167,7 +179,66 @@ class OurSide:
             p * p / 2 + sum((n - 1) * (p + n / 2) for n in group) for p, group in zip(prompts, lengths, strict=True)
         )
         operations = 6 * (sizes.body * fed + sizes.head * predicted) + 12 * sizes.layers * sizes.attention * pairs
-        return operations / rate + 7 * sizes.item * self.parameters / bandwidth
+        return operations / rate + 7 * torch.float32.itemsize * self.parameters / bandwidth
+
+
+# Records of a profile and the part of a step that they and what they call belong to; the first one that fits counts.
+PARTS = {
+    "part: packing": "packing",
+    "part: clip": "clip",
+    "Optimizer.step": "AdamW",
+    "TokenLogprobsBackward": "head, logprobs, entropy: backward",
+    "TokenLogprobs": "head, logprobs, entropy: forward",
+    "_SharedPromptAttentionBackward": "attention: backward",
+    "_SharedPromptAttention": "attention: forward",
+    "_LinearBackward": "linear layers: backward",
+    "evaluate_function: MmBackward": "linear layers: backward",
+    "_Linear": "linear layers: forward",
+    "aten::linear": "linear layers: forward",
+    "AccumulateGrad": "gradients added",
+    "evaluate_function": "norms, rope, activations, sums, embedding: backward",
+    "part: forward": "norms, rope, activations, sums, embedding: forward",
+}
+
+
+def profiled(ours: OurSide) -> dict[str, dict[str, float]]:
+    """Seconds of a train step on ``batch`` by its parts, and of its costliest operators without those that they call."""
+
+    def labelled(name: str, call: Any) -> Any:
+        def inside(*args: Any) -> Any:
+            with torch.profiler.record_function(f"part: {name}"):
+                return call(*args)
+
+        return inside
+
+    engine: Any = ours.trainer
+    engine._clip, engine._hidden = labelled("clip", engine._clip), labelled("forward", engine._hidden)
+    with patch.object(train, "pack", labelled("packing", train.pack)), torch.profiler.profile() as profile:
+        began = time.perf_counter()
+        engine.train_batch(ours.batch, ours.algorithm)
+        whole = time.perf_counter() - began
+    del engine._clip, engine._hidden
+    parts = dict.fromkeys(PARTS.values(), 0.0)
+    operators: Counter[str] = Counter()
+    for event in profile.events():
+        names, at = "", event
+        while at is not None:
+            names, at = f"{names} {at.name}", at.cpu_parent
+        if part := next((part for record, part in PARTS.items() if record in names), None):
+            parts[part] += event.self_cpu_time_total / 1e6
+        operators[event.name] += event.self_cpu_time_total / 1e6
+    parts["everything else"] = whole - sum(parts.values())
+    return {"parts": parts, "operators": dict(operators.most_common(12))}
+
+
+def show_profile(found: dict[str, dict[str, float]]) -> None:
+    whole = sum(found["parts"].values())
+    print(f"\n{'train step by parts (with a profiler)':<56}{whole:>9.3f} s")
+    for name, seconds in found["parts"].items():
+        print(f"  {name:<54}{seconds:>9.3f} s{seconds / whole:>8.1%}")
+    print("operators, without those that they call")
+    for name, seconds in found["operators"].items():
+        print(f"  {name[:54]:<54}{seconds:>9.3f} s{seconds / whole:>8.1%}")
 
 
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -213,7 +284,7 @@ def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, 
             max_steps=steps + 1,
             shuffle_dataset=False,
             use_cpu=True,
-            bf16=False,
+            bf16=ours.dtype == torch.bfloat16,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
@@ -287,15 +358,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each side; one more comes before")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--peer", choices=["plain", "default", "both", "none"], default="both")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the arithmetic")
+    parser.add_argument("--profile", action="store_true", help="print where the seconds of a train step go")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(
-        f"{args.model} float32, {args.threads} threads, {GROUPS} prompts x {ROWS} completions of at most {MAX_TOKENS} "
+        f"{args.model} {args.dtype}, {args.threads} threads, {GROUPS} prompts x {ROWS} completions of at most {MAX_TOKENS} "
         f"tokens, medians of {args.steps} steps\n"
         "tokens: completion + prompt, the prompt once per completion (TRL's count)"
     )
-    ours = OurSide(args.model, args.threads, 3 * (args.steps + 1))
+    ours = OurSide(args.model, getattr(torch, args.dtype), args.threads, 3 * (args.steps + 1))
     results = []
     with asyncio.Runner() as runner:
         if args.peer == "none":
@@ -305,11 +378,13 @@ def main() -> None:
             if args.peer in (peer, "both"):
                 results.append(against_trl(args.model, ours, runner, args.steps, recompute))
                 show(results[-1])
+        if args.profile:
+            results.append(profiled(ours))
+            show_profile(results[-1])
         runner.run(ours.engine.close())
     if args.json:
-        args.json.write_text(
-            json.dumps({"model": args.model, "threads": args.threads, "runs": results}, indent=2) + "\n"
-        )
+        head = {"model": args.model, "dtype": args.dtype, "threads": args.threads}
+        args.json.write_text(json.dumps({**head, "runs": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

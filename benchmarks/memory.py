@@ -95,7 +95,7 @@ def train(recipe: Recipe) -> int:
     from tensordict import TensorDict
 
     from orchestration.run.engines import train_engine
-    from stages.algorithms.grpo import GRPO
+    from stages.algorithms.policy_gradient.grpo import GRPO
 
     def step(of: Recipe, prompt: int, response: int, groups: int) -> None:
         engine, size = train_engine(of), of.algorithm.group_size

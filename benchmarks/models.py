@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.families import CONTEXT, FAMILIES, VOCABULARY, model_of, write
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.plans import Ranks
 from stages.engines.protocols import GroupRequest, RolloutEngine, SamplingParams
 from stages.engines.torch.head import use_float32

@@ -17,6 +17,11 @@ no thread waits in vain for another.
   continuous    transformers' continuous batching
   vllm          vLLM, in the interpreter that --vllm-python names, with prefix caching
 
+"bfloat16" is ours with bfloat16 weights, measured before the other arms with an engine that has ended then.
+
+``--profile`` measures ours alone and prints where the time of a token goes: the seconds of torch's operators, by the part
+of the engine that calls them, and as "Python" what is left of the time that a turn takes without the profiler.
+
 The floor is the sum over a case's forwards (a prefill of each prompt, then a decode step per further token) of
 
     max(bytes of the weights / read bandwidth, the linear layers' matmuls alone)
@@ -45,6 +50,8 @@ from typing import Any
 import torch
 
 from stages.engines.protocols import GroupRequest, SamplingParams
+from stages.engines.torch.decoding import batch
+from stages.engines.torch.linear import product
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.models import load_model, model_folder
 from stages.threads import run_in_temporary_thread
@@ -132,10 +139,11 @@ def best(act: Callable[[], Any], times: int = 5) -> float:
 
 
 def readings(dtype: torch.dtype) -> tuple[float, float]:
-    """This machine's matmul rate (operations/s) and read bandwidth (bytes/s) just now."""
+    """This machine's matmul rate (operations/s; the faster of two) and read bandwidth (bytes/s) just now."""
     square = torch.randn(1024, 1024, dtype=dtype)
     long = torch.ones(64 * 2**20, dtype=torch.float32)
-    return 2 * 1024**3 / best(lambda: square @ square), 4 * long.numel() / best(long.sum)
+    matmul = min(best(lambda: square @ square), best(lambda: product(square, square)))
+    return 2 * 1024**3 / matmul, 4 * long.numel() / best(long.sum)
 
 
 def matmul_seconds(inputs: int, outputs: int, tokens: int) -> float:
@@ -186,6 +194,12 @@ class Cost:
     @classmethod
     def since(cls, wall: float, cpu: float) -> Cost:
         return cls(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def prompts_of(case: Case, vocabulary: int, seed: int) -> list[torch.Tensor]:
+    """Random prompts, each int64 [P]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocabulary, (case.prompt,), generator=generator) for _ in range(case.rows // case.group)]
 
 
 Arm = Callable[[list[torch.Tensor], Case], tuple[Cost, Tokens]]
@@ -295,6 +309,62 @@ class Vllm:
             self.process.wait()
 
 
+# -- where the time goes ---------------------------------------------------------------------------------------------------
+
+PARTS = ["linear", "head", "attention", "norms, rope", "sampling", "prefill"]
+
+
+def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with a range called ``name`` in the profile."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return function(*args, **options)
+
+    return run
+
+
+def name_parts(decoder: Any) -> None:
+    """Make a profile of ``decoder`` show which part of the engine calls an operator."""
+    decoder.prefill = ranged("prefill", decoder.prefill)
+    decoder.decode = ranged("norms, rope", decoder.decode)  # and the linear layers, which are operators of their own
+    decoder.attention.attend = ranged("attention", decoder.attention.attend)
+    if decoder.fused:
+        decoder._llama.head = ranged("head", decoder._llama.head)
+    batch.draw = ranged("sampling", batch.draw)
+
+
+def part_of(event: Any) -> str:
+    """The part of the engine that called the operator ``event``."""
+    parts, caller = [], event.cpu_parent
+    while caller is not None:
+        parts += [caller.name] if caller.name in PARTS else []
+        caller = caller.cpu_parent
+    if "prefill" in parts:
+        return "prefill"
+    part = parts[0] if parts else "sampling"  # between forwards: tokens to and from the host
+    return "linear" if part == "norms, rope" and "linear" in event.name else part
+
+
+def profile(ours: Ours, cases: Sequence[Case], vocabulary: int) -> None:
+    """Print the milliseconds a token of each part, and of all, for each of ``cases``."""
+    alone = [1e3 * median_seconds(ours, case, vocabulary, 3) / case.tokens for case in cases]
+    print(f"{'rows × tokens':<22}{'all':>9}" + "".join(part.rjust(16) for part in [*PARTS, "Python"]) + "  operators")
+    name_parts(ours.engine._decoder)
+    for case, total in zip(cases, alone, strict=True):
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        ours.runner.run(ours.engine._at_boundary(profiler.start))
+        ours(prompts_of(case, vocabulary, 0), case)
+        ours.runner.run(ours.engine._at_boundary(profiler.stop))
+        events = [event for event in profiler.events() if event.name not in PARTS]
+        parts = dict.fromkeys(PARTS, 0.0)
+        for event in events:
+            parts[part_of(event)] += event.self_cpu_time_total / 1e3 / case.tokens
+        parts["Python"] = total - sum(parts.values())
+        cells = "".join(f"{taken:.2f} ({taken / total:.0%})".rjust(16) for taken in parts.values())
+        print(f"{case!s:<22}{total:>9.1f}{cells}{len(events) / case.tokens:>11.0f}", flush=True)
+
+
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
@@ -306,10 +376,7 @@ def measure(
     agree: dict[str, list[float]] = {name: [] for name in arms}
     floors: list[float] = []
     for turn in range(-1, repeat):
-        generator = torch.Generator().manual_seed(1000 + turn)
-        prompts = [
-            torch.randint(0, vocabulary, (case.prompt,), generator=generator) for _ in range(case.rows // case.group)
-        ]
+        prompts = prompts_of(case, vocabulary, 1000 + turn)
         names = list(arms)
         first = turn % len(names)
         made: dict[str, Tokens] = {}
@@ -351,12 +418,21 @@ def measure(
     }
 
 
+def median_seconds(ours: Ours, case: Case, vocabulary: int, repeat: int) -> float:
+    """Median seconds of ``repeat`` turns of ``ours`` alone, after one that is not counted."""
+    turns = [ours(prompts_of(case, vocabulary, 1000 + turn), case)[0].wall for turn in range(-1, repeat)]
+    return statistics.median(turns[1:])
+
+
 def show(row: dict[str, Any], case: Case) -> None:
     cells = [f"{case!s:<22}{row['floor_tokens_per_s']:>7.0f}"]
     for name, arm in row["arms"].items():
         ratio = "" if name == "ours" else f", {arm['ours_is_faster_by']:.2f} x, {arm['ours_needs_less_cpu_by']:.2f} x"
         cells.append(f"{arm['tokens_per_s']:.0f} ({arm['share_of_floor']:.0%}{ratio})".rjust(28))
-    print("".join(cells) + f"{row['seconds_against_fastest']:>14.2f}", flush=True)
+    cells.append(f"{row['seconds_against_fastest']:>14.2f}")
+    if lower := row.get("bfloat16_tokens_per_s"):
+        cells.append(f"{lower:.0f} ({lower / row['arms']['ours']['tokens_per_s']:.2f} x)".rjust(18))
+    print("".join(cells), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -367,8 +443,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--vllm-python", type=Path, help="an interpreter that has vLLM; without it that arm is left out"
     )
-    parser.add_argument("--without", action="append", default=[], choices=["generate", "continuous"], help="leave out")
+    others = ["generate", "continuous", "bfloat16"]
+    parser.add_argument("--without", action="append", default=[], choices=others, help="leave out")
     parser.add_argument("--case", action="append", help="ROWSxGROUPxTOKENS, e.g. 64x8x16, in place of the usual ones")
+    parser.add_argument("--profile", action="store_true", help="ours alone: where the time of a token goes")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and cases of seconds: does it run")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
@@ -377,19 +455,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases = [Case(*map(int, case.split("x"))) for case in args.case]
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
-    load = partial(run_in_temporary_thread, partial(load_model, source, dtype=torch.float32, seed=0))
-    model = load()[0]
+
+    def load(dtype: torch.dtype = torch.float32) -> Any:
+        return run_in_temporary_thread(lambda: load_model(source, dtype=dtype, seed=0)[0])
+
+    model, most = load(), max(case.rows for case in cases)
     sizes, vocabulary = Sizes.of(model), model.config.vocab_size
     closing: list[Ours | Vllm] = []
     rows: list[dict[str, Any]] = []
+    in_bfloat16: list[float] = []  # seconds of each case
     with asyncio.Runner() as runner:
         try:
-            ours = Ours(model, max(case.rows for case in cases), args.threads, runner)
+            if not args.profile and "bfloat16" not in args.without:
+                lower = Ours(load(torch.bfloat16), most, args.threads, runner)
+                closing.append(lower)
+                in_bfloat16 = [median_seconds(lower, case, vocabulary, repeat) for case in cases]
+                closing.pop().close()
+            ours = Ours(model, most, args.threads, runner)
             closing.append(ours)
+            if args.profile:
+                print(f"{source} float32, {args.threads} threads: ms a token (share of all); operators a token")
+                profile(ours, cases, vocabulary)
+                return
             arms: dict[str, Arm] = {"ours": ours}
             for name, peer in (("generate", generate), ("continuous", continuous)):
                 if name not in args.without:
-                    arms[name] = partial(threaded, partial(peer, load()[0]))
+                    arms[name] = partial(threaded, partial(peer, load()))
             if args.vllm_python is None:
                 print("vllm: left out (--vllm-python names an interpreter that has it)")
             elif source == "tiny":
@@ -403,9 +494,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{'rows × tokens':<22}{'floor':>7}"
                 + "".join(name.rjust(28) for name in arms)
                 + "ours/fastest".rjust(14)
+                + "bfloat16".rjust(18) * bool(in_bfloat16)
             )
-            for case in cases:
+            for number, case in enumerate(cases):
                 rows.append(measure(arms, case, sizes, vocabulary, repeat, torch.float32))
+                if in_bfloat16:
+                    rows[-1]["bfloat16_tokens_per_s"] = case.rows * case.tokens / in_bfloat16[number]
                 show(rows[-1], case)
         finally:
             for arm in closing:

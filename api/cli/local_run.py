@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import signal
 import sys
@@ -43,6 +44,8 @@ def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json
     except (RunError, OSError, ValueError) as error:
         refuse(error)
     run.forks = forks
+    gc.freeze()
+    gc.enable()
     return show_run(run, json=json, plain=plain)
 
 
@@ -78,16 +81,20 @@ def original_folder(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fork_server() -> Iterator[ForkServer | None]:
-    """Start the fork server of a run's workers; it imports while this process loads the recipe. None where unsupported."""
+    """Start the fork server of a run's workers; it imports while this process loads the recipe. None where unsupported.
+    Garbage is not collected until :func:`create_and_show`: imports make little, and would take a quarter longer."""
     from orchestration.processes.forkserver import ForkServer, ForkServerDied
 
+    gc.disable()
     try:
         server = ForkServer.start()
     except ForkServerDied:
-        yield None
-        return
-    with contextlib.closing(server):
-        yield server
+        server = None
+    with contextlib.closing(server) if server else contextlib.nullcontext() as started:
+        try:
+            yield started
+        finally:
+            gc.enable()
 
 
 def show_run(run: Run, *, json: bool, plain: bool) -> int:

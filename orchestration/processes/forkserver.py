@@ -361,6 +361,7 @@ def _set_up_child(launch: Launch, log: int, files: list[int], server: int) -> No
         os.close(file)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    gc.enable()
     os.environ.clear()
     os.environ.update(launch.env)
     with contextlib.suppress(OSError):
@@ -401,6 +402,7 @@ def _socketpair() -> tuple[socket.socket, socket.socket]:
 def main() -> int:
     line = socket.socket(fileno=int(sys.argv[1]))
     setproctitle("asyncdock fork server")
+    gc.disable()  # collections would take a quarter of the time that the imports take; children enable it
     for module in sys.argv[2:]:
         importlib.import_module(module)
     if "torch" in sys.modules:
@@ -409,7 +411,6 @@ def main() -> int:
         if not may_fork():
             print("an accelerator's plugin is loaded that may not be forked")
             return 1
-    gc.collect()
     gc.freeze()  # otherwise a collection in a child copies every page
     return _Server(line).serve()
 

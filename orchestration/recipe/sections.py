@@ -25,7 +25,7 @@ from orchestration.recipe.values import (
     TokensOrZero,
     size_from,
 )
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
 from stages.flow.catalogue import Truncated

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 
 from stages.algorithms.interface import TokenBatch
-from stages.flow.catalogue import MASK, OPTIONAL, WEIGHT
+from stages.flow.catalogue import MASK, OPTIONAL, STALENESS, WEIGHT
 
 if TYPE_CHECKING:
     from pipeline.columns import Schema
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def trained_columns(algorithm: AlgorithmLike, schema: Schema) -> tuple[str, ...]:
     """The columns of samples that :class:`TrainBatch` is made from: what the loss reads of them, what every train engine
     reads, and the optional ones where a stage makes them."""
-    read = [name for name in algorithm.loss_reads if algorithm.scores.get(name) != "policy"]
+    read = [name for name in algorithm.loss_reads if algorithm.scores.get(name) != "policy" and name != STALENESS]
     return tuple(dict.fromkeys(["prompt_ids", "response_ids", *read, *(name for name in OPTIONAL if name in schema)]))
 
 
@@ -52,6 +52,7 @@ class TrainBatch:
                 self._tokens[name] = jagged_rows(batch, name, self.lengths)
         self.mask = jagged_rows(batch, MASK, self.lengths) if MASK in batch else None
         self.weight = batch[WEIGHT].cpu() if WEIGHT in batch else None
+        self.trained = self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
         for name, values in algorithm.prepare(self).items():
             if values.shape != self[name].shape:
                 raise ValueError(f"prepare: {name} has shape {list(values.shape)}, not {list(self[name].shape)}")
@@ -59,10 +60,20 @@ class TrainBatch:
                 self._rows[name] = values
             else:
                 self._tokens[name] = list(values.split(self.lengths.tolist()))
-        self.trained = self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._rows[name] if name in self._rows else torch.cat(self._tokens[name])
+
+    def whitened(self, name: str) -> torch.Tensor:
+        """The column ``name`` with mean 0 and variance 1 over the trained tokens of the whole train batch, or, for a column
+        with one value in each row, over its trained rows."""
+        values = self[name]
+        trained = self.trained > 0 if name in self._rows or self.mask is None else torch.cat(self.mask)
+        kept = (values if name not in self._rows and self.mask is None else values[trained]).double()
+        count, total = self.total(torch.stack([kept.new_tensor(len(kept)), kept.sum()])).tolist()
+        mean = total / max(1, count)
+        variance = self.total((kept - mean).square().sum()).item() / max(1, count)
+        return ((values - mean) / (variance**0.5 + 1e-8)).to(values.dtype)
 
     def tokens(
         self,

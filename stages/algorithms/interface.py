@@ -8,9 +8,10 @@ reward … ─▶ credit(one group) ─▶ columns ─┴▶ prepare(one train b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # a recipe's algorithm and its options are checked without to
 # Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio overflows float32, and the
 # derivative of what clipping leaves out is 0 · inf.
 MOST_LOG_RATIO = 20.0
+Derived = TypeVar("Derived", bound="Algorithm")
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,26 @@ class LossOutput:
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
+def with_defaults(**values: Any) -> Callable[[type[Derived]], type[Derived]]:
+    """Class decorator: an algorithm that differs from its base by the defaults of some options."""
+
+    def changed(algorithm: type[Derived]) -> type[Derived]:
+        for name, value in values.items():
+            field = copy(algorithm.model_fields[name])
+            field.default = value
+            algorithm.model_fields[name] = field
+        algorithm.model_rebuild(force=True)
+        return algorithm
+
+    return changed
+
+
 class Algorithm(BaseModel, ABC):
     """The base of every algorithm. Its fields are the options of a recipe. The declarations below are attributes, or
     properties where they depend on options; types are those of :mod:`stages.flow.declarations`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    name: ClassVar[str] = ""  # in recipes, of an algorithm of the product
 
     epochs: int = Field(
         default=1, ge=1, description="Times that each train batch is trained on before the next version."

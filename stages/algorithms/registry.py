@@ -1,17 +1,38 @@
-"""Algorithms by their names: built in, ``module:Class``, or an entry point of the group ``asyncdock.algorithms``."""
+"""Algorithms by their names: built in, ``module:Class``, or an entry point of the group ``asyncdock.algorithms``.
+
+The product's own are the classes with a ``name`` in the modules of the folders beside this file: a new one is a new file.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import pkgutil
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from stages.algorithms.grpo import GRPO
 from stages.algorithms.interface import Algorithm
 from stages.user_code import find
 
 ENTRY_POINTS = "asyncdock.algorithms"
-BUILT_IN: dict[str, type[Algorithm]] = {"grpo": GRPO}
+
+
+@cache
+def built_in() -> Mapping[str, type[Algorithm]]:
+    """The product's own algorithms, by name."""
+    found: dict[str, type[Algorithm]] = {}
+    for folder in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if not folder.ispkg:
+            continue
+        package = importlib.import_module(f"{__package__}.{folder.name}")
+        for file in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{file.name}")
+            own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+            named = [value for value in own if isinstance(value, type) and issubclass(value, Algorithm)]
+            found |= {algorithm.name: algorithm for algorithm in named if "name" in vars(algorithm)}
+    return dict(sorted(found.items()))
 
 
 def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
@@ -24,7 +45,7 @@ def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
 
 def algorithm_class(name: str) -> type[Algorithm]:
     """The class behind ``name``. Raises ValueError with the reason and a fix."""
-    found = find("algorithm:", name, BUILT_IN, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
+    found = find("algorithm:", name, built_in(), lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
     if isinstance(found, type) and issubclass(found, Algorithm):
         return found
     if hasattr(found, "advantages"):

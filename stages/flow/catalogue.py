@@ -27,6 +27,8 @@ RESPONSE: Columns = {
 # Read by every update where a stage makes them: tokens that are trained on, and a factor of each row's loss.
 OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32"}
 MASK, WEIGHT = OPTIONAL
+# The update stage adds it to its batch: steps trained since the oldest token of the row was generated.
+STALENESS = "staleness"
 Truncated = Literal[
     "train", "mask", "drop"
 ]  # responses that were cut at their longest: see stages/training/advantage.py
@@ -79,5 +81,6 @@ def update_stage(algorithm: Algorithm) -> StageDeclaration:
     """The stage that trains: the columns that the loss reads, but for those that the policy computes in training."""
     computed = {name for name, by in algorithm.scores.items() if by == "policy"}
     reads = {name: kind for name, kind in algorithm.loss_reads.items() if name not in computed}
+    reads.pop(STALENESS, None)
     needs = {"prompt_ids": "int64 ragged", "response_ids": "int64 ragged", **reads}
     return StageDeclaration(UPDATE, "batch", needs, {}, "policy", optional=OPTIONAL)

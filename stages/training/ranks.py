@@ -29,6 +29,7 @@ from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.protocols import TrainEngine
+from stages.flow.catalogue import STALENESS
 from stages.training.device_lease import DeviceLease
 from stages.weights.store import probed
 
@@ -85,11 +86,11 @@ class RankGroup:
         return [[members[piece.group][row] for piece in share for row in piece.rows] for share in shares]
 
     async def fetch(
-        self, dock: Dock, claim: Claim, shares: Sequence[Sequence[int]], columns: Sequence[str]
+        self, dock: Dock, claim: Claim, shares: Sequence[Sequence[int]], columns: Sequence[str], trained: int
     ) -> TensorDict:
-        """Returns this rank's share of the claim, as its engine takes it."""
+        """Returns this rank's share of the claim, as its engine takes it after ``trained`` steps."""
         share = claim.part(shares[self.ranks.replica])
-        return train_batch(share, await dock.fetch(share, columns))
+        return train_batch(share, await dock.fetch(share, columns), trained)
 
 
 class RankWorker:
@@ -121,7 +122,7 @@ class RankWorker:
                 async with self.device.training():
                     claim = Claim("", order["claim"]["token"], order["claim"])
                     columns = trained_columns(self.algorithm, self.dock.schema)
-                    batch = await self.rank_group.fetch(self.dock, claim, order["shares"], columns)
+                    batch = await self.rank_group.fetch(self.dock, claim, order["shares"], columns, self.trained)
                     with suppress(FloatingPointError):  # of all ranks: rank 0 records that the step was skipped
                         await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
                     self.trained += 1
@@ -141,9 +142,12 @@ class RankWorker:
             pass
 
 
-def train_batch(claim: Claim, rows: TensorDict) -> TensorDict:
-    """Returns ``rows`` with the columns ``group`` and ``place``, as :meth:`TrainEngine.train_batch` takes them."""
+def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None) -> TensorDict:
+    """Returns ``rows`` with the columns ``group`` and ``place``, and for a trainer that has made ``trained`` steps
+    ``staleness``, as :meth:`TrainEngine.train_batch` takes them."""
     batch = rows.copy()
     batch["group"] = torch.from_numpy(claim.group.astype("int64"))
     batch["place"] = torch.from_numpy(claim.place.astype("int64"))
+    if trained is not None:
+        batch[STALENESS] = trained - torch.from_numpy(claim.oldest_version.astype("int64"))
     return batch

@@ -172,7 +172,8 @@ class Update(Stage):
         """One optimizer step on the claim's rows, by all ranks."""
         shares = await self.rank_group.deal(self.dock, claim, whole=self.algorithm.unit == "group")
         await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
-        batch = await self.rank_group.fetch(self.dock, claim, shares, trained_columns(self.algorithm, self.dock.schema))
+        columns = trained_columns(self.algorithm, self.dock.schema)
+        batch = await self.rank_group.fetch(self.dock, claim, shares, columns, self.trained)
         if self._probe_tokens:
             self._probe = probe_rows(self._probe, batch, self._probe_tokens)
         with self.spans.during("train", rows=len(claim), version=self.trained):

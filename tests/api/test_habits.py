@@ -60,7 +60,7 @@ def broken(prompts, **_):
     return rewards[len(prompts)]
 """,
     "habits_algorithm": """
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 
 class Loss(GRPO):
     def loss(self, tokens):

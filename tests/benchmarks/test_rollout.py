@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.rollout import Case, Machine, Sizes, floor_seconds, main
+from benchmarks.rollout import PARTS, Case, Machine, Sizes, floor_seconds, main
 from stages.models import load_model
 
 
@@ -47,9 +48,24 @@ def test_the_smoke_run_has_all_arms_make_the_same_tokens(tmp_path: Path, capsys:
     result = json.loads((tmp_path / "rollout.json").read_text())
     assert [(row["rows"], row["group"], row["tokens"]) for row in result["cases"]] == [(4, 2, 3), (2, 1, 4)]
     for row in result["cases"]:
+        assert row["bfloat16_tokens_per_s"] > 0
         assert list(row["arms"]) == ["ours", "generate", "continuous"]
         assert row["seconds_against_fastest"] >= 1.0
         for arm in row["arms"].values():
             assert arm["rows_equal_to_ours"] == 1.0
             assert arm["tokens_per_s"] == pytest.approx(row["floor_tokens_per_s"] * arm["share_of_floor"])
     assert "vllm: left out" in capsys.readouterr().out
+
+
+def test_the_profile_names_every_part_of_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--smoke", "--threads", "1", "--profile"])
+    *_, header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == [
+        *("rows", "×", "tokens", "all", "linear", "head", "attention", "norms,", "rope"),
+        *("sampling", "prefill", "Python", "operators"),
+    ]
+    for line in (first, second):
+        total, *parts = (float(found) for found in re.findall(r"(-?\d+\.\d+)", line))
+        assert len(parts) == len(PARTS) + 1
+        assert min(parts[:-1]) > 0
+        assert sum(parts) == pytest.approx(total, abs=0.1)

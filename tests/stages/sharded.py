@@ -22,7 +22,7 @@ from transformers import (
 
 from benchmarks.families import model_of as family_model
 from orchestration.run import checkpoint
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch import sharded as torch_sharded
 from stages.engines.torch.decoding.decoder import TorchDecoder

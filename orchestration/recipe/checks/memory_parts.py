@@ -112,15 +112,17 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> 
 
 def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> dict[str, int]:
     """Bytes of one torch rollout engine, by part. ``new weights``: a version that is prepared while the one before is in
-    use. ``KV cache``: all rows at their longest, in room that grows by a half."""
+    use. ``KV cache``: all rows at their longest, in room that grows by a half. On a CPU the head of a bfloat16 model is held
+    in float32 too; it counts also for ``auto``, where the device is not known yet."""
     rollout, item = recipe.rollout, ITEM_BYTES[recipe.model.dtype]
     groups, room = -(-rollout.max_rows // recipe.algorithm.group_size), 32
     while room < rollout.max_tokens:
         room += room // 2
     keys = 8 * -(-rollout.max_rows // 8) * room + 8 * -(-groups // 8) * 32 * -(-prompt // 32)
+    head = FLOAT * sizes.vocabulary * sizes.width if item < FLOAT and rollout.device in ("auto", "cpu") else 0
     return {
-        "weights": parameters * item,
-        "new weights": 0 if recipe.colocated else parameters * item,
+        "weights": parameters * item + head,
+        "new weights": 0 if recipe.colocated else parameters * item + head,
         "KV cache": 2 * item * sizes.layers * sizes.kv_heads * sizes.head * keys,
         "logits": 3 * FLOAT * rollout.max_rows * sizes.vocabulary,
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from orchestration.recipe.planner import reshard_plan
 from orchestration.run.builders.job import Work
-from orchestration.run.builders.rollout import make_rollout
+from orchestration.run.builders.rollout import held_out_prompts, make_rollout
 from orchestration.run.builders.update import UpdateJob
 from orchestration.run.engines import colocated_engine, probe_rule
 from stages.engines.plans import Ranks
@@ -32,7 +32,7 @@ class ColocatedJob(UpdateJob):
         await rollout.sleep()  # the train engine is built in the memory that this frees
         empty(rollout.tensors.values())
         await self.make_engine()
-        stage, evaluator = make_rollout(self, rollout)
+        stage, evaluator = make_rollout(self, rollout, held_out_prompts(self))
         self._rollout = self.control(stage)
         stage.device = device = SharedDevice(
             await asyncio.to_thread(reshard_plan, recipe, "vllm" if rollout.fused else "hf"),

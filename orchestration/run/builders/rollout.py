@@ -12,6 +12,7 @@ from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, weight_reader
 from stages.engines.protocols import RolloutEngine
+from stages.prompts.formatter import Prompt
 from stages.prompts.sources import load_prompts
 from stages.rollout.evaluate import Evaluator, distinct_prompts
 from stages.rollout.stage import Rollout
@@ -35,10 +36,14 @@ class RolloutJob(Job):
             secret=self.secret,
         )
         # Loading a model starts threads that generating does not need: they end with the temporary one.
-        engine = await asyncio.to_thread(run_in_temporary_thread, make)
-        self.resources.push_async_callback(engine.close)
+        prompts = asyncio.ensure_future(asyncio.to_thread(held_out_prompts, self))  # beside the engine
+        try:
+            engine = await asyncio.to_thread(run_in_temporary_thread, make)
+            self.resources.push_async_callback(engine.close)
+        finally:
+            await asyncio.wait([prompts])
         self.version = lambda: engine.version
-        stage, evaluator = make_rollout(self, engine)
+        stage, evaluator = make_rollout(self, engine, prompts.result())
         overlap = recipe.staleness_plan.slack > 0
         self._follower = WeightFollower(
             self.index,
@@ -63,8 +68,18 @@ class RolloutJob(Job):
         return (self._follower.run(),)
 
 
-def make_rollout(job: Job, engine: RolloutEngine) -> tuple[Rollout, Evaluator | None]:
-    """Returns the rollout stage of ``engine``, and on worker 0 the evaluator, where the recipe asks for evaluation."""
+def held_out_prompts(job: Job) -> list[Prompt]:
+    """Returns what evaluations answer: on worker 0, where the recipe asks for evaluation, else nothing."""
+    recipe = job.recipe
+    if not recipe.evaluate.every or job.number:
+        return []
+    held_out = load_prompts(recipe.prompts, job.tokenizer, recipe.seed, limits=prompt_limits(recipe)).held_out
+    assert held_out is not None, "checked with the recipe"
+    return distinct_prompts(held_out, recipe.evaluate.prompts)
+
+
+def make_rollout(job: Job, engine: RolloutEngine, prompts: Sequence[Prompt]) -> tuple[Rollout, Evaluator | None]:
+    """Returns the rollout stage of ``engine``, and the evaluator that answers ``prompts``, if there are any."""
     recipe, sampling, size = job.recipe, sampling_of(job.recipe, job.tokenizer), job.recipe.algorithm.group_size
     # A single worker takes a whole step's groups at once, so that the batch that it decodes does not depend on how fast the
     # rest of the run is; several workers share the groups by the room that each has.
@@ -77,11 +92,8 @@ def make_rollout(job: Job, engine: RolloutEngine) -> tuple[Rollout, Evaluator | 
         group_size=size,
         most_rows=max(recipe.rollout.max_rows, step_rows),
     )
-    if not recipe.evaluate.every or job.number:
+    if not prompts:
         return stage, None
-    held_out = load_prompts(recipe.prompts, job.tokenizer, recipe.seed, limits=prompt_limits(recipe)).held_out
-    assert held_out is not None, "checked with the recipe"
-    prompts = distinct_prompts(held_out, recipe.evaluate.prompts)
     return stage, Evaluator(
         engine,
         sampling,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from stages import device
+from stages.engines.torch.linear import linear
 
 PIECE = 2**20  # weights that are held in float32 at once where the device has no matmul with float32 output: 4 MiB
 
@@ -26,9 +27,9 @@ def logit_scale(config: Any) -> tuple[float, float | None]:
 @torch.no_grad()
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Logits float32 [..., V] of ``hidden`` [..., d] by ``weight`` [V, d] and ``bias`` [V], without a gradient. In float32
-    they equal ``linear``, bit for bit."""
+    they are those of :func:`~stages.engines.torch.linear.linear`, bit for bit."""
     if weight.dtype == torch.float32:
-        return nn.functional.linear(hidden, weight, bias)
+        return linear(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     if device.multiplies_into_float32(hidden.device):
         logits = torch.mm(rows, weight.t(), out_dtype=torch.float32)
@@ -44,7 +45,7 @@ def _by_pieces(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     size = max(1, PIECE // weight.shape[1])
     for start in range(0, len(weight), size):
         part = slice(start, start + size)
-        torch.mm(rows, weight[part].float().t(), out=logits[:, part])
+        logits[:, part] = linear(rows, weight[part].float(), None)
     return logits
 
 

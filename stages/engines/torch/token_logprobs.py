@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from stages.engines.torch.head import float32_logits
+from stages.engines.torch.linear import product
 
 LOGITS_BYTES = 256 * 2**20  # most that float32 logits may take at once
-ENTROPY_BYTES = {
-    "cpu": 4 * 2**20
-}  # of probabilities of which the entropy is computed at once; a CPU's caches hold them
+PIECE_BYTES = {"cpu": 4 * 2**20}  # of logits that several operations in turn work on; a CPU's caches hold them
 TINY = torch.finfo(torch.float32).tiny  # a smaller probability adds nothing to an entropy
 
 
 class TokenLogprobs(torch.autograd.Function):
     """Logprobs of ``targets`` [T] from the hidden states [U, d] that predict them, with at most ``LOGITS_BYTES`` of logits.
-    If all logits fit they are kept for the backward, which turns them into their gradient in place; otherwise each chunk is
-    computed again. Also returns, without a gradient, the entropy [T] (nats) of the distribution that each target is of;
-    empty without ``with_entropy``."""
+    If all logits fit they are kept for the backward; otherwise each chunk is computed again. Also returns, without a
+    gradient, the entropy [T] (nats) of the distribution that each target is of; empty without ``with_entropy``."""
 
     @staticmethod
     def forward(
@@ -42,10 +41,8 @@ class TokenLogprobs(torch.autograd.Function):
             own = (source >= start) & (source < start + size)
             at = source[own] - start
             wanted = logits[at, targets[own]]
-            peak, log_total = _softmax_in_place(logits)
+            peak, log_total = _softmax_in_place(logits, entropies[start : start + size] if with_entropy else None)
             chosen[own] = wanted - peak[at] - log_total[at]
-            if with_entropy:
-                _entropy(logits, out=entropies[start : start + size])
             kept = logits if size >= len(hidden) and softcap is None else None
         ctx.save_for_backward(hidden, weight, bias, source, targets, kept)
         ctx.temperature, ctx.size, ctx.softcap = temperature, size, softcap
@@ -58,8 +55,8 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, source, targets, kept = ctx.saved_tensors
         gradient = gradients[0] / ctx.temperature  # [T]
         of_place = gradient.new_zeros(len(hidden)).index_add_(0, source, gradient)
-        to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros_like(weight) if kept is None else None
+        to_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        to_weight = torch.empty_like(weight)
         to_bias = None if bias is None else torch.zeros_like(bias)
         for start in range(0, len(hidden), ctx.size):
             part = hidden[start : start + ctx.size]
@@ -67,18 +64,24 @@ class TokenLogprobs(torch.autograd.Function):
                 probabilities = scaled_logits(part, weight, bias, ctx.temperature, ctx.softcap)
                 if ctx.softcap is not None:
                     slope = 1 - (probabilities * (ctx.temperature / ctx.softcap)).square_()  # of the cap
-                _softmax_in_place(probabilities)
+                _softmax_in_place(probabilities, None)
             own = (source >= start) & (source < start + ctx.size)
-            to_logits = probabilities.mul_(-of_place[start : start + ctx.size, None])
-            to_logits.index_put_((source[own] - start, targets[own]), gradient[own], accumulate=True)
-            if ctx.softcap is not None:
-                to_logits.mul_(slope)
-            to_logits = to_logits.to(weight.dtype)
-            to_hidden[start : start + ctx.size] = to_logits @ weight
-            to_weight = to_logits.t() @ part if to_weight is None else to_weight.addmm_(to_logits.t(), part)
-            if to_bias is not None:
-                to_bias += to_logits.sum(0)
-        return to_hidden, to_weight, to_bias, None, None, None, None, None
+            for words in _pieces(len(weight), len(part), weight.device):
+                to_logits = probabilities[:, words] * -of_place[start : start + ctx.size, None]
+                found = own & (targets >= words.start) & (targets < words.stop)
+                at = source[found] - start, targets[found] - words.start
+                to_logits.index_put_(at, gradient[found], accumulate=True)
+                if ctx.softcap is not None:
+                    to_logits.mul_(slope[:, words])
+                to_logits = to_logits.to(weight.dtype)
+                to_hidden[start : start + ctx.size] += product(to_logits, weight[words])
+                if start == 0:
+                    to_weight[words] = product(to_logits.t(), part)
+                else:
+                    to_weight[words] += product(to_logits.t(), part)
+                if to_bias is not None:
+                    to_bias[words] += to_logits.sum(0)
+        return to_hidden.to(hidden.dtype), to_weight, to_bias, None, None, None, None, None
 
 
 def scaled_logits(
@@ -95,20 +98,24 @@ def scaled_logits(
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def _softmax_in_place(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn ``logits`` [U, V] into probabilities. Returns each row's largest logit, and the log of the sum of the
-    exponentials of logits minus it; their sum is the row's logsumexp."""
-    peak = logits.amax(-1, keepdim=True)
-    total = logits.sub_(peak).exp_().sum(-1, keepdim=True)
-    logits.div_(total)
+def _softmax_in_place(logits: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn ``logits`` [U, V] into probabilities, and write the entropy of each row to ``entropy`` [U]. Returns each row's
+    largest logit, and the log of the sum of the exponentials of logits minus it; their sum is the row's logsumexp."""
+    peak, total = logits.new_empty(len(logits), 1), logits.new_empty(len(logits), 1)
+    for rows in _pieces(len(logits), logits.shape[1], logits.device):
+        part = logits[rows]
+        torch.amax(part, -1, keepdim=True, out=peak[rows])
+        torch.sum(part.sub_(peak[rows]).exp_(), -1, keepdim=True, out=total[rows])
+        part.div_(total[rows])
+        if entropy is not None:
+            torch.sum(part.clamp(min=TINY).log_().mul_(part), -1, out=entropy[rows])
+    if entropy is not None:
+        entropy.neg_()
     return peak[:, 0], total[:, 0].log()
 
 
-def _entropy(probabilities: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Write the entropy [U] of each row of ``probabilities`` [U, V] to ``out``, in pieces."""
-    nbytes = ENTROPY_BYTES.get(probabilities.device.type, LOGITS_BYTES // 8)
-    rows = max(1, nbytes // (4 * probabilities.shape[1]))
-    for start in range(0, len(probabilities), rows):
-        part = probabilities[start : start + rows]
-        torch.sum(part.clamp(min=TINY).log_().mul_(part), -1, out=out[start : start + rows])
-    out.neg_()
+def _pieces(count: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Slices of ``count`` rows of ``width`` numbers, of at most ``PIECE_BYTES`` each."""
+    size = max(1, PIECE_BYTES.get(device.type, LOGITS_BYTES // 8) // (4 * max(1, width)))
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

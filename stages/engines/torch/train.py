@@ -29,6 +29,7 @@ from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import PROBE, check_logits, replace_attention, rope_change
 from stages.engines.torch.head import logit_scale
+from stages.engines.torch.linear import use_onednn
 from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, moments_of, renew
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
@@ -66,7 +67,7 @@ def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
 
 class TorchTrainEngine:
     """Trains a Hugging Face decoder-only ``model``. The engine moves it to ``device`` (default: the accelerator if there is
-    one, else the CPU) and replaces its attention and dropout.
+    one, else the CPU) and replaces its attention, linear layers and dropout.
 
     ``token_budget``: tokens fed to the model at once, which bounds the memory of activations; None: the whole batch is one
     micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None. ``weight_decay`` applies to matrices only.
@@ -358,6 +359,7 @@ class TorchTrainEngine:
         plain = self._run(lambda: self._plain_forward(input_ids=probe[None].to(self.device), use_cache=False).logits)
         expected = torch.cat([plain[0, 7 : 7 + len(row)].float() for row in rows])
         replace_attention(self.model, ATTENTION, shared_prompt_attention, self._feeding)
+        use_onednn(self.model)
         packed = pack([prompt], [rows], self.device)
 
         def logits() -> torch.Tensor:

@@ -24,10 +24,11 @@ from tests.orchestration.runs import forks
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fork servers need Linux")
 
 REPORT = """
-import json, os, signal, sys, threading
+import gc, json, os, signal, sys, threading
 json.dump({
     "cwd": os.getcwd(), "answer": os.environ.get("ANSWER"), "path": os.environ.get("PATH"), "pid": os.getpid(),
     "leads": os.getsid(0) == os.getpid(), "torch": "torch" in sys.modules, "threads": threading.active_count(),
+    "collects": gc.isenabled(),
     "files": [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if int(name) > 2],
     "chld": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, "draw": float(__import__("numpy").random.rand()),
 }, sys.stdout)
@@ -75,6 +76,7 @@ async def test_a_child_finds_what_a_new_process_would(connection: Connection, tm
         assert child["leads"]
         assert child["torch"]
         assert child["chld"]
+        assert child["collects"]
         assert child["threads"] == 1
         assert not [file for file in child["files"] if "socket" in file or "pidfd" in file]
     assert found[0]["draw"] != found[1]["draw"]

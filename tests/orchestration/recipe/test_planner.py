@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, parameters_of, plan
 from orchestration.recipe.schema import Recipe
 from pipeline.blocks import pack
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import catalogue
 from stages.flow.resolver import resolve
 from stages.models import tiny_model

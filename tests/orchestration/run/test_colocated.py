@@ -18,7 +18,7 @@ from orchestration.recipe.planner import held_bytes, reshard_plan, turns
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import workers_of
 from orchestration.run.run import Run
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.resharding.exchange import SharedExchange
 from stages.resharding.plan import Phase, memory
 from stages.resharding.swap import Swap

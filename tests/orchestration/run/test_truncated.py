@@ -12,7 +12,7 @@ import torch
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.run import Run
 from stages.algorithms import LossOutput, TokenBatch
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow import UserStage
 from stages.flow.declarations import Columns
 from tests.orchestration.run.test_flow import assert_filled

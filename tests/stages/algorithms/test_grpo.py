@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stages.algorithms import Drop, TokenBatch, build_algorithm
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 
 Row = dict[str, Any]  # logprobs, rollout, ref: lists of floats; advantage: float
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from tensordict import TensorDict
 
 from stages.algorithms import Algorithm, LossOutput, TokenBatch
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.adapter import outputs_of
 from stages.flow.declarations import Columns, RunsOn
 from stages.training.advantage import credits

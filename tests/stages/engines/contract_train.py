@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from orchestration.run import checkpoint
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import TrainEngine
 from tests.batches import VOCABULARY, make_batch, stack, unstack
 

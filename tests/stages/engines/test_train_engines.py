@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
 from stages.engines.plans import Ranks

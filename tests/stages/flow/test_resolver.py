@@ -11,7 +11,7 @@ import torch
 
 from pipeline.staleness import StalenessPlan
 from stages.algorithms import Algorithm, LossOutput, TokenBatch
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import PROMPT, catalogue
 from stages.flow.declarations import Columns, FlowError, RunsOn, StageDeclaration
 from stages.flow.graph import document, to_mermaid, to_svg, to_text

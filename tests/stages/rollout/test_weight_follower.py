@@ -17,7 +17,7 @@ import torch
 
 from pipeline.index.client import Index, RunConfig
 from pipeline.spans import Spans
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.plans import Ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import Truncated, catalogue
 from stages.flow.declarations import Drop
 from stages.flow.resolver import resolve

@@ -16,7 +16,7 @@ from pipeline.index.client import Claim, Index
 from pipeline.spans import Spans
 from pipeline.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.plans import Ranks
 from stages.flow.catalogue import catalogue
 from stages.flow.resolver import resolve

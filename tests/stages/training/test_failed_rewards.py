@@ -7,7 +7,7 @@ import math
 import torch
 from tensordict import TensorDict
 
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow import Drop
 from stages.flow.catalogue import CREDIT, UPDATE, catalogue
 from stages.flow.resolver import resolve

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from pipeline.index.client import Claim, Index, IndexRefused
 from pipeline.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.plans import Ranks
 from stages.flow.catalogue import catalogue
 from stages.flow.resolver import resolve
@@ -116,7 +116,7 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: 
     assert sorted(at for share in shares for at in share) == list(range(len(claim)))
     columns = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage")
     await rank_groups[0].broadcast("train", claim=claim.record(), shares=shares)
-    share = await rank_groups[0].fetch(dock, claim, shares, columns)
+    share = await rank_groups[0].fetch(dock, claim, shares, columns, 4)
     await asyncio.to_thread(engines[0].train_batch, share, algorithm)
     await rank_groups[0].broadcast("publish", probe=[[5, 6, 7]], weights=True)
     await asyncio.to_thread(probed, engines[0], [[5, 6, 7]])
@@ -139,6 +139,7 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: 
                 assert torch.equal(row[name], rows[2 * group + place][name]), (name, group, place)
             found[group, place] = found.get((group, place), 0) + 1
         assert len(batch) == len(shares[rank // tp])
+        assert sorted(batch["staleness"].tolist()) == sorted((4 - claim.oldest_version[shares[rank // tp]]).tolist())
     assert found == {(group, place): tp for group in range(len(GROUPS)) for place in range(2)}
 
 

@@ -145,17 +145,20 @@ class TwoPartAttention:
         keys[step.rows, :, step.own] = key
         values[step.rows, :, step.own] = value
 
-        def by_prompt(x: torch.Tensor) -> torch.Tensor:  # [R, heads, width, X] -> [g, heads, n * width, X]
+        def by_prompt(x: torch.Tensor) -> torch.Tensor:  # [R, heads, width, X] -> [g * heads, n * width, X]
             x = x if straight else x.index_select(0, members)
-            return x.view(g, n, heads, width, -1).transpose(1, 2).reshape(g, heads, n * width, -1)
+            if n > 1:
+                x = x.view(g, n, heads, width, -1).transpose(1, 2)
+            return x.reshape(g * heads, n * width, -1)
 
         def by_row(x: torch.Tensor) -> torch.Tensor:  # and back
-            x = x.view(g, heads, n, width, -1).transpose(1, 2).flatten(0, 1)
+            x = x.view(g, heads, n, width, -1).transpose(1, 2).reshape(g * n, heads, width, -1)
             return x if straight else x.index_select(0, place)
 
+        # bmm of [heads of all rows or prompts, …]: matmul would take as long as it before it calls it, with one row.
         q = (query * scores.scaling).view(rows, heads, width, -1)
-        of_prompt = by_row(by_prompt(q) @ prompt_keys[:g, :, :shared].transpose(-1, -2))
-        of_own = q @ keys[:rows, :, :own].transpose(-1, -2)
+        of_prompt = by_row(torch.bmm(by_prompt(q), _flat(prompt_keys, g, shared).transpose(1, 2)))
+        of_own = torch.bmm(q.flatten(0, 1), _flat(keys, rows, own).transpose(1, 2)).view(rows, heads, width, own)
         weights = torch.cat([of_prompt, of_own], -1).float()
         if scores.softcap is not None:
             weights = weights.div_(scores.softcap).tanh_().mul_(scores.softcap)
@@ -165,9 +168,9 @@ class TwoPartAttention:
             weights = torch.cat([weights, sink], -1).softmax(-1)[..., :-1].to(q.dtype)
         else:
             weights = weights.softmax(-1).to(q.dtype)
-        out = weights[..., shared:] @ values[:rows, :, :own]
-        of_prompt = by_prompt(weights[..., :shared].contiguous()) @ prompt_values[:g, :, :shared]
-        return out.add_(by_row(of_prompt)).flatten(1)
+        out = torch.bmm(weights[..., shared:].flatten(0, 1), _flat(values, rows, own))
+        of_prompt = torch.bmm(by_prompt(weights[..., :shared]), _flat(prompt_values, g, shared))
+        return out.view(rows, -1).add_(by_row(of_prompt).flatten(1))
 
     def _room(
         self, pool: Pool, layer: int, slots: int, tokens: int, k: torch.Tensor, v: torch.Tensor
@@ -189,6 +192,11 @@ class TwoPartAttention:
         pool[layer] = grown
         self.grown += 1
         return grown
+
+
+def _flat(pool: torch.Tensor, slots: int, tokens: int) -> torch.Tensor:
+    """The first ``tokens`` of the first ``slots`` as [slots * KV heads, tokens, D], without a copy."""
+    return pool.flatten(0, 1)[: slots * pool.shape[1], :tokens]
 
 
 def _grow(need: int, have: int, step: int) -> int:

@@ -35,13 +35,14 @@ class Place:
 
 
 class PackedLinear(nn.Module):
-    """Linear layers with the same input, joined to one weight in oneDNN's blocked layout (CPU only)."""
+    """Linear layers with the same input, joined to one weight in oneDNN's blocked layout (CPU only). ``dtype`` (None: the
+    layers'): of the weight, the input and the output."""
 
-    def __init__(self, *layers: nn.Linear) -> None:
+    def __init__(self, *layers: nn.Linear, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.layers = layers
-        self.packed = pack([layer.weight.detach() for layer in layers])
-        self.bias = torch.cat([layer.bias.detach() for layer in layers]) if layers[0].bias is not None else None
+        self.layers, self.dtype = layers, dtype or layers[0].weight.dtype
+        self.packed = self.pack([layer.weight.detach() for layer in layers])
+        self.bias = self.join([layer.bias.detach() for layer in layers]) if layers[0].bias is not None else None
 
     def forward(self, hidden: torch.Tensor, after: str = "none") -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, after, [], "")
@@ -50,15 +51,17 @@ class PackedLinear(nn.Module):
         """``self(hidden)``, then ``add`` or ``mul`` with ``other`` in the same pass."""
         return torch.ops.mkldnn._linear_pointwise.binary(hidden, other, self.packed, self.bias, operation)
 
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts)).to(self.dtype)
+
+    def pack(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(self.join(weights), PACK_ROWS)
+
     def places(self, names: Mapping[int, str]) -> Iterator[Place]:
         """Where its parameters are kept; ``names`` has their names by id."""
-        yield Place(tuple(names[id(layer.weight)] for layer in self.layers), self, "packed", pack)
+        yield Place(tuple(names[id(layer.weight)] for layer in self.layers), self, "packed", self.pack)
         if self.bias is not None:
-            yield Place(tuple(names[id(layer.bias)] for layer in self.layers), self, "bias", torch.cat)
-
-
-def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)), PACK_ROWS)
+            yield Place(tuple(names[id(layer.bias)] for layer in self.layers), self, "bias", self.join)
 
 
 class JoinedLinear:
@@ -116,9 +119,9 @@ class LlamaForward:
     def __init__(self, model: Any, packed: bool) -> None:
         self.embedding, self.norm = model.model.embed_tokens, model.model.norm
         self.layers = [_Layer(layer, packed) for layer in model.model.layers]
-        # In a lower dtype the module itself, which the decoder has made to give float32.
-        packed_head = packed and model.lm_head.weight.dtype == torch.float32
-        self.head: Any = PackedLinear(model.lm_head) if packed_head else model.lm_head
+        # Logits are float32 in any dtype: by a float32 copy of the head, or by the module, which the decoder has changed.
+        self.head: Any = PackedLinear(model.lm_head, dtype=torch.float32) if packed else model.lm_head
+        self.head_dtype = torch.float32 if packed else model.lm_head.weight.dtype
         rotary = model.model.rotary_emb
         self.frequencies = torch.cat([rotary.inv_freq, rotary.inv_freq]).float()
         self.half = len(rotary.inv_freq)
@@ -146,7 +149,7 @@ class LlamaForward:
                 attended, hidden = attended[keep], hidden[keep]
             hidden = layer.out.then("add", attended, hidden)
             hidden = layer.down.then("add", layer.gated(_normed(layer.between, hidden)), hidden)
-        return self.head(_normed(self.norm, hidden))
+        return self.head(_normed(self.norm, hidden).to(self.head_dtype))
 
     def linears(self) -> list[Any]:
         """Every :class:`PackedLinear` or :class:`JoinedLinear`."""

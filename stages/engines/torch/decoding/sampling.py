@@ -1,6 +1,6 @@
 """Sampling: from logits on a device to tokens and logprobs, without a synchronisation with the device in between.
 
-logits [R, V] ─▶ temperature ─▶ weights = exp(logits − max) ─▶ top-k, top-p ─▶ inverse of the cumulative sum at
+logits [R, V] ─▶ temperature ─▶ weights = softmax ─▶ top-k, top-p ─▶ inverse of the cumulative sum at
 each row's own number in [0, 1) ─▶ Drawn: tokens on the device, copied to the host by read()
 """
 
@@ -51,9 +51,8 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequenc
         logits /= devices.put(torch.tensor([p.temperature or 1.0 for p in params]), device)[:, None]
     greedy = [not p.temperature for p in params]
     likeliest = _likeliest(logits) if any(greedy) else None
-    logits -= logits.amax(-1, keepdim=True)
-    weights = logits.exp_()  # in place: fresh memory of this size costs more than the exponentials
-    total = weights.sum(-1)
+    # On a CPU in place, and with softmax's exponentials: a fresh tensor of this size, or exp_, takes longer than all else.
+    weights = torch.softmax(logits, -1, out=logits if device.type == "cpu" else None)
     chosen = weights
     filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0)]
     if filtered:
@@ -67,9 +66,8 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequenc
         tokens = invert(chosen, devices.put(torch.tensor(points, dtype=torch.float64), device))
         if likeliest is not None:
             tokens = torch.where(devices.put(torch.tensor(greedy), device), likeliest, tokens)
-    # A sum that is not finite makes NaN; so does the weight of a token that has none.
-    logprobs = (weights.gather(-1, tokens[:, None])[:, 0] / total).log() + 0.0 * total
-    return Drawn(tokens, logprobs)
+    # Softmax makes NaN of a row with a logit that is NaN or infinite.
+    return Drawn(tokens, weights.gather(-1, tokens[:, None])[:, 0].log())
 
 
 def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:

@@ -454,6 +454,21 @@ def test_tokens_outside_top_k_and_top_p_are_never_drawn(
     assert all(abs(logprobs[i] - float(expected[tokens[i]])) < 1e-4 for i in range(rows) if i != 20)
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_a_logit_that_is_not_finite_is_refused(broken: float, temperature: float) -> None:
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
+    logits[0, 7] = -torch.inf  # a token that cannot be drawn
+    params, points = [SamplingParams(1, temperature=temperature)] * 2, [0.5, 0.5]
+    tokens, logprobs = draw(logits.clone(), params, points).read()
+    assert logprobs == pytest.approx(
+        [float(logits[i].log_softmax(-1)[token]) for i, token in enumerate(tokens)], abs=1e-5
+    )
+    logits[1, 9] = broken
+    with pytest.raises(ValueError, match="not finite"):
+        draw(logits, params, points).read()
+
+
 def test_draws_follow_the_distribution() -> None:
     """Chi-square of 20,000 draws against the filtered distribution; seeds are fixed, so it passes always or never."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 2

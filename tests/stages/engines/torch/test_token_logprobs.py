@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.torch import token_logprobs
 from stages.engines.torch.token_logprobs import TokenLogprobs
 from tests.batches import make_batch
@@ -36,7 +36,7 @@ def test_the_entropy_is_that_of_each_distribution_and_changes_no_bit(
     dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", chunk * 4 * 11)
-    monkeypatch.setitem(token_logprobs.ENTROPY_BYTES, "cpu", 3 * 4 * 11)
+    monkeypatch.setitem(token_logprobs.PIECE_BYTES, "cpu", 3 * 4 * 11)
     for one, other in zip(logprobs(dtype, False), logprobs(dtype, True), strict=True):
         assert torch.equal(one, other)
 

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from stages.algorithms import Algorithm, LossOutput, TokenBatch
-from stages.algorithms.grpo import GRPO
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.plans import GroupShape, plan_micro_batches
 from stages.engines.torch import token_logprobs
 from stages.engines.torch.optimizer import learning_rate_at

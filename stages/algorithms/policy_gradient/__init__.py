@@ -1,0 +1,1 @@
+"""Algorithms that follow the gradient of the expected reward, one short file each."""

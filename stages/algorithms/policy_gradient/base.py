@@ -1,0 +1,193 @@
+"""What the policy-gradient algorithms share: ratio, clip, corrections, KL to the reference, and the mean over a batch.
+
+reward ─▶ credit ─▶ advantage ─┐
+rollout_logprobs, logprobs ────┴▶ surrogate(ratio, advantage) × weight (+ kl_coef × KL) ─▶ mean of tokens or of rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import pydantic
+from pydantic import Field
+
+from stages.algorithms.interface import MOST_LOG_RATIO, Algorithm, LossOutput, TokenBatch
+from stages.algorithms.policy_gradient.correction import Level, at_level, interpolated, weights
+from stages.flow.declarations import Columns, Drop, RunsOn
+
+if TYPE_CHECKING:
+    import torch
+
+    from stages.algorithms.batch import TrainBatch
+
+PROXIMAL = "proximal_logprobs"
+
+
+class PolicyGradient(Algorithm):
+    """The clipped surrogate of PPO (arXiv 1707.06347, Eq. 7) on the column ``advantage``, corrected for staleness.
+
+    By default the ratio of each token is taken against the policy that generated it (``rollout_logprobs``), so samples of
+    older versions carry their own importance weights, and no separate "old policy" pass is needed."""
+
+    clip_low: float = Field(
+        default=0.2, ge=0, lt=1, description="The ratio gains nothing below `1 - clip_low` (negative advantages)."
+    )
+    clip_high: float = Field(
+        default=0.2, ge=0, description="The ratio gains nothing above `1 + clip_high` (positive advantages)."
+    )
+    max_ratio: float | None = Field(
+        default=None,
+        gt=1,
+        description="Importance weights are truncated here, which also bounds the loss of negative advantages (dual clip, "
+        "arXiv 1912.09729). Default: no truncation.",
+    )
+    ratio_level: Level = Field(
+        default="token",
+        description="Ratios of single tokens; or one for each response: the `geometric` mean of its tokens' (GSPO), or "
+        "their product (`sequence`).",
+    )
+    proximal: Literal["rollout", "recomputed", "interpolated"] = Field(
+        default="rollout",
+        description="The policy that the ratio is clipped around. `rollout`: the one that generated the token. "
+        "`recomputed`: the trained one before the step (decoupled PPO, arXiv 2505.24298); with one optimizer step a batch "
+        "it costs nothing. `interpolated`: between the two by staleness (A-3PO, arXiv 2512.06547).",
+    )
+    correction: Literal["none", "truncate", "mask"] = Field(
+        default="none",
+        description="What becomes of the weight proximal / rollout, which corrects for staleness and for the engines' "
+        "mismatch. `none`: it is left out. `truncate`: the loss is multiplied by it, cut at `weight_high`. `mask`: where it "
+        "is outside `weight_low` to `weight_high` nothing is learned (IcePop, arXiv 2510.18855), elsewhere the loss is "
+        "multiplied by it. With `proximal` = `rollout` the ratio has this weight already: only `mask` is possible, by "
+        "current / rollout.",
+    )
+    correction_level: Level = Field(default="token", description="Of the weight: as `ratio_level`.")
+    weight_low: float = Field(default=0.5, ge=0, lt=1, description="See `correction`.")
+    weight_high: float = Field(default=2.0, gt=1, description="See `correction`.")
+    kl_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the k3 estimate of KL(policy || reference) added to each token's loss. Above 0 the run has a "
+        "reference stage.",
+    )
+    kl_weighted: bool = Field(
+        default=False,
+        description="Multiply the KL estimate by the ratio, which makes it and its gradient unbiased for stale samples.",
+    )
+    loss_normalization: Literal["token", "sequence", "constant"] = Field(
+        default="token",
+        description="`token`: every token of the batch weighs the same (DAPO). `sequence`: mean over rows of "
+        "each row's mean. `constant`: sum over tokens / (rows × `response_tokens`) (Dr. GRPO).",
+    )
+    response_tokens: int = Field(
+        default=1024,
+        ge=1,
+        description='The constant of `loss_normalization = "constant"`; `rollout.max_tokens`, usually.',
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _weight_once(self) -> Self:
+        if self.proximal == "rollout" and self.correction == "truncate":
+            fix = 'set max_ratio, or proximal = "recomputed" or "interpolated"'
+            raise ValueError(f'correction: "truncate" has nothing to truncate with proximal = "rollout"; {fix}')
+        return self
+
+    @property
+    def scores(self) -> Mapping[str, RunsOn]:
+        several = self.proximal == "recomputed" and self.epochs * self.mini_batches > 1
+        by_policy: dict[str, RunsOn] = {PROXIMAL: "policy"} if several else {}
+        return {"ref_logprobs": "frozen model", **by_policy} if self.kl_coef else by_policy
+
+    @property
+    def loss_reads(self) -> Columns:
+        staleness = {"staleness": "int64"} if self.proximal == "interpolated" else {}
+        return {**super().loss_reads, **dict.fromkeys(self.scores, "float32 ragged"), **staleness}
+
+    def surrogate(self, ratio: torch.Tensor, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each token gains [T], and bool [T], where the clip has stopped it."""
+        weight = ratio if self.max_ratio is None else ratio.clamp(max=self.max_ratio)
+        unclipped = weight * tokens["advantage"]
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens["advantage"]
+        return unclipped.minimum(clipped), clipped < unclipped
+
+    def loss(self, tokens: TokenBatch) -> LossOutput:
+        """The micro-batch's share of the loss; metrics but ``max_ratio`` are means over the mini-batch's tokens."""
+        rollout = tokens["rollout_logprobs"]
+        proximal = rollout
+        if self.proximal != "rollout":
+            known = tokens.columns.get(PROXIMAL, tokens.logprobs.detach())
+            proximal = known if self.proximal == "recomputed" else interpolated(tokens)
+        log_ratio = at_level(tokens.logprobs - proximal, tokens, self.ratio_level)
+        ratio = log_ratio.exp()
+        gain, clipped = self.surrogate(ratio, tokens)
+        per_token = -gain
+        means = {
+            "kl_behaviour": ratio - 1 - log_ratio,  # k3, sampled from the behaviour policy
+            "clip_fraction": clipped.to(ratio.dtype),
+            "ratio_mean": ratio,
+            "ratio_square": ratio.square(),
+        }
+        if self.correction != "none":
+            centre = tokens.logprobs if proximal is rollout else proximal
+            bounds = self.correction, self.correction_level, self.weight_low, self.weight_high
+            weight, kept = weights(centre - rollout, tokens, *bounds)
+            means |= {"weight_mean": weight, "mask_fraction": (~kept).to(ratio.dtype)}
+            per_token = per_token * (kept if proximal is rollout else weight * kept)
+        if self.kl_coef:
+            to_reference = (tokens["ref_logprobs"] - tokens.logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+            kl_reference = to_reference.exp() - 1 - to_reference
+            per_token = per_token + self.kl_coef * (kl_reference * ratio if self.kl_weighted else kl_reference)
+            means["kl_reference"] = kl_reference
+        metrics = {name: value.detach().sum() / tokens.total_tokens for name, value in means.items()}
+        metrics["max_ratio"] = ratio.detach().max()
+        return LossOutput(self._mean(per_token, tokens), metrics)
+
+    def _mean(self, per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
+        match self.loss_normalization:
+            case "token":
+                return tokens.mean(per_token)
+            case "sequence":
+                return tokens.mean_of_rows(per_token)
+            case "constant":
+                return tokens.mean(per_token) * (tokens.total_tokens / (tokens.total_rows * self.response_tokens))
+
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Adds ``ess``, the effective sample size of the importance weights as a share of the tokens, in (0, 1]:
+        ``(sum w)^2 / (T sum w^2)``."""
+        shown = {name: value for name, value in metrics.items() if name != "ratio_square"}
+        return shown | {"ess": metrics["ratio_mean"] ** 2 / metrics["ratio_square"]}
+
+
+class GroupCompared(PolicyGradient):
+    """A policy gradient whose credit compares the responses to one prompt."""
+
+    least_group_size: ClassVar[int] = 2  # one response alone has no one to be compared with
+
+    drop_equal: bool = Field(
+        default=False,
+        description="Drop groups with equal rewards: their advantages are zero. Others are generated in their place.",
+    )
+    scale_learning_rate: bool = Field(
+        default=True,
+        description="Multiply the learning rate by the share of a batch's trained rows with a nonzero advantage. "
+        "AdamW takes steps of one size however small the gradient is, so the rare mistakes of a solved task would undo it "
+        "(docs/measurements/stability.md). With `kl_coef` every row counts.",
+    )
+
+    def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
+        """:meth:`advantage` of the rewards. Equal rewards, and a group of one, give zeros."""
+        rewards = group["reward"].float()
+        if bool((rewards == rewards[0]).all()):  # exact zeros, where rounding of the mean would leave noise
+            return Drop("equal rewards") if self.drop_equal else {"advantage": rewards.new_zeros(rewards.shape)}
+        return {"advantage": self.advantage(rewards)}
+
+    def advantage(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Advantages [N] of a group's ``rewards`` [N], which are not all equal."""
+        raise NotImplementedError
+
+    def signal(self, batch: TrainBatch) -> float:
+        if self.kl_coef or not self.scale_learning_rate:
+            return 1.0
+        advantage = batch["advantage"][batch.trained > 0]
+        nonzero, rows = batch.total(batch["advantage"].new_tensor([advantage.count_nonzero(), len(advantage)])).tolist()
+        return float(nonzero / rows)

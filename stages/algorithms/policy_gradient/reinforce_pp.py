@@ -1,0 +1,35 @@
+"""REINFORCE++ (arXiv 2501.03262): PPO's loss without a critic, advantages normalised over the whole train batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from stages.algorithms.policy_gradient.base import PolicyGradient
+
+if TYPE_CHECKING:
+    import torch
+
+    from stages.algorithms.batch import TrainBatch
+
+
+class ReinforcePlusPlus(PolicyGradient):
+    """REINFORCE++: for prompts with one response (``algorithm.group_size = 1``) as for several. Rewards whose scale differs
+    between prompts stay comparable, as they are divided by the deviation of the batch, not of the group."""
+
+    name: ClassVar[str] = "reinforce_pp"
+
+    baseline: Literal["none", "group"] = Field(
+        default="none",
+        description="`group`: subtract the mean reward of the group first (REINFORCE++-baseline). `none`: only the batch's.",
+    )
+
+    def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        rewards = group["reward"].float()
+        return {"advantage": rewards - rewards.mean() if self.baseline == "group" else rewards}
+
+    def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
+        """Whitens the advantage over the train batch: mean 0, variance 1 (Eq. 6), of all ranks."""
+        return {"advantage": batch.whitened("advantage")}

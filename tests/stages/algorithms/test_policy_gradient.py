@@ -1,0 +1,305 @@
+"""Every policy-gradient algorithm against formulas written out in plain float64 Python, and against TRL's own loss."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.algorithms import Algorithm, Drop, TokenBatch, build_algorithm
+from stages.algorithms.interface import MOST_LOG_RATIO
+from stages.algorithms.policy_gradient.base import PROXIMAL, PolicyGradient
+from stages.algorithms.registry import built_in
+
+Row = dict[str, Any]  # now, rollout, ref, proximal: a float a token; advantage; staleness; weight
+LEVELS = ("token", "geometric", "sequence")
+
+
+def random_rows(seed: int, rows: int, spread: float) -> list[Row]:
+    rng = random.Random(seed)
+    made = []
+    for _ in range(rows):
+        now = [rng.uniform(-4, -0.1) for _ in range(rng.randint(1, 7))]
+        near: dict[str, Any] = {
+            name: [x + rng.gauss(0, spread) for x in now] for name in ("rollout", "ref", "proximal")
+        }
+        advantage = rng.choice([0.0, rng.uniform(-2, 2), rng.uniform(-2, 2)])
+        made.append(
+            {"now": now, **near, "advantage": advantage, "staleness": rng.randint(0, 3), "weight": rng.uniform(0, 2)}
+        )
+    return made
+
+
+def pack(rows: list[Row], algorithm: Algorithm, total_rows: int, total_tokens: int) -> TokenBatch:
+    """The rows as the loss takes them, with exactly the columns that it declares."""
+    counts = torch.tensor([len(row["now"]) for row in rows])
+    row = torch.repeat_interleave(torch.arange(len(rows)), counts)
+
+    def flat(name: str) -> torch.Tensor:
+        return torch.tensor([x for each in rows for x in each[name]], dtype=torch.float64)
+
+    def single(name: str) -> torch.Tensor:
+        return torch.tensor([each[name] for each in rows], dtype=torch.float64)[row]
+
+    columns = {"rollout_logprobs": flat("rollout"), "ref_logprobs": flat("ref"), PROXIMAL: flat("proximal")}
+    columns |= {"advantage": single("advantage"), "staleness": single("staleness").long()}
+    read = {name: column for name, column in columns.items() if name in algorithm.loss_reads}
+    now = flat("now").requires_grad_()
+    return TokenBatch(now, read, row, counts, total_tokens, total_rows, weight=single("weight"))
+
+
+def of_level(logs: list[float], level: str) -> list[float]:
+    """Log-ratios of one row's tokens at a level."""
+    total = sum(logs)
+    values = {"token": logs, "geometric": [total / len(logs)] * len(logs), "sequence": [total] * len(logs)}[level]
+    return [max(-MOST_LOG_RATIO, min(MOST_LOG_RATIO, value)) for value in values]
+
+
+def reference(algorithm: PolicyGradient, rows: list[Row], now: list[list[float]]) -> float:
+    """The loss at the logprobs ``now``; what has no gradient is computed from the rows' own."""
+    a, tokens, total = algorithm, sum(len(row["now"]) for row in rows), 0.0
+    for row, logprobs in zip(rows, now, strict=True):
+        share = {
+            "token": 1 / tokens,
+            "sequence": 1 / (len(rows) * len(logprobs)),
+            "constant": 1 / (len(rows) * a.response_tokens),
+        }[a.loss_normalization]
+        rollout, proximal = row["rollout"], row["rollout"]
+        if a.proximal == "recomputed":
+            proximal = row["proximal"] if a.epochs * a.mini_batches > 1 else row["now"]
+        elif a.proximal == "interpolated":
+            part = 1 / row["staleness"] if row["staleness"] else 0.0
+            proximal = [part * r + (1 - part) * n for r, n in zip(rollout, row["now"], strict=True)]
+        ratios = [
+            math.exp(x) for x in of_level([n - p for n, p in zip(logprobs, proximal, strict=True)], a.ratio_level)
+        ]
+        held = of_level([n - p for n, p in zip(row["now"], proximal, strict=True)], a.ratio_level)
+        centre = row["now"] if a.proximal == "rollout" else proximal
+        logs = of_level([c - r for c, r in zip(centre, rollout, strict=True)], a.correction_level)
+        for n, ratio, frozen, ref, weight in zip(logprobs, ratios, held, row["ref"], map(math.exp, logs), strict=True):
+            if a.name == "cispo":
+                gain = min(math.exp(frozen), 1 + a.clip_high) * row["advantage"] * n
+            else:
+                capped = ratio if a.max_ratio is None else min(ratio, a.max_ratio)
+                clipped = max(1 - a.clip_low, min(1 + a.clip_high, ratio))
+                gain = min(capped * row["advantage"], clipped * row["advantage"])
+            inside = a.weight_low <= weight <= a.weight_high
+            factor = {"none": 1.0, "truncate": min(weight, a.weight_high), "mask": weight * inside}[a.correction]
+            loss = -gain * (float(inside) if a.correction == "mask" and a.proximal == "rollout" else factor)
+            if a.kl_coef:
+                k3 = math.exp(ref - n) - (ref - n) - 1
+                loss += a.kl_coef * k3 * (ratio if a.kl_weighted else 1.0)
+            total += loss * share * row["weight"]
+    return total
+
+
+def slopes(algorithm: PolicyGradient, rows: list[Row], step: float = 1e-6) -> list[float]:
+    """Central differences of the reference at each token."""
+    found, now = [], [list(row["now"]) for row in rows]
+    for row in now:
+        for at, value in enumerate(row):
+            row[at] = value + step
+            above = reference(algorithm, rows, now)
+            row[at] = value - step
+            found.append((above - reference(algorithm, rows, now)) / (2 * step))
+            row[at] = value
+    return found
+
+
+def policy_gradients() -> list[str]:
+    return [name for name, algorithm in built_in().items() if issubclass(algorithm, PolicyGradient)]
+
+
+options = st.fixed_dictionaries(
+    {
+        "loss_normalization": st.sampled_from(["token", "sequence", "constant"]),
+        "ratio_level": st.sampled_from(LEVELS),
+        "correction_level": st.sampled_from(LEVELS),
+        "kl_coef": st.sampled_from([0.0, 0.3]),
+        "kl_weighted": st.booleans(),
+        "max_ratio": st.sampled_from([None, 1.5]),
+        "mini_batches": st.sampled_from([1, 2]),
+    }
+)
+corrections = st.sampled_from(
+    [("rollout", "none"), ("rollout", "mask")]
+    + [(p, c) for p in ("recomputed", "interpolated") for c in ("none", "truncate", "mask")]
+)
+
+
+@pytest.mark.parametrize("name", policy_gradients())
+@settings(max_examples=40, deadline=None)
+@given(
+    chosen=options, corrected=corrections, seed=st.integers(0, 2**16), spread=st.sampled_from([0.0, 0.05, 0.6, 30.0])
+)
+def test_loss_and_gradient_are_those_of_the_formulas(
+    name: str, chosen: dict[str, Any], corrected: tuple[str, str], seed: int, spread: float
+) -> None:
+    proximal, correction = corrected
+    algorithm = build_algorithm(name, {**chosen, "proximal": proximal, "correction": correction})
+    assert isinstance(algorithm, PolicyGradient)
+    rows = random_rows(seed, rows=4, spread=spread)
+    if spread == 30.0 and (chosen["kl_coef"] or "sequence" in chosen.values()):
+        return  # the reference does not clamp what is summed, nor the KL
+    tokens = pack(rows, algorithm, len(rows), sum(len(row["now"]) for row in rows))
+    output = algorithm.loss(tokens)
+    output.loss.backward()
+
+    expected = reference(algorithm, rows, [row["now"] for row in rows])
+    assert output.loss.item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    found = tokens.logprobs.grad
+    assert found is not None
+    assert found.isfinite().all()
+    if spread != 30.0:  # differences of numbers as large as exp(20) are noise
+        kinks = 1e-4 * (1 + abs(expected))
+        torch.testing.assert_close(found, torch.tensor(slopes(algorithm, rows)).double(), rtol=1e-5, atol=kinks * 1e-2)
+    assert all(not value.requires_grad and value.isfinite() for value in output.metrics.values())
+
+
+@pytest.mark.parametrize("name", policy_gradients())
+@settings(max_examples=15, deadline=None)
+@given(chosen=options, corrected=corrections, seed=st.integers(0, 2**16), cut=st.integers(0, 6))
+def test_micro_batches_add_up_to_the_batch(
+    name: str, chosen: dict[str, Any], corrected: tuple[str, str], seed: int, cut: int
+) -> None:
+    proximal, correction = corrected
+    algorithm = build_algorithm(name, {**chosen, "proximal": proximal, "correction": correction})
+    rows = random_rows(seed, rows=6, spread=0.4)
+    total = sum(len(row["now"]) for row in rows)
+    once = algorithm.loss(pack(rows, algorithm, 6, total))
+    parts = [algorithm.loss(pack(part, algorithm, 6, total)) for part in (rows[:cut], rows[cut:]) if part]
+    assert sum(part.loss.item() for part in parts) == pytest.approx(once.loss.item(), rel=1e-9, abs=1e-12)
+    for metric, value in once.metrics.items():
+        values = [part.metrics[metric].item() for part in parts]
+        assert (max if metric.startswith("max_") else sum)(values) == pytest.approx(value.item(), rel=1e-9, abs=1e-12)
+
+
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("dr_grpo", {}, [0.5625, -0.4375, 0.0625, -0.1875]),
+        ("rloo", {}, [1.0 - 0.25, -1.75 / 3, 0.5 - 1.25 / 3, 0.25 - 0.5]),
+        ("reinforce_pp", {}, [1.0, 0.0, 0.5, 0.25]),
+        ("reinforce_pp", {"baseline": "group"}, [0.5625, -0.4375, 0.0625, -0.1875]),
+    ],
+)
+def test_credit(name: str, options: dict[str, Any], expected: list[float]) -> None:
+    made = build_algorithm(name, options).credit({"reward": REWARDS})
+    assert not isinstance(made, Drop)
+    assert made["advantage"].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(10, 0.0), (80, 0.0), (85, 0.25), (90, 0.5), (100, 1.0), (130, 1.0)])
+def test_dapo_lowers_the_reward_of_overlong_responses(length: int, penalty: float) -> None:
+    dapo = build_algorithm("dapo", {"longest_response": 100, "overlong_tokens": 20, "scale_rewards": False})
+    assert dapo.credit_reads["response_ids"] == "int64 ragged"
+    lengths = [length, 10, 10, 10]
+    made = dapo.credit({"reward": REWARDS, "response_ids": [torch.zeros(n, dtype=torch.int64) for n in lengths]})
+    assert not isinstance(made, Drop)
+    shaped = [1.0 - penalty, 0.0, 0.5, 0.25]
+    assert made["advantage"].tolist() == pytest.approx([r - sum(shaped) / 4 for r in shaped], abs=1e-6)
+
+
+def test_dapo_drops_groups_that_are_equal_after_the_penalty() -> None:
+    dapo = build_algorithm("dapo", {"longest_response": 4})
+    ids = [torch.zeros(n, dtype=torch.int64) for n in (1, 4)]
+    assert dapo.credit({"reward": torch.tensor([0.0, 1.0]), "response_ids": ids}) == Drop("equal rewards")
+
+
+def test_truncation_where_the_ratio_has_the_weight_is_refused() -> None:
+    with pytest.raises(ValueError, match='correction: "truncate" has nothing to truncate'):
+        build_algorithm("grpo", {"correction": "truncate"})
+
+
+# TRL's own functions, on the same logprobs. They are methods of trainers, called with a stand-in for the trainer.
+TRL_CASES = [
+    ("grpo", {"loss_normalization": "sequence"}, {"loss_type": "grpo"}),
+    ("grpo", {"loss_normalization": "sequence", "kl_coef": 0.1}, {"loss_type": "grpo", "beta": 0.1}),
+    ("grpo", {"kl_coef": 0.1, "kl_weighted": True}, {"loss_type": "bnpo", "beta": 0.1, "bias_correction": True}),
+    ("grpo", {"max_ratio": 1.5, "clip_high": 0.28}, {"loss_type": "bnpo", "delta": 1.5, "epsilon_high": 0.28}),
+    ("dr_grpo", {"response_tokens": 7}, {"loss_type": "dr_grpo"}),
+    ("dapo", {}, {"loss_type": "bnpo", "epsilon_high": 0.28}),
+    ("gspo", {}, {"loss_type": "grpo", "level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}),
+    ("cispo", {}, {"loss_type": "cispo", "epsilon_high": 5.0}),
+    ("rloo", {}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "trl_options"), TRL_CASES)
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_and_gradient_are_those_of_trl(name: str, options: Any, trl_options: Any, seed: int) -> None:
+    trainers = pytest.importorskip("trl.trainer", reason="pip install 'asyncdock[bench]'")
+    rows = [row | {"weight": 1.0} for row in random_rows(seed, rows=6, spread=0.3)]
+    algorithm = build_algorithm(name, options)
+    tokens = pack(rows, algorithm, 6, sum(len(row["now"]) for row in rows))
+    output = algorithm.loss(tokens)
+    output.loss.backward()
+
+    longest = max(len(row["now"]) for row in rows)
+    mask = torch.tensor([[1.0] * len(row["now"]) + [0.0] * (longest - len(row["now"])) for row in rows]).double()
+
+    def padded(column: str) -> torch.Tensor:
+        return torch.tensor([row[column] + [0.0] * (longest - len(row[column])) for row in rows]).double()
+
+    now = torch.tensor([row["now"] + [0.0] * (longest - len(row["now"])) for row in rows], dtype=torch.float64)
+    now.requires_grad_()
+    wanted = {
+        "loss_type": "grpo",
+        "beta": 0.0,
+        "level": "token",
+        "delta": None,
+        "bias_correction": False,
+        **trl_options,
+    }
+    gathered = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1)
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (now, torch.zeros_like(mask), None),
+        args=SimpleNamespace(
+            use_bias_correction_kl=wanted["bias_correction"], delta=wanted["delta"], steps_per_generation=1
+        ),
+        epsilon_low=wanted.get("epsilon_low", 0.2),
+        epsilon_high=wanted.get("epsilon_high", 0.2),
+        importance_sampling_level=wanted["level"],
+        loss_type=wanted["loss_type"],
+        beta=wanted["beta"],
+        max_completion_length=7,
+        accelerator=gathered,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        maybe_activation_offload_context=nullcontext(),
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        entropy_coef=0.0,
+    )
+    inputs = {
+        "prompt_ids": torch.zeros(6, 1, dtype=torch.int64),
+        "prompt_mask": torch.ones(6, 1),
+        "completion_ids": torch.zeros_like(mask, dtype=torch.int64),
+        "completion_mask": mask,
+        "advantages": torch.tensor([row["advantage"] for row in rows]).double(),
+        "old_per_token_logps": padded("rollout"),
+        "old_logps": (padded("rollout") * mask).sum(1),
+        "ref_per_token_logps": padded("ref"),
+        "num_items_in_batch": mask.sum(),
+    }
+    owner = trainers.RLOOTrainer if name == "rloo" else trainers.GRPOTrainer
+    expected = owner._compute_loss(trainer, None, inputs)
+    expected.backward()
+    assert now.grad is not None
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-9)
+    torch.testing.assert_close(tokens.logprobs.grad, now.grad[mask.bool()], rtol=1e-6, atol=1e-9)
