@@ -73,7 +73,7 @@ class WeightFiles:
                     continue
                 one = deepcopy(converter)
                 for pattern, key in keys:
-                    one.add_tensor(name, key, pattern, self._tensor(key))
+                    one.add_tensor(name, key, pattern, self._tensor(key))  # type: ignore[arg-type]
                 for made, value in one.convert(name, model=model, config=model.config).items():
                     _copy(tensors[made], value[0] if isinstance(value, list) else value, first or 0)
 
