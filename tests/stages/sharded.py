@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -33,6 +32,7 @@ from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
 from stages.weight_files import WeightFiles
+from tests.allocations import Allocations
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 
 SIZES: dict[str, Any] = {
@@ -237,19 +237,17 @@ class CountingFiles(WeightFiles):
 def bytes_at_loading(ranks: Ranks, folder: str, dtype: torch.dtype) -> tuple[int, int]:
     """The most bytes that this rank holds at one time until its weights are read, of mapped files and of torch's CPU
     allocator, and the bytes of its shard."""
-    memory = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    memory.start()
+    memory = Allocations()
     skeleton = model_skeleton(folder, dtype=dtype)
     assert skeleton is not None
     model, files = skeleton
     counting = CountingFiles(files)
     ShardedTrainEngine._take_over = lambda engine: memory.stop()  # type: ignore[method-assign]
     engine = ShardedTrainEngine(model, ranks, weights=counting, **OPTIONS)
-    events = sorted(memory.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     mapping = (
         (Path(folder) / "model.safetensors").stat().st_size
     )  # counted by tensor: pages that nobody reads take no memory
-    sizes = [e.nbytes() for e in events if e.name() == "[memory]" and abs(e.nbytes()) != mapping]
+    sizes = [size for size in memory.sizes() if abs(size) != mapping]
     shard = sum(p.to_local().untyped_storage().nbytes() for p in engine._sharded.values())
     assert sum(sizes) >= shard, "the profiler has seen what the shard takes"
     return max(itertools.accumulate(sizes)) + counting.most, shard

@@ -268,6 +268,8 @@ class TorchDecoder:
             try:
                 check()
             except ValueError:
+                for linear in self._llama.linears() if self.weights.packed else ():
+                    linear.unpack()
                 self._llama = None
                 if not self.weights.packed:
                     with torch.inference_mode(False):
