@@ -49,11 +49,15 @@ OPTIONS: dict[str, Any] = {"learning_rate": 1e-2, "total_steps": 10, "token_budg
 def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """``llama``: tied embeddings. ``biased``: a head of its own, and biases everywhere. ``qwen3``: norms of queries and
     keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides. ``moe``: a buffer
-    that decides on experts, and experts that checkpoints have one by one."""
+    that decides on experts, and experts that checkpoints have one by one. ``gathered``: norms over all heads. ``fused``:
+    several matrices in one."""
     torch.manual_seed(seed)
     model: PreTrainedModel
     if kind == "moe":
         return family_model("DeepSeek-V3", seed=seed, dtype=dtype)
+    if kind in ("gathered", "fused"):
+        family = {"gathered": "OLMo 2", "fused": "Phi-3"}[kind]
+        return family_model(family, seed=seed, dtype=dtype, vocab_size=VOCABULARY)
     if kind == "qwen3":
         config = Qwen3Config(**SIZES, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
         model = Qwen3ForCausalLM(config)

@@ -24,6 +24,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from stages import device as devices
 from stages.engines.plans import Ranks
 from stages.engines.torch.train import Result, TorchTrainEngine
 from stages.models import checkpoint_tensors
-from stages.resharding.layout import Layout, ModelState, Placement, place
+from stages.resharding.layout import Layout, LayoutError, ModelState, Placement, place
 from stages.weight_files import WeightFiles, materialize
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
@@ -50,7 +51,13 @@ NAMES_BYTES = 8192  # of the metrics that one rank reports, as JSON
 FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
 
 # transformers' names of what happens to a module's weights over the tensor-parallel ranks.
-STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # Between these two each rank computes the same: norms over all heads, or parts of a fused matrix.
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+}
 SUMMED = "replicated_with_grad_allreduce"  # each rank has the whole weight, and sees the heads that it holds
 
 
@@ -268,7 +275,14 @@ class ShardedTrainEngine(TorchTrainEngine):
 
 def placement(model: ModelState, ranks: Ranks) -> Placement:
     """Returns what each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers are split over tp and then over dp,
-    the other parameters over all ranks."""
+    the other parameters over all ranks. Raises :class:`LayoutError` for tensor parallelism of a layer's fused matrices."""
+    fused = next(
+        (t.name for t in model.tensors if len(t.parts) > 1 and model.by_name[t.parts[0]].layer is not None), ""
+    )
+    if ranks.tp > 1 and fused:  # the engine cuts the fused rows, which is not a cut of each part
+        raise LayoutError(
+            f"tp: {fused} is several matrices in one, which tensor-parallel ranks cannot hand to other layouts"
+        )
     layers, rest = place(model, Layout(dp_shard=ranks.dp, tp=ranks.tp)), place(model, Layout(dp_shard=ranks.world))
     within = {t.name for t in model.tensors if model.by_name[t.parts[0]].layer is not None}
     return Placement(
