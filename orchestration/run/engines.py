@@ -104,10 +104,10 @@ def probe_rule(recipe: Recipe) -> ProbeRule | None:
     sync, source = recipe.sync, recipe.model.source
     if not sync.probe:
         return None
-    layers = 1 if source == "mock" else int(getattr(load_config(source).get_text_config(), "num_hidden_layers", 32))
-    return ProbeRule(
-        getattr(torch, recipe.model.dtype), layers, q95=sync.probe_tolerance, mean=sync.probe_mean_tolerance
-    )
+    dtype, q95, mean = getattr(torch, recipe.model.dtype), sync.probe_tolerance, sync.probe_mean_tolerance
+    if source == "mock":
+        return ProbeRule(dtype, q95=q95, mean=mean)
+    return ProbeRule.of(dtype, load_config(source), q95=q95, mean=mean)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:

@@ -40,12 +40,22 @@ def catalogue(
     reward_reads: Columns | None = None,
     source: Columns = PROMPT,
     stages: Iterable[StageDeclaration] = (),
+    given_responses: int = 0,
 ) -> list[StageDeclaration]:
     """The catalogue of a run with ``rewards`` reward functions, which read the columns ``reward_reads`` beside responses.
-    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings is left out."""
+    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings is left out.
+    ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes over, the best first."""
+    made = dict(RESPONSE)
+    if given_responses:
+        del made["rollout_logprobs"]
+        made |= {"reward": "float32 finite"} if given_responses > 1 else {}
+    needs: Columns = {"fields": "text"} if given_responses else {"prompt_ids": "int64 ragged"}
+    rollout = StageDeclaration(
+        "rollout", "groups", needs, made, "cpu" if given_responses else "policy", workers=int(not given_responses)
+    )
     own = [
         StageDeclaration(SOURCE, "groups", {}, source, workers=0),
-        StageDeclaration("rollout", "groups", {"prompt_ids": "int64 ragged"}, RESPONSE, "policy"),
+        rollout,
         StageDeclaration(
             "reward",
             "rows",
@@ -61,8 +71,9 @@ def catalogue(
             "frozen model",
         ),
     ]
-    brought = set(source)
-    return [own[0], *(stage for stage in own[1:] if not brought & set(stage.makes)), *stages]
+    left = [stage for stage in own[1:] if not {*source} & {*stage.makes}]
+    others = [stage for stage in left if stage is rollout or not given_responses or not {*made} & {*stage.makes}]
+    return [own[0], *others, *stages]
 
 
 def credit_stage(
