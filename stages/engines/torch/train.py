@@ -352,15 +352,13 @@ class TorchTrainEngine:
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        """Replace the model's attention, and compare the logits of two responses to a prompt with those of the plain
-        forward."""
+        """Replace the model's attention, and compare the logits of two responses to a prompt with the plain forward's."""
         probe = torch.arange(PROBE) * 7919 % self.model.config.get_text_config().vocab_size
-        prompt, rows = probe[:8], [probe[8:], probe[8:15]]
         plain = self._run(lambda: self._plain_forward(input_ids=probe[None].to(self.device), use_cache=False).logits)
-        expected = torch.cat([plain[0, 7 : 7 + len(row)].float() for row in rows])
+        expected = torch.cat([plain[0, 7:-1], plain[0, 7:14]]).float()
         replace_attention(self.model, ATTENTION, shared_prompt_attention, self._feeding)
         use_onednn(self.model)
-        packed = pack([prompt], [rows], self.device)
+        packed = pack([probe[:8]], [[probe[8:], probe[8:15]]], self.device)
 
         def logits() -> torch.Tensor:
             hidden, head = self._hidden(packed)[packed.source], self.model.get_output_embeddings()
