@@ -27,6 +27,7 @@ from torch.distributed import FileStore
 from transformers import AutoModelForCausalLM
 
 from stages.engines.plans import Ranks
+from stages.engines.torch import sharded, train
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.sharded import ShardedTrainEngine, join
 from stages.engines.torch.train import TorchTrainEngine
@@ -47,9 +48,9 @@ def measure(way: str, engine: str, folder: Path, dtype: torch.dtype, ranks: Rank
     """Make ``engine`` in this process, one of ``ranks``. Returns bytes, and a digest of the weights that it holds."""
     read: list[int] = []
     # The model is compared with its plain forward when its weights are in their place.
-    for kind in (TorchTrainEngine, TorchDecoder):
-        after = kind._take_over  # type: ignore[attr-defined]
-        kind._take_over = lambda *given, after=after: (read.append(status("VmHWM")), after(*given))  # type: ignore[attr-defined]
+    for place, name in ((train, "take_over"), (sharded, "take_over"), (TorchDecoder, "_take_over")):
+        after = getattr(place, name)
+        setattr(place, name, lambda *given, after=after: (read.append(status("VmHWM")), after(*given)))
     if ranks.world > 1:
         join(ranks, FileStore(str(meeting), ranks.world), torch.device("cpu"), 300.0)
     torch.ones(64, 64) @ torch.ones(64, 64)

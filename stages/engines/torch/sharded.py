@@ -41,7 +41,8 @@ from transformers import PreTrainedModel
 
 from stages import device as devices
 from stages.engines.plans import Ranks
-from stages.engines.torch.train import Result, TorchTrainEngine
+from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.train import Result, TorchTrainEngine, take_over
 from stages.models import checkpoint_tensors
 from stages.resharding.layout import Layout, LayoutError, ModelState, Placement, place
 from stages.weight_files import WeightFiles, materialize
@@ -152,13 +153,16 @@ class ShardedTrainEngine(TorchTrainEngine):
             materialize(self.model, self.device)
             self._weights.fill(self.model)
         self.model.forward = lambda compute, *arguments: compute(*arguments)  # FSDP gathers parameters around forward
-        self._take_over()
+        take_over(self)
         self.model.reshard()  # type: ignore[operator]
         self._sharded: dict[str, DTensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[misc]
         return {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
 
     def _run(self, compute: Callable[..., Result], *arguments: Any) -> Result:
         return self.model(compute, *arguments)  # type: ignore[no-any-return]
+
+    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._run(super()._compute, packed)
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         if not passes:
