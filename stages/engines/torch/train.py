@@ -375,7 +375,7 @@ def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def take_over(engine: TorchTrainEngine) -> None:
-    """Replace the attention of the engine's model, and compare the logits of two responses with those of the plain forward."""
+    """Replace the attention of ``engine``'s model, and compare logits of two responses with the plain forward's."""
     probe = torch.arange(PROBE) * 7919 % engine.model.config.get_text_config().vocab_size
     plain = engine._run(lambda: engine._plain_forward(input_ids=probe[None].to(engine.device), use_cache=False).logits)
     expected = torch.cat([plain[0, 7:-1], plain[0, 7:14]]).float()
