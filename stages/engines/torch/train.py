@@ -29,8 +29,16 @@ from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import PROBE, check_logits, replace_attention, rope_change
 from stages.engines.torch.head import logit_scale
-from stages.engines.torch.linear import use_onednn
-from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, moments_of, renew
+from stages.engines.torch.layers import use_fast_layers
+from stages.engines.torch.optimizer import (
+    Schedule,
+    adamw,
+    bound_gradients,
+    learning_rate_at,
+    master_weights,
+    moments_of,
+    renew,
+)
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.engines.torch.value_head import value_head as value_head_of
@@ -70,7 +78,7 @@ def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
 
 class TorchTrainEngine:
     """Trains a Hugging Face decoder-only ``model``. The engine moves it to ``device`` (default: the accelerator if there is
-    one, else the CPU) and replaces its attention, linear layers and dropout.
+    one, else the CPU) and replaces its attention, norms, linear layers and dropout.
 
     ``token_budget``: tokens fed to the model at once, which bounds the memory of activations; None: the whole batch is one
     micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None. ``weight_decay`` applies to matrices only.
@@ -174,7 +182,7 @@ class TorchTrainEngine:
 
     def _clip(self) -> float:
         """Bound the gradient's norm. Returns the norm before."""
-        return nn.utils.clip_grad_norm_(self._trained.values(), self._grad_clip or math.inf).item()
+        return bound_gradients(self._trained.values(), self._grad_clip)
 
     def _forget_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -380,7 +388,7 @@ def take_over(engine: TorchTrainEngine) -> None:
     plain = engine._run(lambda: engine._plain_forward(input_ids=probe[None].to(engine.device), use_cache=False).logits)
     expected = torch.cat([plain[0, 7:-1], plain[0, 7:14]]).float()
     replace_attention(engine.model, ATTENTION, shared_prompt_attention, engine._feeding)
-    use_onednn(engine.model)
+    use_fast_layers(engine.model, engine.device)
     packed = pack([probe[:8]], [[probe[8:], probe[8:15]]], engine.device)
 
     def logits() -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 
 from stages.engines.checks import check_weights, layout_of
 from stages.engines.torch.decoding.llama_forward import LlamaForward, PackedLinear, own_places
+from stages.resharding.swap import separate
 
 WeightSet = list[tuple[Any, str, torch.Tensor]]  # holder, attribute, its new tensor
 
@@ -40,6 +41,8 @@ class DecoderWeights:
         layers = [layer for linear in linears for layer in linear.layers]
         own = own_places([module for module in self.model.modules() if module not in layers], self._names)
         self._places = [place for linear in linears for place in linear.places(self._names)] + own
+        if self.packed:  # the file that they were mapped from would stay in memory with them
+            separate(getattr(place.holder, place.attribute) for place in own)
 
     def check(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Raise ``WeightMismatch`` unless ``weights`` are the model's parameters in name, shape and dtype."""

@@ -79,7 +79,7 @@ def assert_step(found: list[dict[str, Any]], expected: dict[str, Any], shares: l
         for step in ("metrics", "again"):
             got, wanted = dict(result[step]), dict(expected[step])
             assert got.pop("fed_tokens") >= wanted.pop("fed_tokens")  # a split group's prompt is computed again
-            tolerance = 1e-5 if step == "metrics" else 1e-4  # AdamW's first step makes signs of tiny gradients
+            tolerance = 1e-5 if step == "metrics" else 3e-4  # AdamW's first step makes signs of tiny gradients
             assert got == pytest.approx(wanted, rel=tolerance, abs=1e-7)
         for at, row in zip(shares[rank // tp], result["logprobs"], strict=True):
             assert row == pytest.approx(expected["logprobs"][at], rel=1e-5, abs=1e-5)
