@@ -95,10 +95,12 @@ def micro_batch(recipe: Recipe, prompt: int) -> MicroBatch:
 
 def layer_bytes(sizes: Sizes, item: int, tokens: int) -> int:
     """Bytes that one layer of a decoder with gated MLPs keeps of ``tokens`` for the backward pass, ``item`` bytes a number.
-    Of the two norms: float32 inputs, inverse deviations, and outputs before and after their weights. Of attention: queries,
-    keys, values, outputs and log-sum-exps. Of the MLP: gate before and after its activation, up, and their product."""
+    Of the two norms: float32 inputs, inverse deviations, and outputs, in a lower dtype also those before their weights. Of
+    attention: queries, keys, values, outputs and log-sum-exps. Of the MLP: gate before and after its activation, up, and
+    their product."""
+    norms = (2 if item == FLOAT else 4) * sizes.width
     attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head
-    each = item * (4 * sizes.width + 4 * sizes.intermediate + attention) + FLOAT * (2 * sizes.width + sizes.heads + 2)
+    each = item * (norms + 4 * sizes.intermediate + attention) + FLOAT * (2 * sizes.width + sizes.heads + 2)
     return tokens * each
 
 
