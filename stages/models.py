@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers.utils.logging
 from platformdirs.unix import Unix
+from safetensors import safe_open
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import (
@@ -37,6 +38,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.locks import locked
+from stages.weight_files import WeightFiles, materialize, open_skeleton
 
 Tokenizer = PreTrainedTokenizerBase
 
@@ -60,10 +62,22 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
     """
     if source == "tiny":
         return tiny_model(seed, dtype).eval(), tiny_tokenizer()
-    folder = model_folder(source)
+    if (opened := model_skeleton(source, dtype=dtype)) is None:
+        return AutoModelForCausalLM.from_pretrained(
+            model_folder(source), dtype=dtype, local_files_only=True
+        ).eval(), load_tokenizer(source)
+    model, files = opened
+    materialize(model, torch.device("cpu"))
+    files.fill(model)
+    return model, load_tokenizer(source)
+
+
+def model_skeleton(source: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
+    """Returns the model ``source`` without weights, and the files that they can be read from one at a time. Returns None for
+    one that :func:`load_model` alone can make: ``tiny``, and what :func:`stages.weight_files.open_skeleton` does not open.
+    Raises :class:`ModelNotFound`."""
     transformers.utils.logging.disable_progress_bar()  # it would break the run's own display
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return model.eval(), load_tokenizer(source)
+    return None if source == "tiny" else open_skeleton(model_folder(source), dtype)
 
 
 def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:
@@ -83,6 +97,17 @@ def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tenso
     """Returns ``tensors``, parameters of ``model`` by name, under the names that checkpoints of its kind have. transformers
     keeps the experts of a layer in one tensor, and checkpoints have them one by one: these are views of it."""
     return revert_weight_conversion(model, dict(tensors))
+
+
+def saved_buffers(source: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Returns the tensors by name that the checkpoint in the folder ``source`` has for buffers of ``model``, such as the
+    routers' biases of DeepSeek-V3. They are no parameters: no training changes them, and no version brings them."""
+    names = model.state_dict().keys() - dict(model.named_parameters()).keys()
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(source).glob("*.safetensors")) if names else ():
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in names & set(file.keys())}
+    return found
 
 
 def load_tokenizer(source: str) -> Tokenizer:

@@ -209,5 +209,5 @@ def _report(run: Run, outcome: RunResult, console: Console) -> None:
         line(f"  {path}")
     for missing in report.missing:
         line(f"  {missing}", "yellow")
-    if outcome.state != "finished":
+    if outcome.state != "finished" and saved < run.recipe.train.steps:
         line(f"Go on with: asyncdock resume {run.out_dir}")

@@ -60,6 +60,12 @@ class ModelSection(Section):
         examples=["smollm2", "models/my-model"],
     )
     dtype: Literal["float32", "bfloat16"] = key("float32", "Number format of the weights. See also `train.precision`.")
+    reference: str | None = key(
+        None,
+        "Checkpoint of the frozen model that gives `ref_logprobs`, for example a teacher; its tokenizer is the model's. "
+        "Default: the model as the run begins.",
+        min_length=1,
+    )
 
 
 class VllmSection(Section):
@@ -320,8 +326,9 @@ class SyncSection(Section):
     probe_tolerance: float = key(
         0.0,
         "Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token. 0: by "
-        "model.dtype, 0.001 in float32; in bfloat16 7.5 * 2**-8 * sqrt(layers) * the standard deviation of the "
-        "probed logprobs (at least 1). `asyncdock resume` may change it.",
+        "model.dtype, 0.001 in float32; in bfloat16 7.5 * 2**-8 * sqrt(layers) (at least 4, and three times as much "
+        "for a model with experts) * the standard deviation of the probed logprobs (at least 1). `asyncdock resume` may "
+        "change it.",
         ge=0,
     )
     probe_mean_tolerance: float = key(

@@ -20,11 +20,20 @@ from orchestration.recipe.model_files import end_tokens
 from orchestration.recipe.schema import Recipe
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
+from stages.algorithms import build_algorithm
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
 from stages.external_checks import Terms
-from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder, weight_shapes
+from stages.models import (
+    Tokenizer,
+    load_config,
+    load_model,
+    load_tokenizer,
+    model_folder,
+    model_skeleton,
+    weight_shapes,
+)
 from stages.prompts.templates import read_chat_template
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
@@ -96,10 +105,10 @@ def probe_rule(recipe: Recipe) -> ProbeRule | None:
     sync, source = recipe.sync, recipe.model.source
     if not sync.probe:
         return None
-    layers = 1 if source == "mock" else int(getattr(load_config(source).get_text_config(), "num_hidden_layers", 32))
-    return ProbeRule(
-        getattr(torch, recipe.model.dtype), layers, q95=sync.probe_tolerance, mean=sync.probe_mean_tolerance
-    )
+    dtype, q95, mean = getattr(torch, recipe.model.dtype), sync.probe_tolerance, sync.probe_mean_tolerance
+    if source == "mock":
+        return ProbeRule(dtype, q95=q95, mean=mean)
+    return ProbeRule.of(dtype, load_config(source), q95=q95, mean=mean)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:
@@ -227,33 +236,40 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
 
 
 def reference_engine(recipe: Recipe) -> TrainEngine:
-    """Make the frozen reference: the policy that the run begins with, on one rank, in ``model.dtype``."""
+    """Make the frozen reference: ``model.reference``, or the policy that the run begins with, on one rank, in
+    ``model.dtype``."""
     return _torch_reference(recipe) if recipe.train.engine == "torch" else train_engine(recipe)
 
 
 def _torch_reference(recipe: Recipe) -> TrainEngine:
     from stages.engines.torch.train import TorchTrainEngine
 
-    model, _ = _model(recipe)
+    teacher = recipe.model.reference
+    model, _ = _model(recipe, Path(teacher) if teacher else None)
     return TorchTrainEngine(model, **_train_options(recipe))
 
 
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
-    model, _ = _model(recipe, dtype=recipe.trained_dtype)
+    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
+    options["value_head"] = "value head" in algorithm.scores.values()
     if ranks is None:
         from stages.engines.torch.train import TorchTrainEngine
 
-        return TorchTrainEngine(model, **options)
+        return TorchTrainEngine(_model(recipe, dtype=recipe.trained_dtype)[0], **options)
     from torch.distributed import FileStore, HashStore
 
     from stages.engines.torch.sharded import ShardedTrainEngine
 
     if meeting is not None:  # torch would let all users read it
         os.close(os.open(meeting, os.O_CREAT | os.O_WRONLY, 0o600))
+    with _LOADING:
+        opened = model_skeleton(recipe.model.source, dtype=getattr(torch, recipe.trained_dtype))
+    model, weights = opened or (_model(recipe, dtype=recipe.trained_dtype)[0], None)
     return ShardedTrainEngine(
         model,
         ranks,
+        weights=weights,
         store=FileStore(str(meeting), ranks.world) if meeting else HashStore(),
         timeout=recipe.launch.collective_timeout,
         **options,

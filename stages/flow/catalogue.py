@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from stages.flow.declarations import Columns, StageDeclaration
+from stages.flow.declarations import IN_TRAINING, Columns, StageDeclaration
 
 if TYPE_CHECKING:
     from stages.algorithms.interface import Algorithm
@@ -88,10 +88,14 @@ def credit_stage(
     return StageDeclaration(CREDIT, "groups", reads, makes, workers=0) if makes or drops else None
 
 
+def made_in_training(algorithm: Algorithm) -> set[str]:
+    """Columns that the loss reads and no stage makes: those that the trainer, the update stage or ``prepare`` computes."""
+    return {STALENESS, *(n for n, by in algorithm.scores.items() if by in IN_TRAINING), *algorithm.prepare_makes}
+
+
 def update_stage(algorithm: Algorithm) -> StageDeclaration:
-    """The stage that trains: the columns that the loss reads, but for those that the policy computes in training."""
-    computed = {name for name, by in algorithm.scores.items() if by == "policy"}
-    reads = {name: kind for name, kind in algorithm.loss_reads.items() if name not in computed}
-    reads.pop(STALENESS, None)
+    """The stage that trains: the columns that the loss reads, but for those that are made in training."""
+    made = made_in_training(algorithm)
+    reads = {name: kind for name, kind in algorithm.loss_reads.items() if name not in made}
     needs = {"prompt_ids": "int64 ragged", "response_ids": "int64 ragged", **reads}
     return StageDeclaration(UPDATE, "batch", needs, {}, "policy", optional=OPTIONAL)

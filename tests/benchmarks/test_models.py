@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.families import FAMILIES, ROPE_CHANGE, WINDOW, model_of
-from benchmarks.models import COLUMNS, LENGTH, PROMPTS, Failed, judged, main, plain_rows, sequences
+from benchmarks.families import FAMILIES, ROPE_CHANGE, WINDOW, model_of, write
+from benchmarks.models import COLUMNS, LENGTH, PROMPTS, Failed, judged, main, plain_rows, refusal, sequences
+from stages.models import tiny_tokenizer
 from stages.weights.store import ProbeRule
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -52,6 +53,37 @@ def test_what_a_family_has_shows_in_the_logprobs(family: str, without: dict[str,
             judged(plain_rows(other, rows), plain_rows(model, rows), ProbeRule(dtype, 4))
 
 
+def test_the_row_of_a_checkpoint_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write("Gemma 3", tmp_path / "my-gemma", torch.bfloat16)
+    weights = (folder / "model.safetensors").read_bytes()
+    arguments = ["--checkpoint", str(folder), "--dtype", "bfloat16", "--column", "rollout", "--column", "train"]
+    assert main(arguments) == 0
+    assert re.search(r"^\| my-gemma \| \S+ / \S+ \| \S+ / \S+; g \S+ \|$", capsys.readouterr().out, re.MULTILINE)
+    assert (folder / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("Qwen2", {}, "no sliding window for some layers only (max_window_layers = 2)"),
+        ("Qwen2", {"max_window_layers": 4}, ""),
+        ("Gemma 2", {}, "caps attention otherwise (attn_logit_softcapping = 5)"),
+        ("gpt-oss", {}, "in one tensor (model.layers.0.mlp.experts.down_proj) at its start only, not from an update"),
+        ("Mixtral", {}, ""),
+        ("DeepSeek-V3", {}, "whose latent attention gives other logprobs (kv_lora_rank = 512)"),
+        ("Qwen3", {"head_dim": 48}, "and the model's have 48"),
+        ("GPT-2", {"n_head": 8}, "and the model's have 16"),
+    ],
+)
+def test_what_vllm_cannot_run_or_update_is_refused_by_a_property(
+    family: str, changes: dict[str, int], reason: str, tmp_path: Path
+) -> None:
+    model_of(family, **changes).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    text = refusal(tmp_path, "float32", "vllm")
+    assert (reason in text and "set rollout.engine = 'torch'" in text) if reason else text == ""
+
+
 def test_sinks_show_in_the_logprobs() -> None:
     model, rows = model_of("gpt-oss"), sequences()
     with_sinks = plain_rows(model, rows)
@@ -70,10 +102,10 @@ def test_sequences_pass_the_window_and_the_length_at_which_rope_changes() -> Non
 
 def test_the_page_has_every_family_with_every_column() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for dtype in ("float32",):
-        table = text.partition(f"**{dtype}**")[2].partition("\n\n**")[0]
+    for dtype in ("float32", "bfloat16"):
+        table = text.partition(f"**{dtype}**")[2].partition("\n\n**")[0].partition("\n\n1. ")[0]
         rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", table, re.MULTILINE)]
-        assert rows[0] == [column for column in COLUMNS if column != "vllm"]
+        assert rows[0] == [*COLUMNS]
         assert [row[0] for row in rows[2:]] == list(FAMILIES)
-        assert all(len(row) == len(COLUMNS) for row in rows[2:])
+        assert all(len(row) == len(COLUMNS) + 1 for row in rows[2:])
     assert "FAILS" not in text

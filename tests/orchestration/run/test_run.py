@@ -164,8 +164,10 @@ async def test_any_worker_may_be_killed_and_each_sample_is_trained_once(tmp_path
     assert_nothing_left(watched.run)
 
 
-async def test_a_killed_trainer_replays_to_the_very_weights_it_lost(tmp_path: Path) -> None:
-    of = recipe(TINY, pipeline__staleness=0, train__steps=8, checkpoint__every=3, launch__launcher="process")
+@pytest.mark.parametrize("algorithm", ["grpo", "pf_ppo"])
+async def test_a_killed_trainer_replays_to_the_very_weights_it_lost(tmp_path: Path, algorithm: str) -> None:
+    changes: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 3, "algorithm__name": algorithm}
+    of = recipe(TINY, pipeline__staleness=0, launch__launcher="process", **changes)
     expected, weights = await synchronous(of)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 5)  # past a checkpoint, with two steps to replay
