@@ -3,6 +3,9 @@
 asyncdock run ─▶ index, fork server, workers (and the supervisor, with --supervisor: then `asyncdock resume` goes on)
      kill -9 of one of them, at a random moment ─┘   until the run has had its share; it must finish all the same
 at the end ─▶ every step and every group once, in order · the ledger adds up · no traceback · no process, no memory left
+
+With ``--growth STEPS`` one long run is left alone, and measured: what grows with its steps (memory and open files of each
+process, files and bytes of its folder, keys and memory of its index).
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import redis
 
 from orchestration.events_file import METRICS, read_metrics
+from orchestration.service.lifecycle import WHERE
 from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
 
 MARK = "ASYNCDOCK_SOAK"  # in the environment of all processes of a run
@@ -186,12 +191,101 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What grows
+
+FAST = ("rollout.mock.time_scale=0.001", "train.mock.time_scale=0.001", "pipeline.keep_samples=4MiB")
+CADENCE = (
+    "checkpoint.every=25",
+    "evaluate.every=25",
+    "prompts.held_out=0.2",
+    "evaluate.prompts=8",
+    "launch.max_restarts=0",
+)
+MEASURES = 12
+
+
+def watch_growth(home: Path, steps: int) -> dict[str, list[tuple[int, float]]]:
+    """Runs ``steps`` fast steps; returns what was measured, by name, at :data:`MEASURES` steps. Raises Broken."""
+    mark, out, recipe, log = uuid.uuid4().hex, home / "run", home / "soak.toml", home / "run.log"
+    recipe.write_text(RECIPE)
+    memory = Path(tempfile.mkdtemp(prefix="asyncdock-soak-", dir=shared_memory_directory()))
+    env = {**os.environ, MARK: mark, SHARED_VARIABLE: str(memory), "OMP_NUM_THREADS": "1"}
+    sets = [f"--set={text}" for text in (*FAST, *CADENCE, f"train.steps={steps}")]
+    command = [sys.executable, "-P", "-m", "api.cli.main", "run", str(recipe), "--plain", "--out", str(out), *sets]
+    found: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
+    made, position, due = 0, 0, steps // MEASURES
+    try:
+        with log.open("ab") as file:
+            process = psutil.Popen(command, env=env, stdout=file, stderr=file, cwd=home)
+        while process.poll() is None:
+            time.sleep(0.05)
+            with contextlib.suppress(FileNotFoundError), (out / METRICS).open("rb") as metrics:
+                metrics.seek(position)
+                whole = metrics.read().rpartition(b"\n")[0]
+                position, made = position + len(whole), made + whole.count(b'"kind": "step"')
+            if made >= due and made < steps:
+                due = made + steps // MEASURES
+                for name, value in measured(process, out, memory).items():
+                    found[name].append((made, value))
+        if process.returncode:
+            raise Broken(f"`asyncdock run` ended with {process.returncode}\n{tail(log)}")
+    finally:
+        for pid in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        shutil.rmtree(memory, ignore_errors=True)
+    return found
+
+
+def measured(command: psutil.Process, out: Path, memory: Path) -> dict[str, float]:
+    """Sizes in bytes, and counts, of the run in ``out`` now, which ``command`` executes."""
+    found: dict[str, float] = {}
+    for process in [command, *command.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            name = "the command" if process == command else kind(process)
+            found[f"memory of {name}"] = found.get(f"memory of {name}", 0) + process.memory_full_info().uss
+            found[f"open files of {name}"] = found.get(f"open files of {name}", 0) + process.num_fds()
+    with redis.Redis.from_url(json.loads((out / WHERE).read_text())["index"]) as index:
+        found["keys of the index"] = index.dbsize()
+        found["memory of the index's data"] = index.info("memory")["used_memory_dataset"]
+    found["shared memory"] = sum(path.stat().st_blocks * 512 for path in memory.rglob("*") if path.is_file())
+    for path in out.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                top = path.relative_to(out).parts[0]
+                found["files in the folder"] = found.get("files in the folder", 0) + 1
+                found[f"bytes of {top}"] = found.get(f"bytes of {top}", 0) + path.stat().st_size
+    return found
+
+
+def growth_table(found: dict[str, list[tuple[int, float]]]) -> str:
+    """A Markdown table: each thing when a third of the run was over, at its end, and its growth in 1000 steps between."""
+    lines = ["| | after a third | at the end | in 1000 steps |", "|---|---|---|---|"]
+    for name, values in sorted(found.items()):
+        late = values[len(values) // 3 :]
+        (first, before), (last, after) = late[0], late[-1]
+        grown = 1000 * (after - before) / (last - first) if last > first else 0.0
+        sized = name.startswith(("bytes", "memory", "shared"))
+        shown = [f"{value / 2**20:,.2f} MiB" if sized else f"{value:,.0f}" for value in (before, after)]
+        more = f"{grown / 2**20:+,.2f} MiB" if sized else f"{grown:+,.1f}"
+        lines.append(f"| {name} | {shown[0]} | {shown[1]} | {more} |")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--supervisor", action="store_true", help="kill the command itself too; it is resumed")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time; it is printed")
+    parser.add_argument("--growth", type=int, metavar="STEPS", help="kill nothing; measure what grows in so many steps")
     options = parser.parse_args(arguments)
+    if options.growth:
+        with tempfile.TemporaryDirectory(prefix="adk-") as home:
+            began = time.monotonic()
+            print(growth_table(watch_growth(Path(home), options.growth)))
+            print(f"\n{options.growth} steps in {time.monotonic() - began:.0f} s")
+        return 0
     seed = random.randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="adk-") as home:

@@ -31,23 +31,26 @@ class MetricsFile:
             self.last = json.loads(last)["id"]
         os.ftruncate(self._file.fileno(), whole)
 
-    def rewind(self, version: int) -> None:
+    def rewind(self, version: int) -> int:
         """Remove steps, evaluations, publications and checkpoints after policy ``version``; a run that is resumed from there
-        makes them again."""
+        makes them again. Returns the newest evaluated version of those that stay; -1: none."""
+        evaluated = -1
         partial = self.path.with_name(f".{self.path.name}")
         with self.path.open("rb") as lines, partial.open("wb") as kept:
             removed = False
             for line in lines:
-                if _made_after(version, json.loads(line)):
+                if _made_after(version, event := json.loads(line)):
                     removed = True
                 else:
                     kept.write(line)
+                    evaluated = max(evaluated, event["data"]["version"] if event["kind"] == "evaluation" else -1)
         if not removed:
             partial.unlink()
-            return
+            return evaluated
         os.replace(partial, self.path)
         self._file.close()
         self._file = self.path.open("ab", buffering=0)
+        return evaluated
 
     def event(self, event: Event) -> None:
         self._file.write(event_json(event).encode() + b"\n")

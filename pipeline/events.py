@@ -140,6 +140,8 @@ class EvaluationEvent(EventData, kind="evaluation"):
     count: Annotated[int, Doc("Prompts.")]
     reward_mean: Number
     samples: Sequence[Answer]
+    due: Annotated[int | None, Doc("The version that was due, when the engine had gone past it.")] = None
+    missed: Annotated[int, Doc("Due versions since the last evaluation that the engine has passed over.")] = 0
     last_version: Annotated[int | None, Doc("The newest that gave an answer.")] = None
     seconds: Annotated[Number, Doc("From its beginning to the last answer.")] = None
     tokens: Annotated[int, Doc("Tokens of the answers.")] = 0
@@ -162,6 +164,7 @@ class LedgerEvent(EventData, kind="ledger"):
     in_flight_tokens: int
     skipped_steps: Annotated[int, Doc("Steps that were skipped; their samples count as trained.")] = 0
     dropped: Annotated[Mapping[str, int], Doc("Groups that were dropped, by reason.")] = field(default_factory=dict)
+    dropped_tokens: Annotated[Mapping[str, int], Doc("Filtered tokens, by reason.")] = field(default_factory=dict)
 
 
 class StageEvent(EventData, kind="stage"):
@@ -259,14 +262,17 @@ class WorkerEvent(EventData, kind="worker"):
 
 
 class PromptEvent(EventData, kind="prompt"):
-    """Prompts that the run does not ask as they were given: one that another program put into it was left out, with its
-    `position`; or some are too long, with how many were `skipped` and `cut` so far."""
+    """Something about the run's prompts. One that another program put into it was left out, with its `position`; some are
+    too long, with how many were `skipped` and `cut` so far; or an epoch of a source has begun, with the `epochs` of all."""
 
-    change: Literal["left out", "too long"]
+    change: Literal["left out", "too long", "epoch"]
     reason: str
     position: int | None = None
     skipped: int = 0
     cut: int = 0
+    epochs: Annotated[Mapping[str, int], Doc("The epoch that each source is in, from 1, by its key in the recipe.")] = (
+        field(default_factory=dict)
+    )
 
 
 EVENTS: dict[str, type[EventData]] = {event.kind: event for event in EventData.__subclasses__()}

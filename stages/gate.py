@@ -34,6 +34,7 @@ class Gate:
         self.group_size, self.steps, self.groups = group_size, steps, steps * groups_per_step
         self.stopping = self.paused = False
         self._reported = {"skipped": 0, "cut": 0}  # prompts
+        self._epochs: dict[str, int] = {}  # that were reported
 
     async def run(self) -> None:
         """Return when all steps are trained, or after :meth:`stop`."""
@@ -56,6 +57,12 @@ class Gate:
         prompts = [self.source.prompt(number) for number in numbers]
         await self.dock.admit([(number, self.group_size) for number in numbers], columns(prompts))
         await self._report_too_long()
+        newest = self.source.epochs(max(numbers))
+        begun = {key: epoch for key, epoch in newest.items() if epoch > self._epochs.get(key, 0)}
+        if begun:
+            self._epochs |= begun
+            reason = ", ".join(f"epoch {epoch} of {key}" for key, epoch in begun.items())
+            await self.dock.index.emit(PromptEvent(change="epoch", reason=reason, epochs=self._epochs))
 
     async def _report_too_long(self) -> None:
         """Emit a ``prompt`` event with how many prompts were too long so far, if that has changed."""
@@ -66,7 +73,9 @@ class Gate:
             done = " and ".join(f"{n} {what}" for what, n in counts.items() if n)
             reason = f"prompts that are too long: {done}" + (f"; listed in {found.path}" if found.path else "")
             log.warning(reason)
-            await self.dock.index.emit(PromptEvent(change="too long", reason=reason, **counts))
+            await self.dock.index.emit(
+                PromptEvent(change="too long", reason=reason, skipped=found.skipped, cut=found.cut)
+            )
 
     async def stop(self) -> None:
         self.stopping = True

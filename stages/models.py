@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers.utils.logging
 from platformdirs.unix import Unix
+from safetensors import safe_open
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import (
@@ -83,6 +84,17 @@ def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tenso
     """Returns ``tensors``, parameters of ``model`` by name, under the names that checkpoints of its kind have. transformers
     keeps the experts of a layer in one tensor, and checkpoints have them one by one: these are views of it."""
     return revert_weight_conversion(model, dict(tensors))
+
+
+def saved_buffers(source: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Returns the tensors by name that the checkpoint in the folder ``source`` has for buffers of ``model``, such as the
+    routers' biases of DeepSeek-V3. They are no parameters: no training changes them, and no version brings them."""
+    names = model.state_dict().keys() - dict(model.named_parameters()).keys()
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(source).glob("*.safetensors")) if names else ():
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in names & set(file.keys())}
+    return found
 
 
 def load_tokenizer(source: str) -> Tokenizer:

@@ -192,8 +192,10 @@ class Recorder:
         ids = [row.tolist() for row in rows["response_ids"].unbind()]
         versions = [row.tolist() for row in rows["versions"].unbind()]
         given = [shown(json.loads(text)) for text in rows["given"]]
-        columns = {name: rows[name].tolist() for name in ("truncated", "reward", "scores")}
-        advantage = rows["advantage"].tolist() if "advantage" in rows else [None] * len(claim)
+        columns = {
+            name: rows[name].tolist() if name in rows else [None] * len(claim)
+            for name in ("truncated", "reward", "scores", "advantage")
+        }
         handles = claim.rows
         return [
             {
@@ -205,9 +207,9 @@ class Recorder:
                 "reward": columns["reward"][at],
                 "rewards": {
                     name: None if math.isnan(score) else score
-                    for name, score in zip(self.rewards, columns["scores"][at], strict=True)
+                    for name, score in zip(self.rewards, columns["scores"][at] or (), strict=False)
                 },
-                "advantage": advantage[at],
+                "advantage": columns["advantage"][at],
                 "tokens": handles[at].tokens,
                 "versions": [list(pair) for pair in zip(versions[at][::2], versions[at][1::2], strict=True)],
                 "staleness": int(stale[at]),

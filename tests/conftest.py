@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -25,6 +26,26 @@ from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("fixed")
+
+
+gc.disable()  # until all is collected: collections of garbage take a quarter of the time of imports
+
+
+# Folders and files with tests that take long: real runs, services, kills. They come first, so that the last minutes of a run
+# of the suite have short files, which all its processes share.
+LONG = (
+    *("orchestration/run/", "orchestration/service/", "api/cli/service/", "api/cli/", "api/test_", "api/dashboard/"),
+    *("api/external/", "api/client/", "compose/", "benchmarks/", "stages/engines/torch/", "stages/training/"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # later collections leave out what the imports have made
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

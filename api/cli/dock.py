@@ -7,6 +7,7 @@ RUN_DIR ──▶ index.json ──▶ index ──▶ warehouses, stages, lease
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ def status(run_dir: RunDir = None, index: UrlOption = "", run: RunOption = "", a
     async def read(dock: Any) -> dict[str, Any]:
         stats, config = await dock.index.stats(), await dock.index.config()
         stats["stages"] = {stage["name"]: stats["stages"][stage["name"]] for stage in config["stages"]}
-        return {"run": dock.index.run, "stats": stats, "ledger": await dock.index.ledger()}
+        return {"run": dock.index.run, "stats": stats, "ledger": dataclasses.asdict(await dock.index.ledger_event())}
 
     found = _with_dock(run_dir, index, run, read)
     print_json(found) if as_json else safe_console().print(status_view(found, time.time()))
@@ -79,6 +80,8 @@ def status_view(found: Mapping[str, Any], now: float) -> RenderableType:
     counts = table("ledger", "samples", "tokens")
     for name in ("generated", "trained", "filtered", "remade", "in_flight"):
         counts.add_row(name.replace("_", " "), str(ledger[name]), str(ledger[f"{name}_tokens"]))
+    for reason, groups in ledger["dropped"].items():
+        counts.add_row(f"dropped: {reason}", f"{groups} groups", str(ledger["dropped_tokens"][reason]))
     head = (
         f"{found['run']}: version {stats['published']} published, {stats['trained']} trained; "
         f"{stats['admitted']} groups admitted of {stats['gate']} that the gate allows, {stats['open']} not yet trained; "

@@ -41,7 +41,9 @@ def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json
         run = create()
     except RunLocked as locked:
         refuse(locked, FAILED)
-    except (RunError, OSError, ValueError) as error:
+    except OSError as error:
+        refuse(f"out: the folder of the run cannot be written ({error}); give one with room and permission, by --out")
+    except (RunError, ValueError) as error:
         refuse(error)
     run.forks = forks
     gc.freeze()
@@ -128,7 +130,7 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
         # After the view has begun: a live view prints standard error above itself.
         logs.configure(errors=run.out_dir / "logs" / ERRORS)
         metrics = stack.enter_context(MetricsFile(run.out_dir / METRICS))
-        metrics.rewind(run.begins)
+        run.evaluated = metrics.rewind(run.begins)
 
         def show_event(event: Event) -> None:
             metrics.event(event)
@@ -207,5 +209,5 @@ def _report(run: Run, outcome: RunResult, console: Console) -> None:
         line(f"  {path}")
     for missing in report.missing:
         line(f"  {missing}", "yellow")
-    if outcome.state != "finished":
+    if outcome.state != "finished" and saved < run.recipe.train.steps:
         line(f"Go on with: asyncdock resume {run.out_dir}")

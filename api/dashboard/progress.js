@@ -161,7 +161,7 @@ export class Progress {
 
   /** The pipeline as the server sees it now (GET …/stages). */
   pipeline(view) {
-    if (!this.ledger || !this.ended) this.ledger = view.ledger;
+    if (!this.ledger || !this.ended) this.ledger = { ...this.ledger, ...view.ledger };
     this.gate = view.gate;
     this.flow = view.flow;
     for (const stage of view.stages) {

@@ -97,6 +97,12 @@ class NamedRecipe(Strict):
     overrides: Overrides = {}
 
 
+class Resumption(Strict):
+    """How a run goes on."""
+
+    overrides: Overrides = {}
+
+
 def _which(body: Any) -> str | None:
     given = {"recipe", "recipe_name"} & set(body if isinstance(body, dict) else getattr(type(body), "model_fields", ()))
     return given.pop() if len(given) == 1 else None
@@ -167,6 +173,8 @@ class StagesView(BaseModel):
         description="Samples and tokens: generated = trained + filtered + remade + in flight."
     )
     warehouses: list[Warehouse]
+    dropped: dict[str, int] = Field(description="Groups that were dropped, by reason.")
+    dropped_tokens: dict[str, int] = Field(description="Their tokens, by reason.")
     published: int = Field(description="The newest policy version that rollout may use.")
     trained: int = Field(description="Optimizer steps done.")
     gate: Gate

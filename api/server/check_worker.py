@@ -25,11 +25,16 @@ LONGEST_SECONDS = 300  # of one check, after which the process ends; a server th
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Check the recipe in the ``submission`` of ``request``, a body as text. The request also has the server's
-    ``settings``, and whether to return the ``plan`` and example prompts too."""
+    """Check the recipe in the ``submission`` of ``request``, a body as text; or the ``recipe`` of a run that goes on with
+    the ``overrides``. The request also has the server's ``settings``, and whether to return the ``plan`` and example
+    prompts too."""
     try:
-        submitted = RecipeSubmission.model_validate_json(request["submission"], strict=True).root
-        recipe = accepted(Settings.model_validate(request["settings"]), submitted)
+        settings = Settings.model_validate(request["settings"])
+        if "overrides" in request:
+            recipe = accept(settings, request["recipe"], request["overrides"], resumed=True)
+        else:
+            submitted = RecipeSubmission.model_validate_json(request["submission"], strict=True).root
+            recipe = accepted(settings, submitted)
         if not request["plan"]:
             return {"recipe": recipe.to_json()}
         examples = [asdict(example) for example in example_prompts(recipe)]

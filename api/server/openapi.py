@@ -85,7 +85,8 @@ def _describe(o: Operation, references: Mapping[Any, Any], tokens: bool) -> dict
     if parameters := [parameter for name in PARTS[:3] if name in o.parts for parameter in _parameters(name, o)]:
         described["parameters"] = parameters
     if "body" in o.parts:
-        described["requestBody"] = {"content": content(o.parts["body"], "validation"), "required": True}
+        required = not o.body_optional
+        described["requestBody"] = {"content": content(o.parts["body"], "validation"), "required": required}
     elif o.consumes:
         described["requestBody"] = {"content": _text_or_bytes(o.consumes), "required": True}
     return described

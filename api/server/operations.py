@@ -72,8 +72,8 @@ class Operation:
     ``produces``: media type of an answer that is not a model. ``consumes``: media type of a body that the handler reads
     itself. ``sends``: headers of a successful answer and their meaning. ``seconds``: deadline (None:
     the server's; 0: none). ``body_limit``: bytes (None: the server's). ``body_values``: limit of values in a JSON body, ten
-    times that of its tables and lists, and of its keys. ``hidden``: not in the document. ``events``: payload models of an
-    event stream.
+    times that of its tables and lists, and of its keys. ``body_optional``: no body is read as an empty object. ``hidden``:
+    not in the document. ``events``: payload models of an event stream.
     """
 
     method: Method
@@ -91,6 +91,7 @@ class Operation:
     seconds: float | None = None
     body_limit: int | None = None
     body_values: int = BODY_VALUES
+    body_optional: bool = False
     hidden: bool = False
     events: Mapping[str, type[BaseModel]] = field(default_factory=dict)
 
@@ -144,6 +145,8 @@ class Operation:
             try:
                 if name != "body":
                     arguments[name] = model.model_validate(_part(name, model, request))
+                elif self.body_optional and not request.body_exists:
+                    arguments["body"] = model()
                 elif not errors:  # errors in other parts are reported first
                     body = await read_body(request, self.body_limit or settings.body_limit, settings.body_seconds)
                     refuse_many_values(body, self.body_values)

@@ -173,6 +173,7 @@ class Fanout:
     async def _start(self) -> None:
         async with self._starting:
             if self._task is None or self._task.done():
+                self._ending = None  # the run may have been resumed since
                 self.position = await self.history.newest()
                 self._task = asyncio.create_task(self._run())
 

@@ -5,15 +5,31 @@ Event ──▶ Progress.apply ──▶ RunTotals, steps, evaluations, times, m
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import statistics
 from collections import deque
+from dataclasses import dataclass
 
 from api.telemetry.totals import RunTotals
 from pipeline.events import ENDED, EvaluationEvent, Event, EventData, PromptEvent, StateEvent, StepEvent, WorkerEvent
 
 STEPS_OF_RATE = 8  # time left and tokens per second follow from this many last steps
 MESSAGES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What is kept of each step event: some hundred bytes of a run of any length."""
+
+    version: int
+    reward_mean: float | None
+    reward_std: float | None
+    staleness_mean: float | None
+    staleness_max: float | None
+    tokens_generated: int
+    seconds: float | None
 
 
 class Progress(RunTotals):
@@ -27,8 +43,9 @@ class Progress(RunTotals):
         self.running: float | None = None
         self.stepped: float | None = None
         self.now: float | None = None
-        self.made: dict[int, StepEvent] = {}  # by step; a replayed step stands once
-        self.evaluations: dict[int, EvaluationEvent] = {}  # by policy version
+        self.made: dict[int, Made] = {}  # by step; a replayed step stands once
+        self.last: StepEvent | None = None
+        self.evaluations: dict[int, EvaluationEvent] = {}  # by policy version; the first and the last with samples
         self.messages: deque[str] = deque(maxlen=MESSAGES)
 
     def apply(self, event: Event) -> EventData | None:
@@ -42,8 +59,13 @@ class Progress(RunTotals):
                 if self.reason:
                     self.messages.append(f"{self.state}: {self.reason}")
             case StepEvent():
-                self.made[data.step], self.stepped = data, event.time
+                self.made[data.step] = Made(*(getattr(data, field.name) for field in dataclasses.fields(Made)))
+                if self.last is None or data.step >= self.last.step:
+                    self.last = data
+                self.stepped = event.time
             case EvaluationEvent():
+                if len(self.evaluations) > 1 and (former := max(self.evaluations)) < data.version:
+                    self.evaluations[former] = dataclasses.replace(self.evaluations[former], samples=())
                 self.evaluations[data.version] = data
             case WorkerEvent(change="died", reason=reason) if reason:
                 self.messages.append(f"{data.worker} died: {reason}")
@@ -58,17 +80,17 @@ class Progress(RunTotals):
         return self.state in ENDED
 
     @property
-    def history(self) -> list[StepEvent]:
-        """Step events in order of their steps."""
-        return [self.made[step] for step in sorted(self.made)]
+    def history(self) -> list[Made]:
+        """The steps in their order, in which they come."""
+        return list(self.made.values())
 
-    @property
-    def last(self) -> StepEvent | None:
-        return self.made[max(self.made)] if self.made else None
+    def _recent(self, count: int) -> list[Made]:
+        """The last ``count`` steps, in their order."""
+        return list(itertools.islice(reversed(self.made.values()), count))[::-1]
 
     @property
     def steps_done(self) -> int:
-        return max(self.made) + 1 if self.made else 0
+        return self.last.step + 1 if self.last else 0
 
     @property
     def elapsed(self) -> float:
@@ -83,14 +105,15 @@ class Progress(RunTotals):
     @property
     def seconds_left(self) -> float | None:
         """By the median of the last steps; None before there are two."""
-        recent = self.step_seconds[-STEPS_OF_RATE:]
+        timed = min(STEPS_OF_RATE, len(self.made) - 1)  # the first one waits for the start
+        recent = [step.seconds or 0.0 for step in self._recent(max(0, timed))]
         return statistics.median(recent) * (self.steps - self.steps_done) if recent else None
 
     @property
     def tokens_per_second(self) -> float | None:
         """Generated tokens per second over the last steps, or since training began where these made none: the responses of
         a short run are all made before its second step. None before the first step."""
-        recent = self.history[-STEPS_OF_RATE - 1 :]
+        recent = self._recent(STEPS_OF_RATE + 1)
         seconds = sum(step.seconds or 0.0 for step in recent[1:])
         generated = recent[-1].tokens_generated - recent[0].tokens_generated if recent else 0
         if seconds > 0 and generated > 0:

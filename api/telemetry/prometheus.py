@@ -210,6 +210,12 @@ def _of_runs(runs: list[RunListener]) -> list[Metric]:
     steps = Family("counter", "asyncdock_run_steps", "Optimizer steps made.", "run")
     restarts = Family("counter", "asyncdock_run_restarts", "Times that something was started again.", "run")
     tokens = Family("counter", "asyncdock_run_tokens", "Tokens by what became of them.", "run", "what")
+    why = ("run", "reason")
+    dropped = Family("counter", "asyncdock_run_dropped_groups", "Groups that left untrained, by reason.", *why)
+    lost = Family("counter", "asyncdock_run_dropped_tokens", "Their tokens, which count as filtered.", *why)
+    prompts = Family("counter", "asyncdock_run_long_prompts", "Prompts that were too long.", "run", "what")
+    epochs = Family("gauge", "asyncdock_run_prompt_epoch", "Epoch of a source of prompts, from 1.", "run", "source")
+    skipped = Family("counter", "asyncdock_run_skipped_steps", "Steps with a loss or gradient not finite.", "run")
     stale = "Of the newest step's samples, in policy versions; and the bound."
     staleness = Family("gauge", "asyncdock_run_staleness_versions", stale, "run", "stat")
     taking = (
@@ -232,6 +238,14 @@ def _of_runs(runs: list[RunListener]) -> list[Metric]:
         restarts.add(totals.restarts, run)
         for what in ("generated", "trained", "filtered"):
             tokens.add(getattr(step, f"tokens_{what}", 0), run, what)
+        for reason, (groups, count) in totals.dropped.items():
+            dropped.add(groups, run, reason)
+            lost.add(count, run, reason)
+        prompts.add(totals.prompts_skipped, run, "skipped")
+        prompts.add(totals.prompts_cut, run, "cut")
+        for source, epoch in totals.epochs.items():
+            epochs.add(epoch, run, source)
+        skipped.add(totals.ledger.skipped_steps if totals.ledger else 0, run)
         for stat in ("mean", "p95", "max"):
             staleness.add(getattr(step, f"staleness_{stat}", None), run, stat)
         staleness.add(listener.bound, run, "bound")
@@ -243,7 +257,8 @@ def _of_runs(runs: list[RunListener]) -> list[Metric]:
             loss.add(step.loss, run)
             kl.add(step.metrics.get("kl_behaviour"), run)
             entropy.add(step.metrics.get("entropy"), run)
-    families = (info, planned, steps, restarts, tokens, staleness, sync, sync_bytes, reward, loss, kl, entropy)
+    families = [info, planned, steps, restarts, tokens, dropped, lost, prompts, epochs, skipped, staleness]
+    families += [sync, sync_bytes, reward, loss, kl, entropy]
     return [family.metric for family in families]
 
 

@@ -1,6 +1,6 @@
 """Totals of a run, added up from its events. Views, reports, metrics, trackers and REST read them; nothing here does I/O.
 
-Event ──▶ RunTotals.apply ──▶ state, newest step, weights, restarts
+Event ──▶ RunTotals.apply ──▶ state, newest step, weights, restarts, what was dropped
               └─ stage ──▶ WorkerTotals: times and counts over all lives of a worker, shares, rates
 """
 
@@ -11,7 +11,17 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.events import Event, EventData, PromptEvent, StageEvent, StateEvent, StepEvent, SyncEvent, WorkerEvent
+from pipeline.events import (
+    Event,
+    EventData,
+    LedgerEvent,
+    PromptEvent,
+    StageEvent,
+    StateEvent,
+    StepEvent,
+    SyncEvent,
+    WorkerEvent,
+)
 
 RATE_SECONDS = 10.0  # recent rates and shares are those of this long a past
 SHARES = ("busy", "waiting_input", "waiting_room", "other")
@@ -75,6 +85,8 @@ class RunTotals:
         self.swapped: SyncEvent | None = None
         self.sync_seconds = {"publish": 0.0, "exposed": 0.0, "hidden": 0.0}
         self.published_bytes = self.restarts = 0
+        self.ledger: LedgerEvent | None = None
+        self.epochs: dict[str, int] = {}  # that each source of prompts is in, from 1
         self.prompts_skipped = self.prompts_cut = 0  # as they were too long
 
     def apply(self, event: Event) -> EventData | None:
@@ -85,6 +97,8 @@ class RunTotals:
                 self.state, self.reason = data.state, data.reason or ""
             case StepEvent():
                 self.step = data
+            case LedgerEvent():
+                self.ledger = data
             case StageEvent():
                 self.names.add(data.worker)
                 if data.worker in self.workers:
@@ -99,10 +113,22 @@ class RunTotals:
                 _, pid = self.processes.get(data.worker, ("", 0))
                 self.processes[data.worker] = data.change, data.pid or pid
                 self.restarts += data.change == "restarted"
+            case PromptEvent(change="epoch"):
+                self.epochs = dict(data.epochs)
             case PromptEvent(change="too long"):  # counted by one worker, which begins at 0 after a restart
                 self.prompts_skipped = max(self.prompts_skipped, data.skipped)
                 self.prompts_cut = max(self.prompts_cut, data.cut)
         return data
+
+    @property
+    def dropped(self) -> dict[str, tuple[int, int]]:
+        """Groups that were dropped and their tokens, by reason; the reason with the most groups first."""
+        ledger = self.ledger
+        groups = {} if ledger is None else ledger.dropped or {}
+        tokens = {} if ledger is None else ledger.dropped_tokens or {}
+        return {
+            reason: (groups[reason], tokens.get(reason, 0)) for reason in sorted(groups, key=lambda r: (-groups[r], r))
+        }
 
     def _sync(self, data: SyncEvent) -> None:
         if data.publish_seconds:

@@ -260,7 +260,8 @@ def _stages(progress: Progress, width: int) -> RenderableType:
         legend.append(f" {WORDS[name]}   ", style="dim")
     if progress.restarts:
         legend.append(f"restarts: {progress.restarts}", style="bold yellow")
-    return Group(table, legend)
+    groups = ", ".join(f"{count(found[0])} {reason}" for reason, found in progress.dropped.items())
+    return Group(table, legend, *([Text(f" dropped groups: {groups}", style="yellow")] if groups else []))
 
 
 def _percent(share: float | None) -> str:

@@ -116,6 +116,14 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "steps_compared": compared,
         "held_out_first": evaluations[0].reward_mean if evaluations else None,
         "held_out_last": evaluations[-1].reward_mean if evaluations else None,
+        "evaluation": {
+            "count": len(evaluations),
+            "missed": sum(one.missed for one in evaluations),
+            "rows": sum(one.count for one in evaluations),
+            "tokens": sum(one.tokens for one in evaluations),
+            "seconds": sum(one.seconds or 0.0 for one in evaluations),
+            "engine_seconds": sum((one.seconds or 0.0) * (one.share or 0.0) for one in evaluations),
+        },
         "tokens_generated": last.tokens_generated if last else 0,
         "tokens_trained": last.tokens_trained if last else 0,
         "tokens_filtered": last.tokens_filtered if last else 0,
@@ -126,6 +134,9 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "restarts": progress.restarts,
         "prompts_skipped": progress.prompts_skipped,
         "prompts_cut": progress.prompts_cut,
+        "epochs": progress.epochs,
+        "dropped": {reason: {"groups": found[0], "tokens": found[1]} for reason, found in progress.dropped.items()},
+        "skipped_steps": progress.ledger.skipped_steps if progress.ledger else 0,
         "stages": {
             name: {**shares(worker.totals), "rows": worker.totals["rows"], "tokens": worker.totals["tokens"]}
             for name, worker in progress.workers.items()
@@ -146,19 +157,46 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     too_long = " and ".join(
         f"{summary[f'prompts_{what}']} {what}" for what in ("skipped", "cut") if summary[f"prompts_{what}"]
     )
-    saved = summary.get("resume_after_step")
+    saved, skipped = summary.get("resume_after_step"), summary["skipped_steps"]
+    dropped = dropped_text({reason: (found["groups"], found["tokens"]) for reason, found in summary["dropped"].items()})
     return pairs_table(
         ("steps", f"{summary['steps']} of {summary['steps_planned']} in {duration(summary['seconds'])}"),
         ("reward", f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} steps)"),
         ("held out", "" if summary["held_out_first"] is None else f"{before} → {after}  (greedy)"),
+        ("evaluation", evaluation_text(summary["evaluation"])),
         ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
         ("tokens", f"{tokens}, {number(summary['tokens_per_second'], ',.0f')} per second"),
         ("prompts", too_long and f"{too_long} as too long, listed in {TOO_LONG_FILE}"),
+        ("epoch", ", ".join(f"{epoch} of {key}" for key, epoch in summary["epochs"].items())),
+        ("dropped", dropped),
+        ("skipped", skipped and f"{skipped:,} steps, as a loss or gradient was not finite; their rows are in skipped/"),
         ("restarts", str(summary["restarts"] or "")),
         ("reason", summary["reason"]),
         ("resume", "" if saved is None else resume_text(saved, summary["steps_planned"], summary["steps"])),
         title=f"{summary['name']}: {summary['state']}",
         title_justify="left",
+    )
+
+
+def evaluation_text(cost: Mapping[str, Any]) -> str:
+    """What the evaluations of a run took, in one line; "" without any."""
+    if not cost["count"]:
+        return ""
+    share = cost["engine_seconds"] / cost["seconds"] if cost["seconds"] else 0.0
+    text = f"{cost['count']} of {cost['rows']:,} rows and {cost['tokens']:,} tokens, in {duration(cost['seconds'])}"
+    text += f" at {share:.0%} of an engine, as {cost['engine_seconds']:,.1f} s of all of it"
+    return text + (f"; {cost['missed']} due were passed over" if cost["missed"] else "")
+
+
+def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:
+    """What was dropped, groups and tokens by reason, in one line.
+
+    >>> dropped_text({"equal rewards": (3, 1200), "reward exact failed": (1, 96)})
+    '3 groups (1,200 tokens): equal rewards; 1 group (96 tokens): reward exact failed'
+    """
+    return "; ".join(
+        f"{groups:,} group{'s' if groups != 1 else ''} ({tokens:,} tokens): {reason}"
+        for reason, (groups, tokens) in dropped.items()
     )
 
 

@@ -27,7 +27,6 @@ from orchestration.external.weights import DIRECT, WAIT_SECONDS, ExternalWeights
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
 from pipeline.columns import Packed, Schema
-from pipeline.events import LedgerEvent
 from pipeline.index.client import Claim, Index, LeaseLost, redacted
 from pipeline.warehouse.dock import Dock
 from stages.external_checks import Columns, Misfit, check_columns, check_logprobs, check_responses, check_rewards
@@ -266,7 +265,7 @@ class External(ExternalWeights):
         version = await self.index.train(claim, step, event)
         self._times.put(claim, 0, int(claim.tokens.sum()))
         await self.index.put("stepped", repr(now))
-        await self.index.emit(LedgerEvent.of({**await self.index.ledger(), "dropped": await self.index.dropped()}))
+        await self.index.emit(await self.index.ledger_event())
         return version
 
     async def replay(self, step: int) -> Experience:

@@ -6,6 +6,7 @@ TOML + --set key=value ──▶ fields (pydantic: unknown keys, types, ranges) 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,18 +115,21 @@ def parse_recipe(
 def change_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """Return ``recipe`` with ``overrides``, for a run that goes on. Raises :class:`RecipeError`, also for keys in
     :data:`FIXED`."""
-    data = json.loads(recipe.to_json())
-    before = dict(_values(data))
+    before = json.loads(recipe.to_json())
+    data = copy.deepcopy(before)
     problems = _override_all(data, overrides)
-    after = dict(_values(data))
-    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    problems += [
-        Problem(key, after.get(key), f"cannot change in a resumed run: {reason}", "begin a new run with it")
-        for key in changed
+    return parse_recipe(data, where=recipe.name, problems=[*problems, *fixed_problems(before, data)])
+
+
+def fixed_problems(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each key in :data:`FIXED` that differs between two recipes, as nested tables."""
+    old, new = dict(_values(before)), dict(_values(after))
+    return [
+        Problem(key, new.get(key), f"cannot change in a resumed run: {reason}", "begin a new run with it")
+        for key in sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         for fixed, reason in FIXED.items()
         if f"{key}.".startswith(f"{fixed}.")
     ]
-    return parse_recipe(data, where=recipe.name, problems=problems)
 
 
 def _values(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

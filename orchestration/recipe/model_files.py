@@ -68,6 +68,19 @@ def parameters_in(source: str) -> int:
     return count
 
 
+def joined_experts(source: str) -> str:
+    """Returns the name of the first weight in the folder ``source`` that holds several experts' matrices; "" without one."""
+    for path in sorted(folder_of(source).glob("*.safetensors")) if is_folder(source) else ():
+        try:
+            tensors = read_header(path)
+        except ModelFileError:
+            continue
+        for name, tensor in tensors.items():
+            if ".experts." in name and len(tensor["shape"]) > 2:
+                return name
+    return ""
+
+
 def end_tokens(folder: Path) -> set[int]:
     """Return the ids of the tokens that end a response of the model in ``folder``: ``eos_token_id`` of its
     generation_config.json, as transformers reads it, or without that file of its config. Raises ModelFileError when that is

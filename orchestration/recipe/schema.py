@@ -55,8 +55,10 @@ class Recipe(Section):
     stages: list[StageSection] = Field(default=[], max_length=8, description="Stages of your own, in any order.")
 
     def runs_stage(self, stage: ExternalStage) -> bool:
-        """Whether the run starts workers for ``stage``, instead of leaving it to another program."""
-        return stage not in self.external.stages
+        """Whether the run starts workers for ``stage``, instead of leaving it to another program. Where the prompts bring
+        responses, rollout workers are started for evaluations alone."""
+        needs_engine = stage != "rollout" or not self.prompts.responses or self.evaluate.every > 0
+        return stage not in self.external.stages and needs_engine
 
     @property
     def staleness_plan(self) -> StalenessPlan:

@@ -320,8 +320,9 @@ class SyncSection(Section):
     probe_tolerance: float = key(
         0.0,
         "Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token. 0: by "
-        "model.dtype, 0.001 in float32; in bfloat16 7.5 * 2**-8 * sqrt(layers) * the standard deviation of the "
-        "probed logprobs (at least 1). `asyncdock resume` may change it.",
+        "model.dtype, 0.001 in float32; in bfloat16 7.5 * 2**-8 * sqrt(layers) (at least 4, and three times as much "
+        "for a model with experts) * the standard deviation of the probed logprobs (at least 1). `asyncdock resume` may "
+        "change it.",
         ge=0,
     )
     probe_mean_tolerance: float = key(

@@ -73,10 +73,13 @@ def packed(message: dict[str, Any]) -> bytes:
 
 
 def _serve(line: socket.socket, functions: dict[str, Callable[..., Any]]) -> None:
+    process = os.getpid()
     with line.makefile("rb") as stream, asyncio.Runner() as runner:
         while header := stream.read(LENGTH.size):
             request = json.loads(stream.read(*LENGTH.unpack(header)))
             answer = _answer(request, functions[request["name"]], runner)
+            if os.getpid() != process:
+                os._exit(0)  # a child that the function has forked must not answer too
             line.sendall(packed(answer))
             if answer.get("last"):
                 return

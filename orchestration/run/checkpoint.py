@@ -15,6 +15,7 @@ function of the group's number, so the prompt position is a number, and groups i
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -32,7 +33,18 @@ if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that r
     from stages.models import Tokenizer
 
 TRAIN = "train"
+LEAST_FREE = 1 << 20  # bytes; a disk with less is full
 _NAME = "step-{:08d}"
+# What is wrong with a disk for longer than a restart takes.
+_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+
+
+class CheckpointUnusable(RuntimeError):
+    """A checkpoint cannot be loaded: it is damaged, or of another model."""
+
+
+class DiskRefused(RuntimeError):
+    """The disk takes no checkpoint, and will not take one from a restarted worker either."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +60,72 @@ class Checkpoint:
     def model(self) -> Path:
         return self.path / "model"
 
+    def nothing_left(self, steps: int) -> str:
+        """Returns why a run of ``steps`` steps cannot be resumed from here; "" when it can."""
+        done = f"has made {self.version} of {steps} steps: there is nothing to resume"
+        return done if self.version >= steps else ""
+
     def load_into(self, engine: TrainEngine) -> None:
-        """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this."""
+        """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this. Raises
+        CheckpointUnusable."""
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
 
         state = engine.state_dict()
-        with _no_warning():
-            dcp.load(state, checkpoint_id=self.path / TRAIN, no_dist=not _sharded(state))
+        try:
+            with _no_warning():
+                dcp.load(state, checkpoint_id=self.path / TRAIN, no_dist=not _sharded(state))
+        except (Exception, CheckpointException) as error:
+            *_, cause = _causes(error)
+            raise CheckpointUnusable(
+                f"checkpoint: {self.path} cannot be loaded into the model of this run ({type(cause).__name__}: {cause}); if "
+                "model.source is not the model that the run began with, put that back; if the checkpoint is damaged, remove "
+                "its folder: the run then goes on from the one before"
+            ) from error
         engine.load_state_dict(state)
 
 
 def begin(directory: Path, version: int) -> Path:
-    """Make and return an empty folder to :func:`write` the checkpoint of ``version`` into."""
-    partial = _partial(directory, version)
-    shutil.rmtree(partial, ignore_errors=True)
+    """Make and return an empty folder to write the checkpoint of ``version`` into. What killed processes have left of others
+    is removed: one checkpoint is written at a time."""
+    clean(directory)
+    partial = directory / f".{_NAME.format(version)}.partial"
     partial.mkdir(parents=True)
+    _sync(directory.parent)
     return partial
+
+
+def clean(directory: Path) -> None:
+    """Remove what is neither a checkpoint nor being written."""
+    for left in directory.glob(".step-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def lasting_refusal(error: BaseException, directory: Path, version: int) -> DiskRefused | None:
+    """Returns ``error``, with which writing the checkpoint of ``version`` has failed, as one that a restart does not mend;
+    None when a restart may. Writers wrap what the disk has said, so a disk without room is looked at."""
+    found = next((each for each in _causes(error) if isinstance(each, OSError) and each.errno in _LASTING), None)
+    try:
+        full = shutil.disk_usage(directory).free < LEAST_FREE
+    except OSError as refused:
+        found, full = found or refused, False
+    if found is None and not full:
+        return None
+    why = found or f"its disk is full: {error}"
+    newest = latest(directory)
+    goes_on = f"from the checkpoint of version {newest.version}" if newest else "from the beginning"
+    return DiskRefused(
+        f"checkpoint: version {version} cannot be written below {directory} ({why}); free room there, or make it writable; "
+        f"`asyncdock resume` then goes on {goes_on}"
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield ``error`` and what it was raised from, also inside of torch's CheckpointException."""
+    while error is not None:
+        yield error
+        wrapped = [failure[0] for failure in getattr(error, "failures", {}).values()]
+        error = error.__cause__ or next(iter(wrapped), None)
 
 
 class Writer:
@@ -152,17 +214,26 @@ def finish(
 ) -> Checkpoint:
     """Add the files that are not the engine's, and give the checkpoint its name when all of it is on the disk: from now on
     it exists. Then removes all but the newest ``keep``."""
-    final, partial = directory / _NAME.format(version), _partial(directory, version)
+    name = _NAME.format(version)
+    final, partial = directory / name, directory / f".{name}.partial"
     tokenizer.save_pretrained(partial / "model")
     (partial / "run.json").write_text(json.dumps({"version": version, **index_state}, indent=1))
     for path in (*partial.rglob("*"), partial):
         _sync(path)
-    shutil.rmtree(final, ignore_errors=True)
+    _remove(final)
     os.replace(partial, final)
     _sync(directory)
     for old in whole(directory)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
     return open_checkpoint(final)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, which stops to exist at once: a kill in the middle leaves no part of it under its name."""
+    removed = checkpoint.with_name(f".{checkpoint.name}.removed")
+    with suppress(FileNotFoundError):
+        os.rename(checkpoint, removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -172,10 +243,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _partial(directory: Path, version: int) -> Path:
-    return directory / f".{_NAME.format(version)}.partial"
 
 
 def _sharded(state: Any) -> bool:

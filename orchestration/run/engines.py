@@ -20,6 +20,7 @@ from orchestration.recipe.model_files import end_tokens
 from orchestration.recipe.schema import Recipe
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
+from stages.algorithms import build_algorithm
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
@@ -96,10 +97,10 @@ def probe_rule(recipe: Recipe) -> ProbeRule | None:
     sync, source = recipe.sync, recipe.model.source
     if not sync.probe:
         return None
-    layers = 1 if source == "mock" else int(getattr(load_config(source).get_text_config(), "num_hidden_layers", 32))
-    return ProbeRule(
-        getattr(torch, recipe.model.dtype), layers, q95=sync.probe_tolerance, mean=sync.probe_mean_tolerance
-    )
+    dtype, q95, mean = getattr(torch, recipe.model.dtype), sync.probe_tolerance, sync.probe_mean_tolerance
+    if source == "mock":
+        return ProbeRule(dtype, q95=q95, mean=mean)
+    return ProbeRule.of(dtype, load_config(source), q95=q95, mean=mean)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:
@@ -240,7 +241,9 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
 
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
     model, _ = _model(recipe, dtype=recipe.trained_dtype)
+    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
+    options["value_head"] = "value head" in algorithm.scores.values()
     if ranks is None:
         from stages.engines.torch.train import TorchTrainEngine
 

@@ -55,7 +55,7 @@ _ALL = (
     WorkerKind(
         "rollout",
         f"{_BUILDERS}.rollout:RolloutJob",
-        lambda recipe: range(0 if recipe.colocated else recipe.rollout.workers),
+        lambda recipe: range(0 if recipe.colocated or not recipe.runs_stage("rollout") else recipe.rollout.workers),
         ends_by_itself=True,
     ),
     # reward workers beside that of `flow`

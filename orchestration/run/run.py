@@ -50,7 +50,7 @@ from orchestration.run.supervisor import Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import Index, IndexUnreachable
+from pipeline.index.client import EVALUATED, Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.flow.graph import document
@@ -98,6 +98,9 @@ class Run:
         if hosted:  # a runner that takes the run over must find its memory
             self.shared = shared_of(self.out_dir)
         self._hosted, self._lock = bool(hosted), lock
+        self.evaluated: int | None = (
+            None  # the newest version that was, of a resumed run; None: the one before its start
+        )
         self._index: Index | None = None
         self._up = asyncio.Event()
         self._over = False
@@ -140,9 +143,8 @@ class Run:
             start = checkpoint.latest(out_dir / "checkpoints")
             if overrides:
                 recipe = change_recipe(recipe, overrides).with_absolute_paths()
-            if start is not None and start.version >= recipe.train.steps:
-                made = f"run: {out_dir} has made {start.version} of {recipe.train.steps} steps"
-                raise RunError(f"{made}: there is nothing to resume; for more, --set train.steps=…")
+            if start is not None and (done := start.nothing_left(recipe.train.steps)):
+                raise RunError(f"run: {out_dir} {done}; for more, --set train.steps=…")
             if overrides:
                 write_private(out_dir / RECIPE, recipe.to_json())
             return cls(recipe, out_dir, start, lock=lock)
@@ -286,7 +288,8 @@ class Run:
                 return
             async for event in self._index.follow(after):
                 yield event
-                if event.kind == "state" and event.data["state"] in ENDED:
+                ended = event.kind == "state" and event.data["state"] in ENDED
+                if ended and (await self._index.state())[0] in ENDED:  # otherwise it was resumed since
                     return
         except IndexUnreachable:
             if not self._over:
@@ -306,13 +309,17 @@ class Run:
         begun = not await index.init(config, counters, remake)
         if begun and not self.shared.is_dir():  # the machine was rebooted, or is another one: the samples are gone
             await index.rewind(config, counters, remake)
+            if (evaluated := await index.get(EVALUATED)) is not None:
+                await index.put(EVALUATED, str(min(int(evaluated), self.begins)))
             since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
             log.warning("the samples in shared memory are gone; going on", since=since)
             rewound: dict[str, Any] = {"stage": "runner", "worker": "runner-0", "change": "rewound", "pid": os.getpid()}
-            reason = f"its shared memory was gone; it goes on {since}"
+            reason = f"its samples were gone; it goes on {since}"
             await index.emit(WorkerEvent(**rewound, version=self.begins, reason=reason))
             begun = False
         if not begun:
+            newest = self.begins - 1 if self.evaluated is None else self.evaluated
+            await index.put_once(EVALUATED, str(newest))
             shutil.rmtree(self.shared, ignore_errors=True)
             self.shared.mkdir(parents=True, mode=0o700)
         place = RunPaths(self.out_dir, self.shared, self.start.path if self.start else None)

@@ -159,6 +159,10 @@ class Supervisor:
             for name in names.values():
                 await self.index.forget_worker(name)
             if self._stopping:
+                for worker, reason in reasons.items():
+                    if codes.get(worker) and reason:  # such as a last checkpoint that could not be written
+                        log.warning("worker failed while it stopped", worker=names[worker], reason=reason)
+                        await self._emit(worker, "died", reason=reason)
                 return
             reason = await self._report_deaths(codes, reasons, names)
             self._count_restart(next(iter(codes)), codes, reason)

@@ -77,6 +77,8 @@ PASSING = (ConnectionError, TimeoutError, BlockingIOError, InterruptedError, Sta
 # A restart would not help: training is replayed with the same rows and weights, and gives the same loss.
 FATAL = (
     CannotStart,
+    checkpoint.CheckpointUnusable,
+    checkpoint.DiskRefused,
     FloatingPointError,
     NotImplementedError,
     BoundBroken,

@@ -151,7 +151,8 @@ class Agent:
         except Exception as error:  # the next look at the list finds the run again
             log.exception("a run cannot be supervised", run=run, error=repr(error))
         finally:
-            del self._supervised[run]
+            if self._supervised.get(run) is asyncio.current_task():  # otherwise the run was resumed, and taken again
+                del self._supervised[run]
 
     # ── one run ──
 

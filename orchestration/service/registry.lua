@@ -4,8 +4,9 @@
 -- doing one twice is the same as once, since a client asks again after a lost connection.
 --
 --   submit ─▶ waiting ─take▶ active ─end▶ ended ─delete▶ doomed ─remove▶ gone
---                │             ▲ │ its runner died: retake, under a new token
---                └──cancel──▶  └─┘
+--              ▲ │             ▲ │ its runner died: retake, under a new token
+--              │ └──cancel──▶  └─┘
+--              └─────────reopen─────────── ended
 --
 -- Keys, all behind one hash tag, `asyncdock:{@runs}:`. How a run itself fares is in its own keys (pipeline/index/lua).
 --   order         runs in the order in which they came, scored by their number; `number` is the last one
@@ -109,14 +110,19 @@ define('list', function(all, a)
   return { runs = out, next = last }
 end)
 
--- {agent, folders, token, lease} → the run that has waited longest, now this agent's; false when none waits.
+-- {agent, folders, token, lease} → the run that has waited longest, now this agent's; false when none waits. A run with a folder
+-- goes on from the checkpoints there, so it waits for the agent that has it.
 define('take', function(all, a, again)
   if again then
     for _, id in ipairs(call('ZRANGE', all .. 'active', 0, -1)) do
       if field(all, id, 'token') == a.token then return describe(all, id) end
     end
   end
-  local id = call('ZRANGE', all .. 'waiting', 0, 0)[1]
+  local id
+  for _, waiting in ipairs(call('ZRANGE', all .. 'waiting', 0, -1)) do
+    local folder = field(all, waiting, 'folder')
+    if folder == '' or folder == a.folders .. '/' .. waiting then id = waiting break end
+  end
   if not id then return false end
   call('ZREM', all .. 'waiting', id)
   call('ZADD', all .. 'active', now() + a.lease, id)
@@ -150,6 +156,19 @@ define('end', function(all, a)
   if field(all, a.run, 'phase') == 'ended' and field(all, a.run, 'token') == a.token then return true end
   if not holds(all, a.run, a.token) then return false end
   finish(all, a.run, a.state, a.reason)
+  return true
+end)
+
+-- {run, ended, recipe} → whether the run, which ended at `ended`, waits again, to go on with `recipe`.
+define('reopen', function(all, a, again)
+  local phase, ended = field(all, a.run, 'phase'), field(all, a.run, 'ended')
+  if phase ~= 'ended' then return again and phase ~= false and field(all, a.run, 'recipe') == a.recipe end
+  if tonumber(ended) ~= a.ended then return false end
+  call('HINCRBY', all .. 'ended', field(all, a.run, 'state'), -1)
+  call('HDEL', all .. 'run:' .. a.run, 'state', 'reason', 'ended', 'started', 'token')
+  call('HSET', all .. 'run:' .. a.run, 'phase', 'waiting', 'recipe', a.recipe, 'attempts', 0, 'agent', '', 'process', '')
+  call('ZADD', all .. 'waiting', call('INCR', all .. 'number'), a.run)
+  wake(all)
   return true
 end)
 

@@ -1,6 +1,8 @@
 """The registry: the list of a service's runs, in the index that they share.
 
     submit ─▶ waiting ── an agent takes the oldest ─▶ its runner holds a lease ─▶ ended ─▶ deleted
+                 ▲                                                                └ reopen: it goes on from its checkpoint
+                 └───────────────────────────────────────────────────────────────┘
     ask    ─▶ the run's own state in the index, which its supervisor and its workers follow
     wait   ◀─ any change of the list; blocks on the server
 
@@ -56,6 +58,8 @@ class WrongState(RuntimeError):
     def __init__(self, run: str, state: str, asked: str) -> None:
         *others, last = _MOVES[asked][0]
         states = f"{', '.join(others)} or {last}" if others else last
+        if asked == "resume":
+            states += ", or have ended"
         super().__init__(f"run {run!r} is {state}; to {asked} it, it must be {states}")
         self.state, self.asked = state, asked
 
@@ -159,8 +163,8 @@ class Registry:
 
     async def ask(self, run: str, what: Ask) -> RunRecord:
         """Pause, resume, stop a run or request a checkpoint; idempotent. A waiting run stops at once, an active one when its
-        workers have released their rows; a checkpoint is written after the next optimizer step. Raises
-        :class:`UnknownRun` and :class:`WrongState`."""
+        workers have released their rows; a checkpoint is written after the next optimizer step. An ended run is resumed by
+        :meth:`reopen`. Raises :class:`UnknownRun` and :class:`WrongState`."""
         record = await self.get(run)
         if what == "stop" and record.state == "created":
             reason = "stopped before it began"
@@ -169,6 +173,8 @@ class Registry:
                 return await self.get(run)
             record = await self.get(run)  # an agent was faster
         allowed, to = _MOVES[what]
+        if what == "resume" and record.state in ("created", "starting"):
+            return record  # it will run
         if record.state not in (*allowed, to) and not (what == "stop" and record.state == "stopped"):
             raise WrongState(run, record.state, what)
         if record.state not in allowed:
@@ -183,6 +189,21 @@ class Registry:
                 raise WrongState(run, state, what)
         await self.touch()
         return await self.get(run)
+
+    async def reopen(self, record: RunRecord, recipe: Recipe) -> RunRecord:
+        """Put the ended run ``record`` into the queue again, to go on with ``recipe`` from its newest checkpoint, on the
+        agent that has its folder. Raises :class:`UnknownRun`, and :class:`WrongState` when it has changed since ``record``
+        was read."""
+        run, marker, patience = record.id, "", time.monotonic() + SETTLE_SECONDS
+        while record.state in ENDED and record.ended is None and time.monotonic() < patience:
+            marker = await self.wait(marker, 1.0)  # it has ended; its runner is about to record it
+            record = await self.get(run)
+        if record.ended is not None and (await self.get(run)).ended == record.ended:
+            await self._move(run, ENDED, "created")  # before an agent can take it
+            ended = round(record.ended * 1000)
+            if await self._call("reopen", run=run, ended=ended, recipe=recipe.to_json()):
+                return await self.get(run)
+        raise WrongState(run, (await self.get(run)).state, "resume")
 
     async def delete(self, run: str) -> None:
         """Delete an ended run from the list and the index; the agent that has its folder removes the folder. Raises

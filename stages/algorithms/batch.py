@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 
 from stages.algorithms.interface import TokenBatch
-from stages.flow.catalogue import MASK, OPTIONAL, STALENESS, WEIGHT
+from stages.flow.catalogue import MASK, OPTIONAL, WEIGHT, made_in_training
 
 if TYPE_CHECKING:
     from pipeline.columns import Schema
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def trained_columns(algorithm: AlgorithmLike, schema: Schema) -> tuple[str, ...]:
     """The columns of samples that :class:`TrainBatch` is made from: what the loss reads of them, what every train engine
     reads, and the optional ones where a stage makes them."""
-    read = [name for name in algorithm.loss_reads if algorithm.scores.get(name) != "policy" and name != STALENESS]
+    made = made_in_training(algorithm)  # type: ignore[arg-type]
+    read = [name for name in algorithm.loss_reads if name not in made]
     return tuple(dict.fromkeys(["prompt_ids", "response_ids", *read, *(name for name in OPTIONAL if name in schema)]))
 
 
@@ -45,7 +46,7 @@ class TrainBatch:
         self.total = total
         self._rows: dict[str, torch.Tensor] = {}
         self._tokens: dict[str, list[torch.Tensor]] = {name: list(rows) for name, rows in (computed or {}).items()}
-        for name in algorithm.loss_reads:
+        for name in algorithm.loss_reads.keys() - algorithm.prepare_makes.keys():
             if name not in self._tokens and name in batch and not batch[name].is_nested:
                 self._rows[name] = batch[name].cpu()
             elif name not in self._tokens:
@@ -54,8 +55,9 @@ class TrainBatch:
         self.weight = batch[WEIGHT].cpu() if WEIGHT in batch else None
         self.trained = self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
         for name, values in algorithm.prepare(self).items():
-            if values.shape != self[name].shape:
-                raise ValueError(f"prepare: {name} has shape {list(values.shape)}, not {list(self[name].shape)}")
+            shape = self.row.shape if name in algorithm.prepare_makes else self[name].shape
+            if values.shape != shape:
+                raise ValueError(f"prepare: {name} has shape {list(values.shape)}, not {list(shape)}")
             if name in self._rows:
                 self._rows[name] = values
             else:
@@ -64,12 +66,12 @@ class TrainBatch:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._rows[name] if name in self._rows else torch.cat(self._tokens[name])
 
-    def whitened(self, name: str) -> torch.Tensor:
-        """The column ``name`` with mean 0 and variance 1 over the trained tokens of the whole train batch, or, for a column
-        with one value in each row, over its trained rows."""
-        values = self[name]
-        trained = self.trained > 0 if name in self._rows or self.mask is None else torch.cat(self.mask)
-        kept = (values if name not in self._rows and self.mask is None else values[trained]).double()
+    def whitened(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` with mean 0 and variance 1 over the trained tokens of the whole train batch, [T], or its trained rows,
+        [B]."""
+        of_rows = values.shape == self.lengths.shape
+        trained = self.trained > 0 if of_rows or self.mask is None else torch.cat(self.mask)
+        kept = (values[trained] if of_rows or self.mask is not None else values).double()
         count, total = self.total(torch.stack([kept.new_tensor(len(kept)), kept.sum()])).tolist()
         mean = total / max(1, count)
         variance = self.total((kept - mean).square().sum()).item() / max(1, count)
@@ -81,13 +83,14 @@ class TrainBatch:
         groups: Sequence[int],
         logprobs: torch.Tensor,
         entropy: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
         *,
         total_tokens: int,
         total_rows: int,
         total_groups: int,
     ) -> TokenBatch:
-        """The rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes them. ``logprobs`` and
-        ``entropy`` are those of all their response tokens, on the device to compute on."""
+        """The rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes them. ``logprobs``, ``entropy``
+        and ``values`` are those of all their response tokens, on the device to compute on."""
         at, device = torch.tensor(numbers), logprobs.device
         row = torch.arange(len(numbers)).repeat_interleave(self.lengths[at])
         flat = {name: torch.cat([rows[number] for number in numbers]) for name, rows in self._tokens.items()}
@@ -95,6 +98,7 @@ class TrainBatch:
             kept = torch.cat([self.mask[number] for number in numbers])
             row, logprobs = row[kept], logprobs[kept.to(device)]
             entropy = None if entropy is None else entropy[kept.to(device)]
+            values = None if values is None else values[kept.to(device)]
             flat = {name: values[kept] for name, values in flat.items()}
         single = {name: values[at] for name, values in self._rows.items()}
         flat |= {name: values[row] for name, values in single.items()}
@@ -109,6 +113,7 @@ class TrainBatch:
             rows={name: values.to(device) for name, values in single.items()},
             group=torch.tensor(groups).to(device),
             entropy=entropy,
+            values=values,
             weight=None if self.weight is None else self.weight[at][row].to(device),
         )
 

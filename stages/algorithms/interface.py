@@ -48,7 +48,7 @@ class TokenBatch:
     entropy: torch.Tensor | None = (
         None  # float32 [T], nats, of the policy at each token, without gradient; torch engines
     )
-    values: torch.Tensor | None = None  # float32 [T], with gradient, where a critic is trained with the policy
+    values: torch.Tensor | None = None  # float32 [T], with gradient, of the value head, where the algorithm has one
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The column ``name`` at each token, [T, …]."""
@@ -129,8 +129,8 @@ class Algorithm(BaseModel, ABC):
 
     @property
     def scores(self) -> Mapping[str, RunsOn]:
-        """Columns that a model computes, and which one: a frozen model or a critic, each a stage of the flow; or the policy,
-        before the first optimizer step of a train batch."""
+        """Columns that a model computes, and which one: a frozen model or a critic, each a stage of the flow; or, before the
+        first optimizer step of a train batch, the policy (logprobs) or its value head (values)."""
         return {}
 
     @property
@@ -144,6 +144,11 @@ class Algorithm(BaseModel, ABC):
         return {"advantage": "float32 finite"}
 
     @property
+    def prepare_makes(self) -> Columns:
+        """Ragged columns that :meth:`prepare` makes and the loss reads, beside those that it puts in the place of others."""
+        return {}
+
+    @property
     def loss_reads(self) -> Columns:
         """The columns of ``tokens`` in :meth:`loss`. A ragged one has a value for each response token."""
         return {"rollout_logprobs": "float32 ragged", "advantage": "float32"}
@@ -154,7 +159,8 @@ class Algorithm(BaseModel, ABC):
         raise NotImplementedError
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
-        """Columns to put in the place of those of the whole train batch, before its first optimizer step."""
+        """Columns to put in the place of those of the whole train batch, and those of :attr:`prepare_makes`, before its
+        first optimizer step."""
         return {}
 
     def signal(self, batch: TrainBatch) -> float:

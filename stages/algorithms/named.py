@@ -50,8 +50,10 @@ class NamedAlgorithm:
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         out: Any = self._call("prepare", batch)
-        if not isinstance(out, Mapping) or not out.keys() <= self.algorithm.loss_reads.keys():
-            raise self._wrong("prepare", out, f"a dict with some of the columns {sorted(self.algorithm.loss_reads)}")
+        reads, makes = self.algorithm.loss_reads.keys(), self.algorithm.prepare_makes.keys()
+        if not isinstance(out, Mapping) or not makes <= out.keys() <= reads:
+            wanted = f"a dict with {sorted(makes)} and some" if makes else "a dict with some"
+            raise self._wrong("prepare", out, f"{wanted} of the columns {sorted(reads)}")
         return out
 
     def signal(self, batch: TrainBatch) -> float:

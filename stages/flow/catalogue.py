@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from stages.flow.declarations import Columns, StageDeclaration
+from stages.flow.declarations import IN_TRAINING, Columns, StageDeclaration
 
 if TYPE_CHECKING:
     from stages.algorithms.interface import Algorithm
@@ -40,12 +40,22 @@ def catalogue(
     reward_reads: Columns | None = None,
     source: Columns = PROMPT,
     stages: Iterable[StageDeclaration] = (),
+    given_responses: int = 0,
 ) -> list[StageDeclaration]:
     """The catalogue of a run with ``rewards`` reward functions, which read the columns ``reward_reads`` beside responses.
-    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings is left out."""
+    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings is left out.
+    ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes over, the best first."""
+    made = dict(RESPONSE)
+    if given_responses:
+        del made["rollout_logprobs"]
+        made |= {"reward": "float32 finite"} if given_responses > 1 else {}
+    needs: Columns = {"fields": "text"} if given_responses else {"prompt_ids": "int64 ragged"}
+    rollout = StageDeclaration(
+        "rollout", "groups", needs, made, "cpu" if given_responses else "policy", workers=int(not given_responses)
+    )
     own = [
         StageDeclaration(SOURCE, "groups", {}, source, workers=0),
-        StageDeclaration("rollout", "groups", {"prompt_ids": "int64 ragged"}, RESPONSE, "policy"),
+        rollout,
         StageDeclaration(
             "reward",
             "rows",
@@ -61,8 +71,9 @@ def catalogue(
             "frozen model",
         ),
     ]
-    brought = set(source)
-    return [own[0], *(stage for stage in own[1:] if not brought & set(stage.makes)), *stages]
+    left = [stage for stage in own[1:] if not {*source} & {*stage.makes}]
+    others = [stage for stage in left if stage is rollout or not given_responses or not {*made} & {*stage.makes}]
+    return [own[0], *others, *stages]
 
 
 def credit_stage(
@@ -77,10 +88,14 @@ def credit_stage(
     return StageDeclaration(CREDIT, "groups", reads, makes, workers=0) if makes or drops else None
 
 
+def made_in_training(algorithm: Algorithm) -> set[str]:
+    """Columns that the loss reads and no stage makes: those that the trainer, the update stage or ``prepare`` computes."""
+    return {STALENESS, *(n for n, by in algorithm.scores.items() if by in IN_TRAINING), *algorithm.prepare_makes}
+
+
 def update_stage(algorithm: Algorithm) -> StageDeclaration:
-    """The stage that trains: the columns that the loss reads, but for those that the policy computes in training."""
-    computed = {name for name, by in algorithm.scores.items() if by == "policy"}
-    reads = {name: kind for name, kind in algorithm.loss_reads.items() if name not in computed}
-    reads.pop(STALENESS, None)
+    """The stage that trains: the columns that the loss reads, but for those that are made in training."""
+    made = made_in_training(algorithm)
+    reads = {name: kind for name, kind in algorithm.loss_reads.items() if name not in made}
     needs = {"prompt_ids": "int64 ragged", "response_ids": "int64 ragged", **reads}
     return StageDeclaration(UPDATE, "batch", needs, {}, "policy", optional=OPTIONAL)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from stages.flow.catalogue import SOURCE, UPDATE, Truncated, credit_stage, update_stage
-from stages.flow.declarations import Columns, FlowError, Problem, StageDeclaration, column, same_type
+from stages.flow.declarations import IN_TRAINING, Columns, FlowError, Problem, StageDeclaration, column, same_type
 
 if TYPE_CHECKING:
     from pipeline.columns import Schema
@@ -193,14 +193,14 @@ def _scores(algorithm: Algorithm, stages: Sequence[StageDeclaration]) -> Iterabl
     """Whether what computes a column is what the algorithm wants it computed by."""
     makers = _makers(stages)
     for name, by in algorithm.scores.items():
-        reads = name in algorithm.loss_reads or (by != "policy" and name in algorithm.credit_reads)
+        reads = name in algorithm.loss_reads or (by not in IN_TRAINING and name in algorithm.credit_reads)
         if not reads:
-            where = "loss_reads" if by == "policy" else "credit_reads or loss_reads"
+            where = "loss_reads" if by in IN_TRAINING else "credit_reads or loss_reads"
             yield Problem("algorithm.name", None, f"scores has {name!r}, which is not read", f"add it to {where}")
-        if by == "policy" and name in makers:
+        if by in IN_TRAINING and name in makers:
             wrong = f"has {name!r} computed by the policy in training, but stage {makers[name][0].name!r} makes it"
             yield Problem("algorithm.name", None, wrong, "rename one of the two")
-        for maker in () if by == "policy" else makers.get(name, [])[:1]:
+        for maker in () if by in IN_TRAINING else makers.get(name, [])[:1]:
             if maker.runs_on != by:
                 wrong = f"wants {name!r} from a {by}, but stage {maker.name!r}, which makes it, runs on {maker.runs_on}"
                 yield Problem("algorithm.name", None, wrong, f"name a stage with runs_on = {by!r}")

@@ -57,6 +57,9 @@ class ExternalPrompts:
         row = self._rows[seq % len(self._rows) if self.ended else seq]
         return self.formatter.prompt(row, f"prompt {seq}")
 
+    def epochs(self, seq: int) -> dict[str, int]:
+        return {"prompts": seq // len(self._rows) + 1} if self.ended and self._rows else {}
+
     async def begin(self) -> None:
         """Read the prompts of an earlier process from the file."""
         self.too_long.resume()

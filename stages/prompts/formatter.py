@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stages.prompts.files import PromptError, Row
 from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.tables import Table
-from stages.prompts.templates import Message, fill_template, parse_template, prompt_in, read_chat_template
+from stages.prompts.templates import Message, fill_template, parse_template, prompt_in, read_chat_template, responses_in
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch, which takes seconds to import
@@ -122,6 +122,7 @@ class PromptFormatter:
         allow, the text's end, one character longer than they allow; of such a conversation, None."""
         given, most = self.given(row, where), self.limits.characters + 1
         fields = {name: value for name, value in row.items() if name != self.options.column}
+        responses_in(fields, self.options.responses, where)
         if isinstance(given, str):
             filled = fill_template(self._pieces, fields | {"prompt": given}, most, where)
             if not self._chat:

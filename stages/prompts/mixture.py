@@ -63,3 +63,12 @@ class MixedPrompts:
         source = int(order[place])
         before = int((order[:place] == source).sum())
         return self.sources[source].prompt(block * self._places[source] + before)
+
+    def epochs(self, seq: int) -> dict[str, int]:
+        block, place = divmod(seq, sum(self._places))
+        here = np.bincount(self._order(block)[: place + 1], minlength=len(self.sources))
+        made = [block * places + int(more) for places, more in zip(self._places, here, strict=True)]
+        found: dict[str, int] = {}
+        for source, count in zip(self.sources, made, strict=True):
+            found |= source.epochs(count - 1) if count else {}
+        return found

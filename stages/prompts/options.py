@@ -147,6 +147,12 @@ class PromptOptions(RowOptions):
         "A prompt longer than `max_prompt_tokens`, or than the model has room for: `skip` it, `cut` its beginning "
         "off, or `fail` the run. Those skipped or cut are counted, and listed in `too-long.jsonl`.",
     )
+    responses: list[str] = key(
+        [],
+        "Columns with responses, texts or messages: nothing is generated, and each prompt has these, the best first. "
+        '`["response"]` for `sft`; `["chosen", "rejected"]` for `dpo`.',
+        max_length=64,
+    )
     held_out: float = key(0.0, "Share of distinct prompts that training never sees, for evaluation.", ge=0.0, lt=1.0)
 
     def _faults(self) -> Iterator[tuple[str, Any]]:

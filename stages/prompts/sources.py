@@ -45,6 +45,10 @@ class PromptSource(Protocol):
     def prompt(self, seq: int) -> Prompt:
         """Return the prompt of the group with global number ``seq`` >= 0: always the same for the same seed."""
 
+    def epochs(self, seq: int) -> dict[str, int]:
+        """Return the epoch, from 1, of the newest prompt of each source up to ``seq``, by the source's key in the recipe.
+        Sources without an end have none."""
+
 
 @dataclass(frozen=True)
 class PromptSplit:
@@ -66,10 +70,13 @@ def load_prompts(
     listed in the file ``listed``. Every row of a table is checked here, so that a bad one is an error at the start. Raises
     :class:`PromptError`."""
     too_long = LongPrompts(listed)
-    opened = [(part, open_rows(part, seed)) for part in options.parts().values()]
-    if any(callable(rows) for _, rows in opened):
+    opened = {key: (part, open_rows(part, seed)) for key, part in options.parts().items()}
+    if any(callable(rows) for _, rows in opened.values()):
         too_long.resume()
-    splits = [_split(rows, PromptFormatter(part, tokenizer, limits), seed, too_long) for part, rows in opened]
+    splits = [
+        _split(rows, PromptFormatter(part, tokenizer, limits), seed, too_long, key)
+        for key, (part, rows) in opened.items()
+    ]
     if len(splits) == 1:
         return splits[0]
     weights = [source.weight for source in options.sources]
@@ -79,7 +86,7 @@ def load_prompts(
 
 
 def _split(
-    rows: Table | Callable[[int], Row], formatter: PromptFormatter, seed: int, too_long: LongPrompts
+    rows: Table | Callable[[int], Row], formatter: PromptFormatter, seed: int, too_long: LongPrompts, key: str
 ) -> PromptSplit:
     """Divide the rows of one source. Raises PromptError."""
     options = formatter.options
@@ -93,7 +100,7 @@ def _split(
     for name, side in zip(("train", "held-out"), sides, strict=True):
         if not side and (name == "train" or options.held_out):
             raise PromptError(_empty_side(options, formatter.limits, len(rows), too_long.skipped, name))
-    tables = [TablePrompts(rows, np.asarray(side, dtype=np.int64), formatter, seed, too_long) for side in sides]
+    tables = [TablePrompts(rows, np.asarray(side, dtype=np.int64), formatter, seed, too_long, key) for side in sides]
     return PromptSplit(tables[0], tables[1] if options.held_out else None)
 
 
@@ -121,9 +128,15 @@ class TablePrompts:
     """The rows ``chosen`` (int64 [n]) of a table, shuffled in each epoch of ``size`` prompts, unless the options refuse."""
 
     def __init__(
-        self, rows: Table, chosen: np.ndarray, formatter: PromptFormatter, seed: int, too_long: LongPrompts
+        self,
+        rows: Table,
+        chosen: np.ndarray,
+        formatter: PromptFormatter,
+        seed: int,
+        too_long: LongPrompts,
+        key: str = "prompts",
     ) -> None:
-        self._rows, self._formatter = rows, formatter
+        self._rows, self._formatter, self._key = rows, formatter, key
         self.too_long, self.size = too_long, len(chosen)
         # Groups in flight span two epochs at most, unless an epoch is tiny.
         self._order = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(chosen))
@@ -134,6 +147,9 @@ class TablePrompts:
         epoch, place = divmod(seq, self.size)
         row = int(self._order(epoch)[place])
         return self._formatter.prompt(self._rows[row], self._rows.where(row))
+
+    def epochs(self, seq: int) -> dict[str, int]:
+        return {self._key: seq // self.size + 1}
 
 
 class ProceduralPrompts:
@@ -151,6 +167,9 @@ class ProceduralPrompts:
     ) -> None:
         self._row, self._formatter, self._seed, self._held_out = row, formatter, seed, held_out
         self.too_long = too_long
+
+    def epochs(self, seq: int) -> dict[str, int]:
+        return {}
 
     def prompt(self, seq: int) -> Prompt:
         formatter = self._formatter

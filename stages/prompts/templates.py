@@ -110,6 +110,24 @@ def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Mes
     )
 
 
+def responses_in(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[str]:
+    """Return the responses in a row's ``columns``: each a string, or messages that end with one of the assistant. Raises
+    PromptError for anything else."""
+    found = []
+    for column in columns:
+        given = row.get(column)
+        if isinstance(given, Sequence) and given and _is_message(given[-1]) and given[-1]["role"] == "assistant":
+            given = given[-1]["content"]
+        if not isinstance(given, str):
+            raise PromptError(
+                f"prompts: {where} has {given!r:.200} in column {column!r}; a response is a string, or a list of messages "
+                "that ends with one of the assistant; correct the row, or prompts.responses"
+            )
+        _check_encodable(given, where, f"column {column!r}")
+        found.append(given)
+    return found
+
+
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 

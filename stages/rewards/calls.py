@@ -102,7 +102,11 @@ def plain_scores(result: Any, rows: int) -> Scores:
 
 
 def raised(error: BaseException, function: Callable[..., Any]) -> CallFailed:
-    return CallFailed(f"raised {error!r:.500}", place_of(error, function))
+    try:
+        shown = f"{error!r:.500}"
+    except Exception:
+        shown = f"an {type(error).__name__} that cannot be shown"
+    return CallFailed(f"raised {shown}", place_of(error, function))
 
 
 def too_slow(timeout: float, rows: int) -> CallFailed:

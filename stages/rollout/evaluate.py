@@ -3,6 +3,9 @@
     version due ─▶ rows that training does not need ─▶ a newer version waits: no further prompt ─▶ swap
                                                           └─▶ the rest: at most `share` of the engine's rows
 
+An engine that goes past a due version is evaluated at the version that it has; the event names both, and counts due versions
+that were passed over.
+
 With η = 0, and in a colocated run, all prompts are answered at once, and the claims wait. Otherwise a swap waits for the
 answers in flight alone: an evaluation that one version has no time for is completed by the next ones, before another is due.
 """
@@ -21,7 +24,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from pipeline.events import Answer, EvaluationEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import Index
+from pipeline.index.client import EVALUATED, Index
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
 from stages.models import Tokenizer
 from stages.prompts.formatter import Prompt
@@ -139,11 +142,31 @@ async def _any(tasks: set[asyncio.Task[None]]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def evaluate_once(index: Index, evaluator: Evaluator, version: int) -> None:
-    """Evaluate ``version`` and emit the result, unless that was done before."""
-    if await index.get(f"evaluated:{version}") is None:
-        await index.emit(await evaluator.run(version))
-        await index.put(f"evaluated:{version}", "1")
+def newest_due(version: int, every: int, steps: int) -> int:
+    """Returns the newest version up to ``version`` that is due: each ``every`` versions, and the last of ``steps``.
+
+    >>> newest_due(12, 5, 20), newest_due(20, 15, 20)
+    (10, 20)
+    """
+    return version if version >= steps else version - version % every
+
+
+async def newest_evaluated(index: Index) -> int:
+    """Returns the newest version that was evaluated; -1: none."""
+    return int(await index.get(EVALUATED) or -1)
+
+
+async def evaluate_once(index: Index, evaluator: Evaluator, version: int, due: int, every: int) -> None:
+    """Evaluate ``version`` and emit the result, unless it, or a newer one, was evaluated before."""
+    if await newest_evaluated(index) < version:
+        await record(index, await evaluator.run(version), due, every)
+
+
+async def record(index: Index, event: EvaluationEvent, due: int, every: int) -> None:
+    """Emit ``event``, of the evaluation that was due at version ``due``; its version is not evaluated again."""
+    missed = max(0, (due - 1) // every - await newest_evaluated(index) // every)
+    await index.emit(replace(event, due=None if due == event.version else due, missed=missed))
+    await index.put(EVALUATED, str(event.version))
 
 
 def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:

@@ -25,7 +25,7 @@ from pipeline.controller import Controller
 from pipeline.events import SyncEvent, WorkerEvent
 from pipeline.index.client import Index
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
-from stages.rollout.evaluate import Evaluation, Evaluator, evaluate_once
+from stages.rollout.evaluate import Evaluation, Evaluator, evaluate_once, newest_due, newest_evaluated, record
 from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
 from stages.weights.store import (
@@ -94,6 +94,7 @@ class WeightFollower:
         self.overlap, self.policy, self.cut = overlap, policy, cut
         self._judge = None if policy.probe is None else ProbeJudge(policy.probe)
         self._evaluation: Evaluation | None = None  # that has given way to newer weights
+        self._evaluated = -1  # the newest version that was
         self._held: Published | None = None  # the version in the engine; None: the weights that it was built with
         self._failed: dict[int, int] = {}  # attempts to load the version that is published now
         self._reported = 0  # the version that was last reported as damaged
@@ -104,6 +105,7 @@ class WeightFollower:
 
     async def begin(self) -> None:
         """Load the version that is published already, if any: the worker may have been restarted."""
+        self._evaluated = await newest_evaluated(self.index)
         await self._take()
         self.stage.held_back = self._due() and not self.overlap
 
@@ -128,13 +130,11 @@ class WeightFollower:
         """Evaluate what is due, or go on with it. Returns whether another version may be due: that of the engine."""
         version = self.stage.engine.version
         if not self.overlap:
-            await evaluate_once(self.index, evaluator, version)
+            await evaluate_once(self.index, evaluator, version, self._newest_due(version), self.every)
+            self._evaluated = version
             return False
-        if self._evaluation is None:
-            if await self.index.get(f"evaluated:{version}") is not None:
-                return False
-            self._evaluation = Evaluation(evaluator, version)
-        evaluation, changed = self._evaluation, asyncio.Event()
+        self._evaluation = evaluation = self._evaluation or Evaluation(evaluator, version)
+        changed = asyncio.Event()
         newer = asyncio.create_task(self._newer(version))
         newer.add_done_callback(lambda _: changed.set())
         self.controller.on_nothing = changed.set
@@ -144,17 +144,18 @@ class WeightFollower:
             idle = evaluator.rows - controller.held if controller.is_idle else 0
             return max(idle, max(1, int(evaluator.share * evaluator.rows)) if is_late else 0) - in_flight
 
+        def gives_way() -> bool:
+            return newer.done() and self._newest_due(newer.result()) <= evaluation.version
+
         try:
-            complete = await evaluation.go_on(
-                version, room, lambda: newer.done() and not self._due(newer.result()), changed
-            )
+            complete = await evaluation.go_on(version, room, gives_way, changed)
         finally:
             newer.cancel()
             await asyncio.gather(newer, return_exceptions=True)
         if complete:
-            self._evaluation = None
-            await self.index.emit(await evaluation.event())
-            await self.index.put(f"evaluated:{evaluation.version}", "1")
+            self._evaluation, self._evaluated = None, evaluation.version
+            due = self._newest_due(evaluation.version)
+            await record(self.index, await evaluation.event(), due, self.every)
         return complete and version > evaluation.version
 
     async def _newer(self, version: int) -> int:
@@ -345,4 +346,7 @@ class WeightFollower:
 
     def _due(self, version: int | None = None) -> bool:
         version = self.stage.engine.version if version is None else version
-        return self.evaluator is not None and (version % self.every == 0 or version >= self.steps)
+        return self.evaluator is not None and self._newest_due(version) > self._evaluated
+
+    def _newest_due(self, version: int) -> int:
+        return newest_due(version, self.every, self.steps)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from pipeline.first_of import first_of
 from pipeline.index.client import Index
 from stages.resharding.swap import State
-from stages.rollout.evaluate import Evaluator, evaluate_once
+from stages.rollout.evaluate import Evaluator, evaluate_once, newest_due, newest_evaluated
 from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup
 from stages.training.shared_device import SharedDevice
@@ -174,14 +174,15 @@ class Turn(DeviceLease):
         return bool(queue.ready or queue.leased or queue.parked), status.wait
 
     async def _due(self, version: int) -> bool:
-        """Whether ``version`` is to be evaluated, and has not been."""
-        if self.evaluator is None or (version % self.every and version < self.steps):
+        """Whether a version up to ``version`` is to be evaluated, and none since has been."""
+        if self.evaluator is None:
             return False
-        return await self.index.get(f"evaluated:{version}") is None
+        return newest_due(version, self.every, self.steps) > await newest_evaluated(self.index)
 
     async def _evaluate(self, version: int) -> None:
         """Evaluate ``version``. Unless it is the last one, the evaluation is given up when the run stops."""
         assert self.evaluator is not None
-        evaluation = evaluate_once(self.index, self.evaluator, version)
+        due = newest_due(version, self.every, self.steps)
+        evaluation = evaluate_once(self.index, self.evaluator, version, due, self.every)
         with self.device.controller.spans.during("evaluation", version=version):
             await first_of(evaluation, *(() if version >= self.steps else (self._over.wait(),)))

@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
-from pipeline.events import LedgerEvent, StepEvent, SyncEvent
+from pipeline.events import StepEvent, SyncEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import BoundBroken, Claim
 from pipeline.spans import Spans
@@ -135,8 +135,7 @@ class Update(Stage):
 
     async def _end_step(self) -> None:
         await self._after_step(self.trained)
-        index = self.dock.index
-        await index.emit(LedgerEvent.of({**await index.ledger(), "dropped": await index.dropped()}))
+        await self.dock.index.emit(await self.dock.index.ledger_event())
 
     async def _train_and_read(
         self, claim: Claim, stale: list[int]

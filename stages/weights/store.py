@@ -153,24 +153,35 @@ class ProbeLimits:
 
 @dataclass(frozen=True)
 class ProbeRule:
-    """What the limits of a probe follow from: the dtype that a model of ``layers`` layers computes in, and the probe itself.
-    ``q95`` and ``mean`` replace the limits of these names where they are not 0. docs/weights.md derives the numbers."""
+    """What the limits of a probe follow from: the dtype that a model of ``layers`` layers computes in, whether tokens are
+    ``routed`` to experts, and the probe itself. ``q95`` and ``mean`` replace the limits of these names where they are not 0.
+    docs/weights.md derives the numbers."""
 
     dtype: torch.dtype
     layers: int = 1
+    routed: bool = False
     q95: float = 0.0
     mean: float = 0.0
 
+    @classmethod
+    def of(cls, dtype: torch.dtype, config: Any, *, q95: float = 0.0, mean: float = 0.0) -> ProbeRule:
+        """From the config of a transformers model."""
+        text = config.get_text_config()
+        routed = (getattr(text, "num_experts_per_tok", None) or 0) > 0
+        return cls(dtype, int(getattr(text, "num_hidden_layers", 32)), routed, q95, mean)
+
     def limits(self, probe: Probe) -> ProbeLimits:
         """In float32 every token is held to 0.001. In a lower dtype a hidden state's error is about one rounding times the
-        root of the number of layers, and a logprob's is that times how far logprobs are spread: 95 of 100 tokens are held to
-        seven and a half times this. The mean is held to a fifth of what tokens are held to."""
+        root of the number of layers, but four where few layers each outweigh what comes into them, and a logprob's is that
+        times how far logprobs are spread: 95 of 100 tokens are held to seven and a half times this, and three times as much
+        where a rounding may route a token to another expert. The mean is held to a fifth of what tokens are held to."""
         if self.dtype == torch.float32:
             q95 = self.q95 or 1e-3
             return ProbeLimits(self.mean or q95 / 5, q95, q95)
         spread = float(torch.tensor([value for row in probe.logprobs for value in row]).std(correction=0))
         rounding = torch.finfo(self.dtype).eps / 2
-        q95 = self.q95 or 7.5 * rounding * math.sqrt(self.layers) * max(1.0, spread)
+        roundings = max(4.0, math.sqrt(self.layers)) * (3 if self.routed else 1)
+        q95 = self.q95 or 7.5 * rounding * roundings * max(1.0, spread)
         return ProbeLimits(self.mean or q95 / 5, q95)
 
 

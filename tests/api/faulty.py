@@ -119,6 +119,7 @@ class Service:
                 web.delete("/v1/runs/{run}", self._delete),
                 web.get("/v1/runs/{run}/metrics/stream", self._stream),
                 web.get("/v1/runs/{run}/samples", self._samples),
+                web.get("/v1/runs/{run}/stages", self._stages),
                 web.get("/v1/runs/{run}/logs", self._logs),
                 web.get("/v1/recipes", self._recipes),
                 web.post("/v1/runs/{run}/{action:pause|resume|stop|checkpoint}", self._move),
@@ -177,6 +178,8 @@ class Service:
 
     async def _move(self, request: web.Request) -> web.Response:
         run = self._run(request)
+        if request.can_read_body:
+            self.bodies.append(await request.json())
         if run["state"] in ("finished", "failed", "stopped"):
             return problem(409, f"The run is {run['state']}.", fix="start another one")
         states = {"pause": "paused", "resume": "running", "stop": "stopping", "checkpoint": run["state"]}
@@ -186,6 +189,11 @@ class Service:
     async def _delete(self, request: web.Request) -> web.Response:
         self.runs.remove(self._run(request))
         return web.Response(status=204)
+
+    async def _stages(self, request: web.Request) -> web.Response:
+        view = {"stages": [], "ledger": {}, "dropped": {"equal rewards": 3}, "dropped_tokens": {"equal rewards": 1200}}
+        view |= {"warehouses": [], "published": 0, "trained": 0, "flow": {}}
+        return web.json_response({**view, "gate": {"admitted": 0, "allowed": 0, "open": 0}})
 
     async def _samples(self, request: web.Request) -> web.Response:
         begin, limit = int(request.query.get("after", 0)), int(request.query.get("limit", 50))

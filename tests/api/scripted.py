@@ -82,7 +82,8 @@ def stage(time: float, worker: str, wall: float, busy: float, waiting: float, ro
 def evaluation(time: float, version: int, reward: float, response: str) -> Event:
     prompt = "What is 2 | 3?\n*carefully*"
     samples = [{"prompt": prompt, "response": response, "reward": reward}]
-    return event(time, "evaluation", version=version, step=version, reward_mean=reward, count=16, samples=samples)
+    return event(time, "evaluation", version=version, step=version, reward_mean=reward, count=16, samples=samples,
+                 tokens=100, seconds=2.0, share=0.25)  # fmt: skip
 
 
 def events(ending: str = "finished", reason: str = "") -> list[Event]:
@@ -106,6 +107,13 @@ def events(ending: str = "finished", reason: str = "") -> list[Event]:
             event(at + 0.2, "sync", worker="rollout-0", version=number + 1, bytes=2**20, publish_seconds=0.0,
                   exposed_seconds=0.002, hidden_seconds=0.3),
         ]  # fmt: skip
+    counts = dict.fromkeys(("generated", "trained", "filtered", "remade", "in_flight"), 0)
+    dropped = {"dropped": {"equal rewards": 3, "reward x failed": 1}, "dropped_tokens": {"equal rewards": 1200}}
+    ledger = {**counts, **{f"{name}_tokens": 0 for name in counts}, "redelivered": 0, "skipped_steps": 2, **dropped}
+    made += [
+        event(25.1, "ledger", **ledger),
+        event(25.2, "prompt", change="epoch", reason="", epochs={"prompts.sources.0": 2, "prompts.sources.1": 5}),
+    ]
     died = {"reason": "ended by signal 9"}
     made += [
         event(26, "worker", **worker, change="died", **died),

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.families import FAMILIES, ROPE_CHANGE, WINDOW, model_of
-from benchmarks.models import COLUMNS, LENGTH, PROMPTS, Failed, judged, main, plain_rows, sequences
+from benchmarks.families import FAMILIES, ROPE_CHANGE, WINDOW, model_of, write
+from benchmarks.models import COLUMNS, LENGTH, PROMPTS, Failed, judged, main, plain_rows, refusal, sequences
+from stages.models import tiny_tokenizer
 from stages.weights.store import ProbeRule
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -50,6 +51,37 @@ def test_what_a_family_has_shows_in_the_logprobs(family: str, without: dict[str,
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(Failed, match="logprobs differ by"):
             judged(plain_rows(other, rows), plain_rows(model, rows), ProbeRule(dtype, 4))
+
+
+def test_the_row_of_a_checkpoint_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write("Gemma 3", tmp_path / "my-gemma", torch.bfloat16)
+    weights = (folder / "model.safetensors").read_bytes()
+    arguments = ["--checkpoint", str(folder), "--dtype", "bfloat16", "--column", "rollout", "--column", "train"]
+    assert main(arguments) == 0
+    assert re.search(r"^\| my-gemma \| \S+ / \S+ \| \S+ / \S+; g \S+ \|$", capsys.readouterr().out, re.MULTILINE)
+    assert (folder / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("Qwen2", {}, "no sliding window for some layers only (max_window_layers = 2)"),
+        ("Qwen2", {"max_window_layers": 4}, ""),
+        ("Gemma 2", {}, "caps attention otherwise (attn_logit_softcapping = 5)"),
+        ("gpt-oss", {}, "in one tensor (model.layers.0.mlp.experts.down_proj) at its start only, not from an update"),
+        ("Mixtral", {}, ""),
+        ("DeepSeek-V3", {}, "whose latent attention gives other logprobs (kv_lora_rank = 512)"),
+        ("Qwen3", {"head_dim": 48}, "and the model's have 48"),
+        ("GPT-2", {"n_head": 8}, "and the model's have 16"),
+    ],
+)
+def test_what_vllm_cannot_run_or_update_is_refused_by_a_property(
+    family: str, changes: dict[str, int], reason: str, tmp_path: Path
+) -> None:
+    model_of(family, **changes).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    text = refusal(tmp_path, "float32", "vllm")
+    assert (reason in text and "set rollout.engine = 'torch'" in text) if reason else text == ""
 
 
 def test_sinks_show_in_the_logprobs() -> None:

@@ -38,12 +38,6 @@ MOCK: dict[str, Any] = {
 }
 
 
-def early_letters(completions: list[str], **_: Any) -> list[float]:
-    """The share of characters from the first half of the alphabet: a model that knows nothing has something to learn from
-    in every group."""
-    return [sum(character < "n" for character in text) / max(1, len(text)) for text in completions]
-
-
 def recipe(base: dict[str, Any], **changes: Any) -> Recipe:
     """``base`` with ``section__key=value`` changes."""
     data = {name: dict(value) if isinstance(value, dict) else value for name, value in base.items()}

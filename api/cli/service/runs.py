@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from api.client import Client, ServiceError
-    from api.schemas.runs import RunView, SampleView
+    from api.schemas.runs import RunView, SampleView, StagesView
 
 WATCH_PATIENCE = 300.0  # seconds for which a view survives a service that does not answer
 
@@ -85,11 +85,15 @@ def list_(
 @runs_app.command()
 def show(run: RunArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
     """Show one run."""
-    view = ask(server, lambda client: client.run(run), run)
-    if as_json:
+
+    async def asked(client: Client) -> tuple[RunView, StagesView | None]:
+        return await client.run(run), None if as_json else await client.stages(run)
+
+    view, stages = ask(server, asked, run)
+    if stages is None:
         print_json(view.model_dump_json())
     else:
-        safe_console().print(run_table(view, time.time()), markup=False, highlight=False)
+        safe_console().print(run_table(view, time.time(), stages), markup=False, highlight=False)
 
 
 @runs_app.command()
@@ -149,9 +153,12 @@ def pause(run: RunArgument, as_json: JsonOption = False, server: ServerOption = 
 
 
 @runs_app.command()
-def resume(run: RunArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
-    """Go on after a pause."""
-    _print_state(ask(server, lambda client: client.resume(run), run), as_json)
+def resume(
+    run: RunArgument, set_: SetOption = None, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER
+) -> None:
+    """Go on after a pause; or, when it has ended, from its newest checkpoint, with the keys that --set changes."""
+    overrides = _overrides(set_ or [])
+    _print_state(ask(server, lambda client: client.resume(run, overrides), run), as_json)
 
 
 @runs_app.command()
@@ -262,7 +269,7 @@ def logout(server: ServerOption = DEFAULT_SERVER) -> None:
 
 def _submission(recipe: str, sets: Sequence[str]) -> tuple[str | dict[str, Any], dict[str, Any] | None]:
     """Return what to submit: the tables of a file with the overrides applied, or a name and the overrides."""
-    from orchestration.recipe.load import read_recipe, toml_value
+    from orchestration.recipe.load import read_recipe
     from orchestration.recipe.problems import RecipeError
 
     path = Path(recipe)
@@ -274,13 +281,20 @@ def _submission(recipe: str, sets: Sequence[str]) -> tuple[str | dict[str, Any],
         if problems:
             refuse("\n".join(map(str, problems)))
         return data, None
+    return recipe, _overrides(sets)
+
+
+def _overrides(sets: Sequence[str]) -> dict[str, Any]:
+    """Return the values of options --set by key."""
+    from orchestration.recipe.load import toml_value
+
     overrides = {}
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             refuse(f"--set = {text!r}: is not key=value; write for example --set train.steps=10")
         overrides[key.strip()] = toml_value(value)
-    return recipe, overrides
+    return overrides
 
 
 def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
@@ -342,9 +356,12 @@ def runs_table(runs: Sequence[RunView], now: float) -> Table:
     return made
 
 
-def run_table(run: RunView, now: float) -> Table:
+def run_table(run: RunView, now: float, stages: StagesView) -> Table:
     """Return the table that ``show`` prints at Unix time ``now``."""
     from api.terminal.live import number
+    from api.terminal.report import dropped_text
+
+    dropped = {reason: (groups, stages.dropped_tokens[reason]) for reason, groups in stages.dropped.items()}
 
     return pairs_table(
         ("run", run.id),
@@ -352,6 +369,7 @@ def run_table(run: RunView, now: float) -> Table:
         ("queue", f"number {run.position}" if run.position else ""),
         ("steps", f"{run.steps_done} of {run.steps}"),
         ("reward", number(run.reward, ".3f")),
+        ("dropped", dropped_text(dropped)),
         ("created", local_time(run.created) + (f" by {run.owner}" if run.owner else "")),
         ("started", local_time(run.started)),
         ("ended", local_time(run.ended)),

@@ -39,6 +39,11 @@ export class Workers {
       if (rows === undefined) return [];
       return element("div", {}, element("dt", {}, word), element("dd", {}, `${count(rows)} samples${tokens === undefined ? "" : `, ${count(tokens)} tokens`}`));
     });
+    for (const [reason, groups] of Object.entries(ledger.dropped ?? {})) {
+      const tokens = ledger.dropped_tokens?.[reason];
+      const text = `${count(groups)} groups${tokens === undefined ? "" : `, ${count(tokens)} tokens`}`;
+      found.push(element("div", {}, element("dt", {}, `dropped: ${reason}`), element("dd", {}, text)));
+    }
     this.ledger.replaceChildren(...(found.length ? found : [element("div", {}, element("dt", {}, "no events yet"))]));
   }
 

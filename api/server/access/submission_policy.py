@@ -19,7 +19,7 @@ from typing import Any
 from api.server import problems as answers
 from api.server.service import Settings
 from orchestration.recipe.bounds import out_of_bounds, read_toml
-from orchestration.recipe.load import override, parse_recipe
+from orchestration.recipe.load import fixed_problems, override, parse_recipe
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import Problem, RecipeError, suggest
 from orchestration.recipe.schema import Recipe
@@ -60,10 +60,15 @@ def unknown_recipe(settings: Settings, name: str, status: int, field: str) -> an
 
 
 def accept(
-    settings: Settings, data: Mapping[str, Any], overrides: Mapping[str, Any], reading: Reading | None = None
+    settings: Settings,
+    data: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    reading: Reading | None = None,
+    *,
+    resumed: bool = False,
 ) -> Recipe:
     """Return the recipe of ``data`` with ``overrides``. Of files below the operator's roots it reads what ``reading`` allows
-    (default: what a check reads). Raises RecipeError with all problems."""
+    (default: what a check reads). ``resumed``: for a run of ``data`` that goes on. Raises RecipeError with all problems."""
     too_large = [*out_of_bounds(data, finite=True), *out_of_bounds(overrides, "overrides", finite=True)]
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
@@ -71,6 +76,8 @@ def accept(
     for key, value in copy.deepcopy(dict(overrides)).items():
         if problem := override(submission.data, key, value, "overrides"):
             submission.problems.append(problem)
+    if resumed:
+        submission.problems += fixed_problems(data, submission.data)
     submission.refuse_code()
     submission.refuse_addresses()
     submission.resolve_paths()

@@ -63,17 +63,17 @@ async def get_recipe(service: Service, path: RecipePath) -> StoredRecipe:
 @operation("POST", "/v1/recipes/check", scope="read", summary="Whether a recipe is sound", tag="recipes")
 async def check_recipe(service: Service, request: web.Request, body: RecipeSubmission, raw: bytes) -> CheckedRecipe:
     """Answers with every problem of the recipe (422), or with what follows from it. Nothing is started."""
-    answer = await checked(service, request, raw, plan=True)
+    answer = await checked(service, request, submission=raw.decode(), plan=True)
     return CheckedRecipe(recipe=json.loads(answer["recipe"]), plan=answer["plan"], examples=answer["examples"])
 
 
-async def checked(service: Service, request: web.Request, submission: bytes, *, plan: bool) -> dict[str, Any]:
-    """Return ``recipe``, the one that the body ``submission`` names or contains, as JSON with all defaults, and if ``plan``
-    is true its ``plan`` and ``examples``. Raises an HTTPProblem with every error of the recipe."""
+async def checked(service: Service, request: web.Request, *, plan: bool, **given: Any) -> dict[str, Any]:
+    """Return ``recipe``, that of the body ``submission``, or the ``recipe`` of a run that goes on with the ``overrides``, as
+    JSON with all defaults, and if ``plan`` is true its ``plan`` and ``examples``. Raises an HTTPProblem with every error of
+    the recipe."""
     settings = service.settings.model_dump(mode="json")
-    check = service.checks.ask({"settings": settings, "plan": plan, "submission": submission.decode()})
     try:
-        answer = await while_wanted(request, check)
+        answer = await while_wanted(request, service.checks.ask({"settings": settings, "plan": plan, **given}))
     except CheckLost as lost:
         log.error("the process of a check was lost", reason=str(lost))
         detail, retry = "The recipe could not be checked: the process that does it ended.", {"Retry-After": "5"}

@@ -6,6 +6,7 @@ submit ──▶ the registry's queue ──▶ an agent, in another process, ex
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from api.schemas.runs import (
     Gate,
     LogsQuery,
     RecipeSubmission,
+    Resumption,
     RunPage,
     RunPath,
     RunsQuery,
@@ -38,7 +40,8 @@ from api.server.service import PRINCIPAL, Service
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.service.registry import RunRecord
-from pipeline.index.client import IndexRefused
+from pipeline.events import ENDED
+from pipeline.index.client import DROPPED, IndexRefused
 
 TAIL_BYTES = 2**20  # of each log that are read, from its end
 AT_ONCE = 16  # concurrent requests to the index for one page
@@ -61,11 +64,8 @@ async def submit_run(
 ) -> Reply[RunView]:
     """Submits a run. It begins when fewer than the server's limit are active; until then `position` says how many are before
     it. A repeat under the same `Idempotency-Key` within a day makes no second one."""
-    recipe = Recipe.from_json((await checked(service, request, raw, plan=False))["recipe"])
-    waiting, _ = await service.registry.list(state="created", limit=1)
-    if waiting and (waiting[0].position or 0) >= service.settings.max_waiting:
-        detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."
-        raise HTTPProblem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
+    recipe = Recipe.from_json((await checked(service, request, submission=raw.decode(), plan=False))["recipe"])
+    await _refuse_full_queue(service)
     content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
     fingerprint, owner = hashlib.sha256(content).hexdigest(), request[PRINCIPAL].name
     record, made = await service.registry.submit(recipe, owner=owner, key=headers.key, fingerprint=fingerprint)
@@ -99,10 +99,28 @@ async def pause_run(service: Service, path: RunPath) -> RunView:
     return await _view(service, await service.registry.ask(path.run, "pause"))
 
 
-@operation("POST", f"{RUN}/resume", summary="It goes on", **_asking)
-async def resume_run(service: Service, path: RunPath) -> RunView:
-    """Harmless when it is running already."""
-    return await _view(service, await service.registry.ask(path.run, "resume"))
+@operation("POST", f"{RUN}/resume", summary="It goes on", body_optional=True, **_asking)
+async def resume_run(service: Service, request: web.Request, path: RunPath, body: Resumption) -> RunView:
+    """A paused run goes on at once. One that has ended waits in the queue again, and goes on from its newest checkpoint:
+    with the `overrides`, which change its recipe for good, and a finished one with more `train.steps`. What may not change
+    says why. Harmless when it is running, or waits, with this recipe already."""
+    record = await service.registry.get(path.run)
+    if record.state not in ENDED and not body.overrides:
+        return await _view(service, await service.registry.ask(path.run, "resume"))
+    given = {"recipe": record.recipe, "overrides": body.overrides}
+    recipe = Recipe.from_json((await checked(service, request, plan=False, **given))["recipe"])
+    if record.state not in ENDED:
+        if recipe != Recipe.model_validate(record.recipe):
+            detail = f"run {record.id!r} is {record.state}; its recipe can change when it has ended"
+            fix = "stop it first; it goes on from its last step"
+            raise HTTPProblem(409, detail, kind="wrong-state", field="overrides", value=body.overrides, fix=fix)
+        return await _view(service, await service.registry.ask(path.run, "resume"))
+    made = await asyncio.to_thread(checkpoint.latest, service.folder(record) / "checkpoints")
+    if made is not None and (done := made.nothing_left(steps := recipe.train.steps)):
+        detail, fix = f"run {record.id!r} {done}", "for more, override train.steps"
+        raise HTTPProblem(409, detail, kind="nothing-left", field="train.steps", value=steps, fix=fix)
+    await _refuse_full_queue(service)
+    return await _view(service, await service.registry.reopen(record, recipe))
 
 
 @operation("POST", f"{RUN}/stop", summary="It stops", **_asking)
@@ -132,11 +150,14 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
     index = service.index((await service.registry.get(path.run)).id)
     try:
         stats, config, ledger, flow = await asyncio.gather(
-            index.stats(), index.config(), index.ledger(), index.get("flow")
+            index.stats(), index.config(), index.ledger_event(), index.get("flow")
         )
     except IndexRefused:  # the run has not started
         gate = Gate(admitted=0, allowed=0, open=0)
-        return StagesView(stages=[], ledger={}, warehouses=[], published=0, trained=0, gate=gate, flow={})
+        nothing: dict[str, dict[str, int]] = {key: {} for key in (*DROPPED, "ledger")}
+        return StagesView(stages=[], warehouses=[], published=0, trained=0, gate=gate, flow={}, **nothing)
+    counts = dataclasses.asdict(ledger)
+    dropped = {name: counts.pop(name) for name in DROPPED}
     status = await service.run_statuses.of(index)
     return StagesView(
         stages=[
@@ -149,7 +170,8 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
             )
             for stage in config["stages"]
         ],
-        ledger=ledger,
+        ledger=counts,
+        **dropped,
         warehouses=[Warehouse(name=name, **house) for name, house in sorted((stats["warehouses"] or {}).items())],
         published=stats["published"],
         trained=stats["trained"],
@@ -185,6 +207,13 @@ async def get_logs(service: Service, path: RunPath, query: LogsQuery) -> str:
         detail = "No worker of this run has a log by that name."
         raise HTTPProblem(404, detail, kind="unknown-worker", field="query.worker", value=query.worker, fix=fix)
     return text
+
+
+async def _refuse_full_queue(service: Service) -> None:
+    waiting, _ = await service.registry.list(state="created", limit=1)
+    if waiting and (waiting[0].position or 0) >= service.settings.max_waiting:
+        detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."
+        raise HTTPProblem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
 
 
 async def _view(service: Service, record: RunRecord) -> RunView:

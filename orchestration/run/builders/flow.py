@@ -17,6 +17,7 @@ from stages.flow.catalogue import CREDIT
 from stages.gate import Gate
 from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import PromptFormatter
+from stages.prompts.given_responses import GivenResponses
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.prompts.too_long import TOO_LONG_FILE
 from stages.rewards.stage import Reward
@@ -47,6 +48,9 @@ class FlowJob(Job):
             groups_per_step=recipe.train.groups_per_step,
         )
         flow = flow_of(recipe)
+        if recipe.prompts.responses:
+            columns, longest = recipe.prompts.responses, recipe.rollout.max_tokens
+            self.control(GivenResponses(self.dock, self.tokenizer, columns, longest))
         if recipe.runs_stage("reward") and "reward" in flow:
             self.control(Reward(await self.open_rewards(), self.tokenizer, tuple(flow["reward"].needs)))
         if CREDIT in flow:

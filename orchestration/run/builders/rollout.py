@@ -21,7 +21,8 @@ from stages.threads import run_in_temporary_thread
 
 
 class RolloutJob(Job):
-    """Generates responses with an engine of its own, at the newest published weights."""
+    """Generates responses with an engine of its own, at the newest published weights; where the prompts bring responses, for
+    evaluations alone."""
 
     async def build(self) -> None:
         recipe, worker = self.recipe, f"rollout-{self.number}"
@@ -90,7 +91,7 @@ def make_rollout(job: Job, engine: RolloutEngine, prompts: Sequence[Prompt]) -> 
         replace(sampling, budget=recipe.rollout.budget),
         seed=recipe.seed,
         group_size=size,
-        most_rows=max(recipe.rollout.max_rows, step_rows),
+        most_rows=0 if recipe.prompts.responses else max(recipe.rollout.max_rows, step_rows),
     )
     if not prompts:
         return stage, None

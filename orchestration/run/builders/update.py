@@ -9,8 +9,9 @@ finish:  the run was stopped ─▶ checkpoint of the last step ─▶ the other
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from orchestration.run import checkpoint
@@ -165,18 +166,19 @@ class UpdateJob(Job):
 
     async def _save(self, version: int, request: str = "") -> None:
         """Copy the state of ``version``, and write it beside the next steps; ``request``: for which one."""
+        began, folder = time.monotonic(), self.paths.checkpoints
         await self._saving
-        began = time.monotonic()
-        point, folder = asdict(await self.index.resume_point()), self.paths.checkpoints
+        point = asdict(await self.index.resume_point())
         with self._spans.during("checkpoint copy", version=version):
-            partial = await asyncio.to_thread(checkpoint.begin, folder, version)
+            with self._refusals(version):
+                partial = await asyncio.to_thread(checkpoint.begin, folder, version)
             await self.rank_group.broadcast("save", folder=str(partial))
             writing = await self._writer.begin(partial)
         self._saved, self._answered = version, request or self._answered
         exposed = time.monotonic() - began
 
         async def complete() -> None:
-            with self._spans.during("checkpoint", version=version):
+            with self._spans.during("checkpoint", version=version), self._refusals(version):
                 await writing
                 keep = self.recipe.checkpoint.keep
                 written = await asyncio.to_thread(checkpoint.finish, folder, self.tokenizer, version, point, keep)
@@ -186,6 +188,20 @@ class UpdateJob(Job):
             await self.index.release_steps(version)
 
         self._saving = asyncio.ensure_future(complete())
+
+    @contextlib.contextmanager
+    def _refusals(self, version: int) -> Iterator[None]:
+        """Raise DiskRefused for an error that a restart does not mend. What was written of the checkpoint is removed."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            refused = checkpoint.lasting_refusal(error, self.paths.checkpoints, version)
+            checkpoint.clean(self.paths.checkpoints)
+            if refused is not None:
+                raise refused from error
+            raise
 
     async def _end_writing(self) -> None:
         """What was begun ends, so that nothing writes beside a next process of this worker."""

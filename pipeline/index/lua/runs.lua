@@ -95,11 +95,14 @@ define('ledger', function(run, a)
   }
 end, true)
 
--- → {reason → groups that were dropped for it}
+-- → {reason → {groups, tokens} that were dropped for it}
 define('dropped', function(run, a)
   local out, found = {}, call('HGETALL', run .. 'n')
   for i = 1, #found, 2 do
-    if sub(found[i], 1, 8) == 'dropped:' then out[sub(found[i], 9)] = int(found[i + 1]) end
+    if sub(found[i], 1, 8) == 'dropped:' then
+      local reason = sub(found[i], 9)
+      out[reason] = { int(found[i + 1]), value(run, 'dropped_tokens:' .. reason) }
+    end
   end
   return out
 end, true)

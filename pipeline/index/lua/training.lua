@@ -1,6 +1,6 @@
 -- Optimizer steps, dropped groups, published weights, and turns to swap them.
 
--- Adds the generated rows of these ranges to the ledger as `name`. They no longer count as in flight.
+-- Adds the generated rows of these ranges to the ledger as `name`; → their tokens. They no longer count as in flight.
 local function tally(run, rows, name)
   local made, tokens = 0, 0
   for i = 1, #rows, 2 do
@@ -15,6 +15,7 @@ local function tally(run, rows, name)
   end
   count(run, name, made)
   count(run, name .. '_tokens', tokens)
+  return tokens
 end
 
 -- {stage, token, owner?, step, rows, event?, skipped?}: an optimizer step was made of these rows; the trainer is at version step + 1.
@@ -98,7 +99,7 @@ define('drop_groups', function(run, a)
   local rows = rows_in(run, groups)
   table.sort(rows)  -- groups that were made again may have later rows
   local lease, total = held(run, stage, a.token, a.owner, rows)
-  tally(run, rows, 'filtered_rows')
+  local tokens = tally(run, rows, 'filtered_rows')
   settle(run, a.token, lease, total)
   erase_groups(run, cfg, groups, freed)
   for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
@@ -106,9 +107,10 @@ define('drop_groups', function(run, a)
   local oldest = call('ZRANGE', run .. 'open', 0, 0)[1]
   call('ZREMRANGEBYSCORE', run .. 'filtered', '-inf', oldest and '(' .. ends(oldest) or '+inf')
   count(run, 'filtered_groups', #a.groups)
-  local reason = 'dropped:' .. sub(a.reason, 1, 80)
-  if call('HEXISTS', run .. 'n', reason) == 0 and count(run, 'drop_reasons', 1) > MOST_REASONS then reason = 'dropped:other' end
-  count(run, reason, #a.groups)
+  local reason = sub(a.reason, 1, 80)
+  if call('HEXISTS', run .. 'n', 'dropped:' .. reason) == 0 and count(run, 'drop_reasons', 1) > MOST_REASONS then reason = 'other' end
+  count(run, 'dropped:' .. reason, #a.groups)
+  count(run, 'dropped_tokens:' .. reason, tokens)
   wake_all(run, freed)
   for _, s in ipairs(cfg.stages) do wake_stage(run, s.name) end
   wake(run, 'version')

@@ -32,4 +32,4 @@ class ReinforcePlusPlus(PolicyGradient):
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         """Whitens the advantage over the train batch: mean 0, variance 1 (Eq. 6), of all ranks."""
-        return {"advantage": batch.whitened("advantage")}
+        return {"advantage": batch.whitened(batch["advantage"])}

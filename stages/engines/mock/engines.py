@@ -34,6 +34,7 @@ from stages.engines.checks import Layout, check_weights, layout_of
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes
 from stages.engines.responses import Responses
+from stages.flow.declarations import IN_TRAINING
 
 
 @dataclass(eq=False)
@@ -286,7 +287,7 @@ class MockTrainEngine:
 
     Each train batch changes the weights by noise drawn from its bytes (token ids and advantages, in their order): two runs
     have the same weights exactly when they trained on the same data in the same order. It takes the time of the algorithm's
-    epochs and mini-batches; as policy scores it gives the rollout's logprobs.
+    epochs and mini-batches; as policy scores it gives the rollout's logprobs, as values zeros.
     """
 
     def __init__(self, options: MockTrainOptions, *, seed: int = 0) -> None:
@@ -301,8 +302,10 @@ class MockTrainEngine:
 
     def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
         began = time.perf_counter()
-        by_policy = [name for name, by in algorithm.scores.items() if by == "policy"]
-        given = TrainBatch(batch, algorithm, computed={name: batch["rollout_logprobs"].unbind() for name in by_policy})
+        wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
+        zeros = [torch.zeros(len(row)) for row in batch["response_ids"].unbind()]
+        found = {n: batch["rollout_logprobs"].unbind() if by == "policy" else zeros for n, by in wanted.items()}
+        given = TrainBatch(batch, algorithm, computed=found)
         tokens = _tokens(batch, given)
         with torch.no_grad():
             output = algorithm.loss(tokens)
@@ -365,6 +368,7 @@ def _tokens(batch: TensorDictBase, given: TrainBatch) -> TokenBatch:
         range(len(given.lengths)),
         groups.tolist(),
         logprobs,
+        values=torch.zeros_like(logprobs),
         total_tokens=int(given.trained.sum()),
         total_rows=len(given.lengths),
         total_groups=int(groups.max()) + 1,

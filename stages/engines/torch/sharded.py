@@ -144,7 +144,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         self._sharded: dict[str, DTensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[misc]
         return {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
 
-    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.model(packed)  # type: ignore[no-any-return]
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:

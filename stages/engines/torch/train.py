@@ -33,6 +33,9 @@ from stages.engines.torch.linear import use_onednn
 from stages.engines.torch.optimizer import Schedule, adamw, learning_rate_at, master_weights, moments_of, renew
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
+from stages.engines.torch.value_head import value_head as value_head_of
+from stages.engines.torch.value_head import values_of
+from stages.flow.declarations import IN_TRAINING
 from stages.resharding.swap import local_weights, training_state
 
 Result = TypeVar("Result")
@@ -79,6 +82,8 @@ class TorchTrainEngine:
     precision: ``model`` becomes a copy in it, renewed after each step; the weights that it had are the master weights, in
     whose dtype gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
 
+    ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints hold it, exports do not.
+
     Raises ValueError for a model with logits that the packed computation does not reproduce; it is compared with the model's
     plain forward once.
     """
@@ -98,6 +103,7 @@ class TorchTrainEngine:
         temperature: float = 1.0,
         activation_checkpointing: bool = False,
         compute: torch.dtype | None = None,
+        value_head: bool = False,
         threads: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -117,7 +123,8 @@ class TorchTrainEngine:
         _prepare(model, activation_checkpointing)
         self._dtype = model.dtype  # of the arithmetic
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
-        self._trained = self._place(compute or model.dtype)
+        self._value_head = value_head_of(model, self.device) if value_head else {}
+        self._trained = {**self._place(compute or model.dtype), **self._value_head}
         self._optimizer = adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
 
     def shards(self) -> dict[str, torch.Tensor]:
@@ -177,9 +184,9 @@ class TorchTrainEngine:
         result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
         a loss or a gradient is not finite."""
         groups, responses = _groups(batch)
-        by_policy = [name for name, by in algorithm.scores.items() if by == "policy"]
-        computed = dict.fromkeys(by_policy, self.logprobs(batch).unbind()) if by_policy else {}
-        given = TrainBatch(batch, algorithm, self._total, computed)
+        wanted = {name: IN_TRAINING.index(by) for name, by in algorithm.scores.items() if by in IN_TRAINING}
+        found = self._scores(batch) if wanted else ((), ())
+        given = TrainBatch(batch, algorithm, self._total, {name: found[which] for name, which in wanted.items()})
         whole = algorithm.unit == "group"
         groups = groups if whole else _with_trained(groups, given.trained.tolist(), algorithm.mini_batches)
         parts = [
@@ -216,13 +223,14 @@ class TorchTrainEngine:
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:
             for pieces in plan:
-                logprobs, entropy = self._piece_logprobs(groups, pieces, responses)
+                logprobs, entropy, values = self._compute(_packed(groups, pieces, responses, self.device))
                 numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
                 tokens = given.tokens(
                     numbers,
                     [at for at, piece in enumerate(pieces) for _ in piece.rows],
                     logprobs,
                     entropy,
+                    values if self._value_head else None,
                     total_tokens=total_tokens,
                     total_rows=total_rows,
                     total_groups=total_groups,
@@ -262,19 +270,27 @@ class TorchTrainEngine:
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
         """Logprobs of the response tokens, float32 jagged [B, T_i] on the CPU. Each group is computed alone, so its bits do
         not depend on the other groups."""
+        return torch.nested.nested_tensor(self._scores(batch)[0], layout=torch.jagged)
+
+    @torch.no_grad()
+    def _scores(self, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Logprobs and values of the response tokens of each row, on the CPU; values are empty without a value head."""
         groups, responses = _groups(batch)
-        rows: list[torch.Tensor] = [torch.empty(0)] * len(responses)
+        rows = [torch.empty(0)] * len(responses)
+        of_values = [torch.empty(0)] * len(responses)
         alone = [plan_micro_batches([group.shape], self._token_budget) for group in groups]
         plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
         *_, passes = self._agree(0, 0, 0, len(plan))
         for piece in plan:
             numbers = [groups[piece.group].numbers[row] for row in piece.rows]
-            values = self._piece_logprobs(groups, [piece], responses)[0].cpu()
-            for n, part in zip(numbers, values.split([len(responses[n]) for n in numbers]), strict=True):
-                rows[n] = part
+            logprobs, _, values = self._compute(_packed(groups, [piece], responses, self.device))
+            lengths = [len(responses[n]) for n in numbers]
+            for found, kept in ((logprobs, rows), (values, of_values)):
+                for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
+                    kept[n] = part
         for _ in range(passes - len(plan)):
             self._idle_pass()
-        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+        return rows, of_values
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -283,7 +299,8 @@ class TorchTrainEngine:
     def state_dict(self) -> dict[str, Any]:
         """The live tensors (not copies) of the model and of AdamW's moments, by parameter name, tied ones once, and the
         number of steps. Names and shapes do not depend on the layout, nor on whether ``model`` is the master weights."""
-        model = self.model.state_dict() | {name: self._trained[name].detach() for name in self._copies}
+        own = [*self._copies, *self._value_head]
+        model = self.model.state_dict() | {name: self._trained[name].detach() for name in own}
         once = {name for name, _ in self.model.named_parameters()}
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
         moments = {
@@ -298,11 +315,8 @@ class TorchTrainEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError when ``state`` belongs to another model. Its tensors may be this engine's own."""
         mine = self.state_dict()
+        _check_names(mine, state)
         for part in ("model", "exp_avg", "exp_avg_sq"):
-            if other := mine[part].keys() ^ state[part].keys():
-                raise ValueError(
-                    f"state: {part} differs from the model's in {sorted(other)[:4]}; was it saved of another?"
-                )
             for name, value in mine[part].items():
                 _local(value).copy_(_local(state[part][name]))
         renew(self._copies, self._trained)
@@ -314,29 +328,23 @@ class TorchTrainEngine:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
         self.model.config.__dict__.pop("quantization_config", None)
         learned = dict(self.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
-        weights: Any = state and {n: v.to(self._dtype) if n in learned else v for n, v in state["model"].items()}
-        self.model.save_pretrained(path, state_dict=weights)
+        saved = {name: v for name, v in (state or {"model": {}})["model"].items() if name not in self._value_head}
+        weights = {n: v.to(self._dtype) if n in learned else v for n, v in saved.items()}
+        self.model.save_pretrained(path, state_dict=weights or None)
 
     def close(self) -> None:
         """Release the optimizer's memory. May be called again."""
         self._optimizer.state.clear()
         self._forget_gradients()
 
-    def _piece_logprobs(
-        self, groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [T], [T]: logprobs and entropies of the pieces' response tokens, piece by piece, row by row."""
-        rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
-        prompts = [groups[piece.group].prompt for piece in pieces]
-        return self._compute(pack(prompts, rows, self.device))
-
-    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [T], [T]: the logprobs of ``packed.targets``, and the entropies of the distributions that they are of;
-        these are empty where nothing is trained."""
+    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """float32 [T], [T], [T]: the logprobs of ``packed.targets``; the entropies of the distributions that they are of,
+        empty where nothing is trained; and the values of the states before the targets, empty without a value head."""
         hidden = self._hidden(packed)
         head = self.model.get_output_embeddings()
         given = hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature * self._divisor
-        return TokenLogprobs.apply(*given, torch.is_grad_enabled(), self._softcap)  # type: ignore[no-any-return]
+        logprobs, entropy = TokenLogprobs.apply(*given, torch.is_grad_enabled(), self._softcap)
+        return logprobs, entropy, values_of(hidden, self._value_head, packed.source)
 
     def _hidden(self, packed: PackedBatch) -> torch.Tensor:
         """[U, d]: last hidden states at the places that predict a response token."""
@@ -360,6 +368,20 @@ class TorchTrainEngine:
             return scaled_logits(hidden, head.weight, head.bias, self._divisor, self._softcap)
 
         check_logits(self.model, "a packed batch", logits, expected)
+
+
+def _packed(
+    groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor], device: torch.device
+) -> PackedBatch:
+    """The pieces' response tokens, piece by piece, row by row."""
+    rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
+    return pack([groups[piece.group].prompt for piece in pieces], rows, device)
+
+
+def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    for part in ("model", "exp_avg", "exp_avg_sq"):
+        if other := mine[part].keys() ^ state[part].keys():
+            raise ValueError(f"state: {part} differs from the model's in {sorted(other)[:4]}; was it saved of another?")
 
 
 def _plain_logits(

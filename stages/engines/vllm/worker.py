@@ -41,7 +41,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from stages.engines.vllm.library import ENGINE_PROCESS
 from stages.engines.vllm.weights import COLLECTIVE, HALF_LOADED, SHARED_MEMORY
-from stages.models import checkpoint_tensors, empty_model
+from stages.models import checkpoint_tensors, empty_model, saved_buffers
 from stages.weights.collective import Credentials
 from stages.weights.store import Published, WeightStore
 
@@ -72,7 +72,9 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._store = WeightStore(Path(init_info.directory), slots=1)
         self._landing = ThreadPoolExecutor(1, "weights-land")  # one at a time: they write to the same memory
         self._engine = FileStore(init_info.landed, -1)
-        self._kind = empty_model(self.model_config.model)  # for the names of its checkpoints
+        with set_current_vllm_config(self.vllm_config):  # vLLM may have wrapped the model's class for itself
+            self._kind = empty_model(self.model_config.model)  # for the names of its checkpoints
+        self._buffers = saved_buffers(self.model_config.model, self._kind)
 
     def start_weight_update(self) -> None:
         """Does nothing: the model is unchanged until the bytes have been verified."""
@@ -102,7 +104,8 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._store.verify(published)
 
     def _load(self, published: Published) -> None:
-        weights = checkpoint_tensors(self._kind, self._store.view(published))
+        # A module that gets some of its tensors gets none of the others back: buffers are loaded again too.
+        weights = checkpoint_tensors(self._kind, self._store.view(published)) | self._buffers
         try:
             with torch.no_grad(), set_current_vllm_config(self.vllm_config):
                 self._forget_packed_experts()

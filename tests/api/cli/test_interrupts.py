@@ -81,11 +81,11 @@ def test_ctrl_c_during_the_start_ends_the_command_without_a_traceback(tmp_path: 
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.05)  # two signals at once are one
         began = time.monotonic()
-        output, _ = process.communicate(timeout=30)
-        assert time.monotonic() - began < 10
+        output, _ = process.communicate(timeout=60)
+        assert time.monotonic() - began < 30, "half of what a clean stop may take"
         assert process.returncode == 130, output
         assert "Traceback" not in output
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=30)
         assert not alive
     finally:
         end(process)

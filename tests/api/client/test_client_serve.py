@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.cli.service.serve import LISTEN
-from api.client import Client, RunEvent, WrongState, transport
+from api.client import Client, RunEvent, WrongInput, WrongState, transport
 from api.client.credentials import DEFAULT_SERVER
 from orchestration.events_file import METRICS, read_metrics
 from tests.api.served import ROOT, SECONDS, Served, environment
@@ -80,7 +80,18 @@ async def test_every_method_fits_the_service(client: Client) -> None:
         await client.delete(long.id)
     await client.stop(long.id)
     assert [event async for event in steps][-1].kind == "step"
-    assert (await client.wait_until_ended(long.id)).state == "stopped"
+    stopped = await client.wait_until_ended(long.id)
+    assert stopped.state == "stopped"
+    with pytest.raises(WrongInput, match=r"seed = 7: cannot change in a resumed run: it decides"):
+        await client.resume(long.id, {"seed": 7})
+    with pytest.raises(WrongState, match="there is nothing to resume"):
+        await client.resume(long.id, {"train.steps": 1})
+    last = stopped.steps_done + 2
+    assert (await client.resume(long.id, {"train.steps": last})).steps == last
+    ended = await client.wait_until_ended(long.id)
+    assert (ended.state, ended.steps_done) == ("finished", last)
+    made = [event.data["step"] async for event in client.events(long.id, kinds=["step"])]
+    assert made == list(range(last))
     await client.delete(long.id)
     assert long.id not in [run.id async for run in client.runs()]
 

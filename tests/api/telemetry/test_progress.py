@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
+
 import pytest
 
 from api.telemetry.progress import Progress
@@ -66,3 +69,24 @@ def test_the_totals_of_a_restarted_worker_go_on() -> None:
     assert shares(worker.recent)["busy"] == pytest.approx(0.5)
     assert worker.rate("rows") == pytest.approx(3.0)
     assert (worker.totals["wall"], worker.totals["rows"], worker.latest.rows) == (52.0, 1006, 6)
+
+
+def test_a_run_of_weeks_takes_little_memory() -> None:
+    """What is kept grows by some hundred bytes a step, and by no answers of an evaluation."""
+    answer = "a long answer " * 10_000
+
+    def events(first: int, last: int) -> Iterator[Event]:
+        for number in range(first, last):
+            yield scripted.step(number, groups=list(range(64)))
+            if number % 10 == 0:
+                yield scripted.evaluation(10 + 2 * number, number, 0.5, f"{number} {answer}")
+
+    progress = applied(*events(0, 500))
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for event in events(500, 1500):
+        progress.apply(event)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(progress.rewards()) == progress.steps_done == 1500
+    assert grown < 1000 * 700, grown

@@ -52,6 +52,7 @@ def test_everything_is_shown_and_nothing_is_cut(width: int) -> None:
         "20%",
         "waiting for room",
         "restarts: 1",
+        "dropped groups: 3 equal rewards, 1 reward x failed",
         "rollout-0 died: ended by signal 9",
     ):
         assert shown in text, f"{shown!r} is missing in\n{text}"

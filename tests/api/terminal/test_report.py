@@ -78,6 +78,11 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     assert summary["staleness_max"] == scripted.BOUND == summary["staleness_bound"]
     assert summary["restarts"] == 1
     assert summary["stages"]["rollout-0"]["busy"] == pytest.approx(0.7)
+    assert summary["dropped"] == {
+        "equal rewards": {"groups": 3, "tokens": 1200},
+        "reward x failed": {"groups": 1, "tokens": 0},
+    }
+    assert (summary["skipped_steps"], summary["epochs"]) == (2, {"prompts.sources.0": 2, "prompts.sources.1": 5})
     assert summary["checkpoint"] == str(tmp_path / "model")
 
     png = (tmp_path / "reward.png").read_bytes()
@@ -93,6 +98,10 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
         "0.150 → 0.550  (+0.400, mean of the first and last 4 steps)",
         "0.100 → 0.900",
         "2 max, bound 2",
+        "2 of 32 rows and 200 tokens, in 0:04 at 25% of an engine, as 1.0 s of all of it",
+        "3 groups (1,200 tokens): equal rewards; 1 group (0 tokens): reward x failed",
+        "2 steps, as a loss or gradient was not finite",
+        "2 of prompts.sources.0, 5 of prompts.sources.1",
     ):
         assert text in shown.getvalue()
 

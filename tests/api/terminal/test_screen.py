@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.cli.service import runs as runs_cli
-from api.schemas.runs import RunView, SampleView
+from api.schemas.runs import RunView, SampleView, StagesView
 from api.telemetry.progress import Progress
 from api.terminal.live import LiveView
 from api.terminal.report import summarize, summary_table
@@ -95,6 +95,9 @@ def service(monkeypatch: pytest.MonkeyPatch) -> None:
 
         async def run(self, _: str) -> RunView:
             return run()
+
+        async def stages(self, _: str) -> StagesView:
+            return StagesView.model_construct(dropped={TEXT: 1}, dropped_tokens={TEXT: 9})
 
         async def stop(self, _: str) -> RunView:
             return run()

@@ -167,7 +167,12 @@ def test_the_layout_that_is_named_instead_of_what_is_not_there_yet_can_be_planne
 
 
 def test_settings_of_the_vllm_engine_are_read(minimal: Path) -> None:
-    sets = ["rollout.engine=vllm", "rollout.vllm.kv_cache_bytes=1GiB", "rollout.vllm.pause=abort"]
+    sets = [
+        "model.source=smollm2",
+        "rollout.engine=vllm",
+        "rollout.vllm.kv_cache_bytes=1GiB",
+        "rollout.vllm.pause=abort",
+    ]
     options = load_recipe(minimal, sets).rollout.vllm
     assert (options.kv_cache_bytes, options.pause, options.max_model_len) == (2**30, "abort", None)
 

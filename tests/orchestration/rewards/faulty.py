@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -80,6 +81,48 @@ def runs_a_loop(completions: list[str]) -> list[float]:
         return float(len(text))
 
     return [asyncio.run(judge(text)) for text in completions]
+
+
+class Unprintable(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("it cannot be shown")
+
+    def __reduce__(self) -> str:
+        raise ValueError("it cannot be pickled")
+
+
+def raises_the_unprintable(completions: list[str]) -> list[float]:
+    if "bad" in completions:
+        raise Unprintable
+    return [1.0 for _ in completions]
+
+
+def ignores_signals(completions: list[str]) -> list[float]:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+    return hangs(completions)
+
+
+def closes_all(completions: list[str]) -> list[float]:
+    if "bad" in completions:
+        os.closerange(0, 1000)
+    return [1.0 for _ in completions]
+
+
+def moves(completions: list[str]) -> list[float]:
+    """Leaves its process in a folder that is gone."""
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+    os.environ.clear()
+    sys.path.clear()
+    return [1.0 for _ in completions]
+
+
+def forks(completions: list[str]) -> list[float]:
+    """Its child returns from the call as well."""
+    os.fork()
+    return [1.0 for _ in completions]
 
 
 def starts_a_process(completions: list[str]) -> list[float]:

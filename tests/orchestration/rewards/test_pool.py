@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from orchestration.processes.handles import Process
@@ -60,6 +61,9 @@ async def until(condition: Callable[[], bool], timeout: float = 30) -> None:
         ("ends", "ended its process: it exited with code 4"),
         ("crashes", "ended its process: killed by SIGSEGV"),
         ("devours", "raised MemoryError()"),
+        ("raises_the_unprintable", "raised an Unprintable that cannot be shown"),
+        ("ignores_signals", "took more than 2 s for 1 rows"),
+        ("closes_all", "ended its process: it exited with code 1"),
         ("async_hangs", "took more than 2 s for 1 rows"),
         ("async_blocks", "took more than 2 s for 1 rows"),
         ("async_ends", "ended its process: it exited with code 5"),
@@ -79,6 +83,17 @@ async def test_a_fault_costs_its_own_row_alone(
             await pool.call(f"{FAULTY}:{name}", rows("bad"), 2.0, alone=True)
         assert str(failed.value) == reason
         assert await pool.call(f"{FAULTY}:{name}", rows("good"), LIMIT) == [1.0]
+
+
+@pytest.mark.parametrize("name", ["forks", "moves"])
+async def test_what_a_function_does_to_its_process_harms_no_call(name: str, tmp_path: Path) -> None:
+    async with pool_of(name, tmp_path=tmp_path, processes=1) as pool:
+        for _ in range(5):
+            scores = await score(pool, TEXTS, ErrorPolicy(timeout=LIMIT, retries=0))
+            assert scores.total.tolist() == [1.0] * len(TEXTS)
+            assert not scores.failed.any()
+        children = [child for process in pool._running for child in psutil.Process(process._child.pid).children()]
+        await until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
 
 
 async def test_a_process_that_leaks_is_replaced_and_no_sample_is_lost(tmp_path: Path) -> None:

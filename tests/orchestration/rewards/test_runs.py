@@ -39,6 +39,22 @@ async def test_a_run_finishes_with_a_reward_that_fails_one_time_in_ten_and_count
     assert_nothing_left(watched.run)
 
 
+async def test_what_is_dropped_is_counted_by_reason_to_the_last_token_and_over_a_resume(tmp_path: Path) -> None:
+    of = recipe(TINY, **ONE_IN_TEN, reward__max_error_share=1.0, train__steps=12, checkpoint__every=100)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: any(ledger.get("dropped") for ledger in watched.of("ledger")))
+        watched.stop.set()
+        await work
+    (before,) = watched.of("ledger")[-1]["dropped"].values()
+    again, result = await complete(Run.resume(tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    for ledger in [*watched.of("ledger"), *again.of("ledger")]:
+        assert sum(ledger.get("dropped_tokens", {}).values()) == ledger["filtered_tokens"]
+        assert 2 * sum(ledger.get("dropped", {}).values()) == ledger["filtered"]
+    ends = again.of("ledger")
+    assert before <= ends[0]["dropped"][DROPPED] <= ends[-1]["dropped"][DROPPED]
+
+
 async def test_with_no_staleness_the_run_is_the_plain_loop_also_where_rewards_fail(tmp_path: Path) -> None:
     of = recipe(TINY, **ONE_IN_TEN, pipeline__staleness=0, train__steps=10)
     expected, weights = await synchronous(of)

@@ -29,12 +29,12 @@ from tests.orchestration.run.test_run import (
     synchronous,
     trained,
 )
-from tests.orchestration.runs import TINY, Watched, complete, early_letters, executing, recipe
+from tests.orchestration.runs import TINY, Watched, complete, executing, recipe
 
 TURNS: dict[str, Any] = {
     "launch__placement": "colocated",
     "pipeline__staleness": 0,
-    "reward__functions": [{"name": "tests.orchestration.runs:early_letters"}],
+    "reward__functions": [{"name": "tests.orchestration.scores:early_letters"}],
 }
 
 
@@ -146,12 +146,6 @@ async def test_weights_that_arrive_damaged_make_no_token(tmp_path: Path, monkeyp
 # --- several ranks ---------------------------------------------------------------------------------------------------
 
 
-def unhurried(completions: list[str], **columns: Any) -> list[float]:
-    """:func:`early_letters` after a while, in which training comes back."""
-    time.sleep(0.15)
-    return early_letters(completions, **columns)
-
-
 class Laborious(GRPO):
     """GRPO whose steps take a while. In one of the run's lives (chosen by the file ``damage``, once) rank 1 receives another
     byte than was sent, in the swap after a step."""
@@ -201,7 +195,7 @@ async def test_any_rank_may_die_in_any_phase_and_each_sample_is_trained_once(tmp
         "checkpoint__every": 2,
         "launch__launcher": "process",
         "launch__startup_timeout": 300.0,
-        "reward__functions": [{"name": "tests.orchestration.run.test_colocated:unhurried"}],
+        "reward__functions": [{"name": "tests.orchestration.scores:unhurried"}],
         "algorithm__name": "tests.orchestration.run.test_colocated:Laborious",
         "rollout__max_tokens": 24,
         "sync__bucket": "8KiB",

@@ -16,18 +16,18 @@ import torch
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.run import Run
 from stages.flow import Drop, UserStage
+from tests.orchestration import scores
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "flow.md"
 HERE = "tests.orchestration.run.test_flow"
-PAIRS: dict[str, Any] = {**MOCK, "reward": {"functions": [{"name": f"{HERE}:parity"}]}}
+PAIRS: dict[str, Any] = {**MOCK, "reward": {"functions": [{"name": f"{scores.HERE}:parity"}]}}
 PAIRS["algorithm"] = {"group_size": 2, "options": {"drop_equal": True}}
-
-
-def parity(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Equal in about half of the groups of two."""
-    return [float(len(ids) % 2) for ids in completion_ids]
+PAIRS["rollout"] = {
+    **MOCK["rollout"],
+    "mock": {"time_scale": 0.02, "median_tokens": 16},
+}  # few reach max_tokens: both lengths are common
 
 
 class Judge(UserStage):
@@ -44,12 +44,6 @@ class Judge(UserStage):
         assert len(rows.completions) == len(rows.prompts) == len(rows["response_ids"])
         lengths = torch.tensor([float(len(row)) for row in rows["response_ids"]])
         return {"length": lengths * self.factor, "twice": [torch.cat([row, row]) for row in rows["response_ids"]]}
-
-
-def judged(completion_ids: list[list[int]], length: list[float], twice: list[list[int]]) -> list[float]:
-    assert [2 * len(ids) for ids in completion_ids] == [len(row) for row in twice]
-    assert length == [3.0 * len(ids) for ids in completion_ids]
-    return [value % 2 for value in length]
 
 
 class Sieve(UserStage):
@@ -113,7 +107,7 @@ STAGES: list[dict[str, Any]] = [
 async def test_a_judge_feeds_a_reward_and_a_sieve_drops_while_their_workers_are_killed(tmp_path: Path) -> None:
     of = recipe(
         {**MOCK, "stages": STAGES},
-        reward__functions=[{"name": f"{HERE}:judged"}],
+        reward__functions=[{"name": f"{scores.HERE}:judged"}],
         launch__launcher="process",
         train__steps=10,
         pipeline__lease_seconds=3.0,
@@ -151,15 +145,11 @@ def pid_of(watched: Watched, worker: str) -> int:
 
 
 async def test_a_stage_that_returns_another_column_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    of = recipe({**MOCK, "stages": [{"use": f"{HERE}:Wrong"}]}, reward__functions=[{"name": f"{HERE}:short"}])
+    of = recipe({**MOCK, "stages": [{"use": f"{HERE}:Wrong"}]}, reward__functions=[{"name": f"{scores.HERE}:short"}])
     _, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
     assert "stage 'wrong' returned {'lenght'" in result.reason
     assert "wanted is a dict with the columns ['length']" in result.reason
-
-
-def short(length: list[float]) -> list[float]:
-    return length
 
 
 async def test_mini_batches_and_epochs_make_one_version_of_each_batch_and_replay_alike(tmp_path: Path) -> None:
@@ -179,7 +169,7 @@ async def test_mini_batches_and_epochs_make_one_version_of_each_batch_and_replay
     ("changes", "found"),
     [
         ({"stages": [{"use": f"{HERE}:Nothing"}]}, 'stages.0.use = "tests.orchestration.run.test_flow:Nothing"'),
-        ({"stages": [{"use": f"{HERE}:parity"}]}, "derive its class from stages.flow.UserStage"),
+        ({"stages": [{"use": f"{scores.HERE}:parity"}]}, "derive its class from stages.flow.UserStage"),
         ({"stages": [{"use": f"{HERE}:Judge", "facto": 1.0}]}, "did you mean 'factor'?"),
         ({"stages": [{"use": f"{HERE}:Judge", "factor": "much"}]}, "stages.0.factor"),
         ({"stages": [{"use": f"{HERE}:Judge"}]}, "makes 'length' and 'twice', which nothing reads"),
@@ -197,4 +187,4 @@ def test_what_is_wrong_with_stages_is_a_problem_of_the_recipe(changes: dict[str,
 
 def test_an_evaluation_would_score_without_the_stages() -> None:
     with pytest.raises(RecipeError, match=r"evaluate\.every.* without the stage that makes length and twice"):
-        recipe({**MOCK, "stages": STAGES}, reward__functions=[{"name": f"{HERE}:judged"}], evaluate__every=2)
+        recipe({**MOCK, "stages": STAGES}, reward__functions=[{"name": f"{scores.HERE}:judged"}], evaluate__every=2)

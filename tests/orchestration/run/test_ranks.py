@@ -41,7 +41,7 @@ GANG: dict[str, Any] = {
     "pipeline__staleness": 0,
     "train__dp": 2,
     "train__steps": 6,
-    "reward__functions": [{"name": "tests.orchestration.runs:early_letters"}],
+    "reward__functions": [{"name": "tests.orchestration.scores:early_letters"}],
     "checkpoint__every": 3,
     "launch__launcher": "process",
 }

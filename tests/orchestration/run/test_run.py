@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,10 @@ async def test_any_worker_may_be_killed_and_each_sample_is_trained_once(tmp_path
     assert_nothing_left(watched.run)
 
 
-async def test_a_killed_trainer_replays_to_the_very_weights_it_lost(tmp_path: Path) -> None:
-    of = recipe(TINY, pipeline__staleness=0, train__steps=8, checkpoint__every=3, launch__launcher="process")
+@pytest.mark.parametrize("algorithm", ["grpo", "pf_ppo"])
+async def test_a_killed_trainer_replays_to_the_very_weights_it_lost(tmp_path: Path, algorithm: str) -> None:
+    changes: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 3, "algorithm__name": algorithm}
+    of = recipe(TINY, pipeline__staleness=0, launch__launcher="process", **changes)
     expected, weights = await synchronous(of)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 5)  # past a checkpoint, with two steps to replay
@@ -435,12 +438,8 @@ async def test_leases_far_shorter_than_the_work_are_renewed_and_end_where_they_s
     assert_each_sample_once(of, watched)
 
 
-def boom(completions: list[Any], **_: Any) -> list[float]:
-    raise ZeroDivisionError("the reward's own mistake")
-
-
 async def test_a_run_that_cannot_go_on_fails_with_its_reason(tmp_path: Path) -> None:
-    of = recipe(MOCK, reward__functions=[{"name": "tests.orchestration.run.test_run:boom"}])
+    of = recipe(MOCK, reward__functions=[{"name": "tests.orchestration.scores:boom"}])
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
     assert "the reward's own mistake" in result.reason
@@ -526,7 +525,16 @@ asyncio.run(main())
 """
 
 
-def test_a_killed_supervisor_takes_its_workers_along(tmp_path: Path) -> None:
+@pytest.fixture
+def temporary_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files of this test alone: any run that another test starts sweeps the common one."""
+    with tempfile.TemporaryDirectory(prefix="adk-") as home:
+        monkeypatch.setenv("TMPDIR", home)
+        monkeypatch.setattr(tempfile, "tempdir", home)
+        yield Path(home)
+
+
+def test_a_killed_supervisor_takes_its_workers_along(tmp_path: Path, temporary_home: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     run_id = process.stdout.readline().strip()
@@ -540,7 +548,7 @@ def test_a_killed_supervisor_takes_its_workers_along(tmp_path: Path) -> None:
     for worker in workers:
         waited = subprocess.run(["tail", f"--pid={worker}", "-f", "/dev/null"], timeout=20, check=False)
         assert waited.returncode == 0
-    homes = [shared_memory_directory(), Path(tempfile.gettempdir())]  # its arena, and its index's socket
+    homes = [shared_memory_directory(), temporary_home]  # its arena, and its index's socket
     assert all(list(home.glob(f"asyncdock-{process.pid}-*")) for home in homes)
     sweep_leftovers()
     assert not any(list(home.glob(f"asyncdock-{process.pid}-*")) for home in homes)
@@ -566,11 +574,15 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
         writer.write(checkpoint.begin(tmp_path, version))
         flow = {"counters": {"trained": version}, "remake": [7]}
         checkpoint.finish(tmp_path, tokenizer_of(of), version, flow, keep=2)
-    (tmp_path / ".step-00000009.partial").mkdir()  # killed while it was written
+    for left in (".step-00000009.partial", ".step-00000001.removed"):
+        (tmp_path / left).mkdir()  # killed while it was written, or removed
+        (tmp_path / left / "run.json").touch()
     newest = checkpoint.latest(tmp_path)
     assert newest is not None
     assert (newest.version, newest.counters, newest.remake) == (3, {"trained": 3}, [7])
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
+    checkpoint.begin(tmp_path, 4)
+    assert [path.name for path in tmp_path.glob(".*")] == [".step-00000004.partial"], "their room is free again"
 
 
 def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> None:

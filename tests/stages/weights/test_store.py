@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from itertools import count, takewhile
 from pathlib import Path
 
 import pytest
@@ -116,29 +118,32 @@ def test_a_truncated_or_missing_file_is_damage_and_not_a_crash(tmp_path: Path, m
 
 def test_a_read_torn_by_a_publisher_is_always_caught(tmp_path: Path) -> None:
     """Each version is one value throughout: whatever a read returns is whole, and of the version asked for."""
-    versions, outcomes = 400, {"whole": 0, "damaged": 0}
+    outcomes, met = {"whole": 0, "damaged": 0}, threading.Event()
     newest: list[Published] = [WeightStore(tmp_path).publish(0, [("w", torch.zeros(60_000)), ("b", torch.zeros(7))])]
 
     def publish() -> None:
         store = WeightStore(tmp_path, bucket_bytes=1 << 14)
-        for version in range(1, versions):
+        for version in takewhile(lambda _: not met.is_set(), count(1)):
             value = float(version)
             newest.append(store.publish(version, [("w", torch.full((60_000,), value)), ("b", torch.full((7,), value))]))
 
     publisher = threading.Thread(target=publish)
     publisher.start()
-    reader = WeightStore(tmp_path)
-    while publisher.is_alive():
-        asked = newest[max(0, len(newest) - 2)]  # the slot that is about to be, or is being, overwritten
-        try:
-            read = reader.read(asked)
-        except WeightsDamaged:
-            outcomes["damaged"] += 1
-            continue
-        outcomes["whole"] += 1
-        assert {*read["w"].unique().tolist(), *read["b"].unique().tolist()} == {float(asked.version)}
-    publisher.join()
-    assert reader.read(newest[-1])["w"].unique().tolist() == [versions - 1]
+    reader, deadline = WeightStore(tmp_path), time.monotonic() + 120
+    try:
+        while time.monotonic() < deadline and not (outcomes["damaged"] and outcomes["whole"] >= 20):
+            asked = newest[max(0, len(newest) - 2)]  # the slot that is about to be, or is being, overwritten
+            try:
+                read = reader.read(asked)
+            except WeightsDamaged:
+                outcomes["damaged"] += 1
+                continue
+            outcomes["whole"] += 1
+            assert {*read["w"].unique().tolist(), *read["b"].unique().tolist()} == {float(asked.version)}
+    finally:
+        met.set()
+        publisher.join()
+    assert reader.read(newest[-1])["w"].unique().tolist() == [newest[-1].version]
     assert outcomes["damaged"], f"no read met the publisher: {outcomes}"
 
 

@@ -40,6 +40,9 @@ class DecoderWeights:
         own = own_places([module for module in self.model.modules() if module not in layers], self._names)
         self._places = [place for linear in linears for place in linear.places(self._names)] + own
         kept = {name for place in own for name in place.names}
+        for place in own if self.packed else ():  # the file that they were mapped from would stay in memory with them
+            parameter = getattr(place.holder, place.attribute)
+            parameter.data = parameter.data.clone()
         for layer in layers:
             if self._names[id(layer.weight)] not in kept:
                 layer.weight.data = layer.weight.data.new_empty(0)  # the packed copy is the weight now

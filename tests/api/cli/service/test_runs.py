@@ -124,6 +124,17 @@ def test_a_command_changes_the_state_of_a_run(service: Service, command: str, st
     assert service.requests[0].method == "POST"
 
 
+def test_a_run_is_resumed_with_other_keys(service: Service) -> None:
+    sets = ("--set", "train.steps=9", "--set", "name=other")
+    assert asyncdock("runs", "resume", RUN, *sets) == (FINISHED, "", f"{RUN}: running\n")
+    assert service.bodies == [{"overrides": {"train.steps": 9, "name": "other"}}]
+    code, _, err = asyncdock("runs", "resume", RUN, "--set", "train.steps")
+    assert (code, err) == (
+        2,
+        "error: --set = 'train.steps': is not key=value; write for example --set train.steps=10\n",
+    )
+
+
 def test_stop_can_wait_for_the_end(service: Service) -> None:
     service.ended = "stopped"
     code, _, err = asyncdock("runs", "stop", RUN, "--wait")

@@ -314,6 +314,7 @@ LABELS = [
     "stage",
     "worker",
     "what",
+    "source",
     "stat",
     "part",
     "method",
@@ -345,6 +346,10 @@ async def test_prometheus_reads_what_active_runs_do(client: Client, run: Eventfu
     name = run.record.id
     await run.emit("step", step(6))
     await run.emit("stage", stage("rollout-0", rows=8))
+    counts = {name: 0 for name in ("generated", "trained", "filtered", "remade", "in_flight")}
+    counts |= {f"{name}_tokens": 0 for name in counts} | {"redelivered": 0, "skipped_steps": 2}
+    await run.emit("prompt", {"change": "epoch", "reason": "epoch 2 of prompts", "epochs": {"prompts": 2}})
+    await run.emit("ledger", {**counts, "dropped": {"equal rewards": 3}, "dropped_tokens": {"equal rewards": 1200}})
     await run.emit("sync", {"worker": "update-0", "version": 1, "bytes": 64, "publish_seconds": 0.5, **hidden(0, 0)})
     await run.emit("sync", {"worker": "rollout-0", "version": 1, "bytes": 64, "publish_seconds": 0.0, **hidden(0.1, 2)})
     found = await scraped(client)
@@ -357,6 +362,10 @@ async def test_prometheus_reads_what_active_runs_do(client: Client, run: Eventfu
     assert found["asyncdock_run_staleness_versions", name, "max"] == 1
     assert found["asyncdock_run_staleness_versions", name, "bound"] == 1
     assert found["asyncdock_run_tokens_total", name, "generated"] == 750
+    assert found["asyncdock_run_dropped_groups_total", name, "equal rewards"] == 3
+    assert found["asyncdock_run_dropped_tokens_total", name, "equal rewards"] == 1200
+    assert found["asyncdock_run_prompt_epoch", name, "prompts"] == 2
+    assert found["asyncdock_run_skipped_steps_total", name] == 2
     shares = [
         found["asyncdock_stage_seconds_total", name, "rollout", "rollout-0", state] for state in ("busy", "other")
     ]

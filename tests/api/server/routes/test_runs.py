@@ -13,6 +13,7 @@ import pytest
 
 from api.server.access.tokens import Scope, Tokens
 from api.server.service import Settings
+from orchestration.recipe.load import FIXED
 from orchestration.service.registry import Registry
 from pipeline.index.client import Index
 from tests.any_event import AnyEvent
@@ -147,9 +148,14 @@ async def test_a_run_that_is_not_there(client: Client, what: str) -> None:
 
 async def test_what_makes_no_sense_now_is_a_conflict(client: Client) -> None:
     run = (await submitted(client))["id"]
-    for what in ("pause", "resume", "checkpoint"):
+    for what in ("pause", "checkpoint"):
         details = await problem(await client.post(f"/v1/runs/{run}/{what}"), 409)
         assert (details["type"], details["value"]) == ("urn:asyncdock:wrong-state", "created")
+    assert (await client.post(f"/v1/runs/{run}/resume")).status == 202, "it will run"
+    details = await problem(await client.post(f"/v1/runs/{run}/resume", json={"overrides": {"train.steps": 9}}), 409)
+    assert (details["type"], details["fix"]) == (
+        "urn:asyncdock:wrong-state", "stop it first; it goes on from its last step",
+    )  # fmt: skip
     await problem(await client.delete(f"/v1/runs/{run}"), 409)
 
 
@@ -161,6 +167,33 @@ async def test_a_waiting_run_is_stopped_and_deleted(client: Client) -> None:
     assert (await client.delete(f"/v1/runs/{run}")).status == 204
     await problem(await client.get(f"/v1/runs/{run}"), 404)
     await problem(await client.delete(f"/v1/runs/{run}"), 404)
+
+
+async def test_an_ended_run_waits_again_with_the_changes_of_its_recipe(client: Client, index_url: str) -> None:
+    run = (await submitted(client))["id"]
+    stopped = await (await client.post(f"/v1/runs/{run}/stop")).json()
+    body = {"overrides": {"seed": 5, "model.dtype": "bfloat16", "train.stepz": 5, "algorithm.name": "my:Code"}}
+    details = await problem(await client.post(f"/v1/runs/{run}/resume", json=body), 422)
+    found = {error["field"]: error["wrong"] for error in details["errors"]}
+    assert found["seed"] == f"cannot change in a resumed run: {FIXED['seed']}"
+    assert found["model.dtype"] == f"cannot change in a resumed run: {FIXED['model']}"
+    assert "is code that this server does not run" in found["algorithm.name"]
+    assert "train.stepz" in found
+    assert await (await client.get(f"/v1/runs/{run}")).json() == stopped
+    again = {"overrides": {"train.steps": 9, "train.learning_rate": 1e-5}}
+    for _ in range(2):  # a client that has lost the answer asks again
+        response = await client.post(f"/v1/runs/{run}/resume", json=again)
+        view = await response.json()
+        assert (response.status, view["state"], view["steps"], view["ended"]) == (202, "created", 9, None), view
+    assert view["position"] >= 1
+    assert view["recipe"]["train"]["learning_rate"] == 1e-5
+    states = [event.data["state"] for event in await Index(index_url, run).past_events() if event.kind == "state"]
+    assert states == ["created", "stopped", "created"]
+    await client.post(f"/v1/runs/{run}/stop")
+    for wrong in ({"overrides": 3}, {"set": {}}, []):
+        await problem(await client.post(f"/v1/runs/{run}/resume", json=wrong), 422)
+    await problem(await client.post(f"/v1/runs/{run}/resume", data=b"{"), 415)
+    assert (await client.delete(f"/v1/runs/{run}")).status == 204
 
 
 async def test_a_run_is_deleted_by_its_owner_or_an_admin_only(index_url: str, tmp_path: Path) -> None:

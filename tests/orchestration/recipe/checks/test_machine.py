@@ -37,7 +37,7 @@ def of(base: dict[str, Any] = TINY, **sections: Any) -> dict[str, Any]:
 
 def of_rows(path: Path | str, **more: Any) -> dict[str, Any]:
     """A recipe of the prompts in a file, with a reward that needs no other column."""
-    reward = {"functions": [{"name": "tests.orchestration.runs:early_letters"}]}
+    reward = {"functions": [{"name": "tests.orchestration.scores:early_letters"}]}
     return {**of(reward=reward), "prompts": {"source": "jsonl", "path": str(path), "max_prompt_tokens": 16, **more}}
 
 
@@ -329,7 +329,7 @@ def test_a_request_has_no_file_read_that_the_operator_does_not_allow(tmp_path: P
     (tmp_path / "inside" / "link.jsonl").symlink_to(tmp_path / "outside" / "rows.jsonl")
     model_folder(tmp_path / "outside" / "model")
     (tmp_path / "outside" / "model" / "config.json").write_text("the secret of the house")
-    code = frozenset({"tests.orchestration.runs:early_letters"})
+    code = frozenset({"tests.orchestration.scores:early_letters"})
     settings = Settings(data=tmp_path, roots=(tmp_path / "inside",), allow_rewards=code)
 
     def refused(data: dict[str, Any]) -> list[str]:
@@ -347,7 +347,7 @@ def test_a_request_has_no_file_read_that_the_operator_does_not_allow(tmp_path: P
 
 def test_a_check_of_a_request_can_be_ended_from_another_thread(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 3_000_000)
-    code = frozenset({"tests.orchestration.runs:early_letters"})
+    code = frozenset({"tests.orchestration.scores:early_letters"})
     settings, stop = Settings(data=tmp_path, roots=(tmp_path,), allow_rewards=code), threading.Event()
     reading = Reading(rows=10**9, nbytes=10**12, seconds=600, stop=stop)
     done: list[Recipe] = []
@@ -416,3 +416,12 @@ def test_the_recipe_of_a_folder_that_was_checked_can_be_loaded(tmp_path: Path) -
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     assert load_recipe(tmp_path / "own.toml", folder=tmp_path / "runs").name == "own"
     assert model_files.has_chat_template(tmp_path) is False
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "127.0.0.1:8000", "no such name"])
+def test_an_address_that_cannot_be_listened_on_is_refused_where_the_run_will_be(address: str) -> None:
+    recipe = of(MOCK, pipeline={"serve": address})
+    with pytest.raises(RecipeError, match=r"pipeline\.serve = .*: cannot be listened on .* without a port"):
+        parse_recipe(recipe)
+    assert parse_recipe(recipe, devices=False).pipeline.serve == address
+    assert parse_recipe(of(MOCK, pipeline={"serve": "127.0.0.1"})).pipeline.serve == "127.0.0.1"

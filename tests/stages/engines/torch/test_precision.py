@@ -139,9 +139,11 @@ def test_limits_follow_from_dtype_layers_and_spread_and_a_recipe_may_replace_the
         assert ProbeRule(torch.float32, 30, q95=0.1).limits(probe) == ProbeLimits(0.02, 0.1, 0.1)
         assert ProbeRule(torch.bfloat16, 4, q95=0.6).limits(probe) == ProbeLimits(0.12, 0.6)
         assert ProbeRule(torch.bfloat16, 4, q95=0.6, mean=0.01).limits(probe) == ProbeLimits(0.01, 0.6)
-    few, many = ProbeRule(torch.bfloat16, 4), ProbeRule(torch.bfloat16, 16)
-    assert few.limits(spread(0.1)) == few.limits(spread(1)) == ProbeLimits(3 / 256, 15 / 256)
+    few, many, routed = (ProbeRule(torch.bfloat16, *of) for of in ((4,), (64,), (16, True)))
+    assert few.limits(spread(0.1)) == few.limits(spread(1)) == ProbeLimits(6 / 256, 30 / 256)
+    assert ProbeRule(torch.bfloat16, 16).limits(spread(1)) == few.limits(spread(1))
     assert many.limits(spread(1)).q95 == 2 * few.limits(spread(1)).q95
+    assert routed.limits(spread(1)).q95 == 3 * few.limits(spread(1)).q95
     assert many.limits(spread(3)).mean == pytest.approx(3 * many.limits(spread(1)).mean)
     assert few.limits(spread(3)).max == math.inf
 

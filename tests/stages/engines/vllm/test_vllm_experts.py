@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.families import write
 from benchmarks.models import Checkpoint, batch_of, generated, one_step, plain_rows
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.engines.torch.train import TorchTrainEngine
@@ -21,7 +22,8 @@ SECRET = b"a run's secret, for the tests"
 @pytest.mark.asyncio
 async def test_experts_of_each_step_reach_vllm_by_each_transport(tmp_path: Path) -> None:
     """After each optimizer step the logprobs of what vLLM generates are the trainer's."""
-    checkpoint = Checkpoint("Qwen3-MoE", torch.float32, tmp_path)
+    folder = write("Qwen3-MoE", tmp_path / "model", torch.float32)
+    checkpoint = Checkpoint(folder, torch.float32, tmp_path)
     trainer = TorchTrainEngine(checkpoint.loaded(), learning_rate=1e-2, total_steps=9, device="cpu")
     shared = shared_memory_directory() / f"asyncdock-test-{tmp_path.parent.name}-{tmp_path.name}"
     shared.mkdir()

@@ -1,0 +1,1 @@
+"""Algorithms that learn from given or compared responses, without importance weights, one short file each."""

@@ -1,0 +1,95 @@
+"""Direct Preference Optimization (arXiv 2305.18290) and IPO (2310.12036), on given pairs, or those of a group by reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.flow.declarations import Columns, Drop, RunsOn
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DPO(Algorithm):
+    """Raises the likelihood of preferred responses over that of others, against a frozen reference. ``prompts.responses =
+    ["chosen", "rejected"]`` gives the pairs; without it they are generated, and the reward says which is preferred. Either
+    way a sample's age does not matter: nothing is weighted by the policy that generated it."""
+
+    name: ClassVar[str] = "dpo"
+    unit: ClassVar = "group"
+    least_group_size: ClassVar[int] = 2
+
+    beta: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference.")
+    loss_type: Literal["sigmoid", "ipo"] = Field(
+        default="sigmoid",
+        description="`sigmoid`: DPO (Eq. 7). `ipo`: the squared loss of IPO (Eq. 17), per token as in TRL.",
+    )
+    margin: float = Field(
+        default=0.0, ge=0, description="By how much `beta` × the difference of log-ratios should exceed 0 (`sigmoid`)."
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="Share of the pairs that are taken to be the wrong way round (`sigmoid`).",
+    )
+    pairs: Literal["best_worst", "all"] = Field(
+        default="best_worst",
+        description="Of a group: the response with the highest reward against that with the lowest; or all with different "
+        "rewards, each group weighing the same.",
+    )
+
+    @property
+    def scores(self) -> Mapping[str, RunsOn]:
+        return {"ref_logprobs": "frozen model"}
+
+    @property
+    def credit_makes(self) -> Columns:
+        return {"preference": "float32 finite"}
+
+    @property
+    def loss_reads(self) -> Columns:
+        return {"ref_logprobs": "float32 ragged", "preference": "float32"}
+
+    def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
+        """With ``best_worst`` 1 for the best, -1 for the worst, 0 for the others; with ``all`` the rewards."""
+        rewards = group["reward"].float()
+        if bool((rewards == rewards[0]).all()):
+            return Drop("equal rewards")
+        if self.pairs == "all":
+            return {"preference": rewards}
+        preference = rewards.new_zeros(len(rewards))
+        preference[rewards.argmax()], preference[rewards.argmin()] = 1.0, -1.0
+        return {"preference": preference}
+
+    def loss(self, tokens: TokenBatch) -> LossOutput:
+        ratio = tokens.row_sums(tokens.logprobs - tokens["ref_logprobs"])  # [R]
+        preference, group = tokens.rows["preference"], tokens.group
+        assert group is not None
+        better = (preference[:, None] - preference[None]) >= (2 if self.pairs == "best_worst" else 1e-12)
+        chosen, rejected = (better & (group[:, None] == group[None])).nonzero().unbind(1)
+        of_group = group.new_zeros(len(ratio)).index_add(0, group[chosen], group.new_ones(len(chosen)))
+        weight = 1 / (of_group[group[chosen]] * tokens.total_groups)
+        difference = ratio[chosen] - ratio[rejected]
+        if self.loss_type == "ipo":
+            per_token = ratio / tokens.row_tokens
+            losses = (per_token[chosen] - per_token[rejected] - 1 / (2 * self.beta)).square()
+        else:
+            logits = self.beta * difference - self.margin
+            losses = (1 - self.label_smoothing) * _softplus(-logits) + self.label_smoothing * _softplus(logits)
+        means = {
+            "preference_accuracy": (difference > 0).to(weight.dtype),
+            "reward_margin": self.beta * difference,
+            "chosen_logprob": tokens.row_sums(tokens.logprobs)[chosen],
+        }
+        metrics = {name: (value.detach() * weight).sum() for name, value in means.items()}
+        return LossOutput((losses * weight).sum(), metrics)
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    """``log(1 + exp(x))``, which is minus the log of the sigmoid of -x."""
+    return x.clamp(min=0) + (-x.abs()).exp().log1p()

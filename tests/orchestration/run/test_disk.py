@@ -1,0 +1,157 @@
+"""Runs whose disk is full, or dies under the process that writes a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from orchestration.recipe.schema import Recipe
+from orchestration.run import checkpoint
+from orchestration.run.run import Run
+from stages.engines.torch.train import TorchTrainEngine
+from stages.models import tiny_model
+from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
+from tests.orchestration.runs import TINY, complete, executing, recipe
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MiB at RUN/checkpoints: a checkpoint of the tiny model takes 1.5 MiB."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk needs the right to mount one")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def in_a_folder_that_is_there(of: Recipe, folder: Path) -> Run:
+    """A new run in ``folder``, in which a disk is mounted already."""
+    (folder / "recipe.json").write_text(of.to_json())
+    return Run.resume(folder)
+
+
+def fill(file: Path) -> None:
+    """Write into ``file`` until the disk is full."""
+    with file.open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while True:
+            ballast.write(b"x" * 4096)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder), key=lambda name: (not name.startswith("step-"), name))
+
+
+async def test_a_full_disk_ends_the_run_at_once_with_what_to_do_and_it_goes_on_when_there_is_room(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    of = recipe(TINY, pipeline__staleness=0, train__steps=8, checkpoint__every=2, checkpoint__keep=1)
+    _, weights = await synchronous(of)
+    run = in_a_folder_that_is_there(of, tmp_path / "run")
+    async with executing(run) as (watched, work):
+        await watched.until(lambda: len(watched.of("checkpoint")) >= 1)
+        ballast = small_disk / "something-else"
+        fill(ballast)
+        result = await work
+    assert result.state == "failed"
+    assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
+    version = watched.of("checkpoint")[-1]["version"]
+    for part in (
+        "update-0: DiskRefused: checkpoint: version",
+        str(small_disk),
+        f"from the checkpoint of version {version}",
+    ):
+        assert part in result.reason
+    assert names(small_disk) == [f"step-{version:08d}", "something-else"], "a part of a checkpoint takes no room"
+    newest = checkpoint.latest(small_disk)
+    assert newest is not None
+    assert newest.version == version
+    ballast.unlink()
+    watched, result = await complete(Run.resume(tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [step["step"] for step in watched.of("step")] == list(range(version, 8))
+    assert_equal(trained(of, result), weights)
+    assert_nothing_left(run)
+
+
+async def test_kills_while_checkpoints_are_written_lose_nothing(tmp_path: Path) -> None:
+    """kill -9 of the trainer, at a random moment after the folder of a checkpoint appears: in its copy, its files, its
+    name, or the removal of the one before."""
+    changes = {"launch__launcher": "process", "launch__max_restarts": 50, "checkpoint__keep": 1, "checkpoint__every": 1}
+    of = recipe(TINY, pipeline__staleness=0, train__steps=14, **changes)
+    _, weights = await synchronous(of)
+    folder, moments, killed = tmp_path / "run" / "checkpoints", random.Random(0), 0
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        while not work.done() and killed < 8:
+            await asyncio.sleep(0.001)
+            if not list(folder.glob(".step-*.partial")):
+                continue
+            await asyncio.sleep(moments.uniform(0, 0.15))
+            before = checkpoint.latest(folder)
+            assert watched.run.supervisor is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
+            deaths = len([worker for worker in watched.of("worker") if worker["change"] == "died"])
+            await watched.until(
+                lambda deaths=deaths: (
+                    len([w for w in watched.of("worker") if w["change"] == "restarted"]) > deaths or work.done()
+                )
+            )
+            killed += 1
+            for whole in checkpoint.whole(folder):
+                assert {path.name for path in whole.iterdir()} == {"model", "run.json", "train"}, "a part of one"
+            newest = checkpoint.latest(folder)
+            assert before is None or (newest is not None and newest.version >= before.version), "what was there is lost"
+        result = await work
+    assert result.state == "finished", result.reason
+    assert killed >= 4, killed
+    assert [step["step"] for step in watched.of("step")] == list(range(14))
+    assert_equal(trained(of, result), weights)
+    assert names(folder) == ["step-00000014"]
+
+
+@pytest.mark.parametrize("fault", ["cut short", "another model"])
+async def test_a_checkpoint_that_cannot_be_loaded_ends_a_resume_at_once_with_what_to_do(
+    fault: str, tmp_path: Path
+) -> None:
+    of = recipe(TINY, train__steps=3, checkpoint__every=1)
+    await complete(Run.create(of, tmp_path / "run"))
+    newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    if fault == "cut short":
+        (file,) = (newest.path / "train").glob("*.distcp")
+        os.truncate(file, 1000)
+    else:
+        other = TorchTrainEngine(small_model(), learning_rate=1e-3, total_steps=1, threads=1)
+        shutil.rmtree(newest.path / "train")
+        writer = checkpoint.Writer(other)
+        writer.copy()
+        writer.write(newest.path)
+        other.close()
+    watched, result = await complete(Run.resume(tmp_path / "run", ["train.steps=5"]))
+    assert result.state == "failed"
+    assert f"checkpoint: {newest.path} cannot be loaded into the model of this run (" in result.reason
+    assert "remove its folder: the run then goes on from the one before" in result.reason
+    assert "Traceback" not in result.reason
+    assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
+    shutil.rmtree(newest.path)
+    watched, result = await complete(Run.resume(tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [step["step"] for step in watched.of("step")] == [2, 3, 4]
+
+
+def small_model() -> PreTrainedModel:
+    config = tiny_model(0).config
+    config.hidden_size //= 2
+    return type(tiny_model(0))(config)

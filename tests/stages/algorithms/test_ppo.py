@@ -1,0 +1,197 @@
+"""PPO and PF-PPO: advantages, loss and gradient against formulas in plain float64 Python; the value head of the engine."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tensordict import TensorDict
+
+from stages.algorithms import TokenBatch
+from stages.algorithms.batch import TrainBatch
+from stages.algorithms.policy_gradient.pf_ppo import PFPPO
+from stages.algorithms.policy_gradient.ppo import PPO
+from stages.engines.torch.train import TorchTrainEngine
+from tests.batches import make_batch
+from tests.stages.engines.torch.test_train import tiny_llama
+
+
+def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """The sum of Eq. 16 of the paper, term by term."""
+    following = [*values[1:], 0.0]
+    errors = [r + gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
+    return [sum((gamma * lam) ** k * error for k, error in enumerate(errors[t:])) for t in range(len(errors))]
+
+
+def ragged(rows: list[list[float]]) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.tensor(row, dtype=torch.float64) for row in rows], layout=torch.jagged)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    gamma=st.sampled_from([1.0, 0.9]),
+    lam=st.sampled_from([0.0, 0.95, 1.0]),
+    kl=st.sampled_from([0.0, 0.2]),
+    whiten=st.booleans(),
+    masked=st.booleans(),
+)
+def test_advantages_and_returns_are_those_of_the_formulas(
+    seed: int, gamma: float, lam: float, kl: float, whiten: bool, masked: bool
+) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 6) for _ in range(5)]
+    draw = {n: [[rng.gauss(0, 1) for _ in range(k)] for k in lengths] for n in ("values", "rollout", "ref")}
+    reward = [rng.uniform(-1, 1) for _ in lengths]
+    mask = [[not masked or rng.random() < 0.7 for _ in range(k)] for k in lengths]
+    mask[0] = [True] * lengths[0]
+    batch = TensorDict(
+        {
+            "response_ids": torch.nested.nested_tensor([torch.zeros(k).long() for k in lengths], layout=torch.jagged),
+            "rollout_logprobs": ragged(draw["rollout"]),
+            "ref_logprobs": ragged(draw["ref"]),
+            "reward": torch.tensor(reward),
+            "loss_mask": torch.nested.nested_tensor([torch.tensor(row) for row in mask], layout=torch.jagged),
+        },
+        batch_size=[5],
+    )
+    ppo = PPO(gamma=gamma, gae_lambda=lam, kl_reward=kl, whiten=whiten)
+    given_batch = TrainBatch(
+        batch, ppo, computed={"values": [torch.tensor(v, dtype=torch.float64) for v in draw["values"]]}
+    )
+    advantages, returns = [], []
+    for values, rollout, ref, last in zip(draw["values"], draw["rollout"], draw["ref"], reward, strict=True):
+        rewards = [-kl * (a - b) for a, b in zip(rollout, ref, strict=True)]
+        rewards[-1] += float(torch.tensor(last))  # float32, as the column
+        found = gae(rewards, values, gamma, lam)
+        advantages += found
+        returns += [a + v for a, v in zip(found, values, strict=True)]
+    if whiten:
+        kept = [a for a, trained in zip(advantages, [t for row in mask for t in row], strict=True) if trained]
+        mean = sum(kept) / len(kept)
+        std = (sum((a - mean) ** 2 for a in kept) / len(kept)) ** 0.5
+        advantages = [(a - mean) / (std + 1e-8) for a in advantages]
+    assert given_batch["returns"].tolist() == pytest.approx(returns, rel=1e-6, abs=1e-9)
+    assert given_batch["advantage"].tolist() == pytest.approx(advantages, rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**16), clip=st.sampled_from([0.1, 0.5]), coef=st.sampled_from([0.1, 1.0]))
+def test_value_loss_and_its_gradient(seed: int, clip: float, coef: float) -> None:
+    rng = random.Random(seed)
+    count = 12
+    now, before, returns = ([rng.gauss(0, 1) for _ in range(count)] for _ in range(3))
+    logprobs = torch.full((count,), -1.0, dtype=torch.float64, requires_grad=True)
+    values = torch.tensor(now, dtype=torch.float64, requires_grad=True)
+    columns = {n: torch.tensor(x, dtype=torch.float64) for n, x in (("values", before), ("returns", returns))}
+    columns |= {"advantage": torch.zeros(count).double(), "rollout_logprobs": torch.full((count,), -1.0).double()}
+    ppo = PPO(value_clip=clip, value_coef=coef)
+    row = torch.arange(count) // 4
+    tokens = TokenBatch(logprobs, columns, row, torch.tensor([4, 4, 4]), count, 3, values=values)
+    output = ppo.loss(tokens)
+    output.loss.backward()
+    total, gradient = 0.0, []
+    for v, old, target in zip(now, before, returns, strict=True):
+        near = old + max(-clip, min(clip, v - old))
+        plain, clipped = (v - target) ** 2, (near - target) ** 2
+        total += coef * max(plain, clipped) / 2 / count
+        moving = plain >= clipped or near == v
+        gradient.append(coef * (v - target) / count if moving else 0.0)
+    assert output.loss.item() == pytest.approx(total, rel=1e-6)
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx(gradient, rel=1e-6, abs=1e-12)
+    metrics = ppo.finish({name: value.item() for name, value in output.metrics.items()})
+    errors = torch.tensor(returns) - torch.tensor(before)
+    expected = 1 - float(errors.var(correction=0) / torch.tensor(returns).var(correction=0))
+    assert metrics["explained_variance"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("filtration", "expected"),
+    [
+        ("best_worst", [2.0, 0.0, 0.0, 2.0]),
+        ("best_random", [2.0, 2 / 3, 2 / 3, 2 / 3]),
+        ("best", [4.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_weights_go_by_rank(filtration: Any, expected: list[float]) -> None:
+    rewards = torch.tensor([0.9, 0.5, 0.2, 0.1])
+    order = torch.tensor([2, 0, 3, 1])
+    made = PFPPO(filtration=filtration).credit({"reward": rewards[order]})["row_weight"]
+    assert made.tolist() == pytest.approx([expected[i] for i in order])
+    equal = PFPPO(filtration=filtration).credit({"reward": torch.ones(4)})["row_weight"]
+    assert equal.tolist() == pytest.approx([1.0] * 4)
+
+
+def engine(**options: Any) -> TorchTrainEngine:
+    defaults = {"learning_rate": 1e-2, "total_steps": 10, "device": "cpu", "threads": 1, "value_head": True}
+    return TorchTrainEngine(tiny_llama(), **{**defaults, **options})
+
+
+def batch_with_rewards(seed: int = 0) -> TensorDict:
+    batch = make_batch(seed=seed)
+    batch["reward"] = torch.linspace(-1, 1, len(batch))
+    return batch
+
+
+@pytest.mark.parametrize("budget", [None, 24])
+def test_the_value_head_learns_is_saved_and_goes_on_bit_for_bit(tmp_path: Path, budget: int | None) -> None:
+    ppo = PPO(epochs=2, mini_batches=2)
+    straight, first = engine(token_budget=budget), engine(token_budget=budget)
+    losses = [straight.train_batch(batch_with_rewards(), ppo)["value_loss"] for _ in range(8)]
+    assert losses[-1] < 0.5 * losses[0]
+    for _ in range(4):
+        first.train_batch(batch_with_rewards(), ppo)
+    state = {
+        k: {n: v.clone() for n, v in part.items()} if isinstance(part, dict) else part
+        for k, part in first.state_dict().items()
+    }
+    assert state["model"]["value_head.weight"].count_nonzero()
+    resumed = engine(token_budget=budget)
+    resumed.load_state_dict(state)
+    for _ in range(4):
+        resumed.train_batch(batch_with_rewards(), ppo)
+    ours, theirs = straight.state_dict()["model"], resumed.state_dict()["model"]
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not any("value_head" in name for name, _ in straight.weights())
+    straight.save_pretrained(tmp_path / "live")
+    straight.save_pretrained(tmp_path / "saved", state)
+    for folder in ("live", "saved"):
+        assert not any("value_head" in name for name in load_file(tmp_path / folder / "model.safetensors"))
+
+
+def test_micro_batches_do_not_change_the_step() -> None:
+    engines = [engine(token_budget=budget, learning_rate=1e-3) for budget in (None, 24)]
+    for made in engines:
+        made.train_batch(batch_with_rewards(), PPO(epochs=1))
+    whole, cut = (made.state_dict()["model"] for made in engines)
+    for name, value in whole.items():
+        torch.testing.assert_close(cut[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_mixed_precision_keeps_the_value_head_in_float32() -> None:
+    made = engine(compute=torch.bfloat16)
+    before = made.train_batch(batch_with_rewards(), PPO())
+    assert made.state_dict()["model"]["value_head.weight"].dtype == torch.float32
+    after = [made.train_batch(batch_with_rewards(), PPO()) for _ in range(6)][-1]
+    assert after["value_loss"] < before["value_loss"]
+
+
+def test_versions_of_a_batch_are_ordered() -> None:
+    """Rows of different length are not mixed up: each row's advantage depends on its own reward alone."""
+    batch = batch_with_rewards()
+    lengths = [len(row) for row in batch["response_ids"].unbind()]
+    values = [torch.zeros(n) for n in lengths]
+    given_batch = TrainBatch(batch, PPO(whiten=False, gae_lambda=1.0), computed={"values": values})
+    edges = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    for number, (start, end) in enumerate(pairwise(edges)):
+        assert given_batch["advantage"][start:end].tolist() == pytest.approx(
+            [float(batch["reward"][number])] * lengths[number]
+        )
