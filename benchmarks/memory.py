@@ -1,12 +1,15 @@
-"""Memory of a training step and of a rollout engine: derived from the recipe, beside what a process really takes.
+"""Memory of the processes with torch engines: derived from a recipe, beside what such a process really takes.
 
-    for each case:  random model ▶ folder ▶ a fresh process: warm up on another model ▶ (resident memory) ▶ the engine of
-                    the recipe, two steps or one full batch of its longest rows ▶ highest resident memory ▶ compare
+    for each case:  random model ▶ folder ▶ a fresh process: warm up on a small model ▶ (resident memory) ▶ the engine of
+                    the recipe, at its longest rows ▶ highest resident memory ▶ compare
 
-    python benchmarks/memory.py [--json FILE] [--case NAME …] [--default-allocator]
+    train      two steps, and a copy for a checkpoint between them
+    rollout    a full batch, while new weights are swapped in again and again
+    reference  logprobs of one step's rows
 
-CPU and Linux only. Exit code 1: a total is further than 15 % from what was measured. Children run with
-MALLOC_MMAP_THRESHOLD_=1048576, so that freed memory goes back to the system and the peak is that of live tensors.
+    python benchmarks/memory.py [--json FILE] [--case NAME …] [--side train rollout reference]
+
+CPU and Linux only. Exit code 1: a total is further than 15 % from what was measured.
 """
 
 from __future__ import annotations
@@ -14,46 +17,69 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import gc
+import itertools
 import json
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Callable, Collection, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from orchestration.processes.forkserver import ENVIRONMENT
+from orchestration.recipe.checks.memory_parts import Engine
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import memory_of
 from orchestration.recipe.schema import Recipe
+from stages.models import weight_shapes
 
-SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-SMOLLM2 |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
-SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8}
-SMALL |= {"num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": False}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config of the model, changes of the recipe
+Model = str | dict[str, Any]  # a source, or the sizes of a Llama
+Changes = dict[str, Any]  # of the recipe, by key
+SMALL: dict[str, Any] = {
+    "hidden_size": 384,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
+SMALL |= {"num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True}
+FIRST = {**SMALL, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
+MANY_WORDS = {**SMALL, "num_hidden_layers": 2, "vocab_size": 49152}
+LONG: Changes = {"rollout.max_tokens": 2048, "rollout.max_rows": 8, "algorithm.group_size": 2}
+CHECKPOINTING: Changes = {"train.activation_checkpointing": True}
+BFLOAT16: Changes = {"model.dtype": "bfloat16"}
+CASES: dict[str, tuple[Model, Changes]] = {
     "small": (SMALL, {}),
+    "small, short answers": (SMALL, {"rollout.max_tokens": 16, "rollout.max_rows": 64}),
     "small, long prompts": (SMALL, {"prompts.max_prompt_tokens": 512, "rollout.max_tokens": 64}),
-    "small, checkpointing": (SMALL, {"train.activation_checkpointing": True}),
-    "small, bfloat16": (SMALL, {"model.dtype": "bfloat16"}),
-    "smollm2": (SMOLLM2, {"train.token_budget": 1024, "rollout.max_tokens": 128}),
-    "smollm2, checkpointing": (
-        SMOLLM2,
-        {"train.token_budget": 1024, "rollout.max_tokens": 128, "train.activation_checkpointing": True},
+    "small, long answers": (SMALL, LONG),
+    "small, budget 1024": (SMALL, {"train.token_budget": 1024}),
+    "small, checkpointing": (SMALL, CHECKPOINTING),
+    "small, bfloat16": (SMALL, BFLOAT16),
+    "small, bfloat16, checkpointing": (SMALL, BFLOAT16 | CHECKPOINTING),
+    "many words": (MANY_WORDS, {"rollout.max_tokens": 64, "rollout.max_rows": 64}),
+    "many words, bfloat16": (MANY_WORDS, {"rollout.max_tokens": 64, **BFLOAT16}),
+    "smollm2": ("smollm2", {"train.token_budget": 512, "rollout.max_tokens": 64, "train.groups_per_step": 1}),
+    "smollm2, bfloat16": (
+        "smollm2",
+        {"train.token_budget": 512, "rollout.max_tokens": 64, "train.groups_per_step": 1, **BFLOAT16},
     ),
 }
 TOLERANCE = 0.15
 
 
-def recipe_of(folder: Path, changes: dict[str, Any]) -> Recipe:
+def recipe_of(source: str, changes: Changes) -> Recipe:
     data: dict[str, Any] = {
         "name": "memory",
-        "model": {"source": str(folder)},
-        "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 64},
+        "model": {"source": source},
+        "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 32},
         "rollout": {"max_rows": 16, "max_tokens": 256, "threads": 2, "device": "cpu"},
         "reward": {"functions": [{"name": "spelling"}]},
-        "algorithm": {"group_size": 8},
+        "algorithm": {"group_size": 8, "options": {"kl_coef": 0.01}},
         "train": {"steps": 2, "groups_per_step": 4, "token_budget": 4096, "threads": 2, "device": "cpu"},
         "pipeline": {"arena": "1GiB"},
+        "checkpoint": {"every": 1},
     }
     for key, value in changes.items():
         section, _, name = key.partition(".")
@@ -84,97 +110,128 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def of_tiny(recipe: Recipe) -> Recipe:
-    """The recipe with another model, to load kernels before memory is compared."""
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"source": "tiny"})})
-
-
-def train(recipe: Recipe) -> int:
-    """Two steps of longest rows; the highest resident memory of this process above that before the model was there."""
-    import torch
-    from tensordict import TensorDict
-
-    from orchestration.run.engines import train_engine
-    from stages.algorithms.policy_gradient.grpo import GRPO
-
-    def step(of: Recipe, prompt: int, response: int, groups: int) -> None:
-        engine, size = train_engine(of), of.algorithm.group_size
-        count = groups * size
-
-        def ragged(length: int, value: float, dtype: torch.dtype) -> torch.Tensor:
-            rows = [torch.full((length,), value, dtype=dtype) for _ in range(count)]
-            return torch.nested.nested_tensor(rows, layout=torch.jagged)
-
-        places = torch.arange(count)
-        columns = {"group": places // size, "place": places % size, "advantage": 1.0 - 2.0 * (places % 2)}
-        columns |= {"prompt_ids": ragged(prompt, 5, torch.int64), "response_ids": ragged(response, 7, torch.int64)}
-        columns["rollout_logprobs"] = ragged(response, -3.0, torch.float32)
-        forget_peak()
-        for _ in range(2):
-            engine.train_batch(TensorDict(columns, [count]), GRPO())
-
-    step(of_tiny(recipe), 4, 4, 1)
+def measured(work: Callable[[Recipe], None], recipe: Recipe, other: str) -> int:
+    """The highest resident memory of this process while it works, above that before. It works with the model ``other``
+    first, which loads libraries and fills their buffers."""
+    work(recipe.model_copy(update={"model": recipe.model.model_copy(update={"source": other})}))
+    gc.collect()
     forget_peak()
     before = resident()
-    assert recipe.prompts.max_prompt_tokens
-    step(recipe, recipe.prompts.max_prompt_tokens, recipe.rollout.max_tokens, recipe.train.groups_per_step)
+    work(recipe)
     return resident(peak=True) - before
 
 
-def rollout(recipe: Recipe) -> int:
-    """A full batch of longest rows, without a swap; as :func:`train`."""
+def rows_of_a_step(recipe: Recipe) -> Any:
+    """The columns of one step's rows, as long as the recipe allows."""
+    import torch
+    from tensordict import TensorDict
+
+    size, count = recipe.algorithm.group_size, recipe.train.groups_per_step * recipe.algorithm.group_size
+
+    def ragged(length: int | None, value: float, dtype: torch.dtype) -> torch.Tensor:
+        rows = [torch.full((length or 0,), value, dtype=dtype) for _ in range(count)]
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+    places, response = torch.arange(count), recipe.rollout.max_tokens
+    columns = {"group": places // size, "place": places % size, "advantage": 1.0 - 2.0 * (places % 2)}
+    columns["prompt_ids"] = ragged(recipe.prompts.max_prompt_tokens, 5, torch.int64)
+    columns["response_ids"] = ragged(response, 7, torch.int64)
+    columns |= {name: ragged(response, -3.0, torch.float32) for name in ("rollout_logprobs", "ref_logprobs")}
+    return TensorDict(columns, [count])
+
+
+def train(recipe: Recipe) -> None:
+    """Two steps, and a copy for a checkpoint between them."""
+    from orchestration.run.checkpoint import Writer
+    from orchestration.run.engines import train_engine
+    from stages.algorithms import NamedAlgorithm, build_algorithm
+
+    engine, rows = train_engine(recipe), rows_of_a_step(recipe)
+    of = recipe.algorithm
+    algorithm = NamedAlgorithm(of.name, build_algorithm(of.name, of.options))
+    writer = Writer(engine)
+    engine.train_batch(rows, algorithm)
+    writer.copy()
+    engine.train_batch(rows, algorithm)
+
+
+def reference(recipe: Recipe) -> None:
+    """Logprobs of one step's rows."""
+    from orchestration.run.engines import reference_engine
+
+    reference_engine(recipe).logprobs(rows_of_a_step(recipe))
+
+
+def rollout(recipe: Recipe) -> None:
+    """A full batch, while versions of the weights are swapped in one after the other."""
+    asyncio.run(generate(recipe))
+
+
+async def generate(recipe: Recipe) -> None:
     import torch
 
     from orchestration.run.engines import rollout_engine
     from stages.engines.protocols import GroupRequest, SamplingParams
 
-    async def generate(of: Recipe, prompt: int, tokens: int) -> None:
-        engine, size = rollout_engine(of, version=0), of.algorithm.group_size
-        forget_peak()
-        params, ids = SamplingParams(max_tokens=tokens), torch.full((prompt,), 5)
-        groups = range(of.rollout.max_rows // size)
-        requests = [GroupRequest(group, tuple(range(size)), ids, params, group) for group in groups]
-        async with aclosing(engine.generate(requests)) as ended:  # type: ignore[type-var]
-            async for _ in ended:
-                pass
-        await engine.close()
+    engine, size = rollout_engine(recipe, version=0), recipe.algorithm.group_size
+    params = SamplingParams(max_tokens=recipe.rollout.max_tokens)
+    ids = torch.full((recipe.prompts.max_prompt_tokens or 0,), 5)
+    groups = range(recipe.rollout.max_rows // size)
+    requests = [GroupRequest(group, tuple(range(size)), ids, params, group) for group in groups]
+    shapes, dtype = weight_shapes(recipe.model.source), getattr(torch, recipe.model.dtype)
 
-    asyncio.run(generate(of_tiny(recipe), 4, 4))
-    forget_peak()
-    before = resident()
-    assert recipe.prompts.max_prompt_tokens
-    asyncio.run(generate(recipe, recipe.prompts.max_prompt_tokens, recipe.rollout.max_tokens))
-    return resident(peak=True) - before
+    async def swap() -> None:
+        for version in itertools.count(1):
+            await engine.load_weights(version, {n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()})
+
+    swapping = asyncio.create_task(swap())
+    async with aclosing(engine.generate(requests)) as ended:  # type: ignore[type-var]
+        async for _ in ended:
+            pass
+    swapping.cancel()
+    await asyncio.gather(swapping, return_exceptions=True)
+    await engine.close()
 
 
-def in_child(work: Any, recipe: Recipe) -> int:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return int(pool.apply(work, (recipe,)))
+WORK: dict[Engine, Callable[[Recipe], None]] = {"train": train, "rollout": rollout, "reference": reference}
+
+
+def in_child(side: Engine, recipe: Recipe) -> int:
+    """What :func:`measured` returns in a process of its own."""
+    os.environ.update(ENVIRONMENT)  # as workers have
+    with tempfile.TemporaryDirectory(prefix="adk-memory-") as other:
+        make_model(FIRST, Path(other))
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return int(pool.apply(measured, (WORK[side], recipe, other)))
+
+
+def compare(model: Model, changes: Changes, sides: Collection[Engine]) -> Iterator[dict[str, Any]]:
+    """Derived parts and measured bytes of each side of a case."""
+    with tempfile.TemporaryDirectory(prefix="adk-memory-") as home:
+        if not isinstance(model, str):
+            make_model(model, Path(home))
+        recipe = recipe_of(model if isinstance(model, str) else home, changes)
+        for side, parts in memory_of(recipe).items():
+            if side in sides:
+                total = sum(parts.values())
+                yield {"side": side, "derived": total, "measured": in_child(side, recipe), "parts": parts}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--default-allocator", action="store_true", help="let glibc keep what was freed")
+    parser.add_argument("--side", nargs="*", default=list(WORK), choices=list(WORK))
     arguments = parser.parse_args()
     found: list[dict[str, Any]] = []
-    if not arguments.default_allocator:
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # children read it when they start
+    print("| case | process | derived, MiB | measured, MiB | ratio | parts, MiB |\n|---|---|---|---|---|---|")
     for name in arguments.case:
-        config, changes = CASES[name]
-        with tempfile.TemporaryDirectory(prefix="adk-memory-") as home:
-            make_model(config, Path(home))
-            recipe = recipe_of(Path(home), changes)
-            for side, parts in memory_of(recipe).items():
-                parts = {part: size for part, size in parts.items() if part != "new weights"}  # nothing is swapped here
-                derived, measured = sum(parts.values()), in_child({"train": train, "rollout": rollout}[side], recipe)
-                found.append({"case": name, "side": side, "derived": derived, "measured": measured, "parts": parts})
-                shown = ", ".join(f"{part} {size / 2**20:,.0f}" for part, size in parts.items())
-                figures = (
-                    f"derived {derived / 2**20:6,.0f} MiB  measured {measured / 2**20:6,.0f}  {derived / measured:.2f}"
-                )
-                print(f"{name:24} {side:8} {figures}   {shown}", flush=True)
+        for row in compare(*CASES[name], arguments.side):
+            found.append({"case": name, **row})
+            parts = ", ".join(f"{part} {size / 2**20:,.0f}" for part, size in row["parts"].items() if size >= 2**20)
+            derived, taken = row["derived"], row["measured"]
+            sizes = f"{derived / 2**20:,.0f} | {taken / 2**20:,.0f} | {derived / taken:.2f}"
+            print(f"| {name} | {row['side']} | {sizes} | {parts} |", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return int(any(abs(case["derived"] / case["measured"] - 1) > TOLERANCE for case in found))

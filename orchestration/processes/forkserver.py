@@ -50,7 +50,9 @@ PRELOAD = (
     "stages.engines.torch.train",
 )
 MESSAGE_BYTES = 1 << 20  # the largest message: it contains the environment of a process
-PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}  # waiting threads sleep: other workers share the cores
+# Waiting threads sleep, as other workers share the cores; and glibc has one heap for all threads: what one of them frees, as
+# weights that were swapped, the others use again.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1"}
 OUTPUT_BYTES = 2000  # of the server's last output, quoted in errors
 
 
@@ -204,7 +206,7 @@ class ForkServer:
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # it does not get Ctrl-C
-                env={**PASSIVE, **os.environ},
+                env={**ENVIRONMENT, **os.environ},
             )
         return cls(ours, process.pid, process.wait, output)
 

@@ -15,7 +15,15 @@ from functools import partial
 
 import structlog
 
-from orchestration.processes.forkserver import PASSIVE, PRELOAD, Child, Connection, ForkServer, ForkServerDied, Launch
+from orchestration.processes.forkserver import (
+    ENVIRONMENT,
+    PRELOAD,
+    Child,
+    Connection,
+    ForkServer,
+    ForkServerDied,
+    Launch,
+)
 from orchestration.processes.handles import Process
 from pipeline.index.embedded import die_with_parent
 
@@ -89,7 +97,7 @@ def spawn(launch: Launch, stdin: int | None = None) -> Process:
             stderr=file,
             start_new_session=True,  # it does not get Ctrl-C
             preexec_fn=None if launch.outlives else partial(die_with_parent, os.getpid()),
-            env={**PASSIVE, **launch.env},
+            env={**ENVIRONMENT, **launch.env},
             cwd=launch.cwd,
         )
     return Process.of(child.pid, child)

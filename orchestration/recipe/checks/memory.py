@@ -1,4 +1,8 @@
-"""Check of a recipe against the memory of this machine: what cannot fit is refused, with the largest part and a fix."""
+"""Check of a recipe against the memory of this machine: what cannot fit is refused, with the largest part and a fix.
+
+memory_of: parts of each process ─┬─▶ engines on the CPU, host parts of the others, shared memory ─▶ the host, or its cgroup
+                                  └─▶ device parts of each engine on an accelerator ─▶ its device
+"""
 
 from __future__ import annotations
 
@@ -6,80 +10,125 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestration.recipe.checks.memory_parts import Engine
+from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, Engine, Parts
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
-from orchestration.recipe.planner import memory_of, prompt_limits
+from orchestration.recipe.planner import arena_bytes, memory_of, plan, prompt_limits
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
 
-CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
 SMALL = 512 * 2**20  # bytes that every machine has; for more, torch is imported and asked for devices
+SHARED = "shared memory"  # of the node: no engine's own
 
 
-@machine_check("model", "train", "rollout", "algorithm.group_size", "prompts.max_prompt_tokens", "launch", "external")
+@machine_check(
+    *("model", "train", "rollout", "algorithm", "prompts.max_prompt_tokens", "launch", "external"),
+    *("pipeline.arena", "sync.transport"),
+)
 def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    """Live tensors of all torch engines on the CPU together, or of each on its accelerator, against what there is."""
+    """What lies in host memory, of all processes together, and each engine on its accelerator, against what there is."""
     if not environment.devices or not (of := memory_of(recipe)):
         return
-    if sum(count(recipe, side) * sum(parts.values()) for side, parts in of.items()) < SMALL:
+    shared = {"arena": recipe.pipeline.arena, "weight versions": plan(recipe).slot_bytes}
+    if sum(count(recipe, side) * sum(parts.values()) for side, parts in of.items()) + sum(shared.values()) < SMALL:
         return
-    total = host_bytes()
     from stages.device import memory_bytes, on_cpu
 
-    on_host = {side: parts for side, parts in of.items() if on_cpu(getattr(recipe, side).device)}
-    needed = sum(count(recipe, side) * sum(parts.values()) for side, parts in on_host.items())
-    if total is not None and needed > total:
-        yield _too_large(recipe, on_host, needed, total, "this machine has")
-    for side in of.keys() - on_host.keys():
-        room, parts = memory_bytes(getattr(recipe, side).device), sum(of[side].values())
-        if room is not None and parts > room:
-            yield _too_large(recipe, {side: of[side]}, parts, room, f"{side}.device has")
+    on_host: dict[str, Parts] = {SHARED: shared}
+    for side, parts in of.items():
+        device, engines = device_of(recipe, side), count(recipe, side)
+        here = on_cpu(device)
+        on_host[side] = {part: engines * size for part, size in parts.items() if here or part in HOST_PARTS}
+        there = {} if here else {part: size for part, size in parts.items() if part not in HOST_PARTS + CPU_PARTS}
+        room = memory_bytes(device) if there else None
+        if room is not None and sum(there.values()) > room:
+            yield _too_large(recipe, {side: there}, room, f"the device of {side} has")
+    total = host_bytes()
+    if total is not None and sum(sum(parts.values()) for parts in on_host.values()) > total:
+        yield _too_large(recipe, on_host, total, "this machine or container has")
 
 
 def count(recipe: Recipe, side: Engine) -> int:
     """Processes with an engine of this side."""
-    return recipe.train.ranks if side == "train" else recipe.replicas
+    return {"train": recipe.train.ranks, "rollout": recipe.replicas, "reference": 1}[side]
 
 
-def _too_large(recipe: Recipe, of: dict[Engine, dict[str, int]], needed: int, room: int, where: str) -> Problem:
-    side, part, size = max(
-        ((side, part, count(recipe, side) * size) for side, parts in of.items() for part, size in parts.items()),
-        key=lambda found: found[2],
-    )
+def device_of(recipe: Recipe, side: Engine) -> str:
+    """``train.device`` or ``rollout.device``; the reference computes where training does."""
+    return recipe.rollout.device if side == "rollout" else recipe.train.device
+
+
+def _too_large(recipe: Recipe, of: dict[str, Parts], room: int, where: str) -> Problem:
+    """``of``: parts of all processes of each side together, which do not fit into ``room``."""
+    needed = sum(sum(parts.values()) for parts in of.values())
+    size, side, part = max((size, side, part) for side, parts in of.items() for part, size in parts.items())
     wrong = f"takes {format_size(size)} for {part} of {side}, the largest part of {format_size(needed)}, and {where} "
     wrong += format_size(room)
-    key, fix = "model.source", "use a smaller model, model.dtype = 'bfloat16', or a machine with more memory"
-    share = 1 - (needed - room) / size  # of the part that would fit
-    if side == "train" and part == "activations":
-        key, least = "train.token_budget", (prompt_limits(recipe).tokens or 0) + recipe.rollout.max_tokens
-        used = min(recipe.train.token_budget, recipe.train.groups_per_step * recipe.algorithm.group_size * least)
-        checkpointing = "set train.activation_checkpointing = true"
-        if (tokens := int(used * share * 0.95)) >= least:
-            fix = f"use a value <= {tokens}"
-            fix = fix if recipe.train.activation_checkpointing else f"{fix}, or {checkpointing}"
-        elif not recipe.train.activation_checkpointing:
-            fix = f"{checkpointing}, or lower rollout.max_tokens"
-        else:
-            fix = "lower rollout.max_tokens, or raise train.tp"
-    elif part == "KV cache":
-        key, rows = "rollout.max_rows", int(recipe.rollout.max_rows * share * 0.95)
-        fix = f"use a value <= {rows}" if rows >= recipe.algorithm.group_size else "lower rollout.max_tokens"
-    elif side == "train" and part in ("optimizer", "weights", "gradients") and recipe.model.dtype == "bfloat16":
-        fix = "use a smaller model, train.precision = 'model', or a machine with more memory"
+    key, fix = _fix(recipe, side, part, 1 - (needed - room) / size)
     return problem(recipe, key, wrong, fix)
 
 
-def host_bytes() -> int | None:
-    """Memory that processes of this machine or container may use; None where that is not known."""
+def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:
+    """The key that decides about ``part`` of ``side``, and what makes it fit, when only ``share`` of it has room (none if
+    that is negative)."""
+    train, rollout = recipe.train, recipe.rollout
+    longest = (prompt_limits(recipe).tokens or 0) + rollout.max_tokens
+    if part == "arena":
+        least = arena_bytes(recipe)
+        fits = share * recipe.pipeline.arena >= least
+        return "pipeline.arena", f"use '{-(-least >> 20)}MiB', which is enough" if fits else "lower rollout.max_tokens"
+    if part == "KV cache" or (side == "rollout" and part in ("activations", "logits")):
+        rows = int(rollout.max_rows * share * 0.95)
+        fits = rows >= recipe.algorithm.group_size
+        return "rollout.max_rows", f"use a value <= {rows}" if fits else "lower rollout.max_tokens"
+    if side == "rollout" and recipe.replicas > 1 and not recipe.colocated:
+        return "rollout.workers", f"use {recipe.replicas - 1} or fewer, or a machine with more memory"
+    if side == "train" and part == "activations":
+        checkpointing = "" if train.activation_checkpointing else "set train.activation_checkpointing = true"
+        used = min(train.token_budget, train.groups_per_step * recipe.algorithm.group_size * longest)
+        if (tokens := int(used * share * 0.95)) >= longest:
+            return "train.token_budget", f"use a value <= {tokens}" + (f", or {checkpointing}" if checkpointing else "")
+        lower = "lower rollout.max_tokens"
+        return "train.token_budget", f"{checkpointing}, or {lower}" if checkpointing else f"{lower}, or raise train.tp"
+    if side != "rollout" and part in ("activations", "logits"):
+        return "train.token_budget", "use a lower value, or lower rollout.max_tokens"
+    fix = "use a smaller model, or a machine with more memory"
+    if recipe.model.dtype == "float32":
+        fix = "use a smaller model, model.dtype = 'bfloat16', or a machine with more memory"
+    elif side == "train" and recipe.mixed_precision:
+        fix = "use a smaller model, train.precision = 'model', or a machine with more memory"
+    return "model.source", fix
+
+
+def host_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that processes of this machine and of this process's cgroup may use: the machine's, or the least limit of the
+    cgroup and of those that it lies in (version 1 or 2). None where that is not known."""
     try:
         found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     except (OSError, ValueError):
         return None
-    for path in map(Path, CGROUPS):
-        try:
-            found.append(int(path.read_text()))
-        except (OSError, ValueError):  # there is none, or "max"
-            continue
+    found += filter(None, map(_number, _limit_files(root)))
     return min(found)
+
+
+def _limit_files(root: Path) -> Iterator[Path]:
+    """Files in ``root`` that may have the limit of this process's cgroup, or of one that it lies in. A container sees its
+    own as the outermost one."""
+    folders = {"": ("sys/fs/cgroup", "memory.max"), "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes")}
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in [*lines, "0::/", "0:memory:/"]:
+        _, controllers, path = line.split(":", 2)
+        if controllers in folders:
+            folder, name = folders[controllers]
+            inside = Path(path.lstrip("/"))
+            yield from (root / folder / part / name for part in (inside, *inside.parents))
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # there is none, or "max"
+        return None

@@ -1,17 +1,17 @@
-"""Derives the memory of a training step and of a rollout engine from a recipe, part by part, without loading weights.
+"""Derives the memory of each process with a torch engine from a recipe, part by part, without loading weights.
 
     config of the model ─┐                                   ┌─▶ train: weights, optimizer, gradients, activations, logits
-    recipe: longest rows ┴▶ micro-batch of S tokens, U places ┴─▶ rollout: weights, new weights, KV cache, logits
+    recipe: longest rows ┴▶ micro-batch of S tokens, U places ┼─▶ rollout: weights, new weights, KV cache, logits, …
+                                                             └─▶ reference: weights, activations, logits
 
-Every row is taken to be as long as the recipe allows. Counted are live tensors at the peak: not what a process takes before
-it loads a model, nor freed memory that the C library keeps. On a CPU glibc keeps up to half as much again of blocks below
-32 MiB, unless the environment has ``MALLOC_MMAP_THRESHOLD_=1048576``. ``benchmarks/memory.py`` prints these parts beside
-what is measured.
+Every row is taken to be as long as the recipe allows. Counted is what is live at the peak: not what a process takes before
+it loads a model. Freed memory that the C library or torch keeps for later is not counted either; :data:`KEPT` is what it
+came to on CPUs. ``benchmarks/memory.py`` prints these parts beside what is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT = ITEM_BYTES["float32"]
 LOGITS_BYTES = 256 * 2**20  # stages.engines.torch.token_logprobs computes at most as many at once
-Engine = Literal["train", "rollout"]
+PIECES_BYTES = 3 * 4 * 2**20  # of logits that it works on at once beside them: entropies, gradients, a transposed copy
+PREFILL_TOKENS = 4096  # of one prefill, unless one prompt has more (stages.engines.torch.rollout)
+MAPPED_BYTES = 32 * 2**20  # glibc returns larger blocks to the system when they are freed, and may keep smaller ones
+KEPT_BUFFERS, KEPT_ACTIVATIONS, KEPT_WEIGHTS = 20 * 2**20, 0.3, 1.5  # measured: bytes, and shares of smaller blocks
+HOST_PARTS = ("verified copy", "checkpoint copy")  # lie in host memory whatever the engine's device is
+CPU_PARTS = ("kept",)  # only where the engine is on a CPU
+Engine = Literal["train", "rollout", "reference"]
+Parts = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,12 @@ class Sizes:
     kv_heads: int
     head: int
     vocabulary: int
+    tied: bool
+
+    @property
+    def outside(self) -> int:
+        """Parameters of embedding and output head, which belong to no layer."""
+        return self.vocabulary * self.width * (1 if self.tied else 2)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes | None:
@@ -52,6 +65,7 @@ class Sizes:
                 int(config.get("num_key_value_heads") or heads),
                 int(config.get("head_dim") or width // heads),
                 int(config["vocab_size"]),
+                bool(config.get("tie_word_embeddings", True)),
             )
         except (KeyError, TypeError, ValueError):
             return None
@@ -88,57 +102,115 @@ def layer_bytes(sizes: Sizes, item: int, tokens: int) -> int:
     return tokens * each
 
 
-def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> dict[str, int]:
+def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
     """Bytes of one rank of the torch train engine at the peak of a step, by part. Ranks hold shares of weights; activations
-    are those of a rank's own rows, divided by ``tp`` inside layers."""
+    are those of a rank's own rows, divided by ``tp`` inside layers. ``gathered``: layers that a rank has whole while it
+    computes with them, with a gradient, and what is outside of layers."""
     train, batch = recipe.train, micro_batch(recipe, prompt)
     item, trained = ITEM_BYTES[recipe.model.dtype], ITEM_BYTES[recipe.trained_dtype]
-    share = -(-parameters // train.ranks)
-    copies = parameters * item if recipe.mixed_precision and train.ranks == 1 else 0
-    layer = layer_bytes(sizes, item, batch.tokens) // train.tp
-    entered = item * batch.tokens * sizes.width  # all that a layer keeps with checkpointing
-    inside = sizes.layers * entered + layer if train.activation_checkpointing else sizes.layers * layer
-    outside = 2 * batch.tokens * (item + FLOAT) * sizes.width + batch.places * item * sizes.width
-    head = item * sizes.vocabulary * sizes.width  # gradient of the head, before it is added to the others
-    activations, logits = inside + outside, min(LOGITS_BYTES, FLOAT * batch.places * sizes.vocabulary) + head
-    gradients = share * trained
-    if batch.only:  # gradients come as activations go: the larger of the two is held
-        activations, logits, gradients = (
-            (activations, logits, 0) if activations + logits >= gradients else (0, 0, gradients)
-        )
-    parts = {"weights": share * trained + copies, "optimizer": 2 * share * trained, "gradients": gradients}
-    return {**parts, "activations": activations, "logits": logits}
-
-
-def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> dict[str, int]:
-    """Bytes of one torch rollout engine, by part. ``new weights``: a version that is prepared while the one before is in
-    use. ``KV cache``: all rows at their longest, in room that grows by a half. On a CPU the head of a bfloat16 model is held
-    in float32 too; it counts also for ``auto``, where the device is not known yet."""
-    rollout, item = recipe.rollout, ITEM_BYTES[recipe.model.dtype]
-    groups, room = -(-rollout.max_rows // recipe.algorithm.group_size), 32
-    while room < rollout.max_tokens:
-        room += room // 2
-    keys = 8 * -(-rollout.max_rows // 8) * room + 8 * -(-groups // 8) * 32 * -(-prompt // 32)
-    head = FLOAT * sizes.vocabulary * sizes.width if item < FLOAT and rollout.device in ("auto", "cpu") else 0
+    share, one = -(-parameters // train.ranks), train.ranks == 1
+    activations, logits, gradients = max(_moments_of_a_step(recipe, sizes, batch, share * trained), key=sum)
+    layer = max(0, parameters - sizes.outside) // sizes.layers // train.tp
     return {
-        "weights": parameters * item + head,
-        "new weights": 0 if recipe.colocated else parameters * item + head,
-        "KV cache": 2 * item * sizes.layers * sizes.kv_heads * sizes.head * keys,
-        "logits": 3 * FLOAT * rollout.max_rows * sizes.vocabulary,
+        "weights": share * trained + (parameters * item if recipe.mixed_precision and one else 0),
+        "optimizer": 2 * share * trained,
+        "gradients": gradients,
+        "gathered": 0 if one else item * (3 * layer + 2 * sizes.outside),
+        "activations": activations,
+        "logits": logits,
+        "checkpoint copy": 3 * share * trained,
+        "kept": _kept(KEPT_ACTIVATIONS * activations, item * batch.tokens * sizes.intermediate // train.tp),
     }
 
 
-def memory(
-    recipe: Recipe, config: Mapping[str, Any], parameters: int | None, prompt: int
-) -> dict[Engine, dict[str, int]]:
-    """Bytes of each rank that trains and of each engine that generates, by part, for a model with this ``config``. Only of
-    torch engines, and of a model whose sizes are known."""
+def _moments_of_a_step(
+    recipe: Recipe, sizes: Sizes, batch: MicroBatch, gradients: int
+) -> Iterator[tuple[int, int, int]]:
+    """Bytes of activations, logits and gradients when each may be most: in the backward pass of the head, of the last layer,
+    and of the first layer. In the first micro-batch gradients come as activations go; later ones add to all of them."""
+    train, item = recipe.train, ITEM_BYTES[recipe.model.dtype]
+    one, fed = layer_bytes(sizes, item, batch.tokens) // train.tp, batch.tokens * sizes.width
+    each, again = (item * fed, one) if train.activation_checkpointing else (one, 0)  # ``again``: computed again
+    # Beside what the layer keeps: the gradients of its output, and of the two factors of its MLP's product or inside norms.
+    working = item * fed + batch.tokens * max(2 * item * sizes.intermediate // train.tp, 3 * FLOAT * sizes.width)
+    head = item * sizes.vocabulary * sizes.width  # gradient of the head
+    all_logits = min(LOGITS_BYTES, FLOAT * batch.places * sizes.vocabulary)
+    outside = 2 * fed * (item + FLOAT) + batch.places * (item + FLOAT) * sizes.width
+    earlier = 0 if batch.only else gradients
+    pieces = min(PIECES_BYTES, all_logits)
+    yield sizes.layers * each + outside, all_logits + max(pieces, head), earlier
+    yield sizes.layers * each + again + working, 0, max(earlier, head)
+    yield each + again + working, 0, gradients
+
+
+def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
+    """Bytes of one torch rollout engine, by part. ``new weights``: a version that is prepared while the one before is in
+    use, ``verified copy``: the bytes that it is made of. ``KV cache``: all rows at their longest. ``activations``: of one
+    prefill, or of the attention of one decode step. On a CPU weights are copies in oneDNN's layout, the head's in float32;
+    that counts also for ``auto``, where the device is not known yet."""
+    rollout, item = recipe.rollout, ITEM_BYTES[recipe.model.dtype]
+    rows, groups = rollout.max_rows, -(-rollout.max_rows // recipe.algorithm.group_size)
+    copied = not recipe.colocated and rollout.device in ("auto", "cpu")
+    weights = parameters * item + (_packed_head(sizes, item) if copied else 0)
+    kept = rows * rollout.max_tokens + groups * prompt  # tokens with keys and values
+    prefill = min(groups * prompt, max(prompt, PREFILL_TOKENS))
+    scores = 4 * FLOAT * rows * sizes.heads * (prompt + rollout.max_tokens)
+    in_layers = item * max(0, parameters - sizes.outside)
+    swaps = not recipe.colocated and recipe.runs_stage("update")
+    return {
+        "weights": weights,
+        "new weights": weights if swaps else 0,
+        "verified copy": parameters * item if swaps and recipe.sync.transport == "shared_memory" else 0,
+        "KV cache": 2 * item * sizes.layers * sizes.kv_heads * sizes.head * kept,
+        "activations": max(forward_bytes(sizes, item, prefill), scores),
+        "logits": 2 * FLOAT * rows * sizes.vocabulary,
+        "kept": _kept(KEPT_WEIGHTS * in_layers if swaps else 0, item * sizes.width * sizes.intermediate),
+    }
+
+
+def _packed_head(sizes: Sizes, item: int) -> int:
+    """Bytes of a float32 output head of its own, beyond what the model has for it: an embedding that it is tied to stays."""
+    return (FLOAT if sizes.tied else FLOAT - item) * sizes.vocabulary * sizes.width
+
+
+def forward_bytes(sizes: Sizes, item: int, tokens: int) -> int:
+    """Bytes of one layer's forward pass without a gradient: residual stream and norm, and inside the MLP its gate before and
+    after its activation, and up; or inside attention queries, keys and values, turned and not, and outputs."""
+    inside = max(3 * sizes.intermediate, (3 * sizes.heads + 3 * sizes.kv_heads) * sizes.head)
+    return item * tokens * (2 * sizes.width + inside)
+
+
+def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
+    """Bytes of the frozen reference, by part. It computes one group at a time, without gradients."""
+    item, fed = ITEM_BYTES[recipe.model.dtype], recipe.rollout.max_tokens - 1
+    size, budget = recipe.algorithm.group_size, recipe.train.token_budget
+    rows = min(size, max(1, (budget - prompt) // max(1, fed)))
+    tokens, places = prompt + rows * fed, 1 + rows * fed
+    logits = min(LOGITS_BYTES, FLOAT * places * sizes.vocabulary)
+    return {
+        "weights": parameters * item,
+        "activations": max(forward_bytes(sizes, item, tokens), 2 * FLOAT * tokens * sizes.width),
+        "logits": logits,
+        "kept": KEPT_BUFFERS,
+    }
+
+
+def _kept(share: float, block: int) -> int:
+    """Bytes that a process keeps on a CPU: ``share`` of memory in blocks that are at most of ``block`` bytes."""
+    return KEPT_BUFFERS + (int(share) if block < MAPPED_BYTES else 0)
+
+
+def memory(recipe: Recipe, config: Mapping[str, Any], parameters: int | None, prompt: int) -> dict[Engine, Parts]:
+    """Bytes of each rank that trains, of each engine that generates and of the reference, by part, for a model with this
+    ``config``. Only of torch engines, and of a model whose sizes are known."""
     sizes = Sizes.of(config)
     if sizes is None or not parameters:
         return {}
-    of: dict[Engine, dict[str, int]] = {}
+    of: dict[Engine, Parts] = {}
     if recipe.train.engine == "torch" and recipe.runs_stage("update"):
         of["train"] = train_memory(recipe, sizes, parameters, prompt)
     if recipe.rollout.engine == "torch" and recipe.runs_stage("rollout"):
         of["rollout"] = rollout_memory(recipe, sizes, parameters, prompt)
+    if recipe.train.engine == "torch" and recipe.needs_reference and recipe.runs_stage("reference"):
+        of["reference"] = reference_memory(recipe, sizes, parameters, prompt)
     return of

@@ -36,6 +36,7 @@ from stages.resharding.swap import separate
 
 ATTENTION = "asyncdock_two_part"
 PREFILLED = PROBE - 7  # tokens of the comparison with the plain forward that are prefilled
+ROOM_TOKENS = 32  # the room of a row grows by multiples of it
 STATIC_ROWS, STATIC_TOKENS = 8, 64  # smallest sizes of a static step; larger ones are doubled from these
 
 
@@ -160,6 +161,8 @@ class TorchDecoder:
         rows, longest = count, max(row.length for row in self.rows) + 1
         if self._static:
             rows, longest = _size(rows, STATIC_ROWS), _size(longest, STATIC_TOKENS)
+        elif self.dtype != torch.float32:  # oneDNN compiles and keeps a kernel for each size that it meets
+            longest = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
         if self._sharing is None or len(self._sharing.place) != rows:
             self._sharing = self._share(rows)
         own = self._put(torch.tensor([row.length for row in self.rows] + [0] * (rows - count)))
@@ -257,7 +260,7 @@ class TorchDecoder:
             wanted = torch.cat(
                 [expected[PREFILLED - 1 : PREFILLED], expected[PREFILLED:tokens].repeat_interleave(2, 0)]
             )
-            check_logits(self.model, "two-part attention", lambda: self._probed(probe[:tokens]), wanted)
+            check_logits(self.model, "two-part attention", lambda: self._probed(probe[:tokens]), wanted, self.dtype)
 
         self._llama: LlamaForward | None = None
         quick = is_llama(self.model)
@@ -268,6 +271,8 @@ class TorchDecoder:
             try:
                 check()
             except ValueError:
+                for linear in self._llama.linears() if self.weights.packed else ():
+                    linear.unpack()
                 self._llama = None
                 if not self.weights.packed:
                     with torch.inference_mode(False):
