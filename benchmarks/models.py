@@ -587,7 +587,7 @@ def markdown(table: Mapping[str, Mapping[str, Mapping[str, Cell]]]) -> str:
         for family, cells in families.items():
             texts = []
             for column in columns:
-                cell = cells.get(column, Cell("refused", "not measured"))
+                cell = cells.get(column, Cell("works", "–"))  # not measured
                 if cell.state == "refused" and cell.text not in refusals:
                     refusals.append(cell.text)
                 number = f"no ({refusals.index(cell.text) + 1})" if cell.state == "refused" else ""

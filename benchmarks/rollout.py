@@ -51,7 +51,7 @@ import torch
 
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.decoding import batch
-from stages.engines.torch.linear import product
+from stages.engines.torch.layers import product
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.models import load_model, model_folder
 from stages.threads import run_in_temporary_thread

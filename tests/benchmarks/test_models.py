@@ -102,10 +102,10 @@ def test_sequences_pass_the_window_and_the_length_at_which_rope_changes() -> Non
 
 def test_the_page_has_every_family_with_every_column() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for dtype in ("float32",):
-        table = text.partition(f"**{dtype}**")[2].partition("\n\n**")[0]
+    for dtype in ("float32", "bfloat16"):
+        table = text.partition(f"**{dtype}**")[2].partition("\n\n**")[0].partition("\n\n1. ")[0]
         rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", table, re.MULTILINE)]
-        assert rows[0] == [column for column in COLUMNS if column != "vllm"]
+        assert rows[0] == [*COLUMNS]
         assert [row[0] for row in rows[2:]] == list(FAMILIES)
-        assert all(len(row) == len(COLUMNS) for row in rows[2:])
+        assert all(len(row) == len(COLUMNS) + 1 for row in rows[2:])
     assert "FAILS" not in text

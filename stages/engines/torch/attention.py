@@ -20,7 +20,7 @@ from stages import device as devices
 
 CHUNK = 2**20  # scores held at once on a CPU: 4 MiB, so that they stay in its cache
 CHUNK_DEVICE = 2**25  # on an accelerator: 128 MiB
-FEW_KEYS = 128  # with at most as many, matmuls are used in place of the CPU's fused kernel for 16-bit numbers
+FEW_KEYS = 128  # with at most as many, the CPU's fused kernel is faster in float32 than in 16 bits
 Parts = tuple[torch.Tensor, ...]
 
 
@@ -203,7 +203,7 @@ def _fused(
     whether it computes chunks with hidden keys too."""
     if scores.softcap is not None or q.shape[-1] != v.shape[-1]:
         return None, False
-    if q.device.type == "cpu" and (k.shape[2] > FEW_KEYS or q.dtype == torch.float32):
+    if q.device.type == "cpu" and (k.shape[2] > FEW_KEYS or wide(q) == torch.float32):
         sees = scores.window is None or int(at.max()) < k.shape[2]  # each query sees a key, at least its own
         return (_cpu, _cpu_backward), sees
     halves = q.dtype in (torch.bfloat16, torch.float16)
@@ -216,7 +216,9 @@ def _cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hidden: torch.Tensor | None, scale: float
 ) -> Parts:
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return forward(q, k, v, 0.0, causal, attn_mask=_bias(hidden, q), scale=scale)  # type: ignore[no-any-return]
+    given = _in_float32_of_few(k, q, k, v)
+    out, total = forward(*given, 0.0, causal, attn_mask=_bias(hidden, given[0]), scale=scale)
+    return out.to(q.dtype), total
 
 
 def _cpu_backward(
@@ -231,7 +233,12 @@ def _cpu_backward(
     scale: float,
 ) -> Parts:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(gradient, q, k, v, out, total, 0.0, causal, attn_mask=_bias(hidden, q), scale=scale)  # type: ignore[no-any-return]
+    given = _in_float32_of_few(k, gradient, q, k, v, out)
+    return backward(*given, total, 0.0, causal, attn_mask=_bias(hidden, given[0]), scale=scale)  # type: ignore[no-any-return]
+
+
+def _in_float32_of_few(keys: torch.Tensor, *given: torch.Tensor) -> Parts:
+    return tuple(x.to(wide(x)) for x in given) if keys.shape[2] <= FEW_KEYS else given
 
 
 def _bias(hidden: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:

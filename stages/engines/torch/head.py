@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stages import device
-from stages.engines.torch.linear import linear
+from stages.engines.torch.layers import linear
 
 PIECE = 2**20  # weights that are held in float32 at once where the device has no matmul with float32 output: 4 MiB
 
@@ -27,7 +27,7 @@ def logit_scale(config: Any) -> tuple[float, float | None]:
 @torch.no_grad()
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Logits float32 [..., V] of ``hidden`` [..., d] by ``weight`` [V, d] and ``bias`` [V], without a gradient. In float32
-    they are those of :func:`~stages.engines.torch.linear.linear`, bit for bit."""
+    they are those of :func:`~stages.engines.torch.layers.linear`, bit for bit."""
     if weight.dtype == torch.float32:
         return linear(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])

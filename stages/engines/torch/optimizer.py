@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -50,6 +50,18 @@ def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[st
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     return state  # type: ignore[no-any-return]
+
+
+def bound_gradients(
+    parameters: Collection[nn.Parameter], limit: float | None, norm: torch.Tensor | None = None
+) -> float:
+    """Scale gradients of this 2-norm (default: their own) down to ``limit``; those within it cost no pass over memory.
+    Returns the norm before."""
+    if norm is None:
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if limit is not None and limit / (float(norm) + 1e-6) < 1:
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return float(norm)
 
 
 def master_weights(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stages.engines.torch.head import float32_logits
-from stages.engines.torch.linear import product
+from stages.engines.torch.layers import product
 
 LOGITS_BYTES = 256 * 2**20  # most that float32 logits may take at once
 PIECE_BYTES = {"cpu": 4 * 2**20}  # of logits that several operations in turn work on; a CPU's caches hold them

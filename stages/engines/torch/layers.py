@@ -1,0 +1,118 @@
+"""Layers of a model that is trained in float32 on a CPU, computed faster than its modules do it.
+
+Linear layers: torch multiplies matrices by MKL, which uses 256-bit instructions on processors of other makers than Intel;
+oneDNN asks the processor what it has. RMS norms: fewer passes over memory. Embeddings that are the output layer too: the
+gradient of the words that were fed, added to that of the output layer. On other devices, in other dtypes and for DTensors
+(tensor-parallel ranks) modules compute as before.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+
+@torch.no_grad()
+def use_fast_layers(model: Any, device: torch.device) -> None:
+    """Compute the linear layers of ``model`` by :func:`linear`, and by :func:`rms_norm` the modules that return the same.
+    ``device``: where it is trained."""
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if device.type == "cpu" and isinstance(words, nn.Embedding) and words.weight is head.weight:
+        words.sparse = True
+    for module in model.modules():
+        if "forward" in vars(module):  # replaced before
+            continue
+        if type(module) is nn.Linear:
+            module.forward = partial(_linear_of, module)  # type: ignore[method-assign]
+        elif _is_rms_norm(module):
+            module.forward = partial(_norm_of, module, module.forward)  # type: ignore[method-assign]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As torch's ``linear``, up to the order of sums."""
+    if not _in_float32_on_cpu(x, weight):
+        return nn.functional.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a`` [n, k] @ ``b`` [k, m], without a gradient. ``b`` may be a transposed view; such an ``a`` is copied."""
+    if not _in_float32_on_cpu(a, b):
+        return a @ b
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """``x`` [..., n] divided by the root of its mean square plus ``epsilon``, times ``weight`` [n]."""
+    return _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _linear_of(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    return linear(input, module.weight, module.bias)
+
+
+def _norm_of(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
+    known = _in_float32_on_cpu(x, module.weight)
+    return rms_norm(x, module.weight, module.variance_epsilon) if known else plain(x)
+
+
+def _is_rms_norm(module: Any) -> bool:
+    names = [name for name, _ in module.named_parameters()]
+    if names != ["weight"] or module.weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
+        return False
+    probe = torch.linspace(-2, 3, 3 * len(module.weight)).sin().view(3, -1)
+    if not _in_float32_on_cpu(probe, module.weight):
+        return False
+    return torch.allclose(module(probe), rms_norm(probe, module.weight, module.variance_epsilon), rtol=1e-5, atol=1e-6)
+
+
+def _in_float32_on_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether both are plain float32 tensors on a CPU that oneDNN computes on."""
+    plain = type(x) is torch.Tensor and type(weight) in (torch.Tensor, nn.Parameter)
+    wide = x.dtype == weight.dtype == torch.float32
+    return plain and wide and x.device.type == "cpu" and x.numel() > 0 and torch.backends.mkldnn.is_available()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        to_x = to_weight = to_bias = None
+        gradient = gradient.flatten(0, -2)
+        if ctx.needs_input_grad[0]:
+            to_x = product(gradient, weight).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            to_weight = product(gradient.t(), x.flatten(0, -2))
+        if ctx.needs_input_grad[2]:
+            to_bias = gradient.sum(0)
+        return to_x, to_weight, to_bias
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        unit = (x * scale).reshape(-1, x.shape[-1])
+        gradient = gradient.reshape(unit.shape)
+        products = gradient * unit
+        mean = (products @ weight).div_(x.shape[-1])[:, None]
+        to_x = (gradient * weight).addcmul_(unit, mean, value=-1).mul_(scale.reshape(-1, 1))
+        return to_x.view(x.shape), products.sum(0), None

@@ -1,0 +1,124 @@
+"""The layers of training against those of torch and transformers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from stages.engines.torch.layers import linear, product, rms_norm, use_fast_layers
+
+CPU = torch.device("cpu")
+
+
+class Decoder(nn.Module):
+    """``body`` between embeddings and an output layer with the same weight."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(11, 4), body, nn.Linear(4, 11, bias=False)
+        self.head.weight = self.words.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.words(ids)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("trained", [("x", "weight"), ("x",), ("weight",)])
+def test_linear_layers_and_their_gradients_are_those_of_float64(bias: bool, trained: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    x, layer, gradient = torch.randn(2, 37, 24), nn.Linear(24, 56, bias=bias), torch.randn(2, 37, 56)
+    layer.weight.requires_grad_("weight" in trained)
+    found, expected = [], []
+    for wide, into in ((copy.deepcopy(layer), found), (copy.deepcopy(layer).double(), expected)):
+        given = x.clone().to(wide.weight.dtype).requires_grad_("x" in trained)
+        if into is found:
+            use_fast_layers(Decoder(wide), CPU)
+        out = wide(given)
+        out.backward(gradient.to(out.dtype))
+        into += [out, given.grad, *(p.grad for p in wide.parameters())]
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.is_contiguous()
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_input_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(61, 80), torch.randn(96, 80)
+    assert torch.equal(linear(x, weight, None), linear(x.clone(), weight.clone(), None))
+    assert torch.equal(product(x.t(), x), product(x.clone().t(), x.clone()))
+    assert torch.equal(rms_norm(x, weight[0], 1e-5), rms_norm(x.clone(), weight[0].clone(), 1e-5))
+
+
+def test_other_dtypes_and_empty_inputs_are_left_to_torch() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 8), torch.randn(3, 8)
+    for one, other in ((x.double(), weight.double()), (x.bfloat16(), weight.bfloat16()), (x[:0], weight)):
+        assert torch.equal(linear(one, other, None), nn.functional.linear(one, other))
+
+
+def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    use_fast_layers(Decoder(model), CPU)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[1].weight.zero_()
+        other[1].bias.zero_()
+    assert other(torch.ones(1, 4)).abs().max() == 0 < model(torch.ones(1, 4)).abs().max()
+
+
+def test_rms_norms_and_their_gradients_are_those_of_float64() -> None:
+    torch.manual_seed(0)
+    x, gradient = 3 * torch.randn(2, 7, 5, 24), torch.randn(2, 7, 5, 24)
+    weight, wide = torch.randn(24).requires_grad_(), x.double().requires_grad_()
+    x.requires_grad_()
+    rms_norm(x, weight, 1e-3).backward(gradient)
+    exact = weight.detach().double().requires_grad_()
+    nn.functional.rms_norm(wide, (24,), exact, 1e-3).backward(gradient.double())
+    for found, expected in ((x.grad, wide.grad), (weight.grad, exact.grad)):
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_modules_are_replaced_where_they_compute_the_same() -> None:
+    torch.manual_seed(0)
+    norm, other = LlamaRMSNorm(12, eps=1e-2), GemmaRMSNorm(12)
+    for module in (norm, other):
+        nn.init.uniform_(module.weight, 0.5, 2.0)
+    model = nn.ModuleList([norm, other])
+    plain = copy.deepcopy(model)
+    use_fast_layers(Decoder(model), CPU)
+    assert ("forward" in vars(norm), "forward" in vars(other)) == (True, False)
+    x = torch.randn(3, 12)
+    for one, two in zip(model, plain, strict=True):
+        torch.testing.assert_close(one(x), two(x))
+    half = x.bfloat16()
+    assert torch.equal(norm(half), plain[0](half)), "another dtype is left to the module"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_of_embeddings_are_dense_and_those_of_float64(tied: bool) -> None:
+    torch.manual_seed(0)
+    model, ids = Decoder(nn.Linear(4, 4)), torch.tensor([[3, 3, 7, 0, 3, 7]])
+    if not tied:
+        model.head.weight = nn.Parameter(torch.randn(11, 4))
+    exact = copy.deepcopy(model).double()
+    use_fast_layers(model, CPU)
+    for _ in range(2):  # two micro-batches
+        model(ids).square().sum().backward()
+        exact(ids).square().sum().backward()
+    for found, expected in zip(model.parameters(), exact.parameters(), strict=True):
+        assert found.grad is not None
+        assert not found.grad.is_sparse
+        torch.testing.assert_close(found.grad, expected.grad.float(), rtol=1e-5, atol=1e-5)
