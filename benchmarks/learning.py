@@ -1,12 +1,14 @@
-"""Learning, asynchronous against synchronous: the same recipe under several staleness bounds and seeds.
+"""Learning, asynchronous against synchronous: recipes, as those of several algorithms, under staleness bounds and seeds.
 
     python benchmarks/learning.py tiny --staleness 0 1 2 --seeds 0 1 2 --json tiny.json --plot tiny.png
+    python benchmarks/learning.py tiny dapo ppo --staleness 1 --metric explained_variance --json algorithms.json
     python benchmarks/learning.py tiny --set train.steps=400 --set checkpoint.every=40 --ends 200 --staleness 0 2
 
 Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to the bit. The table gives
 the mean reward of the first and of the last steps (``--ends``, five), the lowest of these last steps, the held-out reward
 before and after, seconds of training (from the first to the last step), how many swaps were probed and how many refused, and
-the largest gap of a probe as a share of its limit. The plot shows every seed thin, and the mean of the seeds thick.
+the largest gap of a probe as a share of its limit; with ``--metric``, its highest mean of five steps. The plot
+shows reward against generated tokens and against seconds: every seed thin, the mean of the seeds thick.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import statistics
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,10 @@ class Trial:
     probed: int = 0
     refused: int = 0
     nearest: float = 0.0
+    recipe: str = ""
+    tokens: list[int] = field(default_factory=list)  # generated until each step
+    times: list[float] = field(default_factory=list)  # seconds since training began, of each step
+    metric: float | None = None
 
     def first(self, steps: int) -> float:
         return statistics.fmean(self.reward[:steps])
@@ -60,7 +67,9 @@ class Trial:
         return statistics.fmean(self.reward[-steps:])
 
 
-async def trial(path: Path, overrides: list[str], staleness: int, seed: int, folder: Path) -> Trial:
+async def trial(
+    path: Path, overrides: list[str], staleness: int, seed: int, folder: Path, metric: str | None = None
+) -> Trial:
     """Run the recipe once. Raises RuntimeError when the run does not finish."""
     recipe = load_recipe(path, [*overrides, f"pipeline.staleness={staleness}", f"seed={seed}"])
     run = Run.create(recipe, folder)
@@ -88,6 +97,7 @@ async def trial(path: Path, overrides: list[str], staleness: int, seed: int, fol
     if result.state != "finished":
         raise RuntimeError(f"seed {seed}, staleness {staleness}: {result.state}: {result.reason}")
     began = steps[0][0] - steps[0][1]["seconds"]
+    values = [step[metric] for _, step in steps if metric in step]
     return Trial(
         staleness,
         seed,
@@ -99,12 +109,27 @@ async def trial(path: Path, overrides: list[str], staleness: int, seed: int, fol
         len(shares),
         refused,
         max(shares, default=0.0),
+        path.stem,
+        [step["tokens_generated"] for _, step in steps],
+        [moment - began for moment, _ in steps],
+        max(statistics.fmean(of) for of in zip(*(values[i:] for i in range(SMOOTHED)), strict=False))
+        if values
+        else None,
     )
 
 
-def table(trials: list[Trial], name: str, ends: int) -> Table:
+def arms(trials: list[Trial]) -> dict[tuple[str, int], list[Trial]]:
+    """The seeds of each recipe and staleness bound."""
+    found: dict[tuple[str, int], list[Trial]] = {}
+    for one in trials:
+        found.setdefault((one.recipe, one.staleness), []).append(one)
+    return found
+
+
+def table(trials: list[Trial], name: str, ends: int, metric: str | None) -> Table:
     shown = Table(title=f"{name}: mean reward of the first and last {ends} steps")
     for column in (
+        "recipe",
         "η",
         "seed",
         "first",
@@ -116,13 +141,14 @@ def table(trials: list[Trial], name: str, ends: int) -> Table:
         "staleness max",
         "seconds",
         *("probed", "refused", "nearest"),
+        *([metric] if metric else []),
     ):
         shown.add_column(column, justify="right")
-    for staleness in sorted({t.staleness for t in trials}):
-        arm = [t for t in trials if t.staleness == staleness]
+    for (recipe, staleness), arm in arms(trials).items():
         for t in arm:
             before, after = (f"{t.held_out[at(t.held_out)]:.3f}" if t.held_out else "–" for at in (min, max))
             shown.add_row(
+                recipe,
                 str(staleness),
                 str(t.seed),
                 f"{t.first(ends):.3f}",
@@ -134,12 +160,13 @@ def table(trials: list[Trial], name: str, ends: int) -> Table:
                 f"{t.staleness_max:.0f}",
                 f"{t.seconds:.0f}",
                 *(str(t.probed), str(t.refused), f"{t.nearest:.0%}"),
+                *([f"{t.metric:.2f}" if t.metric is not None else "–"] if metric else []),
             )
         last = [t.last(ends) for t in arm]
         spread, gain = statistics.pstdev(last), statistics.fmean(last) - statistics.fmean(t.first(ends) for t in arm)
         lowest = min(min(t.reward[-ends:]) for t in arm)
         cells = ("mean", "", f"{statistics.fmean(last):.3f} ± {spread:.3f}", f"{lowest:.3f}", f"{gain:+.3f}")
-        shown.add_row(str(staleness), *cells, *[""] * 7, style="bold")
+        shown.add_row(recipe, str(staleness), *cells, style="bold")
         shown.add_section()
     return shown
 
@@ -150,22 +177,23 @@ def plot(trials: list[Trial], name: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for colour, staleness in zip(COLOURS, sorted({t.staleness for t in trials}), strict=False):
-        arm = [t for t in trials if t.staleness == staleness]
-        for t in arm:
-            axes.plot(range(1, len(t.reward) + 1), t.reward, color=colour, linewidth=0.6, alpha=0.45)
-        mean = [statistics.fmean(rewards) for rewards in zip(*(t.reward for t in arm), strict=True)]
-        smooth = [statistics.fmean(mean[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(mean))]
-        label = f"η = {staleness}" + (" (synchronous)" if staleness == 0 else "") + f", {len(arm)} seeds"
-        axes.plot(range(1, len(smooth) + 1), smooth, color=colour, linewidth=2.4, label=label)
-    axes.set(
-        title=f"{name}: reward while training (thick: mean of the seeds, over {SMOOTHED} steps)",
-        xlabel="optimizer step",
-    )
-    axes.set_ylabel("mean reward")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, loc="lower right")
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
+    several = len({t.recipe for t in trials}) > 1
+    colours = COLOURS if len(arms(trials)) <= len(COLOURS) else pyplot.get_cmap("tab20").colors
+    for axes, what in zip(panels, ("tokens", "times"), strict=True):
+        for colour, ((recipe, staleness), arm) in zip(colours, arms(trials).items(), strict=False):
+            for t in arm:
+                axes.plot(getattr(t, what), t.reward, color=colour, linewidth=0.6, alpha=0.45)
+            mean = [statistics.fmean(rewards) for rewards in zip(*(t.reward for t in arm), strict=True)]
+            at = [statistics.fmean(places) for places in zip(*(getattr(t, what) for t in arm), strict=True)]
+            smooth = [statistics.fmean(mean[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(mean))]
+            label = (f"{recipe}, " if several else "") + f"η = {staleness}, {len(arm)} seeds"
+            axes.plot(at, smooth, color=colour, linewidth=2.4, label=label)
+        axes.set_xlabel("generated tokens" if what == "tokens" else "seconds of training")
+        axes.grid(alpha=0.25)
+    figure.suptitle(f"{name}: reward while training (thick: mean of the seeds, over {SMOOTHED} steps)")
+    panels[0].set_ylabel("mean reward")
+    panels[1].legend(frameon=False, loc="lower right", fontsize=8)
     figure.savefig(path, dpi=130)
 
 
@@ -176,26 +204,26 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
             Trial(**{**one, "held_out": {int(v): r for v, r in one["held_out"].items()}})
             for one in json.loads(options.json.read_text())["trials"]
         ]
-    done = {(t.staleness, t.seed) for t in trials}
-    for staleness in options.staleness:
-        for seed in options.seeds:
-            if (staleness, seed) in done:
-                continue
-            with contextlib.ExitStack() as stack:
-                folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory())
-                path = options.recipe if options.recipe.exists() else Path("recipes") / f"{options.recipe}.toml"
-                out = Path(folder) / f"run-{staleness}-{seed}"
-                trials.append(await trial(path, options.set or [], staleness, seed, out))
-            options.json.write_text(json.dumps({"recipe": str(options.recipe), "trials": [asdict(t) for t in trials]}))
+    done = {(t.recipe, t.staleness, t.seed) for t in trials}
+    for recipe, staleness, seed in itertools.product(options.recipe, options.staleness, options.seeds):
+        if (recipe.stem, staleness, seed) in done:
+            continue
+        with contextlib.ExitStack() as stack:
+            folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory())
+            path = recipe if recipe.exists() and recipe.is_file() else Path("recipes") / f"{recipe}.toml"
+            out = Path(folder) / f"{recipe.stem}-{staleness}-{seed}"
+            trials.append(await trial(path, options.set or [], staleness, seed, out, options.metric))
+        options.json.write_text(json.dumps({"trials": [asdict(t) for t in trials]}))
     return trials
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("recipe", type=Path, help="a recipe's path, or its name in recipes/")
+    parser.add_argument("recipe", type=Path, nargs="+", help="a recipe's path, or its name in recipes/")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", metavar="KEY=VALUE")
+    parser.add_argument("--metric", help="of steps: its highest mean of five steps is shown too")
     parser.add_argument("--ends", type=int, default=5, help="number of first and of last steps to average")
     parser.add_argument("--json", type=Path, default=Path("learning.json"), help="written after each run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
@@ -204,9 +232,10 @@ def main() -> None:
     options = parser.parse_args()
     configure()
     trials = asyncio.run(measure(options))
-    Console(width=120).print(table(trials, options.recipe.stem, options.ends))
+    name = ", ".join(recipe.stem for recipe in options.recipe)
+    Console(width=140).print(table(trials, name, options.ends, options.metric))
     if options.plot:
-        plot(trials, options.recipe.stem, options.plot)
+        plot(trials, name, options.plot)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.locks import locked
+from stages.weight_files import WeightFiles, materialize, open_skeleton
 
 Tokenizer = PreTrainedTokenizerBase
 
@@ -61,10 +62,22 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
     """
     if source == "tiny":
         return tiny_model(seed, dtype).eval(), tiny_tokenizer()
-    folder = model_folder(source)
+    if (opened := model_skeleton(source, dtype=dtype)) is None:
+        return AutoModelForCausalLM.from_pretrained(
+            model_folder(source), dtype=dtype, local_files_only=True
+        ).eval(), load_tokenizer(source)
+    model, files = opened
+    materialize(model, torch.device("cpu"))
+    files.fill(model)
+    return model, load_tokenizer(source)
+
+
+def model_skeleton(source: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
+    """Returns the model ``source`` without weights, and the files that they can be read from one at a time. Returns None for
+    one that :func:`load_model` alone can make: ``tiny``, and what :func:`stages.weight_files.open_skeleton` does not open.
+    Raises :class:`ModelNotFound`."""
     transformers.utils.logging.disable_progress_bar()  # it would break the run's own display
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return model.eval(), load_tokenizer(source)
+    return None if source == "tiny" else open_skeleton(model_folder(source), dtype)
 
 
 def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:

@@ -95,7 +95,9 @@ class Recipe(Section):
         """Return the same recipe with absolute paths, so that it can be used from any folder."""
         return self.model_copy(
             update={
-                "model": self.model.model_copy(update={"source": _absolute(self.model.source)}),
+                "model": self.model.model_copy(
+                    update={name: _absolute(getattr(self.model, name)) for name in ("source", "reference")}
+                ),
                 "prompts": self.prompts.model_copy(
                     update={
                         **{name: _absolute(getattr(self.prompts, name)) for name in ("path", "chat_template")},

@@ -60,6 +60,12 @@ class ModelSection(Section):
         examples=["smollm2", "models/my-model"],
     )
     dtype: Literal["float32", "bfloat16"] = key("float32", "Number format of the weights. See also `train.precision`.")
+    reference: str | None = key(
+        None,
+        "Checkpoint of the frozen model that gives `ref_logprobs`, for example a teacher; its tokenizer is the model's. "
+        "Default: the model as the run begins.",
+        min_length=1,
+    )
 
 
 class VllmSection(Section):

@@ -25,7 +25,15 @@ from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
 from stages.external_checks import Terms
-from stages.models import Tokenizer, load_config, load_model, load_tokenizer, model_folder, weight_shapes
+from stages.models import (
+    Tokenizer,
+    load_config,
+    load_model,
+    load_tokenizer,
+    model_folder,
+    model_skeleton,
+    weight_shapes,
+)
 from stages.prompts.templates import read_chat_template
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
@@ -228,35 +236,40 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
 
 
 def reference_engine(recipe: Recipe) -> TrainEngine:
-    """Make the frozen reference: the policy that the run begins with, on one rank, in ``model.dtype``."""
+    """Make the frozen reference: ``model.reference``, or the policy that the run begins with, on one rank, in
+    ``model.dtype``."""
     return _torch_reference(recipe) if recipe.train.engine == "torch" else train_engine(recipe)
 
 
 def _torch_reference(recipe: Recipe) -> TrainEngine:
     from stages.engines.torch.train import TorchTrainEngine
 
-    model, _ = _model(recipe)
+    teacher = recipe.model.reference
+    model, _ = _model(recipe, Path(teacher) if teacher else None)
     return TorchTrainEngine(model, **_train_options(recipe))
 
 
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
-    model, _ = _model(recipe, dtype=recipe.trained_dtype)
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
     options["value_head"] = "value head" in algorithm.scores.values()
     if ranks is None:
         from stages.engines.torch.train import TorchTrainEngine
 
-        return TorchTrainEngine(model, **options)
+        return TorchTrainEngine(_model(recipe, dtype=recipe.trained_dtype)[0], **options)
     from torch.distributed import FileStore, HashStore
 
     from stages.engines.torch.sharded import ShardedTrainEngine
 
     if meeting is not None:  # torch would let all users read it
         os.close(os.open(meeting, os.O_CREAT | os.O_WRONLY, 0o600))
+    with _LOADING:
+        opened = model_skeleton(recipe.model.source, dtype=getattr(torch, recipe.trained_dtype))
+    model, weights = opened or (_model(recipe, dtype=recipe.trained_dtype)[0], None)
     return ShardedTrainEngine(
         model,
         ranks,
+        weights=weights,
         store=FileStore(str(meeting), ranks.world) if meeting else HashStore(),
         timeout=recipe.launch.collective_timeout,
         **options,

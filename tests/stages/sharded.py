@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from benchmarks.families import model_of as family_model
 from orchestration.run import checkpoint
@@ -18,10 +27,12 @@ from stages.engines.torch import sharded as torch_sharded
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.sharded import ShardedTrainEngine, _whole, placement
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import load_model
+from stages.models import model_skeleton
 from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
+from stages.weight_files import WeightFiles
+from tests.allocations import Allocations
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 
 SIZES: dict[str, Any] = {
@@ -38,11 +49,15 @@ OPTIONS: dict[str, Any] = {"learning_rate": 1e-2, "total_steps": 10, "token_budg
 def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """``llama``: tied embeddings. ``biased``: a head of its own, and biases everywhere. ``qwen3``: norms of queries and
     keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides. ``moe``: a buffer
-    that decides on experts, and experts that checkpoints have one by one."""
+    that decides on experts, and experts that checkpoints have one by one. ``gathered``: norms over all heads. ``fused``:
+    several matrices in one."""
     torch.manual_seed(seed)
     model: PreTrainedModel
     if kind == "moe":
         return family_model("DeepSeek-V3", seed=seed, dtype=dtype)
+    if kind in ("gathered", "fused"):
+        family = {"gathered": "OLMo 2", "fused": "Phi-3"}[kind]
+        return family_model(family, seed=seed, dtype=dtype, vocab_size=VOCABULARY)
     if kind == "qwen3":
         config = Qwen3Config(**SIZES, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
         model = Qwen3ForCausalLM(config)
@@ -179,8 +194,67 @@ def written(ranks: Ranks, kind: str, folder: str, file_bytes: int) -> None:
 
 def opened(ranks: Ranks, folder: str) -> dict[str, Any]:
     """The weights of an engine whose model was read from ``folder``."""
-    model, _ = load_model(folder, dtype=torch.float32, seed=0)
-    return _plain(weights_of(ShardedTrainEngine(model, ranks, **OPTIONS)))
+    return _plain(weights_of(sharded_by_files(ranks, folder, torch.float32)))
+
+
+def sharded_by_files(ranks: Ranks, folder: str, dtype: torch.dtype, **options: Any) -> ShardedTrainEngine:
+    """An engine that reads its shards of the checkpoint itself."""
+    skeleton = model_skeleton(folder, dtype=dtype)
+    assert skeleton is not None
+    model, files = skeleton
+    return ShardedTrainEngine(model, ranks, weights=files, **{**OPTIONS, **options})
+
+
+def differing(ranks: Ranks, folders: dict[str, str], dtype: torch.dtype) -> list[str]:
+    """The tensors that ranks with shards of each checkpoint have otherwise than ``from_pretrained`` reads them."""
+    found = []
+    for family, folder in folders.items():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        engine = sharded_by_files(ranks, folder, dtype)
+        for (name, wanted), (other, shard) in zip(
+            [*expected.named_parameters(), *expected.named_buffers()],
+            [*engine.model.named_parameters(), *engine.model.named_buffers()],
+            strict=True,
+        ):
+            value = _whole(shard.detach())
+            if name != other or value.dtype != wanted.dtype or not torch.equal(value, wanted):
+                found.append(f"{family}: {name}")
+    return found
+
+
+class CountingFiles(WeightFiles):
+    """Counts the bytes of the tensors of files that are mapped at one time."""
+
+    def __init__(self, files: WeightFiles) -> None:
+        self.__dict__.update(files.__dict__)
+        self._mapped: list[tuple[StorageWeakRef, int]] = []
+        self.most = 0
+
+    def _tensor(self, *arguments: Any) -> torch.Tensor:
+        value = super()._tensor(*arguments)
+        self._mapped = [(one, size) for one, size in self._mapped if not one.expired()]
+        self._mapped.append((StorageWeakRef(value.untyped_storage()), value.untyped_storage().nbytes()))
+        self.most = max(self.most, sum(size for _, size in self._mapped))
+        return value
+
+
+def bytes_at_loading(ranks: Ranks, folder: str, dtype: torch.dtype) -> tuple[int, int]:
+    """The most bytes that this rank holds at one time until its weights are read, of mapped files and of torch's CPU
+    allocator, and the bytes of its shard."""
+    memory = Allocations()
+    skeleton = model_skeleton(folder, dtype=dtype)
+    assert skeleton is not None
+    model, files = skeleton
+    counting = CountingFiles(files)
+    torch_sharded.take_over = lambda engine: memory.stop()
+    engine = ShardedTrainEngine(model, ranks, weights=counting, **OPTIONS)
+    mapping = (
+        (Path(folder) / "model.safetensors").stat().st_size
+    )  # counted by tensor: pages that nobody reads take no memory
+    sizes = [size for size in memory.sizes() if abs(size) != mapping]
+    shard = sum(p.to_local().untyped_storage().nbytes() for p in engine._sharded.values())
+    assert sum(sizes) >= shard, "the profiler has seen what the shard takes"
+    return max(itertools.accumulate(sizes)) + counting.most, shard
 
 
 def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:

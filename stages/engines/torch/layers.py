@@ -24,6 +24,8 @@ def use_fast_layers(model: Any, device: torch.device) -> None:
     if device.type == "cpu" and isinstance(words, nn.Embedding) and words.weight is head.weight:
         words.sparse = True
     for module in model.modules():
+        if "forward" in vars(module):  # replaced before
+            continue
         if type(module) is nn.Linear:
             module.forward = partial(_linear_of, module)  # type: ignore[method-assign]
         elif _is_rms_norm(module):

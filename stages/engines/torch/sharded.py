@@ -22,8 +22,9 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,23 @@ from stages import device as devices
 from stages.engines.plans import Ranks
 from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
-from stages.engines.torch.train import TorchTrainEngine
+from stages.engines.torch.train import Result, TorchTrainEngine, take_over
 from stages.models import checkpoint_tensors
-from stages.resharding.layout import Layout, ModelState, Placement, place
+from stages.resharding.layout import Layout, LayoutError, ModelState, Placement, place
+from stages.weight_files import WeightFiles, materialize
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
 NAMES_BYTES = 8192  # of the metrics that one rank reports, as JSON
 FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
 
 # transformers' names of what happens to a module's weights over the tensor-parallel ranks.
-STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # Between these two each rank computes the same: norms over all heads, or parts of a fused matrix.
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+}
 SUMMED = "replicated_with_grad_allreduce"  # each rank has the whole weight, and sees the heads that it holds
 
 
@@ -97,10 +105,11 @@ class ShardedTrainEngine(TorchTrainEngine):
     """A :class:`TorchTrainEngine` with a model sharded over ``ranks``. With ``store`` it joins the other ranks
     (:func:`join`) and leaves at :meth:`close`; without, torch.distributed is initialised already.
 
-    Every rank passes the same whole ``model`` (on the CPU), and to :meth:`train_batch` and :meth:`logprobs` the rows of its
-    replica's share: at least one, disjoint from those of other replicas. Results equal those of one process with all rows,
-    up to the order of sums; metrics are the same on all ranks. With ``compute``, FSDP2 makes the copies in which a rank
-    computes as it gathers a layer; a rank holds shards of the master weights alone.
+    Every rank passes the same whole ``model`` (on the CPU), or with ``weights`` a skeleton of it, of which it reads its own
+    shard alone (:mod:`stages.weight_files`). To :meth:`train_batch` and :meth:`logprobs` it passes the rows of its replica's
+    share: at least one, disjoint from those of other replicas. Results equal those of one process with all rows, up to the
+    order of sums; metrics are the same on all ranks. With ``compute``, FSDP2 makes the copies in which a rank computes as it
+    gathers a layer; a rank holds shards of the master weights alone.
 
     Raises ValueError for a tensor-parallel plan that this engine does not support.
     """
@@ -110,12 +119,13 @@ class ShardedTrainEngine(TorchTrainEngine):
         model: PreTrainedModel,
         ranks: Ranks,
         *,
+        weights: WeightFiles | None = None,
         store: dist.Store | None = None,
         timeout: float = 300.0,
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self._weights = ranks, weights
         self._kind = type(model).__name__  # FSDP makes it another class
         self._joined, self._secret = store is not None, b""
         device = devices.of_rank(torch.device(device) if device is not None else devices.select(), ranks.rank)
@@ -125,7 +135,6 @@ class ShardedTrainEngine(TorchTrainEngine):
         super().__init__(model, device=device, **options)
 
     def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
-        self._take_over(torch.device("cpu"))  # before the model is cut
         ranks, kind = self.ranks, self.device.type
         self._mesh = init_device_mesh(kind, (ranks.dp, ranks.tp), mesh_dim_names=("dp", "tp"))
         everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("all",))
@@ -141,12 +150,20 @@ class ShardedTrainEngine(TorchTrainEngine):
             _shard(layer, self._mesh["dp"], policy, 1.0)
         # The model's own parameters have the same gradient on all tp ranks of a replica.
         _shard(self.model, everyone, policy, float(ranks.tp))
-        self.model.forward = super()._compute  # FSDP gathers the model's own parameters around its forward
+        if self._weights is not None:
+            materialize(self.model, self.device)
+            self._weights.fill(self.model)
+        self.model.forward = lambda compute, *arguments: compute(*arguments)  # FSDP gathers parameters around forward
+        take_over(self)
+        self.model.reshard()  # type: ignore[operator]
         self._sharded: dict[str, DTensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[misc]
         return {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
 
+    def _run(self, compute: Callable[..., Result], *arguments: Any) -> Result:
+        return self.model(compute, *arguments)  # type: ignore[no-any-return]
+
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.model(packed)  # type: ignore[no-any-return]
+        return self._run(super()._compute, packed)
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         if not passes:
@@ -260,7 +277,14 @@ class ShardedTrainEngine(TorchTrainEngine):
 
 def placement(model: ModelState, ranks: Ranks) -> Placement:
     """Returns what each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers are split over tp and then over dp,
-    the other parameters over all ranks."""
+    the other parameters over all ranks. Raises :class:`LayoutError` for tensor parallelism of a layer's fused matrices."""
+    fused = next(
+        (t.name for t in model.tensors if len(t.parts) > 1 and model.by_name[t.parts[0]].layer is not None), ""
+    )
+    if ranks.tp > 1 and fused:  # the engine cuts the fused rows, which is not a cut of each part
+        raise LayoutError(
+            f"tp: {fused} is several matrices in one, which tensor-parallel ranks cannot hand to other layouts"
+        )
     layers, rest = place(model, Layout(dp_shard=ranks.dp, tp=ranks.tp)), place(model, Layout(dp_shard=ranks.world))
     within = {t.name for t in model.tensors if model.by_name[t.parts[0]].layer is not None}
     return Placement(

@@ -130,6 +130,7 @@ class TorchTrainEngine:
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
         _prepare(model, activation_checkpointing)
         self._dtype = model.dtype  # of the arithmetic
+        self._plain_forward = model.forward
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
         self._value_head = value_head_of(model, self.device) if value_head else {}
         self._trained = {**self._place(compute or model.dtype), **self._value_head}
@@ -151,12 +152,16 @@ class TorchTrainEngine:
     def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
         """Move the model to its device, to compute in ``compute``. Returns the parameters for the optimizer, by name."""
         nn.Module.to(self.model, self.device)
-        self._take_over(self.device)
+        take_over(self)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if compute == self._dtype:
             return trained
         self._dtype, self._copies = compute, trained
         return master_weights(self.model, trained, compute)
+
+    def _run(self, compute: Callable[..., Result], *arguments: Any) -> Result:
+        """Call ``compute`` while the model's own parameters, which belong to no layer, are whole."""
+        return compute(*arguments)
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         """Tokens, rows and groups of the whole mini-batch, and the passes through the model that each rank makes."""
@@ -361,22 +366,6 @@ class TorchTrainEngine:
         out = decoder(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
         return out.last_hidden_state[0].index_select(0, packed.places)
 
-    @torch.no_grad()
-    def _take_over(self, device: torch.device) -> None:
-        """Replace the model's attention, and compare its logits with those of the plain forward. The whole model is on
-        ``device``."""
-        prompt, rows, expected = _plain_logits(self.model, device)
-        replace_attention(self.model, ATTENTION, shared_prompt_attention, self._feeding)
-        use_fast_layers(self.model, self.device)
-        packed = pack([prompt], [rows], device)
-        head = self.model.get_output_embeddings()
-
-        def logits() -> torch.Tensor:
-            hidden = self._hidden(packed)[packed.source]
-            return scaled_logits(hidden, head.weight, head.bias, self._divisor, self._softcap)
-
-        check_logits(self.model, "a packed batch", logits, expected)
-
 
 def _packed(
     groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor], device: torch.device
@@ -392,14 +381,21 @@ def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
             raise ValueError(f"state: {part} differs from the model's in {sorted(other)[:4]}; was it saved of another?")
 
 
-def _plain_logits(
-    model: PreTrainedModel, device: torch.device
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Returns a prompt [P], two responses to it, and the float32 [T, V] logits of their tokens by the plain forward."""
-    probe = torch.arange(PROBE) * 7919 % model.config.get_text_config().vocab_size
-    prompt, rows = probe[:8], [probe[8:], probe[8:15]]
-    plain = model(input_ids=probe[None].to(device), use_cache=False).logits[0, 7:-1].float()
-    return prompt, rows, torch.cat([plain[: len(row)] for row in rows])
+@torch.no_grad()
+def take_over(engine: TorchTrainEngine) -> None:
+    """Replace the attention of ``engine``'s model, and compare logits of two responses with the plain forward's."""
+    probe = torch.arange(PROBE) * 7919 % engine.model.config.get_text_config().vocab_size
+    plain = engine._run(lambda: engine._plain_forward(input_ids=probe[None].to(engine.device), use_cache=False).logits)
+    expected = torch.cat([plain[0, 7:-1], plain[0, 7:14]]).float()
+    replace_attention(engine.model, ATTENTION, shared_prompt_attention, engine._feeding)
+    use_fast_layers(engine.model, engine.device)
+    packed = pack([probe[:8]], [[probe[8:], probe[8:15]]], engine.device)
+
+    def logits() -> torch.Tensor:
+        hidden, head = engine._hidden(packed)[packed.source], engine.model.get_output_embeddings()
+        return scaled_logits(hidden, head.weight, head.bias, engine._divisor, engine._softcap)
+
+    check_logits(engine.model, "a packed batch", lambda: engine._run(logits), expected, engine._dtype)
 
 
 def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:

@@ -260,7 +260,7 @@ class TorchDecoder:
             wanted = torch.cat(
                 [expected[PREFILLED - 1 : PREFILLED], expected[PREFILLED:tokens].repeat_interleave(2, 0)]
             )
-            check_logits(self.model, "two-part attention", lambda: self._probed(probe[:tokens]), wanted)
+            check_logits(self.model, "two-part attention", lambda: self._probed(probe[:tokens]), wanted, self.dtype)
 
         self._llama: LlamaForward | None = None
         quick = is_llama(self.model)
@@ -271,6 +271,8 @@ class TorchDecoder:
             try:
                 check()
             except ValueError:
+                for linear in self._llama.linears() if self.weights.packed else ():
+                    linear.unpack()
                 self._llama = None
                 if not self.weights.packed:
                     with torch.inference_mode(False):

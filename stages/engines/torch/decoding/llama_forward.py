@@ -36,13 +36,23 @@ class Place:
 
 class PackedLinear(nn.Module):
     """Linear layers with the same input, joined to one weight in oneDNN's blocked layout (CPU only). ``dtype`` (None: the
-    layers'): of the weight, the input and the output."""
+    layers'): of the weight, the input and the output. The layers' own weights are freed, unless ``shared`` by others."""
 
-    def __init__(self, *layers: nn.Linear, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, *layers: nn.Linear, dtype: torch.dtype | None = None, shared: bool = False) -> None:
         super().__init__()
+        self._shared = shared
         self.layers, self.dtype = layers, dtype or layers[0].weight.dtype
         self.packed = self.pack([layer.weight.detach() for layer in layers])
         self.bias = self.join([layer.bias.detach() for layer in layers]) if layers[0].bias is not None else None
+
+        for layer in () if shared else layers:
+            layer.weight.data = layer.weight.data.new_empty(0)
+
+    def unpack(self) -> None:
+        """Give the layers their weights back."""
+        parts = self.packed.to_dense().split([layer.out_features for layer in self.layers])
+        for layer, part in () if self._shared else zip(self.layers, parts, strict=True):
+            layer.weight.data = part.to(layer.weight.dtype)
 
     def forward(self, hidden: torch.Tensor, after: str = "none") -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, after, [], "")
@@ -120,7 +130,8 @@ class LlamaForward:
         self.embedding, self.norm = model.model.embed_tokens, model.model.norm
         self.layers = [_Layer(layer, packed) for layer in model.model.layers]
         # Logits are float32 in any dtype: by a float32 copy of the head, or by the module, which the decoder has changed.
-        self.head: Any = PackedLinear(model.lm_head, dtype=torch.float32) if packed else model.lm_head
+        tied = model.lm_head.weight is self.embedding.weight
+        self.head: Any = PackedLinear(model.lm_head, dtype=torch.float32, shared=tied) if packed else model.lm_head
         self.head_dtype = torch.float32 if packed else model.lm_head.weight.dtype
         rotary = model.model.rotary_emb
         self.frequencies = torch.cat([rotary.inv_freq, rotary.inv_freq]).float()

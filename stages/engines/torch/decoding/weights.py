@@ -9,6 +9,7 @@ new ones are copied in place, where recorded steps read them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from stages.engines.checks import check_weights, layout_of
 from stages.engines.torch.decoding.llama_forward import LlamaForward, PackedLinear, own_places
+from stages.resharding.swap import separate
 
 WeightSet = list[tuple[Any, str, torch.Tensor]]  # holder, attribute, its new tensor
 
@@ -39,13 +41,8 @@ class DecoderWeights:
         layers = [layer for linear in linears for layer in linear.layers]
         own = own_places([module for module in self.model.modules() if module not in layers], self._names)
         self._places = [place for linear in linears for place in linear.places(self._names)] + own
-        kept = {name for place in own for name in place.names}
-        for place in own if self.packed else ():  # the file that they were mapped from would stay in memory with them
-            parameter = getattr(place.holder, place.attribute)
-            parameter.data = parameter.data.clone()
-        for layer in layers:
-            if self._names[id(layer.weight)] not in kept:
-                layer.weight.data = layer.weight.data.new_empty(0)  # the packed copy is the weight now
+        if self.packed:  # the file that they were mapped from would stay in memory with them
+            separate(getattr(place.holder, place.attribute) for place in own)
 
     def check(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Raise ``WeightMismatch`` unless ``weights`` are the model's parameters in name, shape and dtype."""
@@ -94,10 +91,11 @@ class DecoderWeights:
     def _pack_modules(self) -> list[PackedLinear]:
         """Replace the model's linear layers."""
         head = None if self.model.dtype == torch.float32 else self.model.get_output_embeddings()
+        uses = Counter(id(parameter) for _, parameter in self.model.named_parameters(remove_duplicate=False))
         packed = []
         for name, module in list(self.model.named_modules()):
             if type(module) is nn.Linear and module is not head:
-                packed.append(PackedLinear(module))
+                packed.append(PackedLinear(module, shared=uses[id(module.weight)] > 1))
                 parent, _, attribute = name.rpartition(".")
                 setattr(self.model.get_submodule(parent), attribute, packed[-1])
         return packed

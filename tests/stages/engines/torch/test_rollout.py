@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import subprocess
 import sys
 import threading
@@ -31,8 +32,10 @@ from transformers import (
 from stages.engines.protocols import Completion, EngineClosed, GroupRequest, SamplingParams
 from stages.engines.torch import rollout as torch_rollout
 from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.decoding.llama_forward import PackedLinear
 from stages.engines.torch.decoding.sampling import draw, invert, keep_from, uniform
 from stages.engines.torch.rollout import TorchRolloutEngine
+from tests.allocations import Allocations
 
 VOCABULARY = 97
 DEADLINE = 60.0
@@ -547,3 +550,26 @@ def test_one_thread_alone_computes_in_parallel() -> None:
     """The engine's own thread, later with a helper for the second core; the thread that made the engine has none."""
     output = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, check=True, timeout=120)
     assert output.stdout.split() == ["1", "2"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_packed_one_after_another(tied: bool) -> None:
+    """No second set of them is held at any time."""
+    torch.manual_seed(0)
+    sizes = {**SHAPE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+    memory = Allocations()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied)).eval()
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    TorchDecoder(model, torch.device("cpu"), packed=True)
+    memory.stop()
+    assert whole < max(itertools.accumulate(memory.sizes())) < 1.25 * whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_are_given_back_bit_for_bit(dtype: torch.dtype) -> None:
+    layers = [torch.nn.Linear(48, out, bias=False, dtype=dtype) for out in (32, 7)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    linear = PackedLinear(*layers, dtype=torch.float32)
+    assert all(not layer.weight.numel() for layer in layers)
+    linear.unpack()
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, before, strict=True))

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from orchestration.run.checkpoint import Checkpoint, Writer
 from stages.engines.plans import GroupShape, Ranks, deal
-from stages.engines.torch.sharded import cuts
+from stages.engines.torch.sharded import cuts, placement
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
+from stages.resharding.layout import LayoutError, model_state
 from tests.batches import make_batch
 from tests.ranks import on_ranks
 from tests.stages.sharded import (
@@ -92,7 +93,7 @@ def assert_step(found: list[dict[str, Any]], expected: dict[str, Any], shares: l
 
 
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS)
-@pytest.mark.parametrize("kind", ["llama", "biased", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "biased", "qwen3", "gathered", "fused"])
 def test_loss_and_every_gradient_are_those_of_one_process(kind: str, dp: int, tp: int) -> None:
     found = together(dp, tp, kind)
     assert_step(found, alone(kind, grad_clip=None), positions(dp), tp)
@@ -346,14 +347,27 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, 
         cuts(model, tp)
 
 
+def test_a_fused_matrix_is_not_handed_from_tensor_parallel_ranks_to_other_layouts() -> None:
+    state = model_state(model_of("fused").config)
+    with pytest.raises(LayoutError, match=r"layers\.0\.self_attn\.qkv_proj\.weight is several matrices in one"):
+        placement(state, Ranks(0, 1, 2))
+    assert placement(state, Ranks(0, 2, 1)).world == 2
+    assert placement(model_state(model_of("gathered").config), Ranks(0, 1, 2)).world == 2
+
+
 @pytest.mark.parametrize(
     ("dp", "tp", "kind", "compute"),
-    [(2, 2, "qwen3", "float32"), (1, 2, "biased", "float32"), (3, 1, "llama", "bfloat16")],
+    [
+        (2, 2, "qwen3", "float32"),
+        (1, 2, "biased", "float32"),
+        (1, 2, "gathered", "float32"),
+        (3, 1, "llama", "bfloat16"),
+    ],
 )
 def test_a_rollout_engine_on_the_same_devices_gets_the_weights_bit_for_bit(
     dp: int, tp: int, kind: str, compute: str
 ) -> None:
     result = on_ranks(dp, tp, taking_turns, kind, compute)
     assert result == [result[0]] * (dp * tp)
-    assert "model.layers.0.self_attn.qkv_proj.weight" in result[0]
+    assert ("model.layers.0.self_attn.qkv_proj.weight" in result[0]) == (kind != "gathered"), "vLLM's names where fused"
     assert ("model.layers.1.mlp.gate_up_proj.bias" in result[0]) == (kind == "biased")

@@ -1,0 +1,47 @@
+"""On-policy distillation (GKD, arXiv 2306.13649, with reverse KL): a teacher judges each token of a student's response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from stages.algorithms.interface import LossOutput, TokenBatch
+from stages.algorithms.policy_gradient.base import PolicyGradient
+from stages.flow.declarations import Columns, RunsOn
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Distillation(PolicyGradient):
+    """Policy gradient on the reverse KL to the teacher ``model.reference``. A token's advantage is the teacher's logprob of
+    it minus that of the policy that generated it: each token has one, in the states that the student really reaches. No
+    reward is needed; ``reward.functions`` score evaluations."""
+
+    name: ClassVar[str] = "distillation"
+
+    @property
+    def scores(self) -> Mapping[str, RunsOn]:
+        return {**super().scores, "ref_logprobs": "frozen model"}
+
+    @property
+    def credit_reads(self) -> Columns:
+        return {"ref_logprobs": "float32 ragged", "rollout_logprobs": "float32 ragged"}
+
+    @property
+    def credit_makes(self) -> Columns:
+        return {"advantage": "float32 ragged finite"}
+
+    @property
+    def loss_reads(self) -> Columns:
+        return {**super().loss_reads, **self.credit_makes}
+
+    def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        teacher, student = group["ref_logprobs"], group["rollout_logprobs"]
+        return {"advantage": [t - s for t, s in zip(teacher, student, strict=True)]}
+
+    def loss(self, tokens: TokenBatch) -> LossOutput:
+        """Adds the metric ``reverse_kl``, the mean of student minus teacher over the generated tokens (nats)."""
+        output = super().loss(tokens)
+        reverse_kl: torch.Tensor = -tokens["advantage"].sum() / tokens.total_tokens
+        return LossOutput(output.loss, {**output.metrics, "reverse_kl": reverse_kl})

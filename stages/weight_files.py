@@ -1,0 +1,197 @@
+"""The safetensors files of a Hugging Face checkpoint, read tensor by tensor into a model that has no weights yet.
+
+    config.json, headers of the files ─▶ open_skeleton: parameters on the device ``meta``, buffers computed
+    (the model may be sharded now)    ─▶ materialize: memory for what this process holds of it
+    the files, one tensor at a time   ─▶ WeightFiles.fill: copies this process's part of the tensor
+
+So a process holds no more than its part of the model and one tensor. A file is mapped for one tensor at a time: the pages
+of a mapping count as the process's memory once they are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+
+class WeightFiles:
+    """The weights of a checkpoint under the parameter names of ``model``. ``files``: the file of each tensor, by its name
+    in the checkpoint."""
+
+    def __init__(self, files: Mapping[str, Path], model: PreTrainedModel) -> None:
+        self._files = files
+        transforms = get_model_conversion_mapping(model)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        known: Any = model.state_dict()
+        self._plain: dict[str, str] = {}  # the tensor's name in the checkpoint, by parameter
+        # Parameters that are made of several tensors, or otherwise than they are stored, by the first one that is made.
+        self._converted: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
+        for key in sorted(files, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+            if name not in known and key in known:
+                name, pattern = key, None
+            if name in known and pattern is None:
+                self._plain[name] = key
+            elif name in known and pattern is not None:
+                _, sources = self._converted.setdefault(name, (by_pattern[pattern], {}))
+                sources.setdefault(pattern, []).append(key)
+
+    @torch.no_grad()
+    def fill(self, model: PreTrainedModel) -> None:
+        """Read the weights into the parameters and saved buffers of ``model``: of a DTensor, the part of this rank. No
+        collective calls are made."""
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        for name, key in self._plain.items():
+            for local, begins in _parts(tensors[name]):
+                local.copy_(self._tensor(key, begins, local.shape))
+        for name, (converter, sources) in self._converted.items():
+            for first, keys in _pieces(converter, sources):
+                if first is not None and not any(_holds(tensors[name], first)):
+                    continue
+                one = deepcopy(converter)
+                for pattern, key in keys:
+                    one.add_tensor(name, key, pattern, self._tensor(key))  # type: ignore[arg-type]
+                for made, value in one.convert(name, model=model, config=model.config).items():
+                    _copy(tensors[made], value[0] if isinstance(value, list) else value, first or 0)
+
+    def _tensor(self, key: str, begins: Sequence[int] = (), shape: Sequence[int] = ()) -> torch.Tensor:
+        """Map the tensor ``key`` or, given ``shape``, its part that begins at ``begins``."""
+        with safe_open(self._files[key], framework="pt") as file:
+            if not shape:
+                return file.get_tensor(key)  # type: ignore[no-any-return]
+            box = tuple(slice(begin, begin + size) for begin, size in zip(begins, shape, strict=True))
+            return file.get_slice(key)[box]  # type: ignore[no-any-return]
+
+
+def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
+    """Returns the model in ``folder`` as ``from_pretrained`` makes it, in eval mode, but with its parameters and saved
+    buffers on the device ``meta``, and the files to read them from. Returns None for a checkpoint that is not read this way:
+    without safetensors, quantised, or not exactly with the weights of its config."""
+    files = _files(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if not files or getattr(config, "quantization_config", None) is not None:
+        return None
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    stored = {key: _Stored(shape) for key, shape in _shapes(files)}
+    # transformers converts and renames what it is given; on the device meta that takes no memory.
+    model, found = kind.from_pretrained(None, config=config, state_dict=stored, dtype=dtype, output_loading_info=True)
+    saved = model.state_dict(keep_vars=True)
+    tied_apart = any(saved[a] is not saved[b] for a, b in getattr(model, "all_tied_weights_keys", {}).items())
+    if found["missing_keys"] or found["mismatched_keys"] or found.get("conversion_errors") or tied_apart:
+        return None
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval(), WeightFiles(files, model)
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give the tensors of ``model`` on the device ``meta`` memory on ``device``, without values. Tied ones stay tied."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        return
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for group in (module._parameters, module._buffers):
+            for name, tensor in group.items():
+                if tensor is not None and tensor.is_meta:
+                    value = torch.empty_like(tensor, device=device)
+                    if isinstance(tensor, nn.Parameter):
+                        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                    group[name] = made.setdefault(id(tensor), value)
+
+
+class _Stored:
+    """Stands for a tensor of a file where transformers converts a checkpoint: it becomes a tensor on the device meta."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = torch.Size(shape)
+
+    def __getitem__(self, whole: Any) -> _Stored:
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=dtype, device="meta")
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Returns the safetensors file of each tensor, by the tensor's name; empty where there are none."""
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text())
+        return {key: folder / file for key, file in index["weight_map"].items()}
+    if not (folder / WEIGHTS).is_file():
+        return {}
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / WEIGHTS)
+
+
+def _shapes(files: Mapping[str, Path]) -> Iterator[tuple[str, list[int]]]:
+    for path in dict.fromkeys(files.values()):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                if files.get(key) == path:
+                    yield key, file.get_slice(key).get_shape()
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
+    """What this process holds of ``tensor``: local tensors, and where each begins in the whole."""
+    if not isinstance(tensor, DTensor):
+        yield tensor, [0] * tensor.ndim
+        return
+    local = tensor.to_local()
+    _, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if local.numel():
+        yield local, begins
+
+
+def _holds(tensor: torch.Tensor, row: int) -> Iterator[bool]:
+    return (begins[0] <= row < begins[0] + len(local) for local, begins in _parts(tensor))
+
+
+def _copy(tensor: torch.Tensor, value: torch.Tensor, first: int) -> None:
+    """Copy ``value``, rows from ``first`` on of the whole of ``tensor``, into what this process holds of it."""
+    for local, begins in _parts(tensor):
+        low, high = max(first, begins[0]), min(first + len(value), begins[0] + len(local))
+        if low < high:
+            rest = tuple(slice(b, b + n) for b, n in zip(begins[1:], local.shape[1:], strict=True))
+            local[low - begins[0] : high - begins[0]].copy_(value[(slice(low - first, high - first), *rest)])
+
+
+def _pieces(
+    converter: WeightConverter, sources: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[int | None, list[tuple[str, str]]]]:
+    """The conversions that make the whole parameter: of each, the row that it makes, None for all of them, and its tensors
+    as (pattern, name). Experts that are stacked are rows, which can be made one by one."""
+    stack, *then = converter.operations
+    by_row = isinstance(stack, MergeModulelist) and stack.dim == 0
+    by_row = by_row and all(isinstance(one, Concatenate) and one.dim > 0 for one in then)
+    counts = {len(keys) for keys in sources.values()}
+    if by_row and len(counts) == 1:
+        for row in range(counts.pop()):
+            yield row, [(pattern, keys[row]) for pattern, keys in sources.items()]
+    else:
+        yield None, [(pattern, key) for pattern, keys in sources.items() for key in keys]

@@ -1,0 +1,58 @@
+"""On-policy distillation: a student learns from a teacher's logprobs alone, without rewards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestration.recipe.problems import RecipeError
+from orchestration.run.run import Run
+from tests.orchestration.run.test_run import assert_nothing_left
+from tests.orchestration.runs import TINY, complete, recipe
+
+
+async def test_a_student_comes_near_to_its_teacher(tmp_path: Path) -> None:
+    taught = recipe(
+        TINY,
+        prompts__responses=["answer"],
+        rollout__max_tokens=4,
+        algorithm__name="sft",
+        algorithm__group_size=1,
+        train__steps=30,
+        train__groups_per_step=64,
+    )
+    _, result = await complete(Run.create(taught, tmp_path / "teacher"))
+    assert result.checkpoint is not None
+    student = recipe(
+        TINY,
+        model__reference=str(result.checkpoint.model),
+        algorithm__name="distillation",
+        algorithm__group_size=4,
+        rollout__max_rows=128,
+        train__steps=60,
+        train__groups_per_step=16,
+        evaluate__every=60,
+        evaluate__prompts=8,
+    )
+    watched, _ = await complete(Run.create(student, tmp_path / "student"))
+    steps = watched.of("step")
+    assert len(steps) == 60
+    assert steps[0]["reverse_kl"] > 2
+    assert steps[-1]["reverse_kl"] < 0.5 * steps[0]["reverse_kl"]
+    held_out = {event["version"]: event["reward_mean"] for event in watched.of("evaluation")}
+    assert held_out[60] > held_out[0] + 0.3
+    assert_nothing_left(watched.run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"model__reference": "nowhere"}, "is neither a known model nor a directory"),
+        ({"model__reference": "tiny", "algorithm__name": "grpo"}, "is read by no stage"),
+        ({"model__reference": "smollm2"}, "has another vocabulary"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(changes: dict[str, str], wrong: str) -> None:
+    with pytest.raises(RecipeError, match=rf"model\.reference = .*: {wrong}"):
+        recipe(TINY, **{"algorithm__name": "distillation", **changes})
