@@ -46,25 +46,22 @@ SMALL: dict[str, Any] = {
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True}
 FIRST = {**SMALL, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
 MANY_WORDS = {**SMALL, "num_hidden_layers": 2, "vocab_size": 49152}
-LONG: Changes = {"rollout.max_tokens": 2048, "rollout.max_rows": 8, "algorithm.group_size": 2}
 CHECKPOINTING: Changes = {"train.activation_checkpointing": True}
 BFLOAT16: Changes = {"model.dtype": "bfloat16"}
+LONG: Changes = {"rollout.max_tokens": 1024, "algorithm.group_size": 2, "train.token_budget": 2080}
 CASES: dict[str, tuple[Model, Changes]] = {
     "small": (SMALL, {}),
     "small, short answers": (SMALL, {"rollout.max_tokens": 16, "rollout.max_rows": 64}),
-    "small, long prompts": (SMALL, {"prompts.max_prompt_tokens": 512, "rollout.max_tokens": 64}),
-    "small, long answers": (SMALL, LONG),
-    "small, budget 1024": (SMALL, {"train.token_budget": 1024}),
-    "small, checkpointing": (SMALL, CHECKPOINTING),
+    "small, long prompts": (SMALL, {"prompts.max_prompt_tokens": 512, "train.token_budget": 1024}),
+    "small, long answers": (SMALL, {**LONG, "rollout.max_rows": 8}),
+    "small, two micro-batches": (SMALL, {"train.token_budget": 300}),
+    "small, checkpointing": (SMALL, {**LONG, "rollout.max_tokens": 512, **CHECKPOINTING}),
     "small, bfloat16": (SMALL, BFLOAT16),
-    "small, bfloat16, checkpointing": (SMALL, BFLOAT16 | CHECKPOINTING),
-    "many words": (MANY_WORDS, {"rollout.max_tokens": 64, "rollout.max_rows": 64}),
-    "many words, bfloat16": (MANY_WORDS, {"rollout.max_tokens": 64, **BFLOAT16}),
-    "smollm2": ("smollm2", {"train.token_budget": 512, "rollout.max_tokens": 64, "train.groups_per_step": 1}),
-    "smollm2, bfloat16": (
-        "smollm2",
-        {"train.token_budget": 512, "rollout.max_tokens": 64, "train.groups_per_step": 1, **BFLOAT16},
-    ),
+    "small, bfloat16, checkpointing": (SMALL, {**BFLOAT16, **CHECKPOINTING}),
+    "many words": (MANY_WORDS, {"rollout.max_rows": 64}),
+    "many words, bfloat16": (MANY_WORDS, BFLOAT16),
+    "smollm2": ("smollm2", {"rollout.max_tokens": 32}),
+    "smollm2, bfloat16": ("smollm2", {"rollout.max_tokens": 32, **BFLOAT16}),
 }
 TOLERANCE = 0.15
 
@@ -74,10 +71,10 @@ def recipe_of(source: str, changes: Changes) -> Recipe:
         "name": "memory",
         "model": {"source": source},
         "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 32},
-        "rollout": {"max_rows": 16, "max_tokens": 256, "threads": 2, "device": "cpu"},
+        "rollout": {"max_rows": 16, "max_tokens": 64, "threads": 2, "device": "cpu"},
         "reward": {"functions": [{"name": "spelling"}]},
         "algorithm": {"group_size": 8, "options": {"kl_coef": 0.01}},
-        "train": {"steps": 2, "groups_per_step": 4, "token_budget": 4096, "threads": 2, "device": "cpu"},
+        "train": {"steps": 2, "groups_per_step": 1, "token_budget": 640, "threads": 2, "device": "cpu"},
         "pipeline": {"arena": "1GiB"},
         "checkpoint": {"every": 1},
     }
@@ -87,14 +84,16 @@ def recipe_of(source: str, changes: Changes) -> Recipe:
     return parse_recipe(data)
 
 
-def make_model(config: dict[str, Any], folder: Path) -> None:
+def make_model(config: dict[str, Any], folder: Path, dtype: str = "float32") -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from stages.models import tiny_tokenizer
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**config, max_position_embeddings=8192)).save_pretrained(folder)
+    model = LlamaForCausalLM(LlamaConfig(**config, max_position_embeddings=8192))
+    torch.nn.Module.to(model, getattr(torch, dtype))
+    model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
 
 
@@ -209,7 +208,7 @@ def compare(model: Model, changes: Changes, sides: Collection[Engine]) -> Iterat
     """Derived parts and measured bytes of each side of a case."""
     with tempfile.TemporaryDirectory(prefix="adk-memory-") as home:
         if not isinstance(model, str):
-            make_model(model, Path(home))
+            make_model(model, Path(home), changes.get("model.dtype", "float32"))
         recipe = recipe_of(model if isinstance(model, str) else home, changes)
         for side, parts in memory_of(recipe).items():
             if side in sides:

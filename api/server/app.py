@@ -126,7 +126,11 @@ def only_server(data: Path) -> Iterator[None]:
             raise ServeError(
                 f"data: {data} is served by another server (process {held.process}); stop it, or give another --data"
             ) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ServeError(
+                f"data: {data} cannot be used ({error}); give a folder that can be written, by --data"
+            ) from None
+        except ValueError as error:
             raise ServeError(str(error)) from None
         yield
 

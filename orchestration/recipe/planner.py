@@ -119,6 +119,7 @@ def plan(recipe: Recipe) -> Plan:
     rows_per_step = flow.groups_per_step * size
     parameters = parameters_of(recipe)
     weights = (parameters or 0) * ITEM_BYTES[recipe.model.dtype]
+    reference = parameters_of_source(recipe.model.reference or recipe.model.source) or 0
     # vLLM's workers then receive into the slot that is counted as slot_bytes.
     direct = recipe.rollout.engine == "vllm" and recipe.sync.transport == "collective"
     stores = recipe.rollout.workers if recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout") else 0
@@ -136,7 +137,7 @@ def plan(recipe: Recipe) -> Plan:
         train_bytes=-(-4 * (parameters or 0) * ITEM_BYTES[recipe.trained_dtype] // recipe.train.ranks)
         + (weights if recipe.mixed_precision and recipe.train.ranks == 1 else 0),
         rollout_bytes=(1 if recipe.colocated or direct else 2) * weights * recipe.replicas,
-        reference_bytes=weights if recipe.needs_reference else 0,
+        reference_bytes=reference * ITEM_BYTES[recipe.model.dtype] if recipe.needs_reference else 0,
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * weights,
         copy_bytes=-(-_saved_bytes(recipe) // recipe.train.ranks),
         turns=turns(recipe) if recipe.colocated and parameters else None,
@@ -148,7 +149,11 @@ def plan(recipe: Recipe) -> Plan:
 
 def memory_of(recipe: Recipe) -> dict[Engine, dict[str, int]]:
     """See :attr:`Plan.memory`."""
-    return memory(recipe, config_of(recipe.model.source), parameters_of(recipe), prompt_limits(recipe).tokens or 0)
+    policy, reference = (
+        (config_of(source), parameters_of_source(source))
+        for source in (recipe.model.source, recipe.model.reference or recipe.model.source)
+    )
+    return memory(recipe, policy, reference, prompt_limits(recipe).tokens or 0)
 
 
 def arena_bytes(recipe: Recipe) -> int:
@@ -308,9 +313,13 @@ def _cache_bytes(recipe: Recipe) -> int:
 
 
 def parameters_of(recipe: Recipe) -> int | None:
-    """Number of weights of the recipe's model, tied ones once. For a folder, from the headers of its safetensors files; None
-    for the mock model, and where there are no such files."""
-    source = recipe.model.source
+    """Number of weights of the recipe's model: see :func:`parameters_of_source`."""
+    return parameters_of_source(recipe.model.source)
+
+
+def parameters_of_source(source: str) -> int | None:
+    """Number of weights of the model ``source``, tied ones once. For a folder, from the headers of its safetensors files;
+    None for the mock model, and where there are no such files."""
     if source == "mock":
         return None
     return PARAMETERS[source] if source in PARAMETERS else parameters_in(source) or None

@@ -95,10 +95,12 @@ def micro_batch(recipe: Recipe, prompt: int) -> MicroBatch:
 
 def layer_bytes(sizes: Sizes, item: int, tokens: int) -> int:
     """Bytes that one layer of a decoder with gated MLPs keeps of ``tokens`` for the backward pass, ``item`` bytes a number.
-    Of the two norms: float32 inputs, inverse deviations, and outputs before and after their weights. Of attention: queries,
-    keys, values, outputs and log-sum-exps. Of the MLP: gate before and after its activation, up, and their product."""
+    Of the two norms: float32 inputs, inverse deviations, and outputs, in a lower dtype also those before their weights. Of
+    attention: queries, keys, values, outputs and log-sum-exps. Of the MLP: gate before and after its activation, up, and
+    their product."""
+    norms = (2 if item == FLOAT else 4) * sizes.width
     attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head
-    each = item * (4 * sizes.width + 4 * sizes.intermediate + attention) + FLOAT * (2 * sizes.width + sizes.heads + 2)
+    each = item * (norms + 4 * sizes.intermediate + attention) + FLOAT * (2 * sizes.width + sizes.heads + 2)
     return tokens * each
 
 
@@ -200,17 +202,21 @@ def _kept(share: float, block: int) -> int:
     return KEPT_BUFFERS + (int(share) if block < MAPPED_BYTES else 0)
 
 
-def memory(recipe: Recipe, config: Mapping[str, Any], parameters: int | None, prompt: int) -> dict[Engine, Parts]:
-    """Bytes of each rank that trains, of each engine that generates and of the reference, by part, for a model with this
-    ``config``. Only of torch engines, and of a model whose sizes are known."""
-    sizes = Sizes.of(config)
-    if sizes is None or not parameters:
-        return {}
+Model = tuple[Mapping[str, Any], int | None]  # a config, and the number of parameters where it is known
+
+
+def memory(recipe: Recipe, policy: Model, reference: Model, prompt: int) -> dict[Engine, Parts]:
+    """Bytes of each rank that trains and each engine that generates with the model ``policy``, and of the ``reference``, by
+    part. Only of torch engines, and of models whose sizes are known."""
+    here: dict[Engine, bool] = {
+        "train": recipe.train.engine == "torch" and recipe.runs_stage("update"),
+        "rollout": recipe.rollout.engine == "torch" and recipe.runs_stage("rollout"),
+        "reference": recipe.train.engine == "torch" and recipe.needs_reference and recipe.runs_stage("reference"),
+    }
+    derive = {"train": train_memory, "rollout": rollout_memory, "reference": reference_memory}
     of: dict[Engine, Parts] = {}
-    if recipe.train.engine == "torch" and recipe.runs_stage("update"):
-        of["train"] = train_memory(recipe, sizes, parameters, prompt)
-    if recipe.rollout.engine == "torch" and recipe.runs_stage("rollout"):
-        of["rollout"] = rollout_memory(recipe, sizes, parameters, prompt)
-    if recipe.train.engine == "torch" and recipe.needs_reference and recipe.runs_stage("reference"):
-        of["reference"] = reference_memory(recipe, sizes, parameters, prompt)
+    for side in (side for side, runs in here.items() if runs):
+        config, parameters = reference if side == "reference" else policy
+        if parameters and (sizes := Sizes.of(config)) is not None:
+            of[side] = derive[side](recipe, sizes, parameters, prompt)
     return of

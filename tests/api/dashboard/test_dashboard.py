@@ -599,7 +599,7 @@ def test_the_page_of_the_api_shows_every_operation_and_loads_nothing_from_elsewh
     assert "`" not in browser.text("#submit_run"), "code is shown as code"
     assert browser.axe() == []
     assert browser.overflow() <= 0
-    browser.type("Find an operation", "checkpoint POST")
+    browser.type("Find an operation", "writes checkpoint POST")
     browser.until("return document.querySelector('#found').innerText === '1 found'")
     left = "return document.querySelector('section:not([hidden]) > details:not([hidden])').id"
     assert browser.js(left) == "checkpoint_run"

@@ -15,12 +15,13 @@ from orchestration.recipe.checks import memory as checks
 from orchestration.recipe.checks import memory_parts
 from orchestration.recipe.checks.memory_parts import Engine, Sizes, layer_bytes, micro_batch
 from orchestration.recipe.load import load_recipe
-from orchestration.recipe.planner import memory_of, plan
+from orchestration.recipe.planner import memory_of, parameters_of_source, plan
 from stages import device
 from stages.engines.plans import GroupShape, plan_micro_batches
 from stages.engines.torch import token_logprobs
 from stages.engines.torch.packing import pack
 from stages.engines.torch.train import TorchTrainEngine
+from stages.models import tiny_tokenizer
 from tests.orchestration.recipe.minimal import problems
 
 CONFIG: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 112, "num_attention_heads": 6}
@@ -118,13 +119,24 @@ def test_a_rollout_engine_holds_three_sets_of_weights_while_it_swaps(minimal: Pa
     assert "train" not in frozen
 
 
-def test_a_reference_computes_one_group_without_gradients(minimal: Path) -> None:
+def test_a_reference_computes_one_group_without_gradients(minimal: Path, tmp_path: Path) -> None:
     assert "reference" not in memory_of(load_recipe(minimal, list(BIG)))
     sets = [*BIG, "algorithm.options.kl_coef=0.1", "algorithm.group_size=4", "rollout.max_tokens=101"]
     parts = memory_of(load_recipe(minimal, sets))["reference"]
     assert parts["weights"] == 4 * SMOLLM2
     assert parts["logits"] == 4 * 401 * 49152
     assert parts["activations"] == 4 * (256 + 400) * (2 * 576 + 3 * 1536)
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **(CONFIG | {"vocab_size": 49}))).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    short = (
+        "model.source=tiny",
+        "prompts.max_prompt_tokens=16",
+        "rollout.max_tokens=16",
+        "algorithm.options.kl_coef=0.1",
+    )
+    other = memory_of(load_recipe(minimal, [*short, f"model.reference={tmp_path}"]))
+    assert other["train"]["weights"] == 4 * 77_184
+    assert other["reference"]["weights"] == 4 * (parameters_of_source(str(tmp_path)) or 0) != 4 * 77_184
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,7 @@ async def test_two_servers_on_one_folder_and_a_port_that_is_taken_are_distinguis
         (["--root", "/there/is/no/such/folder"], "--root"),
         (["--index", "redis://u:opensesame@127.0.0.1:9", "--listen", "127.0.0.1:0"], "index"),
         (["--max-arena", "much"], "size"),
+        (["--data", "/proc/nothing"], "data: /proc/nothing cannot be used"),
     ],
 )
 def test_invalid_settings_are_reported(options: list[str], expected: str, tmp_path: Path) -> None:
