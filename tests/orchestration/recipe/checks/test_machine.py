@@ -425,3 +425,19 @@ def test_an_address_that_cannot_be_listened_on_is_refused_where_the_run_will_be(
         parse_recipe(recipe)
     assert parse_recipe(recipe, devices=False).pipeline.serve == address
     assert parse_recipe(of(MOCK, pipeline={"serve": "127.0.0.1"})).pipeline.serve == "127.0.0.1"
+
+
+def test_ranks_that_cut_fused_matrices_are_refused_where_devices_are_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from benchmarks.families import write
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for family, refused in (("Phi-3", True), ("OLMo 2", False)):
+        data = of(model={"source": str(write(family, tmp_path / family, torch.float32))}, train={"tp": 2})
+        data["launch"] = {"launcher": "process"}
+        assert "train.tp" not in messages(data), family
+        data["launch"]["placement"] = "colocated"
+        assert ("qkv_proj.weight is several matrices in one" in messages(data).get("train.tp", "")) == refused, family

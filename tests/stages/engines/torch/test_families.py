@@ -12,7 +12,7 @@ from benchmarks.families import FAMILIES, VOCABULARY, WINDOW, model_of
 from stages.engines.plans import Piece
 from stages.engines.torch.attention_interface import rope_change
 from stages.engines.torch.decoding.decoder import TorchDecoder
-from stages.engines.torch.train import TorchTrainEngine, _groups
+from stages.engines.torch.train import TorchTrainEngine, _groups, _packed
 from tests.stages.engines.contract_train import make_batch
 
 LIMIT = 2e-4  # of logprobs in float32, with experts and four layers of large weights
@@ -86,7 +86,7 @@ def test_the_trainer_has_the_plain_logprobs_and_gradients_past_windows(family: s
     total.backward()
     groups, responses = _groups(batch)
     pieces = [Piece(number, tuple(range(len(group.numbers)))) for number, group in enumerate(groups)]
-    engine._piece_logprobs(groups, pieces, responses)[0].sum().backward()
+    engine._compute(_packed(groups, pieces, responses, engine.device))[0].sum().backward()
     expected_by_name = dict(plain.named_parameters())
     for name, parameter in engine.model.named_parameters():
         want = expected_by_name[name].grad

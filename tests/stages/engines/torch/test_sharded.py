@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from orchestration.run.checkpoint import Checkpoint, Writer
 from stages.engines.plans import GroupShape, Ranks, deal
-from stages.engines.torch.sharded import cuts, placement
+from stages.engines.torch.sharded import cuts, fused
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
-from stages.resharding.layout import LayoutError, model_state
+from stages.resharding.layout import model_state
 from tests.batches import make_batch
 from tests.ranks import on_ranks
 from tests.stages.sharded import (
@@ -347,12 +347,9 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, 
         cuts(model, tp)
 
 
-def test_a_fused_matrix_is_not_handed_from_tensor_parallel_ranks_to_other_layouts() -> None:
-    state = model_state(model_of("fused").config)
-    with pytest.raises(LayoutError, match=r"layers\.0\.self_attn\.qkv_proj\.weight is several matrices in one"):
-        placement(state, Ranks(0, 1, 2))
-    assert placement(state, Ranks(0, 2, 1)).world == 2
-    assert placement(model_state(model_of("gathered").config), Ranks(0, 1, 2)).world == 2
+def test_fused_matrices_are_found() -> None:
+    assert fused(model_state(model_of("fused").config)) == "model.layers.0.self_attn.qkv_proj.weight"
+    assert fused(model_state(model_of("gathered").config)) == ""
 
 
 @pytest.mark.parametrize(
