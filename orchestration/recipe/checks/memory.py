@@ -10,12 +10,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from orchestration.recipe.checks.machine import free_bytes
 from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, Engine, Parts
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.planner import arena_bytes, memory_of, plan, prompt_limits
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
+from pipeline.warehouse.arena import shared_memory_directory
 
 SMALL = 512 * 2**20  # bytes that every machine has; for more, torch is imported and asked for devices
 SHARED = "shared memory"  # of the node: no engine's own
@@ -27,7 +29,14 @@ SHARED = "shared memory"  # of the node: no engine's own
 )
 def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     """What lies in host memory, of all processes together, and each engine on its accelerator, against what there is."""
-    if not environment.devices or not (of := memory_of(recipe)):
+    if not environment.devices:
+        return
+    try:
+        of = memory_of(recipe)
+    except Exception:  # reported for the code that the recipe names, which may raise anything
+        return
+    free = free_bytes(shared_memory_directory())
+    if not of or (free is not None and recipe.pipeline.arena > free):  # the arena is reported by itself
         return
     shared = {"arena": recipe.pipeline.arena, "weight versions": plan(recipe).slot_bytes}
     if sum(count(recipe, side) * sum(parts.values()) for side, parts in of.items()) + sum(shared.values()) < SMALL:
