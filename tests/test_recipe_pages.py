@@ -69,6 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / f"{name}.py").write_text(f"from __future__ import annotations\n\n{code}")
     model, tokenizer = load_model("tiny", dtype=torch.float32, seed=0)
     model.config.max_position_embeddings = 4096  # README.md asks for responses of 2048 tokens
+    model.config.head_dim = 32  # vLLM on a CPU has no attention for smaller heads
+    model = type(model)(model.config)
     model.save_pretrained(made / "models" / "my-model")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(made / "models" / "my-model")

@@ -184,7 +184,7 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
     name, options = recipe.algorithm.name, recipe.algorithm.options
     try:
         weighted = "rollout_logprobs" in build_algorithm(name, options).loss_reads
-    except ValueError:  # reported for the algorithm itself
+    except Exception:  # reported for the algorithm itself
         weighted = False
     if weighted:
         wrong = "reads rollout_logprobs, but prompts.responses are given, not drawn from a policy"
@@ -203,7 +203,7 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
 def value_head_is_possible(recipe: Recipe) -> Iterator[Problem]:
     try:
         scores = build_algorithm(recipe.algorithm.name, recipe.algorithm.options).scores
-    except ValueError:  # reported for the algorithm itself
+    except Exception:  # reported for the algorithm itself
         return
     if "value head" not in scores.values():
         return

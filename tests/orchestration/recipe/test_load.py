@@ -101,7 +101,7 @@ FAULTS = [
     ("reward.max_error_share=1.5", "reward.max_error_share", "1"),
     ("reward.functions=[{name='spelling'},{name='spelling'}]", "reward.functions.1.name", "add up the weights"),
     ("reward.functions=[{name='spelling',weight=0}]", "reward.functions", "another weight"),
-    ("algorithm.name=ppo", "algorithm.name", "grpo"),
+    ("algorithm.name=pppo", "algorithm.name", "grpo"),
     ("algorithm.name=collections:Counter", "algorithm.name", "stages.algorithms.Algorithm"),
     ("algorithm.name=nowhere.at.all:A", "algorithm.name", "PYTHONPATH"),
     ("algorithm.options.kl_coeff=0.1", "algorithm.options.kl_coeff", "did you mean 'kl_coef'?"),

@@ -58,7 +58,7 @@ async def test_one_prompt_too_long_is_skipped_and_the_rest_is_the_run_without_it
     assert (result.state, result.reason) == ("finished", "")
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert_equal(trained(of, result), weights)
-    [event] = watched.of("prompt")
+    [event] = [prompt for prompt in watched.of("prompt") if prompt["change"] == "too long"]
     assert (event["change"], event["skipped"], event.get("cut", 0)) == ("too long", 1, 0)
     assert str(tmp_path / "run" / TOO_LONG_FILE) in event["reason"]
     [listed] = [json.loads(line) for line in (tmp_path / "run" / TOO_LONG_FILE).read_text().splitlines()]

@@ -20,6 +20,7 @@ from api.server.access.submission_policy import accept
 from api.server.service import Settings
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.recipe.problems import RecipeError
+from orchestration.run import checkpoint
 from orchestration.run.run import Run
 from stages.models import Tokenizer, load_tokenizer
 from stages.prompts.mixture import LARGEST_BLOCK, places_of
@@ -180,12 +181,12 @@ async def test_a_killed_run_goes_on_with_the_prompts_of_one_that_was_never_kille
 
 
 def kill_after(steps: int, own: Path, out: Path) -> None:
-    """Run the recipe ``own`` by its command, which is killed once it has made ``steps``."""
+    """Run the recipe ``own`` by its command, which is killed once it has made ``steps`` and written a checkpoint."""
     command = [sys.executable, "-m", "api.cli.main", "run", str(own), "--plain", "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 200
-        while steps_in(out) < steps:
+        while steps_in(out) < steps or checkpoint.latest(out / "checkpoints") is None:
             assert process.poll() is None, "it has ended before it was killed"
             assert time.monotonic() < deadline
             time.sleep(0.02)

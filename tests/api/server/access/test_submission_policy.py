@@ -222,13 +222,13 @@ def test_what_reaches_past_the_service_or_takes_too_much_is_refused(changes: dic
 
 def test_only_the_addresses_that_the_operator_allows_are_listened_on() -> None:
     """`sync.transport = "collective"` in a request opened a port on every address of the machine."""
-    collective = {"sync.transport": "collective", "sync.serve": "10.0.0.7"}
+    collective = {"sync.transport": "collective", "sync.serve": "127.0.0.7"}
     assert "sync.serve" in refused(recipe(), overrides=collective)
-    assert "sync.serve" in refused(recipe(), overrides=collective, allow_listen={"127.0.0.1", "10.0.0.70"})
-    given = Settings(data=Path(), allow_listen=frozenset(["10.0.0.7"]))
-    assert accept(given, recipe(), collective).sync.serve == "10.0.0.7"
-    assert accept(given, recipe(), {"pipeline.serve": "10.0.0.7"}).pipeline.serve == "10.0.0.7"
-    assert "sync.transport" in refused(recipe(sync__transport="collective"), allow_listen={"10.0.0.7"})
+    assert "sync.serve" in refused(recipe(), overrides=collective, allow_listen={"127.0.0.1", "127.0.0.70"})
+    given = Settings(data=Path(), allow_listen=frozenset(["127.0.0.7"]))
+    assert accept(given, recipe(), collective).sync.serve == "127.0.0.7"
+    assert accept(given, recipe(), {"pipeline.serve": "127.0.0.7"}).pipeline.serve == "127.0.0.7"
+    assert "sync.transport" in refused(recipe(sync__transport="collective"), allow_listen={"127.0.0.7"})
 
 
 def test_a_deep_recipe_is_refused() -> None:
