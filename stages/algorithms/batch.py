@@ -46,7 +46,7 @@ class TrainBatch:
         self.total = total
         self._rows: dict[str, torch.Tensor] = {}
         self._tokens: dict[str, list[torch.Tensor]] = {name: list(rows) for name, rows in (computed or {}).items()}
-        for name in algorithm.loss_reads.keys() - algorithm.prepare_makes.keys():
+        for name in (name for name in algorithm.loss_reads if name not in algorithm.prepare_makes):  # in their order
             if name not in self._tokens and name in batch and not batch[name].is_nested:
                 self._rows[name] = batch[name].cpu()
             elif name not in self._tokens:

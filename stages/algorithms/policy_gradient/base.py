@@ -6,6 +6,7 @@ rollout_logprobs, logprobs ────┴▶ surrogate(ratio, advantage) × wei
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -181,9 +182,9 @@ class GroupCompared(PolicyGradient):
             return Drop("equal rewards") if self.drop_equal else {"advantage": rewards.new_zeros(rewards.shape)}
         return {"advantage": self.advantage(rewards)}
 
+    @abstractmethod
     def advantage(self, rewards: torch.Tensor) -> torch.Tensor:
         """Advantages [N] of a group's ``rewards`` [N], which are not all equal."""
-        raise NotImplementedError
 
     def signal(self, batch: TrainBatch) -> float:
         if self.kl_coef or not self.scale_learning_rate:
