@@ -11,6 +11,7 @@ from pydantic import Field
 from tensordict import TensorDict
 
 from stages.algorithms import Algorithm, LossOutput, TokenBatch
+from stages.algorithms.batch import TrainBatch
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.adapter import outputs_of
 from stages.flow.declarations import Columns, RunsOn
@@ -129,3 +130,23 @@ def test_credit_may_be_ragged() -> None:
     (output,) = outputs_of(members, results, [3, 1, 2, 5])
     assert output.rows is not None
     assert [row.tolist() for row in output.rows["returns"]] == [[0.0] * 3, [1.0], [2.0] * 2, [3.0] * 5]
+
+
+def test_columns_keep_the_order_in_which_the_loss_declares_them() -> None:
+    """A set has another order in each process, and the mock engine draws its weights from the bytes of the columns."""
+    names = [f"column_{number}" for number in range(8)]
+
+    class Reading(Observing):
+        @property
+        def loss_reads(self) -> Columns:
+            return dict.fromkeys(names, "float32")
+
+    batch = make_batch()
+    for name in reversed(names):
+        batch[name] = torch.zeros(len(batch))
+    given = TrainBatch(batch, Reading())
+    total = int(given.lengths.sum())
+    tokens = given.tokens(
+        [0], [0], torch.zeros(len(batch["response_ids"][0])), total_tokens=total, total_rows=1, total_groups=1
+    )
+    assert list(tokens.rows) == names
