@@ -385,7 +385,10 @@ def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 def take_over(engine: TorchTrainEngine) -> None:
     """Replace the attention of ``engine``'s model, and compare logits of two responses with the plain forward's."""
     probe = torch.arange(PROBE) * 7919 % engine.model.config.get_text_config().vocab_size
-    plain = engine._run(lambda: engine._plain_forward(input_ids=probe[None].to(engine.device), use_cache=False).logits)
+    with devices.trimmed_by_layer(engine.model):
+        plain = engine._run(
+            lambda: engine._plain_forward(input_ids=probe[None].to(engine.device), use_cache=False).logits
+        )
     expected = torch.cat([plain[0, 7:-1], plain[0, 7:14]]).float()
     replace_attention(engine.model, ATTENTION, shared_prompt_attention, engine._feeding)
     use_fast_layers(engine.model, engine.device)
@@ -395,7 +398,8 @@ def take_over(engine: TorchTrainEngine) -> None:
         hidden, head = engine._hidden(packed)[packed.source], engine.model.get_output_embeddings()
         return scaled_logits(hidden, head.weight, head.bias, engine._divisor, engine._softcap)
 
-    check_logits(engine.model, "a packed batch", lambda: engine._run(logits), expected, engine._dtype)
+    with devices.trimmed_by_layer(engine.model):
+        check_logits(engine.model, "a packed batch", lambda: engine._run(logits), expected, engine._dtype)
 
 
 def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:

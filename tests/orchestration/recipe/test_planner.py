@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, parameters_of, plan
+from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, parameters_of, plan, share_of_trained
 from orchestration.recipe.schema import Recipe
 from pipeline.blocks import pack
 from stages.algorithms.policy_gradient.grpo import GRPO
@@ -54,6 +54,14 @@ def test_the_flow_of_a_step_and_of_a_run() -> None:
 
 def test_a_run_shorter_than_its_checkpoints_keeps_no_more_than_it_makes() -> None:
     assert of(train={"steps": 3}, checkpoint={"every": 50}).rows_retained == 3 * of().rows_per_step
+
+
+def test_samples_that_no_checkpoint_covers_leave_room_for_what_is_in_flight() -> None:
+    least = arena_bytes(recipe())
+    shares = [share_of_trained(recipe(pipeline={"arena": size})) for size in (least, 4 * least)]
+    rows, ids = of().rows_retained, 8 + 4 + 4
+    assert shares[0] * least > rows * ids * recipe().rollout.max_tokens, "the planned steps have room"
+    assert 0 < min(shares) <= max(shares) < 0.75, "above, no prompt enters"
 
 
 def test_memory_follows_weights_dtype_and_workers() -> None:
