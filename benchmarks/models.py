@@ -542,6 +542,8 @@ def vllm_cell(python: Path, home: Path, folder: Path, dtype: str) -> Cell:
         )
     except subprocess.TimeoutExpired:
         return Cell("fails", f"no answer in {VLLM_SECONDS:.0f} s")
+    if os.environ.get("MODELS_TRACE"):
+        print(ended.stderr, file=sys.stderr)
     found = [line for line in ended.stdout.splitlines() if line.startswith('{"state"')]  # threads may write after it
     return Cell(**json.loads(found[-1])) if found else Cell("fails", _last_error(ended.stderr))
 

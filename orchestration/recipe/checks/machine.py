@@ -143,6 +143,9 @@ def _beyond_vllm(source: str, config: dict[str, Any]) -> Iterator[str]:
     windowed, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
     if len(set(config.get("layer_types") or ())) > 1 and windowed not in (None, layers):
         yield f"which has no sliding window for some layers only (max_window_layers = {windowed})"
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if given := [name for name in ("attention_factor", "factor") if rope.get(name) and rope.get("long_factor")]:
+        yield f"which has no {given[0]} of longrope ({given[0]} = {rope[given[0]]})"
     if (config.get("num_experts_per_tok") or 0) and (name := model_files.joined_experts(source)):
         yield f"which takes experts that a checkpoint keeps in one tensor ({name}) at its start only, not from an update"
 
