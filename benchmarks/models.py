@@ -126,16 +126,21 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def plain_model(folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' model, with logits in float32 as the engines compute them."""
+    model = unchanged_model(folder, dtype)
+    if dtype != torch.float32:
+        use_float32(model.get_output_embeddings())
+    return model
+
+
+def unchanged_model(folder: Path, dtype: torch.dtype) -> Any:
     """transformers' model; one with longrope has its long factors for sequences of any length, as vLLM and the engines
     have."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         rope["short_factor"] = rope["long_factor"]
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True).eval()
-    if dtype != torch.float32:
-        use_float32(model.get_output_embeddings())
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True).eval()
 
 
 def plain_logprobs(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
@@ -152,7 +157,7 @@ def plain_rows(model: Any, rows: Rows) -> torch.Tensor:
 def plain_gradient(folder: Path, batch: TensorDict, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """The gradient of one GRPO step at equal policies, by transformers' own forward in ``dtype``: of each row, its advantage
     times the sum of its logprobs, over all tokens."""
-    model = plain_model(folder, dtype)
+    model = unchanged_model(folder, dtype)
     prompts, responses = batch["prompt_ids"].unbind(), batch["response_ids"].unbind()
     total = sum(len(response) for response in responses)
     for prompt, response, advantage in zip(prompts, responses, batch["advantage"].tolist(), strict=True):
