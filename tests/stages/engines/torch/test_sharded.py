@@ -80,7 +80,7 @@ def assert_step(found: list[dict[str, Any]], expected: dict[str, Any], shares: l
             got, wanted = dict(result[step]), dict(expected[step])
             assert got.pop("fed_tokens") >= wanted.pop("fed_tokens")  # a split group's prompt is computed again
             # A second step repeats rounding many times over: test_what_rounding_does_to_a_second_step. tp adds up halves of
-            # a product, which gives gradients within 5e-6 of one process's (dp: 1e-7), with torch's own layers too.
+            # products, and its gradients are within 5e-6 of one process's, with torch's own layers too.
             tolerance = 1e-5 if step == "metrics" else 3e-4
             assert got == pytest.approx(wanted, rel=tolerance, abs=1e-7)
         for at, row in zip(shares[rank // tp], result["logprobs"], strict=True):
