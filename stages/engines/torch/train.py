@@ -45,6 +45,7 @@ from stages.engines.torch.value_head import value_head as value_head_of
 from stages.engines.torch.value_head import values_of
 from stages.flow.declarations import IN_TRAINING
 from stages.resharding.swap import local_weights, training_state
+from stages.threads import end_helpers
 
 Result = TypeVar("Result")
 
@@ -64,14 +65,18 @@ class _Group:
 
 
 def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
-    """Of an engine's methods: with its number of threads, which decides the order of sums, and deterministic algorithms."""
+    """Of an engine's methods: with its number of threads, which decides the order of sums, and deterministic algorithms.
+    Its helper threads end afterwards."""
 
     @wraps(compute)
     def wrapped(self: TorchTrainEngine, *arguments: Any) -> Result:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        with devices.deterministic(self.device):
-            return compute(self, *arguments)
+        try:
+            with devices.deterministic(self.device):
+                return compute(self, *arguments)
+        finally:
+            end_helpers()
 
     return wrapped
 
