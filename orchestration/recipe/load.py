@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from orchestration.recipe.bounds import NotToml, out_of_bounds, read_toml
-from orchestration.recipe.checks import code, examples, flow, machine, memory, relations  # noqa: F401  # registers their checks
+from orchestration.recipe.checks import adapters, code, examples, flow, machine, memory, relations  # noqa: F401  # registers their checks
 from orchestration.recipe.checks.registry import Environment, run_checks
 from orchestration.recipe.field_problems import field_problem, valid_part
 from orchestration.recipe.problems import Problem, RecipeError

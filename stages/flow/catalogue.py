@@ -8,7 +8,7 @@ reward ▶ reward scores                    reference ▶ ref_logprobs          
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Literal
 
 from stages.flow.declarations import IN_TRAINING, Columns, StageDeclaration
@@ -41,9 +41,11 @@ def catalogue(
     source: Columns = PROMPT,
     stages: Iterable[StageDeclaration] = (),
     given_responses: int = 0,
+    in_training: Collection[str] = (),
 ) -> list[StageDeclaration]:
     """The catalogue of a run with ``rewards`` reward functions, which read the columns ``reward_reads`` beside responses.
-    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings is left out.
+    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings, or the trainer
+    computes (``in_training``), is left out.
     ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes over, the best first."""
     made = dict(RESPONSE)
     if given_responses:
@@ -71,7 +73,7 @@ def catalogue(
             "frozen model",
         ),
     ]
-    left = [stage for stage in own[1:] if not {*source} & {*stage.makes}]
+    left = [stage for stage in own[1:] if not {*source, *in_training} & {*stage.makes}]
     others = [stage for stage in left if stage is rollout or not given_responses or not {*made} & {*stage.makes}]
     return [own[0], *others, *stages]
 

@@ -104,17 +104,19 @@ def layer_bytes(sizes: Sizes, item: int, tokens: int) -> int:
     return tokens * each
 
 
-def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
+def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
     """Bytes of one rank of the torch train engine at the peak of a step, by part. Ranks hold shares of weights; activations
     are those of a rank's own rows, divided by ``tp`` inside layers. ``gathered``: layers that a rank has whole while it
-    computes with them, with a gradient, and what is outside of layers."""
+    computes with them, with a gradient, and what is outside of layers. ``learned``: parameters that are trained; beside
+    adapters the others are frozen."""
     train, batch = recipe.train, micro_batch(recipe, prompt)
     item, trained = ITEM_BYTES[recipe.model.dtype], ITEM_BYTES[recipe.trained_dtype]
-    share, one = -(-parameters // train.ranks), train.ranks == 1
+    share, one = -(-learned // train.ranks), train.ranks == 1
+    frozen = -(-parameters // train.ranks) * item if recipe.adapters else 0
     activations, logits, gradients = max(_moments_of_a_step(recipe, sizes, batch, share * trained), key=sum)
     layer = max(0, parameters - sizes.outside) // sizes.layers // train.tp
     return {
-        "weights": share * trained + (parameters * item if recipe.mixed_precision and one else 0),
+        "weights": frozen + share * trained + (learned * item if recipe.mixed_precision and one else 0),
         "optimizer": 2 * share * trained,
         "gradients": gradients,
         "gathered": 0 if one else item * (3 * layer + 2 * sizes.outside),
@@ -135,7 +137,7 @@ def _moments_of_a_step(
     each, again = (item * fed, one) if train.activation_checkpointing else (one, 0)  # ``again``: computed again
     # Beside what the layer keeps: the gradients of its output, and of the two factors of its MLP's product or inside norms.
     working = item * fed + batch.tokens * max(2 * item * sizes.intermediate // train.tp, 3 * FLOAT * sizes.width)
-    head = item * sizes.vocabulary * sizes.width  # gradient of the head
+    head = 0 if recipe.adapters else item * sizes.vocabulary * sizes.width  # its gradient
     all_logits = min(LOGITS_BYTES, FLOAT * batch.places * sizes.vocabulary)
     outside = 2 * fed * (item + FLOAT) + batch.places * (item + FLOAT) * sizes.width
     earlier = 0 if batch.only else gradients
@@ -145,7 +147,7 @@ def _moments_of_a_step(
     yield each + again + working, 0, gradients
 
 
-def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
+def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
     """Bytes of one torch rollout engine, by part. ``new weights``: a version that is prepared while the one before is in
     use, ``verified copy``: the bytes that it is made of. ``KV cache``: all rows at their longest. ``activations``: of one
     prefill, or of the attention of one decode step. On a CPU weights are copies in oneDNN's layout, the head's in float32;
@@ -159,14 +161,15 @@ def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -
     scores = 4 * FLOAT * rows * sizes.heads * (prompt + rollout.max_tokens)
     in_layers = item * max(0, parameters - sizes.outside)
     swaps = not recipe.colocated and recipe.runs_stage("update")
+    own = learned * item if recipe.adapters else 0
     return {
-        "weights": weights,
-        "new weights": weights if swaps else 0,
-        "verified copy": parameters * item if swaps and recipe.sync.transport == "shared_memory" else 0,
+        "weights": weights + own,
+        "new weights": (own or weights) if swaps else 0,
+        "verified copy": learned * item if swaps and recipe.sync.transport == "shared_memory" else 0,
         "KV cache": 2 * item * sizes.layers * sizes.kv_heads * sizes.head * kept,
         "activations": max(forward_bytes(sizes, item, prefill), scores),
         "logits": 2 * FLOAT * rows * sizes.vocabulary,
-        "kept": _kept(KEPT_WEIGHTS * in_layers if swaps else 0, item * sizes.width * sizes.intermediate),
+        "kept": _kept(KEPT_WEIGHTS * in_layers if swaps and not own else 0, item * sizes.width * sizes.intermediate),
     }
 
 
@@ -182,7 +185,7 @@ def forward_bytes(sizes: Sizes, item: int, tokens: int) -> int:
     return item * tokens * (2 * sizes.width + inside)
 
 
-def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
+def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
     """Bytes of the frozen reference, by part. It computes one group at a time, without gradients."""
     item, fed = ITEM_BYTES[recipe.model.dtype], recipe.rollout.max_tokens - 1
     size, budget = recipe.algorithm.group_size, recipe.train.token_budget
@@ -205,9 +208,9 @@ def _kept(share: float, block: int) -> int:
 Model = tuple[Mapping[str, Any], int | None]  # a config, and the number of parameters where it is known
 
 
-def memory(recipe: Recipe, policy: Model, reference: Model, prompt: int) -> dict[Engine, Parts]:
+def memory(recipe: Recipe, policy: Model, reference: Model, prompt: int, learned: int | None) -> dict[Engine, Parts]:
     """Bytes of each rank that trains and each engine that generates with the model ``policy``, and of the ``reference``, by
-    part. Only of torch engines, and of models whose sizes are known."""
+    part; ``learned``: parameters that are trained. Only of torch engines, and of models whose sizes are known."""
     here: dict[Engine, bool] = {
         "train": recipe.train.engine == "torch" and recipe.runs_stage("update"),
         "rollout": recipe.rollout.engine == "torch" and recipe.runs_stage("rollout"),
@@ -218,5 +221,5 @@ def memory(recipe: Recipe, policy: Model, reference: Model, prompt: int) -> dict
     for side in (side for side, runs in here.items() if runs):
         config, parameters = reference if side == "reference" else policy
         if parameters and (sizes := Sizes.of(config)) is not None:
-            of[side] = derive[side](recipe, sizes, parameters, prompt)
+            of[side] = derive[side](recipe, sizes, parameters, prompt, parameters if learned is None else learned)
     return of

@@ -28,6 +28,7 @@ import structlog
 import torch
 
 from stages import device as devices
+from stages.adapters.options import AdapterOptions
 from stages.engines.checks import check_request
 from stages.engines.protocols import Completion, EngineClosed, EngineFailed, GroupRequest, SwapTimes
 from stages.engines.responses import Responses, engine_failed
@@ -51,7 +52,8 @@ class TorchRolloutEngine:
     most; one prompt always fits. ``threads``: torch's CPU threads. ``accelerated`` (None: on an accelerator): decode steps
     are static and recorded, and the next token is launched before the newest one is read; responses are the same.
     ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout; :attr:`tensors` needs False.
-    Raises ``ValueError`` for a model that keeps its own attention.
+    ``adapters``: the weights that the engine takes are those of adapters beside the model's linear layers; it begins with
+    ``first`` of them, or zeros. Raises ``ValueError`` for a model that keeps its own attention, or cannot have the adapters.
     """
 
     def __init__(
@@ -66,12 +68,19 @@ class TorchRolloutEngine:
         initial_version: int = 0,
         accelerated: bool | None = None,
         packed: bool | None = None,
+        adapters: AdapterOptions | None = None,
+        first: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
         chosen = devices.select() if device is None else torch.device(device)
         static = chosen.type != "cpu" if accelerated is None else accelerated
-        self._decoder = run_in_temporary_thread(lambda: TorchDecoder(model, chosen, static=static, packed=packed))
+        self._decoder = run_in_temporary_thread(
+            lambda: TorchDecoder(model, chosen, static=static, packed=packed, adapters=adapters)
+        )
+        if first is not None:
+            self._decoder.weights.check(first)
+            self._decoder.weights.install(self._decoder.weights.prepare(first))
         self._batch = ContinuousBatch(
             self._decoder,
             tokenizer,

@@ -24,6 +24,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from stages import device as devices
+from stages.adapters.export import ADAPTER, save_adapter, write_merged
+from stages.adapters.options import AdapterOptions
+from stages.adapters.training import adapters_off, add_adapters
 from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
@@ -43,7 +46,7 @@ from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, 
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.engines.torch.value_head import value_head as value_head_of
 from stages.engines.torch.value_head import values_of
-from stages.flow.declarations import IN_TRAINING
+from stages.flow.declarations import BASE, IN_TRAINING
 from stages.resharding.swap import local_weights, training_state
 
 Result = TypeVar("Result")
@@ -92,6 +95,10 @@ class TorchTrainEngine:
 
     ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints hold it, exports do not.
 
+    ``adapters``: freeze the model, and train low-rank matrices beside its linear layers. They alone are in :meth:`weights`
+    and :meth:`state_dict`; an export is the merged model, and beside its folder ``adapter``, for peft. Where an algorithm
+    has scores by the "base", they are logprobs of the model without adapters.
+
     Raises ValueError for a model with logits that the packed computation does not reproduce; it is compared with the model's
     plain forward once.
     """
@@ -112,6 +119,7 @@ class TorchTrainEngine:
         activation_checkpointing: bool = False,
         compute: torch.dtype | None = None,
         value_head: bool = False,
+        adapters: AdapterOptions | None = None,
         threads: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -130,6 +138,8 @@ class TorchTrainEngine:
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
         _prepare(model, activation_checkpointing)
         self._dtype = model.dtype  # of the arithmetic
+        self._adapters = adapters
+        self._adapter_config = add_adapters(model, adapters) if adapters else {}
         self._plain_forward = model.forward
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
         self._value_head = value_head_of(model, self.device) if value_head else {}
@@ -154,7 +164,7 @@ class TorchTrainEngine:
         nn.Module.to(self.model, self.device)
         take_over(self)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        if compute == self._dtype:
+        if all(parameter.dtype == compute for parameter in trained.values()):
             return trained
         self._dtype, self._copies = compute, trained
         return master_weights(self.model, trained, compute)
@@ -197,9 +207,9 @@ class TorchTrainEngine:
         result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
         a loss or a gradient is not finite."""
         groups, responses = _groups(batch)
-        wanted = {name: IN_TRAINING.index(by) for name, by in algorithm.scores.items() if by in IN_TRAINING}
-        found = self._scores(batch) if wanted else ((), ())
-        given = TrainBatch(batch, algorithm, self._total, {name: found[which] for name, which in wanted.items()})
+        wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
+        found = self._scores_by(batch, set(wanted.values()))
+        given = TrainBatch(batch, algorithm, self._total, {name: found[by] for name, by in wanted.items()})
         whole = algorithm.unit == "group"
         groups = groups if whole else _with_trained(groups, given.trained.tolist(), algorithm.mini_batches)
         parts = [
@@ -305,9 +315,22 @@ class TorchTrainEngine:
             self._idle_pass()
         return rows, of_values
 
+    def _scores_by(self, batch: TensorDictBase, wanted: set[str]) -> dict[str, list[torch.Tensor]]:
+        """What each of ``wanted``, which are of ``IN_TRAINING``, computes of the response tokens of each row."""
+        found: dict[str, list[torch.Tensor]] = {}
+        if wanted - {BASE}:
+            found = dict(zip(IN_TRAINING, self._scores(batch), strict=False))
+        if BASE in wanted:
+            if self._adapters is None:
+                raise ValueError("scores: 'base' is the model without its adapters, and it has none")
+            with adapters_off(self.model):
+                found[BASE] = self._scores(batch)[0]
+        return found
+
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+            if parameter.requires_grad:
+                yield name, parameter.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors (not copies) of the model and of AdamW's moments, by parameter name, tied ones once, and the
@@ -322,7 +345,8 @@ class TorchTrainEngine:
             }
             for moment in ("exp_avg", "exp_avg_sq")
         }
-        return {"model": {n: value for n, value in model.items() if n not in tied}, **moments, "step": self.step}
+        left = model.keys() - self._trained.keys() if self._adapters else tied
+        return {"model": {n: value for n, value in model.items() if n not in left}, **moments, "step": self.step}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -341,9 +365,14 @@ class TorchTrainEngine:
         # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
         self.model.config.__dict__.pop("quantization_config", None)
         learned = dict(self.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
-        saved = {name: v for name, v in (state or {"model": {}})["model"].items() if name not in self._value_head}
+        known = state["model"] if state else self.state_dict()["model"] if self._adapters else {}
+        saved = {name: v for name, v in known.items() if name not in self._value_head}
         weights = {n: v.to(self._dtype) if n in learned else v for n, v in saved.items()}
-        self.model.save_pretrained(path, state_dict=weights or None)
+        if self._adapters is None:
+            self.model.save_pretrained(path, state_dict=weights or None)
+        else:
+            save_adapter(path.with_name(ADAPTER), self._adapter_config, weights)
+            write_merged(path, self.model, weights, self._adapters.scale)
 
     def close(self) -> None:
         """Release the optimizer's memory. May be called again."""
