@@ -33,7 +33,7 @@ from orchestration.recipe.checks.memory_parts import Engine
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import memory_of
 from orchestration.recipe.schema import Recipe
-from stages.models import weight_shapes
+from stages.models import empty_model, weight_shapes
 
 Model = str | dict[str, Any]  # a source, or the sizes of a Llama
 Changes = dict[str, Any]  # of the recipe, by key
@@ -48,6 +48,7 @@ FIRST = {**SMALL, "hidden_size": 128, "intermediate_size": 128, "num_hidden_laye
 MANY_WORDS = {**SMALL, "num_hidden_layers": 2, "vocab_size": 49152}
 CHECKPOINTING: Changes = {"train.activation_checkpointing": True}
 BFLOAT16: Changes = {"model.dtype": "bfloat16"}
+LORA: Changes = {"model.lora": {"rank": 16}}
 LONG: Changes = {"rollout.max_tokens": 1024, "algorithm.group_size": 2, "train.token_budget": 2080}
 CASES: dict[str, tuple[Model, Changes]] = {
     "small": (SMALL, {}),
@@ -62,6 +63,9 @@ CASES: dict[str, tuple[Model, Changes]] = {
     "many words, bfloat16": (MANY_WORDS, BFLOAT16),
     "smollm2": ("smollm2", {"rollout.max_tokens": 32}),
     "smollm2, bfloat16": ("smollm2", {"rollout.max_tokens": 32, **BFLOAT16}),
+    "small, lora": (SMALL, LORA),
+    "smollm2, lora": ("smollm2", {"rollout.max_tokens": 32, **LORA}),
+    "smollm2, bfloat16, lora": ("smollm2", {"rollout.max_tokens": 32, **BFLOAT16, **LORA}),
 }
 TOLERANCE = 0.15
 
@@ -141,13 +145,11 @@ def rows_of_a_step(recipe: Recipe) -> Any:
 
 def train(recipe: Recipe) -> None:
     """Two steps, and a copy for a checkpoint between them."""
+    from orchestration.recipe.flow import algorithm_of
     from orchestration.run.checkpoint import Writer
     from orchestration.run.engines import train_engine
-    from stages.algorithms import NamedAlgorithm, build_algorithm
 
-    engine, rows = train_engine(recipe), rows_of_a_step(recipe)
-    of = recipe.algorithm
-    algorithm = NamedAlgorithm(of.name, build_algorithm(of.name, of.options))
+    engine, rows, algorithm = train_engine(recipe), rows_of_a_step(recipe), algorithm_of(recipe)
     writer = Writer(engine)
     engine.train_batch(rows, algorithm)
     writer.copy()
@@ -170,6 +172,7 @@ async def generate(recipe: Recipe) -> None:
     import torch
 
     from orchestration.run.engines import rollout_engine
+    from stages.adapters.names import adapter_shapes
     from stages.engines.protocols import GroupRequest, SamplingParams
 
     engine, size = rollout_engine(recipe, version=0), recipe.algorithm.group_size
@@ -177,7 +180,11 @@ async def generate(recipe: Recipe) -> None:
     ids = torch.full((recipe.prompts.max_prompt_tokens or 0,), 5)
     groups = range(recipe.rollout.max_rows // size)
     requests = [GroupRequest(group, tuple(range(size)), ids, params, group) for group in groups]
-    shapes, dtype = weight_shapes(recipe.model.source), getattr(torch, recipe.model.dtype)
+    dtype = getattr(torch, recipe.model.dtype)
+    if (adapters := recipe.adapters) is None:
+        shapes = weight_shapes(recipe.model.source)
+    else:
+        shapes = adapter_shapes(empty_model(recipe.model.source), adapters)
 
     async def swap() -> None:
         for version in itertools.count(1):

@@ -4,6 +4,7 @@
                 └─▶ a thread: write ─▶ fsync ─▶ rename: it exists ─▶ remove the oldest ─▶ the rows up to k are released
 
     checkpoints/step-00000020/   model/     a Hugging Face checkpoint
+                                 adapter/   where adapters are trained: they alone, in peft's format; model/ has them merged
                                  train/     optimizer's state and weights, bit for bit: a shard of each rank
                                  run.json   version, prompt position, ledger, groups still to be made
 
