@@ -18,6 +18,7 @@ import torch
 
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import end_tokens
+from orchestration.recipe.planner import longest_row, longrope_change
 from orchestration.recipe.schema import Recipe
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
@@ -189,6 +190,7 @@ def _torch_rollout(
         packed=packed,
         adapters=recipe.adapters,
         first=_first_adapters(recipe, weights),
+        context=longest_row(recipe),
     )
 
 
@@ -220,6 +222,9 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
         model, tokenizer = _model(recipe, None)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    options = rollout.vllm.model_dump()
+    if longrope_change(recipe) is not None:
+        options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
     if recipe.sync.transport == "collective" and recipe.adapters is None:
         engine = VllmCollectiveEngine
@@ -236,7 +241,7 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
         initial_version=version,
         adapters=recipe.adapters,
         first=first,
-        **rollout.vllm.model_dump(),
+        **options,
     )
 
 
@@ -304,6 +309,7 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
         "temperature": recipe.rollout.temperature,
         "threads": threads_of(recipe, recipe.train.threads),
         "device": devices.select(recipe.train.device),
+        "context": longest_row(recipe),
     }
 
 

@@ -52,6 +52,8 @@ class TorchRolloutEngine:
     most; one prompt always fits. ``threads``: torch's CPU threads. ``accelerated`` (None: on an accelerator): decode steps
     are static and recorded, and the next token is launched before the newest one is read; responses are the same.
     ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout; :attr:`tensors` needs False.
+    ``context``: tokens of the longest sequence, by which a model with longrope takes its long factors for all sequences;
+    train engines of the run get the same.
     ``adapters``: the weights that the engine takes are those of adapters beside the model's linear layers; it begins with
     ``first`` of them, or zeros. Raises ``ValueError`` for a model that keeps its own attention, or cannot have the adapters.
     """
@@ -70,13 +72,14 @@ class TorchRolloutEngine:
         packed: bool | None = None,
         adapters: AdapterOptions | None = None,
         first: Mapping[str, torch.Tensor] | None = None,
+        context: int | None = None,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
         chosen = devices.select() if device is None else torch.device(device)
         static = chosen.type != "cpu" if accelerated is None else accelerated
         self._decoder = run_in_temporary_thread(
-            lambda: TorchDecoder(model, chosen, static=static, packed=packed, adapters=adapters)
+            lambda: TorchDecoder(model, chosen, static=static, packed=packed, context=context, adapters=adapters)
         )
         if first is not None:
             self._decoder.weights.check(first)

@@ -90,8 +90,9 @@ async def test_in_bfloat16_every_swap_is_within_the_limits(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
 async def test_ranks_train_adapters(dp: int, tp: int, tmp_path: Path) -> None:
-    of = recipe(TINY, **LORA, train__dp=dp, train__tp=tp, train__steps=3, launch__launcher="process")
-    expected, _ = await synchronous(recipe(TINY, **LORA, train__steps=3))
+    few = {**LORA, "train__steps": 3, "reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]}
+    of = recipe(TINY, **few, train__dp=dp, train__tp=tp, launch__launcher="process")
+    expected, _ = await synchronous(recipe(TINY, **few))
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     found = [(step["reward_mean"], step["loss"]) for step in watched.of("step")]

@@ -71,5 +71,5 @@ def test_the_base_is_the_reference_unless_another_stage_reads_it(path: Path) -> 
     assert "reference" in kinds(kl)
     assert "reference" not in kinds(kl, LORA)
     assert "reference" in kinds(kl, LORA, "model.reference=tiny")
-    ppo = ["algorithm.name=ppo", "algorithm.options={kl_reward=0.1}"]
-    assert "reference" in kinds(*ppo, LORA), "credit reads it before training"
+    assert "reference" not in kinds("algorithm.name=ppo", "algorithm.options={kl_reward=0.1}", LORA)
+    assert "reference" in kinds("algorithm.name=distillation", LORA), "credit reads it before training"

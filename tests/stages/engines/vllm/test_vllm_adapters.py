@@ -85,7 +85,7 @@ async def test_each_version_is_the_merged_model_for_requests_in_flight_too(tmp_p
         assert completion.versions[-1][0] == engine.version == 8, "in flight while it was swapped"
         assert await gap_to(adapters_of(2)) < 1e-4
         assert await gap_to(adapters_of(1)) > 0.1
-        with pytest.raises(WeightMismatch, match="lora_A.default.weight: missing"):
+        with pytest.raises(WeightMismatch, match=r"lora_A\.default\.weight: missing"):
             await engine.load_weights(9, dict(model_of().named_parameters()))
     finally:
         await engine.close()
