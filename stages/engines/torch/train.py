@@ -212,7 +212,7 @@ class TorchTrainEngine:
         a loss or a gradient is not finite."""
         groups, responses = _groups(batch)
         wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
-        found = self._scores_by(batch, set(wanted.values()))
+        found = _scores_by(self, batch, set(wanted.values()))
         given = TrainBatch(batch, algorithm, self._total, {name: found[by] for name, by in wanted.items()})
         whole = algorithm.unit == "group"
         groups = groups if whole else _with_trained(groups, given.trained.tolist(), algorithm.mini_batches)
@@ -319,18 +319,6 @@ class TorchTrainEngine:
             self._idle_pass()
         return rows, of_values
 
-    def _scores_by(self, batch: TensorDictBase, wanted: set[str]) -> dict[str, list[torch.Tensor]]:
-        """What each of ``wanted``, which are of ``IN_TRAINING``, computes of the response tokens of each row."""
-        found: dict[str, list[torch.Tensor]] = {}
-        if wanted - {BASE}:
-            found = dict(zip(IN_TRAINING, self._scores(batch), strict=False))
-        if BASE in wanted:
-            if self._adapters is None:
-                raise ValueError("scores: 'base' is the model without its adapters, and it has none")
-            with adapters_off(self.model):
-                found[BASE] = self._scores(batch)[0]
-        return found
-
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
@@ -366,17 +354,7 @@ class TorchTrainEngine:
             moments_of(self._optimizer, parameter)["step"].fill_(self.step)
 
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
-        # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
-        self.model.config.__dict__.pop("quantization_config", None)
-        learned = dict(self.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
-        known = state["model"] if state else self.state_dict()["model"] if self._adapters else {}
-        saved = {name: v for name, v in known.items() if name not in self._value_head}
-        weights = {n: v.to(self._dtype) if n in learned else v for n, v in saved.items()}
-        if self._adapters is None:
-            self.model.save_pretrained(path, state_dict=weights or None)
-        else:
-            save_adapter(path.with_name(ADAPTER), self._adapter_config, weights)
-            write_merged(path, self.model, weights, self._adapters.scale)
+        _export(self, path, state)
 
     def close(self) -> None:
         """Release the optimizer's memory. May be called again."""
@@ -398,6 +376,33 @@ class TorchTrainEngine:
         self._feeding.feed(packed)
         out = decoder(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
         return out.last_hidden_state[0].index_select(0, packed.places)
+
+
+def _scores_by(engine: TorchTrainEngine, batch: TensorDictBase, wanted: set[str]) -> dict[str, list[torch.Tensor]]:
+    """What each of ``wanted``, which are of ``IN_TRAINING``, computes of the response tokens of each row."""
+    found: dict[str, list[torch.Tensor]] = {}
+    if wanted - {BASE}:
+        found = dict(zip(IN_TRAINING, engine._scores(batch), strict=False))
+    if BASE in wanted:
+        if engine._adapters is None:
+            raise ValueError("scores: 'base' is the model without its adapters, and it has none")
+        with adapters_off(engine.model):
+            found[BASE] = engine._scores(batch)[0]
+    return found
+
+
+def _export(engine: TorchTrainEngine, path: Path, state: Mapping[str, Any] | None) -> None:
+    # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
+    engine.model.config.__dict__.pop("quantization_config", None)
+    learned = dict(engine.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
+    known = state["model"] if state else engine.state_dict()["model"] if engine._adapters else {}
+    saved = {name: v for name, v in known.items() if name not in engine._value_head}
+    weights = {n: v.to(engine._dtype) if n in learned else v for n, v in saved.items()}
+    if engine._adapters is None:
+        engine.model.save_pretrained(path, state_dict=weights or None)
+    else:
+        save_adapter(path.with_name(ADAPTER), engine._adapter_config, weights)
+        write_merged(path, engine.model, weights, engine._adapters.scale)
 
 
 def _packed(
