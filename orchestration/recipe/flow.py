@@ -27,7 +27,8 @@ def flow_of(recipe: Recipe) -> Flow:
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     functions, truncated = len(recipe.reward.functions), recipe.rollout.truncated
     reads, given = reward_reads(recipe, declared), len(recipe.prompts.responses)
-    stages = catalogue(rewards=functions, reward_reads=reads, stages=declared, given_responses=given)
+    critic = algorithm.critic_algorithm() is not None
+    stages = catalogue(rewards=functions, reward_reads=reads, stages=declared, given_responses=given, critic=critic)
     flow = resolve(algorithm, stages, truncated)
     if recipe.reward.on_error == "drop" and recipe.runs_stage("reward") and "reward" in flow:
         return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]"})

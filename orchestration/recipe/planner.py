@@ -137,7 +137,7 @@ def plan(recipe: Recipe) -> Plan:
         train_bytes=-(-4 * (parameters or 0) * ITEM_BYTES[recipe.trained_dtype] // recipe.train.ranks)
         + (weights if recipe.mixed_precision and recipe.train.ranks == 1 else 0),
         rollout_bytes=(1 if recipe.colocated or direct else 2) * weights * recipe.replicas,
-        reference_bytes=reference * ITEM_BYTES[recipe.model.dtype] if recipe.needs_reference else 0,
+        reference_bytes=reference * ITEM_BYTES[recipe.model.dtype] if recipe.reference_is_here else 0,
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * weights,
         copy_bytes=-(-_saved_bytes(recipe) // recipe.train.ranks),
         turns=turns(recipe) if recipe.colocated and parameters else None,
@@ -149,11 +149,12 @@ def plan(recipe: Recipe) -> Plan:
 
 def memory_of(recipe: Recipe) -> dict[Engine, dict[str, int]]:
     """See :attr:`Plan.memory`."""
-    policy, reference = (
+    own = recipe.model.source
+    policy, reference, critic = (
         (config_of(source), parameters_of_source(source))
-        for source in (recipe.model.source, recipe.model.reference or recipe.model.source)
+        for source in (own, recipe.model.reference or own, recipe.critic.source or own)
     )
-    return memory(recipe, policy, reference, prompt_limits(recipe).tokens or 0)
+    return memory(recipe, policy, reference, critic, prompt_limits(recipe).tokens or 0)
 
 
 def arena_bytes(recipe: Recipe) -> int:
@@ -326,10 +327,13 @@ def parameters_of_source(source: str) -> int | None:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Bytes of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments."""
+    """Bytes of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments; and of a critic of
+    its own the same."""
     if not recipe.runs_stage("update"):
         return 0
-    return (parameters_of(recipe) or 0) * ITEM_BYTES[recipe.model.dtype] + _saved_bytes(recipe)
+    critic = parameters_of_source(recipe.critic.source or recipe.model.source) if recipe.trains_critic else 0
+    weights = (parameters_of(recipe) or 0) + (critic or 0)
+    return weights * (ITEM_BYTES[recipe.model.dtype] + 3 * ITEM_BYTES[recipe.trained_dtype])
 
 
 def _saved_bytes(recipe: Recipe) -> int:

@@ -2,7 +2,8 @@
 
     config of the model ─┐                                   ┌─▶ train: weights, optimizer, gradients, activations, logits
     recipe: longest rows ┴▶ micro-batch of S tokens, U places ┼─▶ rollout: weights, new weights, KV cache, logits, …
-                                                             └─▶ reference: weights, activations, logits
+                                                             ├─▶ reference: weights, activations, logits
+                                                             └─▶ critic: as train on one rank, without logits
 
 Every row is taken to be as long as the recipe allows. Counted is what is live at the peak: not what a process takes before
 it loads a model. Freed memory that the C library or torch keeps for later is not counted either; :data:`KEPT` is what it
@@ -27,7 +28,7 @@ MAPPED_BYTES = 32 * 2**20  # glibc returns larger blocks to the system when they
 KEPT_BUFFERS, KEPT_ACTIVATIONS, KEPT_WEIGHTS = 20 * 2**20, 0.3, 1.5  # measured: bytes, and shares of smaller blocks
 HOST_PARTS = ("verified copy", "checkpoint copy")  # lie in host memory whatever the engine's device is
 CPU_PARTS = ("kept",)  # only where the engine is on a CPU
-Engine = Literal["train", "rollout", "reference"]
+Engine = Literal["train", "rollout", "reference", "critic"]
 Parts = dict[str, int]
 
 
@@ -197,6 +198,12 @@ def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int)
     }
 
 
+def critic_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
+    """Bytes of a critic of its own, by part: a trainer of one rank whose head gives one value for each token."""
+    alone = recipe.model_copy(update={"train": recipe.train.model_copy(update={"dp": 1, "tp": 1})})
+    return train_memory(alone, sizes, parameters, prompt) | {"logits": 0}
+
+
 def _kept(share: float, block: int) -> int:
     """Bytes that a process keeps on a CPU: ``share`` of memory in blocks that are at most of ``block`` bytes."""
     return KEPT_BUFFERS + (int(share) if block < MAPPED_BYTES else 0)
@@ -205,18 +212,20 @@ def _kept(share: float, block: int) -> int:
 Model = tuple[Mapping[str, Any], int | None]  # a config, and the number of parameters where it is known
 
 
-def memory(recipe: Recipe, policy: Model, reference: Model, prompt: int) -> dict[Engine, Parts]:
-    """Bytes of each rank that trains and each engine that generates with the model ``policy``, and of the ``reference``, by
-    part. Only of torch engines, and of models whose sizes are known."""
+def memory(recipe: Recipe, policy: Model, reference: Model, critic: Model, prompt: int) -> dict[Engine, Parts]:
+    """Bytes of each rank that trains and each engine that generates with the model ``policy``, of the ``reference``, and of
+    the ``critic``, by part. Only of torch engines, and of models whose sizes are known."""
     here: dict[Engine, bool] = {
         "train": recipe.train.engine == "torch" and recipe.runs_stage("update"),
         "rollout": recipe.rollout.engine == "torch" and recipe.runs_stage("rollout"),
-        "reference": recipe.train.engine == "torch" and recipe.needs_reference and recipe.runs_stage("reference"),
+        "reference": recipe.train.engine == "torch" and recipe.reference_is_here and recipe.runs_stage("reference"),
+        "critic": recipe.train.engine == "torch" and recipe.trains_critic,
     }
-    derive = {"train": train_memory, "rollout": rollout_memory, "reference": reference_memory}
+    derive = {"train": train_memory, "rollout": rollout_memory, "reference": reference_memory, "critic": critic_memory}
+    models = {"reference": reference, "critic": critic}
     of: dict[Engine, Parts] = {}
     for side in (side for side, runs in here.items() if runs):
-        config, parameters = reference if side == "reference" else policy
+        config, parameters = models.get(side, policy)
         if parameters and (sizes := Sizes.of(config)) is not None:
             of[side] = derive[side](recipe, sizes, parameters, prompt)
     return of

@@ -28,7 +28,8 @@ from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import PROBE, check_logits, replace_attention, rope_change
-from stages.engines.torch.head import logit_scale
+from stages.engines.torch.head import logit_scale, values_of
+from stages.engines.torch.head import value_head as value_head_of
 from stages.engines.torch.layers import use_fast_layers
 from stages.engines.torch.optimizer import (
     Schedule,
@@ -41,8 +42,6 @@ from stages.engines.torch.optimizer import (
 )
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
-from stages.engines.torch.value_head import value_head as value_head_of
-from stages.engines.torch.value_head import values_of
 from stages.flow.declarations import IN_TRAINING
 from stages.resharding.swap import local_weights, training_state
 
