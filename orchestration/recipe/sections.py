@@ -73,7 +73,9 @@ class VllmSection(Section):
     """Settings of `rollout.engine = "vllm"` beside those of `rollout`."""
 
     max_model_len: Tokens | None = key(
-        None, "Longest prompt with its response. Default: what the model's configuration allows."
+        None,
+        "Longest prompt with its response. Default: what the model's configuration allows; with longrope, the longest row "
+        "that the recipe allows, by which all engines choose its factors.",
     )
     block_size: Tokens | None = key(
         None, "Tokens of one block of the KV cache; a group shares its prompt in whole blocks. Default: vLLM's."
