@@ -17,7 +17,8 @@ PROBE_SECONDS, PROBE_RETRIES = 20.0, 1  # of a check; a run waits longer
 def teacher_is_needed(recipe: Recipe) -> Iterator[Problem]:
     teacher = recipe.teacher
     if not teacher.url:
-        for name in sorted(teacher.model_fields_set - {"url"}):
+        fields = type(teacher).model_fields
+        for name in (name for name in fields if getattr(teacher, name) != fields[name].default):
             yield problem(
                 recipe, f"teacher.{name}", "belongs to a teacher without teacher.url", "give it, or take this out"
             )
