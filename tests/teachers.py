@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,8 +116,3 @@ def serving(teacher: TinyTeacher) -> Iterator[TinyTeacher]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(20)
         loop.close()
-
-
-def teacher_of(folder: Path) -> TinyTeacher:
-    """A teacher with the model in ``folder``."""
-    return TinyTeacher(str(folder))

@@ -155,7 +155,7 @@ class _Submission:
         if index not in (None, "", "embedded"):
             self.refuse("pipeline.index", index, "is chosen by the service", "leave it out", "embedded")
         teacher = self.value("teacher.url")
-        if teacher not in (None, "") and teacher not in self.settings.allow_teachers:
+        if isinstance(teacher, str) and teacher and teacher not in self.settings.allow_teachers:
             wrong = "is a server that runs of this service do not ask"  # nor does it get a key of the environment
             self.refuse("teacher.url", teacher, wrong, f"use model.reference, or {ASK.format('--allow-teacher')}", "")
             self.data.pop("teacher")

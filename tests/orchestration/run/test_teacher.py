@@ -13,7 +13,7 @@ from orchestration.run.run import Run
 from stages.engines.torch.train import TorchTrainEngine
 from stages.inference.teacher import TeacherOptions, TeacherRefused, TeacherServer, TeacherUnreachable
 from stages.models import load_model, tiny_tokenizer
-from tests.batches import make_batch
+from tests.batches import tiny_rows
 from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import TINY, complete, recipe
 from tests.teachers import TinyTeacher, serving
@@ -39,14 +39,7 @@ async def logprobs_of(
 @pytest.mark.parametrize("way", ["prompt_logprobs", "echo"])
 async def test_logprobs_are_those_of_the_reference_stage(way: str) -> None:
     """Also while the server is busy at first."""
-    batch = make_batch()
-    rows = list(
-        zip(
-            (r.tolist() for r in batch["prompt_ids"].unbind()),
-            (r.tolist() for r in batch["response_ids"].unbind()),
-            strict=True,
-        )
-    )
+    batch, rows = tiny_rows()
     model, _ = load_model("tiny", dtype=torch.float32, seed=0)
     engine = TorchTrainEngine(model, learning_rate=1e-3, total_steps=1, device="cpu", threads=1)
     with serving(TinyTeacher(way=way, busy=2)) as teacher:

@@ -19,7 +19,7 @@ from pipeline.index.embedded import die_with_parent
 from stages.engines.torch.train import TorchTrainEngine
 from stages.inference.teacher import TeacherOptions, TeacherRefused, TeacherServer
 from stages.models import tiny_model, tiny_tokenizer
-from tests.batches import make_batch
+from tests.batches import tiny_rows
 
 pytestmark = pytest.mark.timeout(600)
 START_SECONDS = 300.0
@@ -64,11 +64,7 @@ def url(model: Path) -> Iterator[str]:
 
 
 async def test_its_logprobs_are_those_of_the_reference_stage(url: str, model: Path) -> None:
-    batch = make_batch()
-    rows = [
-        (prompt.tolist(), response.tolist())
-        for prompt, response in zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True)
-    ]
+    batch, rows = tiny_rows()
     server = TeacherServer(TeacherOptions(url, key="secret-1234"), tiny_tokenizer())
     try:
         await server.open()
