@@ -304,6 +304,7 @@ class TeacherSection(Section):
         "Its address up to `/v1`. The server must give logprobs of a prompt: `prompt_logprobs` (vLLM), or `echo` with "
         "`logprobs`. Its model has the tokenizer of `model.source`. Empty: there is none.",
         examples=["http://127.0.0.1:8000/v1"],
+        json_schema_extra={"pattern": "^(https?://|$)"},
     )
     model: str = key("", "Name of the model at the server. Default: the first that it lists.")
     api_key_variable: str = key(
