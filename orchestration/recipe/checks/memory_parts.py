@@ -25,7 +25,9 @@ LOGITS_BYTES = 256 * 2**20  # stages.engines.torch.token_logprobs computes at mo
 PIECES_BYTES = 3 * 4 * 2**20  # of logits that it works on at once beside them: entropies, gradients, a transposed copy
 PREFILL_TOKENS = 4096  # of one prefill, unless one prompt has more (stages.engines.torch.rollout)
 MAPPED_BYTES = 32 * 2**20  # glibc returns larger blocks to the system when they are freed, and may keep smaller ones
-KEPT_BUFFERS, KEPT_ACTIVATIONS, KEPT_WEIGHTS = 20 * 2**20, 0.3, 1.5  # measured: bytes, and shares of smaller blocks
+# Measured: bytes, and shares of smaller blocks. After the first of several micro-batches gradients lie between the
+# activations that were freed, and the next one's find less room there.
+KEPT_BUFFERS, KEPT_ACTIVATIONS, KEPT_SEVERAL, KEPT_WEIGHTS = 20 * 2**20, 0.3, 0.6, 1.5
 HOST_PARTS = ("verified copy", "checkpoint copy")  # lie in host memory whatever the engine's device is
 CPU_PARTS = ("kept",)  # only where the engine is on a CPU
 Engine = Literal["train", "rollout", "reference", "critic"]
@@ -114,6 +116,7 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> 
     share, one = -(-parameters // train.ranks), train.ranks == 1
     activations, logits, gradients = max(_moments_of_a_step(recipe, sizes, batch, share * trained), key=sum)
     layer = max(0, parameters - sizes.outside) // sizes.layers // train.tp
+    freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
     return {
         "weights": share * trained + (parameters * item if recipe.mixed_precision and one else 0),
         "optimizer": 2 * share * trained,
@@ -122,7 +125,7 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> 
         "activations": activations,
         "logits": logits,
         "checkpoint copy": 3 * share * trained,
-        "kept": _kept(KEPT_ACTIVATIONS * activations, item * batch.tokens * sizes.intermediate // train.tp),
+        "kept": _kept(freed, item * batch.tokens * sizes.intermediate // train.tp),
     }
 
 
@@ -184,16 +187,19 @@ def forward_bytes(sizes: Sizes, item: int, tokens: int) -> int:
 
 
 def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
-    """Bytes of the frozen reference, by part. It computes one group at a time, without gradients."""
+    """Bytes of the frozen reference, by part. It computes one group at a time, without gradients; logits when of activations
+    only the last hidden states are left, of all tokens and of those that predict."""
     item, fed = ITEM_BYTES[recipe.model.dtype], recipe.rollout.max_tokens - 1
     size, budget = recipe.algorithm.group_size, recipe.train.token_budget
     rows = min(size, max(1, (budget - prompt) // max(1, fed)))
     tokens, places = prompt + rows * fed, 1 + rows * fed
-    logits = min(LOGITS_BYTES, FLOAT * places * sizes.vocabulary)
+    logits = min(LOGITS_BYTES, FLOAT * places * sizes.vocabulary), item * (tokens + places) * sizes.width
+    layer = 0, max(forward_bytes(sizes, item, tokens), 2 * FLOAT * tokens * sizes.width)
+    of_logits, activations = max(layer, logits, key=sum)
     return {
         "weights": parameters * item,
-        "activations": max(forward_bytes(sizes, item, tokens), 2 * FLOAT * tokens * sizes.width),
-        "logits": logits,
+        "activations": activations,
+        "logits": of_logits,
         "kept": KEPT_BUFFERS,
     }
 

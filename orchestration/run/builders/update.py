@@ -2,7 +2,7 @@
 
 build:   engine ─▶ newest checkpoint ─▶ rank 0: the update stage, which replays the recorded steps since ─▶ ready
 step:    train ─▶ publish ─▶ every k steps, or on request: copy the state ─▶ the next step
-                                                            └─▶ beside it: checkpoint ─▶ rows before it are released
+                             (later, while one is written)  └─▶ beside it: checkpoint ─▶ rows before it are released
 finish:  the run was stopped ─▶ checkpoint of the last step ─▶ the other ranks end
 """
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from orchestration.recipe.planner import share_of_trained
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import Checkpoint
@@ -162,17 +163,25 @@ class UpdateJob(Job):
         return SkippedSteps(self._reading(SampleLog(folder, 0)), folder, columns, self.recipe.train.max_skipped_steps)
 
     async def _after_step(self, version: int) -> None:
-        """Begin to write a checkpoint when one is due or requested. After the last step, wait for it."""
+        """Begin to write a checkpoint when one is due or requested. While the one before is still being written, steps are
+        made as long as the arena has room for their samples; then the checkpoint of the newest version follows. After the
+        last step, wait for it."""
         if self._saving.done():
             self._saving.result()  # raises why the last one was not written
         request = await self.index.get(CHECKPOINT_ASKED) or ""
         if request in (self._answered, await self.index.get(CHECKPOINT_WRITTEN)):
             request = ""
-        last = version >= self.recipe.train.steps
-        if last or request or not version % self.recipe.checkpoint.every:
+        last, every = version >= self.recipe.train.steps, self.recipe.checkpoint.every
+        due = bool(request) or version // every > self._saved // every
+        if last or (due and (self._saving.done() or not await self._has_room())):
             await self._save(version, request)
         if last:
             await self._saving
+
+    async def _has_room(self) -> bool:
+        """Whether what is in flight surely fits beside the samples that no checkpoint covers yet."""
+        found, share = (await self.index.stats())["warehouses"].values(), share_of_trained(self.recipe)
+        return all(warehouse["used"] <= share * warehouse["capacity"] for warehouse in found)
 
     async def _save(self, version: int, request: str = "") -> None:
         """Copy the state of ``version``, and write it beside the next steps; ``request``: for which one."""
