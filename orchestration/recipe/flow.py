@@ -32,6 +32,7 @@ def flow_of(recipe: Recipe) -> Flow:
         reward_reads=reads,
         stages=declared,
         given_responses=given,
+        critic=algorithm.critic_algorithm() is not None,
         in_training=[name for name, by in algorithm.scores.items() if by == BASE],
     )
     flow = resolve(algorithm, stages, truncated)

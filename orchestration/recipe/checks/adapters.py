@@ -17,10 +17,8 @@ VLLM_RANKS = 512  # the largest that vLLM has room for
 def adapters_are_possible(recipe: Recipe) -> Iterator[Problem]:
     lora, engine = recipe.model.lora, recipe.rollout.engine
     if recipe.adapters is None:
-        if given := sorted(lora.model_fields_set - {"rank"}):
-            yield problem(
-                recipe, f"model.lora.{given[0]}", "has no effect without model.lora.rank", "set it, e.g. to 16"
-            )
+        for key in lora.model_dump(exclude_defaults=True):
+            yield problem(recipe, f"model.lora.{key}", "has no effect without model.lora.rank", "set it, e.g. to 16")
         return
     if recipe.train.engine != "torch":
         yield problem(recipe, "train.engine", "trains no adapters", f"use 'torch', {NONE}")
