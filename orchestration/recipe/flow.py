@@ -28,9 +28,10 @@ def flow_of(recipe: Recipe) -> Flow:
     functions, truncated = len(recipe.reward.functions), recipe.rollout.truncated
     reads, given = reward_reads(recipe, declared), len(recipe.prompts.responses)
     stages = catalogue(rewards=functions, reward_reads=reads, stages=declared, given_responses=given)
-    flow = resolve(algorithm, stages, truncated)
+    rated: Columns = {"reward": "float32"} if recipe.prompts.sampling == "difficulty" else {}
+    flow = resolve(algorithm, stages, truncated, rated)
     if recipe.reward.on_error == "drop" and recipe.runs_stage("reward") and "reward" in flow:
-        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]"})
+        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]", **rated})
     return flow
 
 

@@ -199,6 +199,23 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, "external.stages", f"has {stage!r}, but prompts.responses are given", "take it out")
 
 
+@check("prompts", "algorithm.group_size", "external")
+def difficulty_is_measured(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.prompts.sampling != "difficulty":
+        return
+    fix = "set prompts.sampling = 'uniform'"
+    if recipe.algorithm.group_size < 2:
+        wrong = f"compares the responses to a prompt, and algorithm.group_size = {recipe.algorithm.group_size}"
+        yield problem(recipe, "prompts.sampling", wrong, f"use at least 2, or {fix}")
+    if recipe.prompts.source == "external":
+        wrong = "chooses among prompts, and those of prompts.source = 'external' come in their order"
+        yield problem(recipe, "prompts.sampling", wrong, fix)
+    if recipe.prompts.responses:
+        yield problem(
+            recipe, "prompts.sampling", "needs rewards of what is generated: prompts.responses are given", fix
+        )
+
+
 @check("algorithm", "train.dp", "train.tp", "launch.placement")
 def value_head_is_possible(recipe: Recipe) -> Iterator[Problem]:
     try:
