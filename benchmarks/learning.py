@@ -22,6 +22,7 @@ import json
 import shutil
 import statistics
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,10 @@ async def trial(
     folder: Path,
     metric: str | None = None,
     seconds: float | None = None,
+    enough: Callable[[Mapping[int, float]], bool] = lambda held_out: False,
 ) -> Trial:
-    """Run the recipe once. After ``seconds`` it is stopped: this raises Unfinished, and the next call with the same folder
-    resumes it. Raises RuntimeError when the run cannot finish."""
+    """Run the recipe once, to its end or until its held-out scores are ``enough``. After ``seconds`` it is stopped: this
+    raises Unfinished, and the next call with the same folder resumes it. Raises RuntimeError when the run cannot finish."""
     parts, stop = folder.parent / f"{folder.name}.json", asyncio.Event()
     # Events as [seconds since training began, kind, data], of the parts of the run before this one too.
     events: list[tuple[float, str, dict[str, Any]]] = json.loads(parts.read_text()) if parts.exists() else []
@@ -103,21 +105,26 @@ async def trial(
             if event.kind == "step" and began is None:
                 began = event.time - event.data["seconds"] - before
             events.append((event.time - (began or event.time), event.kind, event.data))
+            if event.kind == "evaluation" and enough(scores()):
+                stop.set()
+
+    def scores() -> dict[int, float]:
+        return {data["version"]: data["reward_mean"] for _, kind, data in events if kind == "evaluation"}
 
     following = asyncio.create_task(follow())
     if seconds is not None:
         asyncio.get_running_loop().call_later(seconds, stop.set)
     result = await run.execute(stop)
     await following
-    if result.state == "stopped":
+    held_out = scores()
+    if result.state == "stopped" and not enough(held_out):
         parts.write_text(json.dumps(events))
         raise Unfinished(f"{folder.name}: stopped after step {run.begins}")
-    if result.state != "finished":
+    if result.state not in ("finished", "stopped"):
         raise RuntimeError(f"seed {seed}, staleness {staleness}: {result.state}: {result.reason}")
     steps = [(at, data) for at, kind, data in events if kind == "step"]
-    if [data["step"] for _, data in steps] != list(range(run.recipe.train.steps)):
+    if [data["step"] for _, data in steps] != list(range(len(steps))):
         raise RuntimeError(f"{folder.name}: a part of the run was killed, and its steps are not known; remove {parts}")
-    held_out = {data["version"]: data["reward_mean"] for _, kind, data in events if kind == "evaluation"}
     gaps = [data for _, kind, data in events if kind == "sync" and "gap_mean" in data]
     shares = [max(gap[name.removesuffix("_limit")] / gap[name] for name in gap if "_limit" in name) for gap in gaps]
     refused = sum(kind == "worker" and data["change"] in ("died", "kept its weights") for _, kind, data in events)
