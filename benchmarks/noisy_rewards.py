@@ -30,8 +30,8 @@ def spelling(completions: list[Any], answer: list[str], **columns: Any) -> list[
 
 
 class Mediocre:
-    """``stages.prompts.tasks.spelling`` with errors in the middle ranks of the last :data:`RECENT` responses, to all prompts.
-    A share of 2 · :data:`WRONG` is in the middle; half of these get the reward of another one in the middle."""
+    """``stages.prompts.tasks.spelling`` with errors in the middle ranks of the last :data:`RECENT` responses to all
+    prompts. A share of 2 · :data:`WRONG` is in the middle; half of these get the reward of another one in the middle."""
 
     def __init__(self) -> None:
         self._recent = deque[float](maxlen=RECENT)

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.rewards.reward_set import droppers, reward_set
 from orchestration.run.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
-from stages.algorithms import Drop, build_algorithm
+from stages.algorithms import Drop
 from stages.difficulty import Difficulty
 from stages.engines.protocols import Completion, GroupRequest, TrainEngine
 from stages.flow.adapter import outputs_of
@@ -57,7 +58,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)).train
     difficulty = Difficulty(prompts, recipe.seed) if recipe.prompts.sampling == "difficulty" else None
     keys: dict[int, str] = {}  # of the prompts of groups, with difficulty
-    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    algorithm = algorithm_of(recipe)
     rewards, dropping = reward_set(recipe), droppers(recipe)
     sampling, size, per_step = sampling_of(recipe, tokenizer), recipe.algorithm.group_size, recipe.train.groups_per_step
     rollout, trainer = rollout_engine(recipe, version=0), train_engine(recipe)

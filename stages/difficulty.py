@@ -33,8 +33,8 @@ MOST_PROMPTS = 65536  # with a pass rate, as in the index: those that changed le
 
 @dataclass(frozen=True)
 class PassRate:
-    """How the last group of a prompt did: mean reward, ``contrast`` (:func:`outcome`), and ``streak``, the number of groups in
-    a row without contrast."""
+    """How the last group of a prompt did: mean reward, ``contrast`` (:func:`outcome`), and ``streak``, the number of groups
+    in a row without contrast."""
 
     reward: float
     contrast: float

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import end_tokens
 from orchestration.recipe.schema import Recipe
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
-from stages.algorithms import build_algorithm
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
@@ -250,7 +250,7 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
 
 
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
-    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    algorithm = algorithm_of(recipe)
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
     options["value_head"] = "value head" in algorithm.scores.values()
     if ranks is None:

@@ -128,8 +128,8 @@ class PromptOptions(RowOptions):
     sampling: Literal["uniform", "difficulty"] = key(
         "uniform",
         "`uniform`: every prompt of an epoch. `difficulty`: prompts whose responses last had equal rewards (solved, or "
-        "hopeless) are passed over most of the time, and those with a pass rate near one half are preferred. An epoch is then "
-        "one pass over the source, in which each prompt is used or passed over.",
+        "hopeless) are passed over most of the time, and those with a pass rate near one half are preferred. An epoch is "
+        "then one pass over the source, in which each prompt is used or passed over.",
     )
     system: str | None = key(
         None, "System message before each conversation that does not begin with one. Needs a chat template."

@@ -8,14 +8,13 @@ import os
 from collections.abc import Iterator
 
 from orchestration.recipe.checks.registry import check, problem
-from orchestration.recipe.flow import flow_of
+from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.planner import arena_bytes, heads_of
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES
 from orchestration.recipe.values import format_size
 from pipeline.staleness import passing_steps
-from stages.algorithms import build_algorithm
 
 
 @check("algorithm.group_size", "rollout.max_rows")
@@ -181,9 +180,8 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
     if recipe.algorithm.group_size != len(columns):
         wrong = f"is not the number of prompts.responses, {len(columns)}: each is one response of a group"
         yield problem(recipe, "algorithm.group_size", wrong, f"set algorithm.group_size = {len(columns)}")
-    name, options = recipe.algorithm.name, recipe.algorithm.options
     try:
-        weighted = "rollout_logprobs" in build_algorithm(name, options).loss_reads
+        weighted = "rollout_logprobs" in algorithm_of(recipe).loss_reads
     except Exception:  # reported for the algorithm itself
         weighted = False
     if weighted:
@@ -219,7 +217,7 @@ def difficulty_is_measured(recipe: Recipe) -> Iterator[Problem]:
 @check("algorithm", "train.dp", "train.tp", "launch.placement")
 def value_head_is_possible(recipe: Recipe) -> Iterator[Problem]:
     try:
-        scores = build_algorithm(recipe.algorithm.name, recipe.algorithm.options).scores
+        scores = algorithm_of(recipe).scores
     except Exception:  # reported for the algorithm itself
         return
     if "value head" not in scores.values():
