@@ -5,8 +5,9 @@
 
 Each run is a real run. Runs that ``--json`` already holds are not repeated, so a grid can be ended at any time and extended
 by any part. The table has a row for each learning rate and correction, and a column for each bound: the mean reward of the
-last ten steps over the seeds, in brackets that of the worst seed. A seed has collapsed (✗, one for each) when it ends below
-half of what the synchronous run without correction reaches at the same learning rate or at the lowest one.
+last ten steps over the seeds; in brackets that of the worst seed; after the bar, the step from which the reward (the mean of
+ten steps and of the seeds) is at least ``--level``, "–" where it never is. A seed has collapsed (✗, one for each) when it
+ends below half of the highest mean of ten steps that it had before.
 """
 
 from __future__ import annotations
@@ -61,26 +62,35 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
     return trials
 
 
-def table(trials: list[Trial]) -> Table:
-    cells: dict[tuple[float, str, int], list[float]] = {}
+def smooth(one: Trial) -> list[float]:
+    """Mean reward of each ten steps in a row."""
+    return [statistics.fmean(one.reward[at : at + LAST]) for at in range(len(one.reward) - LAST + 1)]
+
+
+def cell(seeds: list[Trial], level: float) -> str:
+    if not seeds:
+        return ""
+    curves = [smooth(t) for t in seeds]
+    last, mean = [curve[-1] for curve in curves], [statistics.fmean(at) for at in zip(*curves, strict=True)]
+    collapsed = "✗" * sum(curve[-1] < max(curve) / 2 for curve in curves)
+    reached = next((str(at + LAST) for at, value in enumerate(mean) if value >= level), "–")
+    return f"{statistics.fmean(last):.3f} ({min(last):.3f}){collapsed} | {reached}"
+
+
+def table(trials: list[Trial], level: float) -> Table:
+    cells: dict[tuple[float, str, int], list[Trial]] = {}
     ages: dict[int, list[float]] = {}
     for t in trials:
         _, arm, rate = t.recipe.split("/")
-        cells.setdefault((float(rate), arm, t.staleness), []).append(t.last(LAST))
+        cells.setdefault((float(rate), arm, t.staleness), []).append(t)
         ages.setdefault(t.staleness, []).append(t.staleness_mean)
     bounds = sorted(ages)
-    shown = Table(title=f"mean reward of the last {LAST} steps, (worst seed), ✗ a seed that collapsed")
+    most = max(len(seeds) for seeds in cells.values())
+    shown = Table(title=f"last {LAST} steps, (worst seed), ✗ a seed that collapsed | step to {level:g}; {most} seeds")
     for column in ("learning rate", "correction", *(f"η = {bound}" for bound in bounds)):
         shown.add_column(column, justify="right")
-    lowest = min(rate for rate, _, _ in cells)
     for rate, arm in sorted({(rate, arm) for rate, arm, _ in cells}, key=lambda of: (of[0], list(ARMS).index(of[1]))):
-        synchronous = [statistics.fmean(cells.get((at, "none", 0), [0.0])) for at in (lowest, rate)]
-        row = []
-        for bound in bounds:
-            found = cells.get((rate, arm, bound), [])
-            collapsed = "✗" * sum(last < max(synchronous) / 2 for last in found)
-            row.append(f"{statistics.fmean(found):.3f} ({min(found):.3f}) {collapsed}".strip() if found else "–")
-        shown.add_row(f"{rate:g}", arm, *row)
+        shown.add_row(f"{rate:g}", arm, *(cell(cells.get((rate, arm, bound), []), level) for bound in bounds))
     shown.add_section()
     shown.add_row("", "mean staleness", *(f"{statistics.fmean(ages[bound]):.1f}" for bound in bounds))
     return shown
@@ -93,11 +103,12 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=["none", "truncate", "mask"], choices=list(ARMS))
     parser.add_argument("--rates", nargs="+", required=True, metavar="RATE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--level", type=float, default=0.9, help="reward whose first step is shown")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE")
     parser.add_argument("--json", type=Path, required=True, help="written after each run; its runs are not repeated")
     options = parser.parse_args()
     configure()
-    Console(width=140).print(table(asyncio.run(measure(options))))
+    Console(width=140).print(table(asyncio.run(measure(options)), options.level))
 
 
 if __name__ == "__main__":
