@@ -56,7 +56,7 @@ class PolicyGradient(Algorithm):
         "it costs nothing. `interpolated`: between the two by staleness (A-3PO, arXiv 2512.06547).",
     )
     correction: Literal["auto", "none", "truncate", "mask"] = Field(
-        default="auto",
+        default="none",
         description="What becomes of the weight proximal / rollout, which corrects for staleness and for the engines' "
         "mismatch. `auto`: `none` up to `pipeline.staleness` = 1; above, `truncate` at the level of the ratio, with "
         "`proximal` = `recomputed` unless another is set (docs/measurements/staleness.md). `none`: it is left out. "

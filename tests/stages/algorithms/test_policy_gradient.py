@@ -315,7 +315,7 @@ def test_auto_picks_a_correction_by_the_staleness_bound() -> None:
         assert picked == plain
         assert f"η = {bound}" in why
     for name, level in (("grpo", "token"), ("gspo", "geometric"), ("rloo", "sequence")):
-        picked, why = build_algorithm(name, {}).under(2)
+        picked, why = build_algorithm(name, {"correction": "auto"}).under(2)
         chosen = {"correction": "truncate", "proximal": "recomputed", "correction_level": level}
         assert picked == build_algorithm(name, chosen)
         assert all(f"{key} = {value}" in why for key, value in chosen.items())
