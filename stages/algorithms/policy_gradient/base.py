@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stages.algorithms.batch import TrainBatch
 
 PROXIMAL = "proximal_logprobs"
-CORRECTED_FROM = 2  # staleness bound from which ``correction = "auto"`` corrects
+CORRECTED_FROM = 3  # staleness bound from which ``correction = "auto"`` corrects
 
 
 class PolicyGradient(Algorithm):
@@ -58,7 +58,7 @@ class PolicyGradient(Algorithm):
     correction: Literal["auto", "none", "truncate", "mask"] = Field(
         default="none",
         description="What becomes of the weight proximal / rollout, which corrects for staleness and for the engines' "
-        "mismatch. `auto`: `none` up to `pipeline.staleness` = 1; above, `truncate` at the level of the ratio, with "
+        "mismatch. `auto`: `none` up to `pipeline.staleness` = 2; above, `truncate` at the level of the ratio, with "
         "`proximal` = `recomputed` unless another is set (docs/measurements/staleness.md). `none`: it is left out. "
         "`truncate`: the loss is multiplied by it, cut at `weight_high`. `mask`: where it is outside `weight_low` to "
         "`weight_high` nothing is learned (IcePop, arXiv 2510.18855), elsewhere the loss is multiplied by it. With "
@@ -100,7 +100,7 @@ class PolicyGradient(Algorithm):
         if self.correction != "auto":
             return self, ""
         if staleness < CORRECTED_FROM:
-            reason = f"correction = none: samples are at most η = {staleness} steps old, and a correction gains nothing"
+            reason = f"correction = none: at η = {staleness} a correction gains little"
             return self.model_copy(update={"correction": "none"}), reason
         picked = {
             "correction": "truncate",

@@ -310,12 +310,12 @@ def test_loss_and_gradient_are_those_of_trl(name: str, options: Any, trl_options
 
 def test_auto_picks_a_correction_by_the_staleness_bound() -> None:
     plain = build_algorithm("grpo", {"correction": "none"})
-    for bound in (0, 1):
+    for bound in (0, 1, 2):
         picked, why = build_algorithm("grpo", {}).under(bound)
         assert picked == plain
         assert f"η = {bound}" in why
     for name, level in (("grpo", "token"), ("gspo", "geometric"), ("rloo", "sequence")):
-        picked, why = build_algorithm(name, {"correction": "auto"}).under(2)
+        picked, why = build_algorithm(name, {"correction": "auto"}).under(3)
         chosen = {"correction": "truncate", "proximal": "recomputed", "correction_level": level}
         assert picked == build_algorithm(name, chosen)
         assert all(f"{key} = {value}" in why for key, value in chosen.items())
