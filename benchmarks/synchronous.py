@@ -24,7 +24,14 @@ from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.rewards.reward_set import droppers, reward_set
-from orchestration.run.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.run.engines import (
+    critic_engine,
+    reference_engine,
+    rollout_engine,
+    sampling_of,
+    tokenizer_of,
+    train_engine,
+)
 from stages.algorithms import Drop
 from stages.difficulty import Difficulty
 from stages.engines.protocols import Completion, GroupRequest, TrainEngine
@@ -47,6 +54,7 @@ class SynchronousStep:
     generate_seconds: float
     train_seconds: float
     engine: TrainEngine
+    critic: TrainEngine | None = None
 
 
 async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, None]:
@@ -63,6 +71,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     sampling, size, per_step = sampling_of(recipe, tokenizer), recipe.algorithm.group_size, recipe.train.groups_per_step
     rollout, trainer = rollout_engine(recipe, version=0), train_engine(recipe)
     reference = reference_engine(recipe) if recipe.needs_reference else None
+    critic, learning = (critic_engine(recipe), algorithm.critic_algorithm()) if recipe.trains_critic else (None, None)
     admitted = position = 0
     try:
         for step in range(recipe.train.steps):
@@ -113,6 +122,8 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
             for name, column in next(outputs_of(members, results, [0] * len(batch))).rows.items():  # type: ignore[union-attr]
                 jagged = isinstance(column, list)
                 batch[name] = torch.nested.nested_tensor(column, layout=torch.jagged) if jagged else column
+            if critic is not None:
+                batch["values"] = await asyncio.to_thread(critic.values, batch)
             scored = time.monotonic()
             if difficulty is not None:
                 for group in groups:
@@ -121,6 +132,8 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 metrics = await asyncio.to_thread(trainer.train_batch, batch, algorithm)
             except FloatingPointError:  # skipped, as a run does
                 metrics = {"loss": math.nan}
+            if critic is not None:
+                metrics = {**metrics, **await asyncio.to_thread(critic.train_batch, batch, learning)}
             await rollout.load_weights(step + 1, {name: value.clone() for name, value in trainer.weights()})
             yield SynchronousStep(
                 step,
@@ -130,10 +143,11 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 generating,
                 time.monotonic() - scored,
                 trainer,
+                critic,
             )
     finally:
         await rollout.close()
-        for engine in (trainer, reference):
+        for engine in (trainer, reference, critic):
             if engine is not None:
                 engine.close()
 

@@ -32,7 +32,8 @@ def flow_of(recipe: Recipe) -> Flow:
     algorithm = algorithm_of(recipe)
     functions, truncated = len(recipe.reward.functions), recipe.rollout.truncated
     reads, given = reward_reads(recipe, declared), len(recipe.prompts.responses)
-    stages = catalogue(rewards=functions, reward_reads=reads, stages=declared, given_responses=given)
+    critic = algorithm.critic_algorithm() is not None
+    stages = catalogue(rewards=functions, reward_reads=reads, stages=declared, given_responses=given, critic=critic)
     rated: Columns = {"reward": "float32"} if recipe.prompts.sampling == "difficulty" else {}
     flow = resolve(algorithm, stages, truncated, rated)
     if recipe.reward.on_error == "drop" and recipe.runs_stage("reward") and "reward" in flow:

@@ -176,6 +176,11 @@ class Algorithm(BaseModel, ABC):
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """The micro-batch's share of the loss."""
 
+    def critic_algorithm(self) -> Algorithm | None:
+        """What a critic with an engine of its own is trained with, on the same rows: the loss reads the column ``values``,
+        which that critic has made, and ``tokens.values``. None: there is no such critic."""
+        return None
+
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """What is reported of an optimizer step, from its summed metrics: the place for quotients of sums."""
         return metrics

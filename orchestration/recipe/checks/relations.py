@@ -214,23 +214,29 @@ def difficulty_is_measured(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-@check("algorithm", "train.dp", "train.tp", "launch.placement")
-def value_head_is_possible(recipe: Recipe) -> Iterator[Problem]:
+@check("algorithm", "critic", "launch.placement", "train.engine", "external")
+def critic_is_possible(recipe: Recipe) -> Iterator[Problem]:
     try:
-        scores = algorithm_of(recipe).scores
+        algorithm = algorithm_of(recipe)
     except Exception:  # reported for the algorithm itself
         return
-    if "value head" not in scores.values():
-        return
-    if recipe.train.ranks > 1:
-        key, wrong = (
-            _ranks_key(recipe),
-            f"shards the trainer, and {recipe.algorithm.name} trains a value head on one rank",
-        )
-        yield problem(recipe, key, wrong, f"set {key} = 1")
-    if recipe.colocated:
-        wrong = f"takes turns on one device, and {recipe.algorithm.name} trains a value head, which does not leave it"
+    has_own, has_head = algorithm.critic_algorithm() is not None, "value head" in algorithm.scores.values()
+    if not has_own:
+        for name in recipe.critic.model_fields_set:
+            if getattr(recipe.critic, name):
+                wrong = f"is read by no worker: {recipe.algorithm.name} with these options trains no critic of its own"
+                fix = "take it out" + (", or set algorithm.options.critic = 'own'" if has_head else "")
+                yield problem(recipe, f"critic.{name}", wrong, fix)
+    what = "a critic of its own" if has_own else "a value head"
+    if (has_own or has_head) and recipe.colocated:
+        wrong = f"takes turns on one device, and {recipe.algorithm.name} trains {what}, which does not leave it"
         yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")
+    if has_own and recipe.train.engine != "torch":
+        wrong = f"is not torch, whose engine trains the critic of {recipe.algorithm.name}"
+        yield problem(recipe, "train.engine", wrong, "use 'torch', or algorithm.options.critic = 'trunk'")
+    if has_own and not recipe.runs_stage("update"):
+        wrong = f"has 'update', but {recipe.algorithm.name} trains a critic beside the run's own trainer"
+        yield problem(recipe, "external.stages", wrong, "take it out, or use another algorithm")
 
 
 @check("external", "algorithm", "stages")
