@@ -35,19 +35,22 @@ def flow_of(recipe: Recipe) -> Flow:
         critic=algorithm.critic_algorithm() is not None,
         in_training=[name for name, by in algorithm.scores.items() if by == BASE],
     )
-    flow = resolve(algorithm, stages, truncated)
+    rated: Columns = {"reward": "float32"} if recipe.prompts.sampling == "difficulty" else {}
+    flow = resolve(algorithm, stages, truncated, rated)
     if recipe.reward.on_error == "drop" and recipe.runs_stage("reward") and "reward" in flow:
-        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]"})
+        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]", **rated})
     return flow
 
 
 def algorithm_of(recipe: Recipe) -> NamedAlgorithm:
-    """The recipe's algorithm. Where adapters are trained and the reference is the model that the run begins with, the
-    trainer has it: its model without them. It then computes ``ref_logprobs``, unless another stage reads or makes them."""
+    """The recipe's algorithm under its staleness bound. Where adapters are trained and the reference is the model that the
+    run begins with, the trainer has it, its model without them: it computes ``ref_logprobs``, unless another stage reads or
+    makes them. Raises ValueError for a name or an option that is not known."""
     of = recipe.algorithm
-    algorithm = build_algorithm(of.name, of.options)
+    algorithm = build_algorithm(of.name, of.options).under(recipe.pipeline.staleness)[0]
     scores, name = algorithm.scores, "ref_logprobs"
-    if recipe.adapters and recipe.model.reference is None and recipe.runs_stage("reference") and name in scores:
+    from_here = recipe.model.reference is None and not recipe.teacher.url and recipe.runs_stage("reference")
+    if recipe.adapters and from_here and name in scores:
         made = {column for _, declared in stages_of(recipe) for column in declared.makes}
         read = {column for _, declared in stages_of(recipe) for column in declared.needs} | {*algorithm.credit_reads}
         if name not in made | read:

@@ -15,6 +15,7 @@ from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import parameters_in, text_config
 from orchestration.recipe.problems import Problem
+from stages.algorithms import build_algorithm
 from stages.flow.graph import document
 from stages.prompts.options import PromptLimits
 
@@ -113,6 +114,8 @@ class Plan:
     with all rows as long as the recipe allows. Empty where the model's sizes are not known."""
     flow: dict[str, Any]
     """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""
+    picked: str
+    """Options of the algorithm that follow from the staleness bound, and why; "" when none does."""
     notices: list[str]
     """What is allowed, and better otherwise: see :mod:`orchestration.recipe.checks.notices`."""
 
@@ -151,6 +154,7 @@ def plan(recipe: Recipe) -> Plan:
         turns=turns(recipe) if recipe.colocated and parameters else None,
         memory=memory_of(recipe),
         flow=document(flow_of(recipe)),
+        picked=build_algorithm(recipe.algorithm.name, recipe.algorithm.options).under(recipe.pipeline.staleness)[1],
         notices=list(map(str, notices_of(recipe))),
     )
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -126,6 +126,10 @@ class Algorithm(BaseModel, ABC):
 
     unit: ClassVar[Literal["row", "group"]] = "row"  # what no micro-batch and no rank may cut in two
     least_group_size: ClassVar[int] = 1
+
+    def under(self, staleness: int) -> tuple[Self, str]:
+        """The algorithm as it runs under the staleness bound, and which options followed from it, with the reason."""
+        return self, ""
 
     @property
     def scores(self) -> Mapping[str, RunsOn]:
