@@ -178,6 +178,7 @@ class StagesView(BaseModel):
     published: int = Field(description="The newest policy version that rollout may use.")
     trained: int = Field(description="Optimizer steps done.")
     gate: Gate
+    epochs: dict[str, int] = Field(description="The epoch that each source of prompts is in, from 1, by its key.")
     flow: dict[str, Any] = Field(description="As the plan's: stages, and the columns between them.")
 
 
