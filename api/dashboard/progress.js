@@ -69,6 +69,7 @@ export class Progress {
     this.swapped = null;
     this.restarts = 0;
     this.notes = [];
+    this.alarms = []; // of the guard, the oldest first
     this.heard = 0; // Unix seconds of the last event
     this.received = 0; // and of its arrival: the stream begins in the past
     this.changed = 0;
@@ -126,6 +127,7 @@ export class Progress {
     else if (kind === "ledger") this.ledger = data;
     else if (kind === "span") this.span(data);
     else if (kind === "worker") this.change(data);
+    else if (kind === "alarm") this.alarm(data);
     else if (kind === "state") {
       this.state = data.state;
       this.reason = data.reason ?? "";
@@ -142,6 +144,14 @@ export class Progress {
     if (data.publish_seconds) {
       if (!(data.version < this.published?.version)) this.published = data;
     } else if (!(data.version < this.swapped?.version)) this.swapped = data;
+  }
+
+  /** An alarm, from the stream or from the server's list of them. */
+  alarm(data) {
+    if (this.alarms.some((one) => one.time === data.time && one.metric === data.metric)) return;
+    this.alarms.push(data);
+    this.alarms.sort((a, b) => a.time - b.time);
+    this.changed += 1;
   }
 
   worker(name, stage) {
@@ -164,6 +174,7 @@ export class Progress {
     if (!this.ledger || !this.ended) this.ledger = { ...this.ledger, ...view.ledger };
     this.gate = view.gate;
     this.flow = view.flow;
+    for (const alarm of view.alarms ?? []) this.alarm(alarm);
     for (const stage of view.stages) {
       for (const { worker, process, state, pid } of stage.workers) {
         this.worker(worker, stage.name).process = process;
@@ -282,6 +293,7 @@ export class Progress {
         }
       }
     }
+    for (const alarm of this.alarms.slice(-3).reverse()) watch(`Alarm at step ${alarm.step + 1}: ${alarm.reason}.`);
     if (this.restarts) watch(`${this.restarts} worker restart${this.restarts > 1 ? "s" : ""}.`);
     return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
   }
