@@ -28,7 +28,7 @@ _LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     **{"original_max_position_embeddings": ROPE_CHANGE, "rope_theta": 10000.0},
 }
-_LONGROPE = {
+LONGROPE = {
     **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": ROPE_CHANGE},
     **{"short_factor": [1.0] * (HEAD // 2), "long_factor": [1.0 + n / 4 for n in range(HEAD // 2)]},
 }
@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "Phi-3": ("Phi3Config", {"sliding_window": WINDOW, "pad_token_id": 0}),
     "Phi-3 longrope": (
         "Phi3Config",
-        {"rope_parameters": _LONGROPE, "pad_token_id": 0, "original_max_position_embeddings": ROPE_CHANGE},
+        {"rope_parameters": LONGROPE, "pad_token_id": 0, "original_max_position_embeddings": ROPE_CHANGE},
     ),
     "OLMo 2": ("Olmo2Config", {}),
     "SmolLM3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import transformers
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.families import CONTEXT, FAMILIES, VOCABULARY, write
 from orchestration.recipe.load import parse_recipe
@@ -121,11 +121,26 @@ def sequences(seed: int = 0) -> Rows:
     return rows
 
 
+def loaded(folder: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+
+
 def plain_model(folder: Path, dtype: torch.dtype) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+    """transformers' model, with logits in float32 as the engines compute them."""
+    model = unchanged_model(folder, dtype)
     if dtype != torch.float32:
         use_float32(model.get_output_embeddings())
     return model
+
+
+def unchanged_model(folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' model; one with longrope has its long factors for sequences of any length, as vLLM and the engines
+    have."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        rope["short_factor"] = rope["long_factor"]
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True).eval()
 
 
 def plain_logprobs(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
@@ -142,7 +157,7 @@ def plain_rows(model: Any, rows: Rows) -> torch.Tensor:
 def plain_gradient(folder: Path, batch: TensorDict, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """The gradient of one GRPO step at equal policies, by transformers' own forward in ``dtype``: of each row, its advantage
     times the sum of its logprobs, over all tokens."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+    model = unchanged_model(folder, dtype)
     prompts, responses = batch["prompt_ids"].unbind(), batch["response_ids"].unbind()
     total = sum(len(response) for response in responses)
     for prompt, response, advantage in zip(prompts, responses, batch["advantage"].tolist(), strict=True):
@@ -232,7 +247,14 @@ async def generated(engine: RolloutEngine, seed: int = 0) -> tuple[Rows, torch.T
 
 
 def train_engine_options(dtype: torch.dtype) -> dict[str, Any]:
-    return {"learning_rate": 1e-2, "total_steps": 4, "grad_clip": None, "device": "cpu", "token_budget": 200}
+    return {
+        "learning_rate": 1e-2,
+        "total_steps": 4,
+        "grad_clip": None,
+        "device": "cpu",
+        "token_budget": 200,
+        "context": LENGTH,
+    }
 
 
 def one_step(engine: Any, batch: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -269,14 +291,11 @@ class Checkpoint:
             rounded = plain_gradient(self.folder, self.batch, dtype)
             self.gradient_limit = 2 * gradient_gap(rounded, self.gradient)
 
-    def loaded(self) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype, local_files_only=True).eval()
-
     def rollout(self) -> str:
         from stages.engines.torch.rollout import TorchRolloutEngine
 
         async def run() -> tuple[Rows, torch.Tensor]:
-            engine = TorchRolloutEngine(self.loaded(), max_rows=4, device="cpu")
+            engine = TorchRolloutEngine(loaded(self.folder, self.dtype), max_rows=4, device="cpu", context=LENGTH)
             try:
                 return await generated(engine)
             finally:
@@ -288,7 +307,7 @@ class Checkpoint:
     def train(self) -> str:
         from stages.engines.torch.train import TorchTrainEngine
 
-        engine = TorchTrainEngine(self.loaded(), **train_engine_options(self.dtype))
+        engine = TorchTrainEngine(loaded(self.folder, self.dtype), **train_engine_options(self.dtype))
         logprobs, gradient = one_step(engine, self.batch)
         return shown(
             [judged(logprobs, self.expected, self.rule)], gradient_gap(gradient, self.gradient, self.gradient_limit)
@@ -314,14 +333,17 @@ class Checkpoint:
         from stages.weights.collective import WeightReceiver, WeightSender
         from stages.weights.store import WeightStore
 
-        trainer = TorchTrainEngine(self.loaded(), **train_engine_options(self.dtype))
+        trainer = TorchTrainEngine(loaded(self.folder, self.dtype), **train_engine_options(self.dtype))
         store = WeightStore(self.home / "shared")
         device = torch.device("cpu")
         sender = WeightSender(WeightStore(self.home / "sent"), device, host="127.0.0.1", secret=SECRET)
         transports = ((store, store), (sender, WeightReceiver(device, secret=SECRET)))
 
         async def run() -> list[Gap]:
-            engine, gaps = TorchRolloutEngine(self.loaded(), max_rows=4, device="cpu"), []
+            engine, gaps = (
+                TorchRolloutEngine(loaded(self.folder, self.dtype), max_rows=4, device="cpu", context=LENGTH),
+                [],
+            )
             try:
                 for version, (publisher, reader) in enumerate(transports, 1):
                     one_step(trainer, self.batch)
@@ -344,7 +366,7 @@ class Checkpoint:
     def checkpoint(self) -> str:
         from stages.engines.torch.train import TorchTrainEngine
 
-        trainer = TorchTrainEngine(self.loaded(), **train_engine_options(self.dtype))
+        trainer = TorchTrainEngine(loaded(self.folder, self.dtype), **train_engine_options(self.dtype))
         one_step(trainer, self.batch)
         trainer.save_pretrained(self.home / "saved")
         _compare("one process", plain_model(self.home / "saved", self.dtype), dict(trainer.weights()))
@@ -374,8 +396,7 @@ def _name(dtype: torch.dtype) -> str:
 def _engine(ranks: Ranks, folder: str, dtype: torch.dtype) -> Any:
     from stages.engines.torch.sharded import ShardedTrainEngine
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
-    return ShardedTrainEngine(model, ranks, **train_engine_options(dtype))
+    return ShardedTrainEngine(loaded(Path(folder), dtype), ranks, **train_engine_options(dtype))
 
 
 def _share(ranks: Ranks, rows: Rows, expected: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
@@ -417,9 +438,9 @@ def _swapped(ranks: Ranks, folder: str, dtype: torch.dtype, rows: Rows, expected
     engine = _engine(ranks, folder, dtype)
     one_step(engine, _share(ranks, rows, expected)[0])
     weights = {name: value.clone() for name, value in engine.weights()}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+    model = loaded(Path(folder), dtype)
     separate(model.parameters())
-    decoder = TorchDecoder(model, torch.device("cpu"), packed=False)
+    decoder = TorchDecoder(model, torch.device("cpu"), packed=False, context=LENGTH)
     state = model_state(model.config, dtype)
     names: Any = "vllm" if decoder.fused else "hf"
     target = place(state, Layout(dp_replicate=ranks.world), names=names, dtype=dtype)
@@ -526,6 +547,8 @@ def vllm_cell(python: Path, home: Path, folder: Path, dtype: str) -> Cell:
         )
     except subprocess.TimeoutExpired:
         return Cell("fails", f"no answer in {VLLM_SECONDS:.0f} s")
+    if os.environ.get("MODELS_TRACE"):
+        print(ended.stderr, file=sys.stderr)
     found = [line for line in ended.stdout.splitlines() if line.startswith('{"state"')]  # threads may write after it
     return Cell(**json.loads(found[-1])) if found else Cell("fails", _last_error(ended.stderr))
 

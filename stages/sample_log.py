@@ -5,12 +5,13 @@
                       └ the oldest goes when all together are larger than `pipeline.keep_samples`, or the disk is nearly full
 
 A sample is one line. Samples of a step stand last first, so that reading backwards gives steps newest first, and each step's
-samples in the order of their groups.
+samples in the order of their groups. The first sample of a group has the prompt's row, too: ``given``, ``fields``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -34,7 +35,7 @@ FILES = 8  # that share the room, at least
 LARGEST_FILE = 16 * 2**20  # bytes; a reader takes in a whole file
 RESERVED, RESERVED_SHARE = 2**30, 1 / 20  # of the disk stays free: so many bytes, or this share of it if that is less
 MOST_SCANNED = 8 << 20  # bytes that one reading looks through
-COLUMNS = ("given", "response_ids", "versions", "truncated", "reward", "scores", "advantage")
+COLUMNS = ("given", "fields", "response_ids", "versions", "truncated", "reward", "scores", "advantage")
 
 log = structlog.get_logger()
 
@@ -113,9 +114,8 @@ def read(
     scanned = 0
     for number, place, line in _backwards(folder, after):
         scanned += len(line)
-        try:
-            sample = json.loads(line)
-        except ValueError:  # a kill cut it short
+        sample = _parsed(line)
+        if sample is None:
             continue
         if sample["step"] < oldest_step:
             return found, ""
@@ -124,6 +124,22 @@ def read(
         if len(found) == limit or scanned >= MOST_SCANNED:
             return found, f"{number}:{place}"
     return found, ""
+
+
+def groups(folder: Path) -> Iterator[list[Sample]]:
+    """The samples of each group below ``folder`` by place, oldest step first. One group is in memory at a time."""
+    lines = (line for number in _files(folder) for line in _path(folder, number).open("rb"))
+    samples = (sample for line in lines if (sample := _parsed(line)) is not None)
+    for _, members in itertools.groupby(samples, key=lambda sample: (sample["step"], sample["group"])):
+        yield sorted(members, key=lambda sample: int(sample["place"]))
+
+
+def _parsed(line: bytes) -> Sample | None:
+    try:
+        sample: Sample = json.loads(line)
+    except ValueError:  # a kill cut it short
+        return None
+    return sample
 
 
 def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
@@ -146,10 +162,8 @@ def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _step_of(line: bytes) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except ValueError:  # a kill cut it short
-        return -1
+    sample = _parsed(line)
+    return -1 if sample is None else int(sample["step"])
 
 
 def _files(folder: Path) -> list[int]:
@@ -191,18 +205,21 @@ class Recorder:
     def _samples(self, step: int, claim: Claim, stale: Sequence[int], rows: TensorDict) -> list[Sample]:
         ids = [row.tolist() for row in rows["response_ids"].unbind()]
         versions = [row.tolist() for row in rows["versions"].unbind()]
-        given = [shown(json.loads(text)) for text in rows["given"]]
+        given = [json.loads(text) for text in rows["given"]]
+        fields = [json.loads(text) for text in rows["fields"]] if "fields" in rows else [{}] * len(ids)
         columns = {
             name: rows[name].tolist() if name in rows else [None] * len(claim)
             for name in ("truncated", "reward", "scores", "advantage")
         }
         handles = claim.rows
+        order = sorted(range(len(handles)), key=lambda at: (handles[at].group, handles[at].place))
+        first = {handles[at].group: at for at in reversed(order)}
         return [
             {
                 "step": step,
                 "group": handles[at].group,
                 "place": handles[at].place,
-                "prompt": given[at],
+                "prompt": shown(given[at]),
                 "response": str(self.tokenizer.decode(ids[at], skip_special_tokens=True)),
                 "reward": columns["reward"][at],
                 "rewards": {
@@ -214,8 +231,9 @@ class Recorder:
                 "versions": [list(pair) for pair in zip(versions[at][::2], versions[at][1::2], strict=True)],
                 "staleness": int(stale[at]),
                 "truncated": columns["truncated"][at],
+                **({"given": given[at], "fields": fields[at]} if first[handles[at].group] == at else {}),
             }
-            for at in sorted(range(len(handles)), key=lambda at: (handles[at].group, handles[at].place))
+            for at in order
         ]
 
 

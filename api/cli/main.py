@@ -6,6 +6,7 @@
     serve, agent   a service, and the process that executes its runs (api.cli.service)
     runs, login    the runs of a service, over REST (api.cli.service.runs)
     dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
+    pairs          preference pairs of a run's samples (api.cli.pairs)
 
 Exit codes are in api.cli.exit_codes and docs/cli.md.
 """
@@ -32,6 +33,7 @@ from api.cli.exit_codes import FINISHED
 from api.cli.local_run import create_and_show, fork_server, new_folder, original_folder
 from api.cli.options import EventsOption, JsonOption, PlainOption, SetOption
 from api.cli.output import print_json, refuse
+from api.cli.pairs import pairs_command
 from api.cli.recipe_files import RecipeArgument, description, find, load, stored
 from api.cli.service.agent import agent_command
 from api.cli.service.runs import login, logout, runs_app
@@ -216,6 +218,7 @@ def plan_reshard(
 
 
 app.command("agent")(agent_command)
+app.command("pairs")(pairs_command)
 app.command("track")(track_command)
 app.add_typer(dock_app, name="dock")
 app.add_typer(runs_app, name="runs")

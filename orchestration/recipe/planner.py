@@ -13,6 +13,7 @@ from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Engine, memory
 from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import parameters_in, text_config
+from orchestration.recipe.problems import Problem
 from stages.flow.graph import document
 from stages.prompts.options import PromptLimits
 
@@ -143,7 +144,7 @@ def plan(recipe: Recipe) -> Plan:
         turns=turns(recipe) if recipe.colocated and parameters else None,
         memory=memory_of(recipe),
         flow=document(flow_of(recipe)),
-        notices=list(map(str, notices(recipe))),
+        notices=list(map(str, notices_of(recipe))),
     )
 
 
@@ -360,8 +361,30 @@ def context_of(recipe: Recipe) -> int | None:
     if rollout.engine == "vllm" and rollout.vllm.max_model_len:
         return rollout.vllm.max_model_len
     found = [config.get("max_position_embeddings", config.get("n_positions"))]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type")) == "longrope" and "torch" in (rollout.engine, recipe.train.engine):
-        # Above, all angles of a row are others: the torch engines compute rows below it.
-        found.append(rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings")))
+    change = longrope_change(recipe)
+    if change is not None and (recipe.prompts.max_prompt_tokens or 1) + rollout.max_tokens <= change:
+        found.append(change)  # the recipe does not ask for longer rows, and so keeps the short factors
     return min((size for size in found if isinstance(size, int) and size > 0), default=None)
+
+
+def longrope_change(recipe: Recipe) -> int | None:
+    """Tokens of a row above which the recipe's model takes the long factors of longrope; None without longrope."""
+    config = config_of(recipe.model.source)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):  # "su": longrope in older configs
+        return None
+    size = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
+    return size if isinstance(size, int) else None
+
+
+def longest_row(recipe: Recipe) -> int:
+    """Tokens of the longest row that the recipe allows. All engines of a run choose the factors of longrope by it."""
+    rollout = recipe.rollout
+    if rollout.engine == "vllm" and rollout.vllm.max_model_len:
+        return rollout.vllm.max_model_len
+    return (prompt_limits(recipe).tokens or 0) + rollout.max_tokens
+
+
+def notices_of(recipe: Recipe) -> list[Problem]:
+    """See :attr:`Plan.notices`."""
+    return list(notices(recipe, longest_row(recipe), longrope_change(recipe)))

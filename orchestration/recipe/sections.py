@@ -26,6 +26,7 @@ from orchestration.recipe.values import (
     size_from,
 )
 from stages.algorithms.policy_gradient.grpo import GRPO
+from stages.algorithms.registry import built_in
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
 from stages.flow.catalogue import Truncated
@@ -72,7 +73,9 @@ class VllmSection(Section):
     """Settings of `rollout.engine = "vllm"` beside those of `rollout`."""
 
     max_model_len: Tokens | None = key(
-        None, "Longest prompt with its response. Default: what the model's configuration allows."
+        None,
+        "Longest prompt with its response. Default: what the model's configuration allows; with longrope, the longest row "
+        "that the recipe allows, by which all engines choose its factors.",
     )
     block_size: Tokens | None = key(
         None, "Tokens of one block of the KV cache; a group shares its prompt in whole blocks. Default: vLLM's."
@@ -207,12 +210,22 @@ class AlgorithmSection(Section):
         8, "Responses to each prompt (N), which are compared with one another."
     )
     options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = key(
-        {}, "Arguments of the algorithm's class; those of `grpo` follow."
+        {}, "Arguments of the algorithm's class; those of `grpo` follow, the others' are in docs/algorithms.md."
     )
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return only_where({"name": "grpo"}, "options", core, handler)
+        schema = only_where({"name": "grpo"}, "options", core, handler)
+        if handler.mode == "validation":
+            handler.resolve_ref_schema(schema)["allOf"] = [
+                {
+                    "if": {"properties": {"name": {"const": name}}, "required": ["name"]},
+                    "then": {"properties": {"options": algorithm.model_json_schema()}},
+                }
+                for name, algorithm in built_in().items()
+                if name != "grpo"  # the default, also where the recipe has no name
+            ]
+        return schema
 
 
 class TrainSection(Section):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from orchestration.recipe.model_files import end_tokens
+from orchestration.recipe.planner import longest_row, longrope_change
 from orchestration.recipe.schema import Recipe
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
@@ -187,6 +188,7 @@ def _torch_rollout(
         initial_version=version,
         device=device,
         packed=packed,
+        context=longest_row(recipe),
     )
 
 
@@ -202,6 +204,9 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
         model, tokenizer = _model(recipe, None)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    options = rollout.vllm.model_dump()
+    if longrope_change(recipe) is not None:
+        options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
     if recipe.sync.transport == "collective":
         engine = VllmCollectiveEngine
@@ -216,7 +221,7 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
         threads=threads_of(recipe, rollout.threads),
         transfer_timeout=recipe.sync.timeout,
         initial_version=version,
-        **rollout.vllm.model_dump(),
+        **options,
     )
 
 
@@ -284,6 +289,7 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
         "temperature": recipe.rollout.temperature,
         "threads": threads_of(recipe, recipe.train.threads),
         "device": devices.select(recipe.train.device),
+        "context": longest_row(recipe),
     }
 
 

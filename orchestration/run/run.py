@@ -37,10 +37,10 @@ from orchestration.private_files import write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
-from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.devices import assign, on_this_node
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.load import change_recipe
+from orchestration.recipe.planner import notices_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
@@ -253,7 +253,7 @@ class Run:
         where = {"index": url, "run": self.id, "hosted": self._hosted}
         write_private(self.out_dir / WHERE, json.dumps(where))
         self._up.set()
-        for notice in notices(self.recipe):
+        for notice in notices_of(self.recipe):
             log.warning("notice", recipe=str(notice))
         self.supervisor = Supervisor(
             self._index,

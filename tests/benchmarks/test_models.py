@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.families import FAMILIES, ROPE_CHANGE, WINDOW, model_of, write
+from benchmarks.families import FAMILIES, LONGROPE, ROPE_CHANGE, WINDOW, model_of, write
 from benchmarks.models import COLUMNS, LENGTH, PROMPTS, Failed, judged, main, plain_rows, refusal, sequences
 from stages.models import tiny_tokenizer
 from stages.weights.store import ProbeRule
@@ -73,10 +74,16 @@ def test_the_row_of_a_checkpoint_of_ones_own(tmp_path: Path, capsys: pytest.Capt
         ("DeepSeek-V3", {}, "whose latent attention gives other logprobs (kv_lora_rank = 512)"),
         ("Qwen3", {"head_dim": 48}, "and the model's have 48"),
         ("GPT-2", {"n_head": 8}, "and the model's have 16"),
+        ("Phi-3 longrope", {}, ""),
+        (
+            "Phi-3 longrope",
+            {"rope_parameters": {**LONGROPE, "attention_factor": 1.5}},
+            "no attention_factor of longrope",
+        ),
     ],
 )
 def test_what_vllm_cannot_run_or_update_is_refused_by_a_property(
-    family: str, changes: dict[str, int], reason: str, tmp_path: Path
+    family: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     model_of(family, **changes).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

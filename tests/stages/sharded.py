@@ -23,8 +23,10 @@ from benchmarks.families import model_of as family_model
 from orchestration.run import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.plans import GroupShape, Ranks, deal
+from stages.engines.torch import layers as torch_layers
 from stages.engines.torch import sharded as torch_sharded
 from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.layers import rms_norm
 from stages.engines.torch.sharded import ShardedTrainEngine, _whole, placement
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import model_skeleton
@@ -122,6 +124,8 @@ def one_step(ranks: Ranks, kind: str, how: str, normalization: str, options: dic
     gradients, metrics = gradients_of_step(engine, batch, algorithm(normalization))
     passes: list[int] = []
     engine.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    norms: list[int] = []
+    torch_layers.rms_norm = lambda *given: norms.append(1) or rms_norm(*given)  # type: ignore[func-returns-value]
     again = engine.train_batch(batch, algorithm(normalization))
     state = engine.state_dict()
     shards = {name: tuple(value.to_local().shape) for name, value in state["exp_avg"].items()}
@@ -136,6 +140,7 @@ def one_step(ranks: Ranks, kind: str, how: str, normalization: str, options: dic
         "held": sum(p.untyped_storage().nbytes() for p in engine._trained.values()),
         "copies": _plain(copies),
         "passes": len(passes),
+        "fast_norms": len(norms),
     }
 
 

@@ -21,7 +21,15 @@ from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.flow import stage_columns
 from orchestration.recipe.model_files import KNOWN_MODELS
-from orchestration.recipe.planner import checkpoint_bytes, config_of, context_of, trained_state, vocabulary_of
+from orchestration.recipe.planner import (
+    checkpoint_bytes,
+    config_of,
+    context_of,
+    longest_row,
+    longrope_change,
+    trained_state,
+    vocabulary_of,
+)
 from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
@@ -68,10 +76,11 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
     from stages.engines.torch.model_check import refusal
     from stages.engines.torch.sharded import fused
 
+    longest = longest_row(recipe) if longrope_change(recipe) else None
     for side, engine in engines.items():
         if engine != "torch":
             continue
-        if reason := refusal(folder, side):
+        if reason := refusal(folder, side, context=longest):
             fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
             yield problem(recipe, key, f"cannot be run by {side}.engine = 'torch' ({reason})", fix)
         elif side == "train" and recipe.train.tp > 1 and (reason := refusal(folder, side, tp=True)):
@@ -134,6 +143,9 @@ def _beyond_vllm(source: str, config: dict[str, Any]) -> Iterator[str]:
     windowed, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
     if len(set(config.get("layer_types") or ())) > 1 and windowed not in (None, layers):
         yield f"which has no sliding window for some layers only (max_window_layers = {windowed})"
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if given := [name for name in ("attention_factor", "factor") if rope.get(name) and rope.get("long_factor")]:
+        yield f"which has no {given[0]} of longrope ({given[0]} = {rope[given[0]]})"
     if (config.get("num_experts_per_tok") or 0) and (name := model_files.joined_experts(source)):
         yield f"which takes experts that a checkpoint keeps in one tensor ({name}) at its start only, not from an update"
 

@@ -8,8 +8,16 @@ from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 
 
-def notices(recipe: Recipe) -> Iterator[Problem]:
-    """Return the notices of a sound ``recipe``."""
+def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Problem]:
+    """Return the notices of a sound ``recipe``. ``longest``: tokens of its longest row; ``change``: tokens above which its
+    model takes the long factors of longrope."""
     if recipe.train.precision == "model" and recipe.model.dtype != "float32" and recipe.runs_stage("update"):
         wrong = f"rounds updates to {recipe.model.dtype}: at usual learning rates most weights do not change"
         yield Problem("train.precision", "model", wrong, "leave it out, for float32 master weights")
+    if change is not None and longest > change:
+        wrong = (
+            f"makes rows of {longest} tokens possible: longrope's long factors are used for all rows, while transformers "
+            f"uses the short ones for sequences of up to {change} tokens"
+        )
+        fix = f"keep prompts.max_prompt_tokens + rollout.max_tokens <= {change} for the short ones"
+        yield Problem("rollout.max_tokens", recipe.rollout.max_tokens, wrong, fix)

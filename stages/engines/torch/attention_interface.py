@@ -1,4 +1,4 @@
-"""Replaces the attention of a transformers model, and checks that its logits stay the same."""
+"""Replaces the attention of a transformers model, fixes its rotary angles, and checks that its logits stay the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 PROBE = 24  # tokens of the comparison with the plain forward
 
@@ -37,6 +38,32 @@ def rope_change(config: Any) -> int:
         if rope.get("rope_type") in ("longrope", "dynamic"):
             found.append(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
     return min(found)
+
+
+@torch.no_grad()
+def fix_rope(model: Any, context: int | None) -> int:
+    """Make the angles of longrope in ``model`` the same for sequences of all lengths: by its long factors where ``context``,
+    tokens of the longest sequence, is above :func:`rope_change`, else by the short ones (None: by the short ones). vLLM
+    decides in the same way, by its ``max_model_len``; transformers decides anew for each forward, by the longest sequence
+    that it has.
+
+    Returns the tokens that a sequence may have. Raises ``ValueError`` for a ``context`` above the change when the angles
+    still depend on a sequence's length."""
+    change = rope_change(model.config)
+    fixed = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+    is_long = context is not None and context > change and bool(fixed)
+    for module in fixed:
+        device = module.inv_freq.device
+        if is_long:
+            factors, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, device, seq_len=change + 1)
+            module.inv_freq.copy_(factors)
+        module.rope_type = "default"  # transformers computes with inv_freq as it is
+        positions = torch.tensor([[*range(PROBE), change]], device=device)
+        probe = torch.zeros(1, device=device)
+        near, far = (module(probe, position_ids=some)[0][0, :PROBE] for some in (positions[:, :PROBE], positions))
+        if is_long and not torch.equal(near, far):
+            raise ValueError(f"model: longrope of {type(model).__name__} depends on a sequence's length otherwise")
+    return 2**31 if is_long else change
 
 
 def check_logits(

@@ -3,7 +3,7 @@
 Linear layers: torch multiplies matrices by MKL, which uses 256-bit instructions on processors of other makers than Intel;
 oneDNN asks the processor what it has. RMS norms: fewer passes over memory. Embeddings that are the output layer too: the
 gradient of the words that were fed, added to that of the output layer. On other devices, in other dtypes and for DTensors
-(tensor-parallel ranks) modules compute as before.
+(matrices of tensor-parallel ranks) modules compute as before.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.func import functional_call
 
 
 @torch.no_grad()
 def use_fast_layers(model: Any, device: torch.device) -> None:
-    """Compute the linear layers of ``model`` by :func:`linear`, and by :func:`rms_norm` the modules that return the same.
-    ``device``: where it is trained."""
+    """Compute the linear layers of ``model`` by :func:`linear`. ``device``: where it is trained."""
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     if device.type == "cpu" and isinstance(words, nn.Embedding) and words.weight is head.weight:
         words.sparse = True
@@ -28,8 +29,15 @@ def use_fast_layers(model: Any, device: torch.device) -> None:
             continue
         if type(module) is nn.Linear:
             module.forward = partial(_linear_of, module)  # type: ignore[method-assign]
-        elif _is_rms_norm(module):
-            module.forward = partial(_norm_of, module, module.forward)  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def use_fast_norms(model: Any) -> None:
+    """Compute by :func:`rms_norm` the modules of ``model`` that return the same. Weights may be on the device meta; they are
+    no DTensors yet: ranks cut the model afterwards, and gather a norm's weight before its forward."""
+    for module in model.modules():
+        if _is_rms_norm(module):
+            module.forward = partial(_norm_of, module, module.forward)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -65,14 +73,17 @@ def _is_rms_norm(module: Any) -> bool:
     if names != ["weight"] or module.weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
         return False
     probe = torch.linspace(-2, 3, 3 * len(module.weight)).sin().view(3, -1)
-    if not _in_float32_on_cpu(probe, module.weight):
+    weight = torch.linspace(0.5, 2, len(module.weight))
+    if not _in_float32_on_cpu(probe, weight) or module.weight.dtype != torch.float32:
         return False
-    return torch.allclose(module(probe), rms_norm(probe, module.weight, module.variance_epsilon), rtol=1e-5, atol=1e-6)
+    plain = functional_call(module, {"weight": weight}, (probe,))
+    return torch.allclose(plain, rms_norm(probe, weight, module.variance_epsilon), rtol=1e-5, atol=1e-6)
 
 
 def _in_float32_on_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether both are plain float32 tensors on a CPU that oneDNN computes on."""
-    plain = type(x) is torch.Tensor and type(weight) in (torch.Tensor, nn.Parameter)
+    """Whether both are plain float32 tensors on a CPU that oneDNN computes on. ``x`` may still be on its way from other
+    ranks: its first use waits for it."""
+    plain = type(x) in (torch.Tensor, AsyncCollectiveTensor) and type(weight) in (torch.Tensor, nn.Parameter)
     wide = x.dtype == weight.dtype == torch.float32
     return plain and wide and x.device.type == "cpu" and x.numel() > 0 and torch.backends.mkldnn.is_available()
 

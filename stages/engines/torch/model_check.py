@@ -24,14 +24,15 @@ VOCABULARY, WIDTH, EXPERTS = 512, 64, 4  # of the small model, at most
 WINDOW = PROBE // 3
 
 
-def refusal(folder: Path, side: Side, *, tp: bool = False) -> str:
+def refusal(folder: Path, side: Side, *, tp: bool = False, context: int | None = None) -> str:
     """Returns why the torch engine of ``side`` cannot run the model of the config in ``folder``; ``tp``: with its matrices
-    split over several ranks. Returns "" when it can, and when a small model of its kind cannot be made."""
-    return _refusal(folder, (folder / "config.json").read_text(), side, tp)
+    split over several ranks; ``context``: tokens of the longest sequence. Returns "" when it can, and when a small model of
+    its kind cannot be made."""
+    return _refusal(folder, (folder / "config.json").read_text(), side, tp, context)
 
 
 @lru_cache(maxsize=64)
-def _refusal(folder: Path, text: str, side: Side, tp: bool) -> str:
+def _refusal(folder: Path, text: str, side: Side, tp: bool, context: int | None) -> str:
     """``text``: the config's content, so that a changed config is read again."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -50,11 +51,11 @@ def _refusal(folder: Path, text: str, side: Side, tp: bool) -> str:
         if side == "rollout":
             from stages.engines.torch.decoding.decoder import TorchDecoder
 
-            TorchDecoder(model, torch.device("cpu"))
+            TorchDecoder(model, torch.device("cpu"), context=context)
         else:
             from stages.engines.torch.train import TorchTrainEngine
 
-            TorchTrainEngine(model, learning_rate=1e-5, total_steps=1, device="cpu")
+            TorchTrainEngine(model, learning_rate=1e-5, total_steps=1, device="cpu", context=context)
             if tp:
                 from stages.engines.torch.sharded import planned_cuts
 

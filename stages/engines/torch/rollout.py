@@ -51,6 +51,8 @@ class TorchRolloutEngine:
     most; one prompt always fits. ``threads``: torch's CPU threads. ``accelerated`` (None: on an accelerator): decode steps
     are static and recorded, and the next token is launched before the newest one is read; responses are the same.
     ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout; :attr:`tensors` needs False.
+    ``context``: tokens of the longest sequence, by which a model with longrope takes its long factors for all sequences;
+    train engines of the run get the same.
     Raises ``ValueError`` for a model that keeps its own attention.
     """
 
@@ -66,12 +68,15 @@ class TorchRolloutEngine:
         initial_version: int = 0,
         accelerated: bool | None = None,
         packed: bool | None = None,
+        context: int | None = None,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
         chosen = devices.select() if device is None else torch.device(device)
         static = chosen.type != "cpu" if accelerated is None else accelerated
-        self._decoder = run_in_temporary_thread(lambda: TorchDecoder(model, chosen, static=static, packed=packed))
+        self._decoder = run_in_temporary_thread(
+            lambda: TorchDecoder(model, chosen, static=static, packed=packed, context=context)
+        )
         self._batch = ContinuousBatch(
             self._decoder,
             tokenizer,

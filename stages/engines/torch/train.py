@@ -27,9 +27,9 @@ from stages import device as devices
 from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
-from stages.engines.torch.attention_interface import PROBE, check_logits, replace_attention, rope_change
+from stages.engines.torch.attention_interface import PROBE, check_logits, fix_rope, replace_attention
 from stages.engines.torch.head import logit_scale
-from stages.engines.torch.layers import use_fast_layers
+from stages.engines.torch.layers import use_fast_layers, use_fast_norms
 from stages.engines.torch.optimizer import (
     Schedule,
     adamw,
@@ -91,6 +91,7 @@ class TorchTrainEngine:
     whose dtype gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
 
     ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints hold it, exports do not.
+    ``context``: tokens of the longest sequence, by which a model with longrope takes its long factors for all sequences.
 
     Raises ValueError for a model with logits that the packed computation does not reproduce; it is compared with the model's
     plain forward once.
@@ -112,6 +113,7 @@ class TorchTrainEngine:
         activation_checkpointing: bool = False,
         compute: torch.dtype | None = None,
         value_head: bool = False,
+        context: int | None = None,
         threads: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -125,10 +127,12 @@ class TorchTrainEngine:
         self._schedule: dict[str, Any] = {"peak": learning_rate, "total_steps": total_steps}
         self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
         self._grad_clip, self._token_budget, self._threads = grad_clip, token_budget, threads
-        self._feeding = Feeding(rope_change(model.config))
+        self._feeding = Feeding(fix_rope(model, context))
         self._divisor, self._softcap = logit_scale(model.config)
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
         _prepare(model, activation_checkpointing)
+        if self.device.type == "cpu":
+            use_fast_norms(model)
         self._dtype = model.dtype  # of the arithmetic
         self._plain_forward = model.forward
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, parameters_of, plan
+from benchmarks.families import write
+from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, notices_of, parameters_of, plan
 from orchestration.recipe.schema import Recipe
+from orchestration.run.engines import reference_engine, rollout_engine, train_engine
 from pipeline.blocks import pack
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import catalogue
@@ -197,3 +199,36 @@ def test_more_in_flight_needs_more_arena() -> None:
 def test_in_admission_order_the_oldest_reaches_the_bound(bound: int) -> None:
     found = of(pipeline={"staleness": bound})
     assert (found.slack, found.max_age) == (bound, bound)
+
+
+def test_longrope_of_all_engines_follows_from_the_longest_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its long factors, with a notice, where the recipe asks for rows above the change; else rows stay below it."""
+    folder = write("Phi-3 longrope", tmp_path / "model", torch.float32)  # changes at 32 tokens, of 256
+    made: list[Any] = []
+    for engine in ("stages.engines.vllm.rollout.VllmRolloutEngine", "stages.engines.torch.rollout.TorchRolloutEngine"):
+        monkeypatch.setattr(engine, lambda *_, **options: made.append(options))
+    monkeypatch.setattr("stages.engines.torch.train.TorchTrainEngine", lambda _, **options: made.append(options))
+    for prompt, response, vllm, longest in (
+        (None, 20, {}, 32),
+        (12, 20, {}, 32),
+        (13, 20, {}, 33),
+        (None, 40, {}, 256),
+        (8, 20, {"max_model_len": 64}, 64),
+    ):
+        changes = {"prompts": {"max_prompt_tokens": prompt}, "rollout": {"max_tokens": response}}
+        asked = recipe(model={"source": str(folder)}, **changes)
+        by_vllm = recipe(
+            model=asked.model.model_dump(),
+            prompts=changes["prompts"],
+            rollout={"max_tokens": response, "engine": "vllm", "vllm": vllm},
+        )
+        rollout_engine(by_vllm, version=0, shared=tmp_path)
+        assert made.pop()["max_model_len"] == longest
+        train_engine(by_vllm)
+        assert made.pop()["context"] == longest
+        if not vllm:
+            for make in (lambda: rollout_engine(asked, version=0), lambda: reference_engine(asked)):  # noqa: B023
+                make()
+                assert made.pop()["context"] == longest
+        assert [notice.key for notice in notices_of(by_vllm)] == ["rollout.max_tokens"] * (longest > 32)
+    assert notices_of(recipe()) == []

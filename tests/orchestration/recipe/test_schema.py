@@ -30,6 +30,11 @@ TABLES: list[tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = [
     (MOCK, {"train": {"mock": {"parameters": 8}}}, [{"train": {"mock": {"parameters": 0}}}]),
     ({}, {"algorithm": {"options": {"kl_coef": 0.1}}}, [{"algorithm": {"options": {"kl_coef": "a lot"}}}]),
     (
+        {"algorithm": {"name": "dapo"}},
+        {"algorithm": {"options": {"overlong_tokens": 4, "longest_response": 8}}},
+        [{"algorithm": {"options": wrong}} for wrong in ({"overlong_tokens": -1}, {"beta": 0.1})],
+    ),
+    (
         {},
         {"prompts": {"config": {"length": 2}}},
         [{"prompts": {"config": wrong}} for wrong in ({"length": 0}, {"len": 2})],

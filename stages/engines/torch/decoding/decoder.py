@@ -27,7 +27,7 @@ from torch import nn
 
 from stages import device as devices
 from stages.engines.torch.attention import Scores
-from stages.engines.torch.attention_interface import PROBE, check_logits, replace_attention, rope_change, state_of
+from stages.engines.torch.attention_interface import PROBE, check_logits, fix_rope, replace_attention, state_of
 from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
 from stages.engines.torch.decoding.llama_forward import LlamaForward, is_llama
 from stages.engines.torch.decoding.weights import DecoderWeights
@@ -71,16 +71,26 @@ class TorchDecoder:
 
     All calls but those of ``weights.check`` and ``weights.prepare`` come from one thread. ``static``: decode steps have few
     sizes and are recorded where the device can. ``packed``: weights are copied into oneDNN's
-    layout (None: on a CPU that has it). Raises ``ValueError`` for a model that keeps its own attention.
+    layout (None: on a CPU that has it). ``context``: see :func:`~stages.engines.torch.attention_interface.fix_rope`.
+    Raises ``ValueError`` for a model that keeps its own attention.
     """
 
-    def __init__(self, model: Any, device: torch.device, static: bool = False, packed: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        static: bool = False,
+        packed: bool | None = None,
+        context: int | None = None,
+    ) -> None:
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = device
         self.dtype: torch.dtype = model.dtype
         self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
         # Where rope changes its angles with a sequence's length, a row's cached keys would have the others.
-        self.max_context: int = min(getattr(model.config, "max_position_embeddings", 2**31), rope_change(model.config))
+        self.max_context: int = min(
+            getattr(model.config, "max_position_embeddings", 2**31), fix_rope(self.model, context)
+        )
         self.rows: list[Row] = []
         self.prompts: list[Prompt] = []
         self.attention = TwoPartAttention()

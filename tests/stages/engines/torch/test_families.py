@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.families import FAMILIES, VOCABULARY, WINDOW, model_of
+from benchmarks.families import CONTEXT, FAMILIES, ROPE_CHANGE, VOCABULARY, WINDOW, config_of, model_of
+from benchmarks.models import batch_of
 from stages.engines.plans import Piece
-from stages.engines.torch.attention_interface import rope_change
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.train import TorchTrainEngine, _groups, _packed
 from tests.stages.engines.contract_train import make_batch
@@ -26,15 +25,17 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+LONGEST = 3 * WINDOW + 13  # tokens past every window, and past the length at which rope changes
+
+
 def plain_of(family: str) -> Any:
-    model = model_of(family)
+    """transformers' model; one with longrope uses its long factors for sequences of any length, as a run does whose rows
+    may be longer than their change."""
+    rope = dict(config_of(family).get_text_config().rope_parameters or {})
+    long = {"rope_parameters": rope | {"short_factor": rope["long_factor"]}} if "long_factor" in rope else {}
+    model = model_of(family, **long)
     model.set_attn_implementation("eager")
     return model
-
-
-def longest(model: Any) -> int:
-    """Tokens past every window, and past the change of rope where it is no other function of the length."""
-    return min(3 * WINDOW + 13, rope_change(model.config))
 
 
 def plain_logprobs(model: Any, ids: torch.Tensor, first: int) -> torch.Tensor:
@@ -47,10 +48,10 @@ def plain_logprobs(model: Any, ids: torch.Tensor, first: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_decoder_has_the_plain_logprobs_past_windows(family: str, static: bool) -> None:
     plain = plain_of(family)
-    length = longest(plain)
+    length = LONGEST
     ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
     ids[1, :21] = ids[0, :21]  # two rows of one prompt
-    decoder = TorchDecoder(model_of(family), torch.device("cpu"), static=static)
+    decoder = TorchDecoder(model_of(family), torch.device("cpu"), static=static, context=LONGEST)
     with torch.inference_mode():
         (prompt, short), first = decoder.prefill([ids[0, :21], ids[0, :3]])
         decoder.join(prompt)
@@ -70,12 +71,12 @@ def test_the_decoder_has_the_plain_logprobs_past_windows(family: str, static: bo
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_trainer_has_the_plain_logprobs_and_gradients_past_windows(family: str) -> None:
     plain = plain_of(family)
-    length = longest(plain)
+    length = LONGEST
     batch = make_batch([(19, (length - 19, length - 25, 4)), (5, (length - 5,))], seed=3)
     for name in ("prompt_ids", "response_ids"):
         batch[name] = torch.nested.nested_tensor([x % VOCABULARY for x in batch[name].unbind()], layout=torch.jagged)
     engine = TorchTrainEngine(
-        copy.deepcopy(model_of(family)), learning_rate=1e-5, total_steps=1, threads=1, device="cpu"
+        model_of(family), learning_rate=1e-5, total_steps=1, threads=1, device="cpu", context=LONGEST
     )
     columns = batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), engine.logprobs(batch).unbind()
     total = torch.zeros(())
@@ -95,3 +96,31 @@ def test_the_trainer_has_the_plain_logprobs_and_gradients_past_windows(family: s
             continue
         assert parameter.grad is not None, name
         assert float((parameter.grad - want).abs().max() / want.abs().max()) < 2e-3, name
+
+
+@pytest.mark.parametrize("context", [None, ROPE_CHANGE, ROPE_CHANGE + 1])
+def test_longrope_is_chosen_by_the_longest_sequence_not_by_each(context: int | None) -> None:
+    """A short sequence has the same logprobs alone and beside a long one, by either engine, where long ones are possible;
+    where they are not, those of transformers, and a long one is refused."""
+    prompt, tokens = torch.arange(1, 6), torch.arange(7, 15)
+    short, long = ([(prompt, tokens)], [(prompt, tokens), (prompt, torch.arange(LONGEST) % VOCABULARY)])
+    is_long = context is not None and context > ROPE_CHANGE
+    plain = plain_of("Phi-3 longrope") if is_long else model_of("Phi-3 longrope")
+    with torch.no_grad():
+        expected = plain_logprobs(plain, torch.cat([prompt, tokens]), len(prompt))
+    model, options = model_of("Phi-3 longrope"), {"learning_rate": 1e-5, "total_steps": 1, "device": "cpu"}
+    engine = TorchTrainEngine(model, **options, context=context)
+    alone = engine.logprobs(batch_of(short, torch.zeros(len(tokens)))).unbind()[0]
+    assert float((alone - expected).abs().max()) < LIMIT
+    decoder = TorchDecoder(model_of("Phi-3 longrope"), torch.device("cpu"), context=context)
+    with torch.inference_mode():
+        decoder.prefill([torch.arange(1, min(LONGEST, decoder.max_context))])  # in the same batch
+        scored = decoder.score(prompt, tokens).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert float((scored - expected).abs().max()) < LIMIT
+    assert decoder.max_context == (CONTEXT if is_long else ROPE_CHANGE)
+    beside = batch_of(long, torch.zeros(len(tokens) + LONGEST))
+    if is_long:
+        assert float((engine.logprobs(beside).unbind()[0] - alone).abs().max()) < 1e-5
+    else:
+        with pytest.raises(NotImplementedError, match="where rope changes at 32"):
+            engine.logprobs(beside)

@@ -99,6 +99,15 @@ def test_loss_and_every_gradient_are_those_of_one_process(kind: str, dp: int, tp
     assert_step(found, alone(kind, grad_clip=None), positions(dp), tp)
 
 
+@pytest.mark.parametrize(("dp", "tp"), LAYOUTS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gathered"])
+def test_ranks_on_a_cpu_compute_every_norm_in_few_passes(kind: str, dp: int, tp: int) -> None:
+    """Also norms of queries and keys, whose gradients the ranks of a replica add up."""
+    norms = sum(hasattr(module, "variance_epsilon") for module in model_of(kind).modules())
+    for result in together(dp, tp, kind):
+        assert result["fast_norms"] == result["passes"] * norms > 0
+
+
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
 def test_ranks_with_far_less_work_keep_step_and_change_nothing(dp: int, tp: int) -> None:
     """One replica has a single row, so it makes idle passes; gradients are clipped by the norm over all ranks."""

@@ -1,4 +1,5 @@
-"""A model with experts in vLLM: the trainer has the experts of a layer in one tensor, vLLM loads them one by one."""
+"""Models that vLLM has otherwise than the trainer: experts, which are one tensor in the trainer and are loaded one by one,
+and longrope, whose long factors vLLM takes for rows of any length, by its max_model_len."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.families import write
-from benchmarks.models import Checkpoint, batch_of, generated, one_step, plain_rows
+from benchmarks.families import CONTEXT, write
+from benchmarks.models import Checkpoint, batch_of, generated, loaded, one_step, plain_rows
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.engines.torch.train import TorchTrainEngine
 from stages.engines.vllm.rollout import VllmCollectiveEngine
@@ -20,16 +21,19 @@ SECRET = b"a run's secret, for the tests"
 
 
 @pytest.mark.asyncio
-async def test_experts_of_each_step_reach_vllm_by_each_transport(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Phi-3 longrope"])
+async def test_weights_of_each_step_reach_vllm_by_each_transport(family: str, tmp_path: Path) -> None:
     """After each optimizer step the logprobs of what vLLM generates are the trainer's."""
-    folder = write("Qwen3-MoE", tmp_path / "model", torch.float32)
+    folder = write(family, tmp_path / "model", torch.float32)
     checkpoint = Checkpoint(folder, torch.float32, tmp_path)
-    trainer = TorchTrainEngine(checkpoint.loaded(), learning_rate=1e-2, total_steps=9, device="cpu")
+    trainer = TorchTrainEngine(
+        loaded(folder, torch.float32), learning_rate=1e-2, total_steps=9, device="cpu", context=CONTEXT
+    )
     shared = shared_memory_directory() / f"asyncdock-test-{tmp_path.parent.name}-{tmp_path.name}"
     shared.mkdir()
     Credentials(SECRET, None).write(shared)
     sender = WeightSender(WeightStore(tmp_path / "sent"), torch.device("cpu"), host="127.0.0.1", secret=SECRET)
-    options = {"max_rows": 8, "max_model_len": 256, "kv_cache_bytes": 2**26, "enforce_eager": True, "threads": 2}
+    options = {"max_rows": 8, "max_model_len": CONTEXT, "kv_cache_bytes": 2**26, "enforce_eager": True, "threads": 2}
     engine = VllmCollectiveEngine(checkpoint.folder, shared=shared, dtype=torch.float32, **options)
     try:
         for version in range(3):

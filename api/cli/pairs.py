@@ -1,0 +1,28 @@
+"""``asyncdock pairs``: preference pairs of a run's samples, as prompts of another run (stages.preference_pairs)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.cli.output import refuse
+from api.terminal.screen import write
+
+
+def pairs_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run, which may go on.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="A name that ends in .jsonl or .parquet.")],
+    margin: Annotated[
+        float, typer.Option(min=0.0, help="Least difference of the two rewards. 0: all that differ.")
+    ] = 0.0,
+) -> None:
+    """Write preference pairs for DPO: of each group that the run was trained on, the best response against the worst."""
+    from stages.preference_pairs import PairsError, export_pairs
+
+    try:
+        pairs, groups = export_pairs(run_dir, out, margin)
+    except (PairsError, OSError) as error:
+        refuse(error)
+    write(f"{pairs} pairs of {groups} groups are in {out}")

@@ -1,0 +1,130 @@
+"""Preference pairs of the samples that a run has kept: the best response of each group against the worst.
+
+RUN/samples/ ─▶ groups, oldest step first ─▶ best and worst by reward ─▶ {prompt, chosen, rejected, …} ─▶ JSON Lines, Parquet
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stages.sample_log import FOLDER, Sample, groups
+
+SUFFIXES = (".jsonl", ".parquet")
+ROW_GROUP = 4096  # rows of a Parquet file that are in memory at once
+
+Pair = dict[str, Any]
+
+
+class PairsError(ValueError):
+    """No pairs can be made, or not in this form. The message says what to change."""
+
+
+def pair_of(group: Iterable[Sample], margin: float = 0.0) -> Pair | None:
+    """The pair of one ``group``: the prompt, the texts with the highest and the lowest reward, the rewards, and the other
+    columns of the prompt's row. None where the rewards differ by less than ``margin``, or not at all."""
+    members = list(group)
+    scored = [sample for sample in members if sample["reward"] is not None and math.isfinite(sample["reward"])]
+    if not scored:
+        return None
+    best, worst = (pick(scored, key=lambda sample: float(sample["reward"])) for pick in (max, min))
+    difference = best["reward"] - worst["reward"]
+    if difference <= 0 or difference < margin or best["response"] == worst["response"]:
+        return None
+    row: Sample = next((sample for sample in members if "given" in sample), {})
+    return {
+        **row.get("fields", {}),
+        "prompt": row.get("given", best["prompt"]),
+        "chosen": best["response"],
+        "rejected": worst["response"],
+        "score_chosen": best["reward"],
+        "score_rejected": worst["reward"],
+    }
+
+
+def export_pairs(run: Path, out: Path, margin: float = 0.0) -> tuple[int, int]:
+    """Write the pairs of the run in the folder ``run`` to ``out``, a file of JSON Lines or Parquet by its name, which is
+    there when all of it is. Returns the number of pairs and that of groups. Raises PairsError, OSError."""
+    if out.suffix not in SUFFIXES:
+        raise PairsError(f"out: {str(out)!r} is no name of a file of pairs; give one that ends in .jsonl or .parquet")
+    recipe = _recipe(run)
+    count = 0
+
+    def pairs() -> Iterator[Pair]:
+        nonlocal count
+        for group in groups(run / FOLDER):
+            count += 1
+            if (pair := pair_of(group, margin)) is not None:
+                yield pair
+
+    made = pairs()
+    if (first := next(made, None)) is None:
+        raise PairsError(_why_none(run, recipe, count, margin))
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        write = _write_parquet if out.suffix == ".parquet" else _write_lines
+        written = write(itertools.chain([first], made), partial)
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return written, count
+
+
+def _recipe(run: Path) -> dict[str, Any]:
+    try:
+        recipe: dict[str, Any] = json.loads((run / "recipe.json").read_text())
+    except FileNotFoundError:
+        raise PairsError(f"run: {run} is not the folder of a run; give one, as runs/tiny-…") from None
+    return recipe
+
+
+def _why_none(run: Path, recipe: dict[str, Any], count: int, margin: float) -> str:
+    if not count and not recipe["pipeline"]["keep_samples"]:
+        fix = "start one with pipeline.keep_samples = '64MiB'"
+        return f"pipeline.keep_samples = 0: the run in {run} has kept no samples; {fix}"
+    if not count:
+        return f"run: {run} has no samples: it has trained no step yet; wait for one, or give another run"
+    if recipe["algorithm"]["group_size"] < 2:
+        return "algorithm.group_size = 1: the run has one response to each prompt, and a pair needs two; raise it"
+    least = f" by {margin:g}" if margin else ""
+    fix = "lower --margin, or give an earlier run"
+    return f"margin: in none of {count} groups do rewards of different responses differ{least}; {fix}"
+
+
+def _write_lines(pairs: Iterable[Pair], path: Path) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for count, pair in enumerate(pairs, 1):  # noqa: B007
+            file.write(json.dumps(pair, ensure_ascii=False) + "\n")
+    return count
+
+
+def _write_parquet(pairs: Iterable[Pair], path: Path) -> int:
+    """Raises PairsError where a column has values of several types."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise PairsError(
+            "out: Parquet needs the package pyarrow: pip install 'asyncdock[data]'; or write .jsonl"
+        ) from None
+    count, rows = 0, iter(pairs)
+    writer = None
+    try:
+        while part := list(itertools.islice(rows, ROW_GROUP)):
+            table = pyarrow.Table.from_pylist(part, None if writer is None else writer.schema)
+            if writer is None:
+                writer = pyarrow.parquet.ParquetWriter(path, table.schema)
+            writer.write_table(table)
+            count += len(part)
+    except pyarrow.ArrowException as error:
+        raise PairsError(f"out: a column has values of several types ({error}); write .jsonl") from error
+    finally:
+        if writer is not None:
+            writer.close()
+    return count
