@@ -15,7 +15,7 @@ from orchestration.run.run import Run
 from pipeline.events import AlarmEvent
 from pipeline.index.client import Index
 from tests.orchestration.guard.test_guard import step
-from tests.orchestration.runs import MOCK, complete, executing, recipe
+from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 
 SAME = "tests.orchestration.guard.test_watch:same"
 EQUAL = {"train__steps": 10, "reward__functions": [{"name": SAME}], "reward__processes": 0, "checkpoint__every": 100}
@@ -109,3 +109,51 @@ async def test_an_alarm_of_a_worker_acts_as_the_guards_own(index: Index) -> None
     with pytest.raises(GuardFailed, match=r"guard: step 3: it differs\. there"):
         await asyncio.wait_for(running, 10)
     await watch(index, "fail").begin()  # a successor does not fail of it again
+
+
+FAULTS = "benchmarks.faults:engine"
+
+
+async def injected(tmp_path: Path, fault: str, **changes: Any) -> tuple[list[dict[str, Any]], Any]:
+    """The alarms of a run with the fault from version 3 on, and how it ended."""
+    options = {"fault": fault, "since": 3}
+    of = recipe(TINY, rollout__engine=FAULTS, rollout__options=options, launch__max_restarts=0, **changes)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    return watched.of("alarm"), result
+
+
+@pytest.mark.parametrize(
+    ("fault", "look"),
+    [
+        ("undelivered", "The engine computes bit for bit what it computed with the weights before"),
+        ("stale tensor", "Part of the weights is not the version's: one stale or misplaced tensor is enough"),
+        ("temperature", "asked for temperature 1 the engine's logprobs differ, asked for 0.769 they are the trainer's"),
+    ],
+)
+async def test_a_refused_probe_is_one_alarm_that_says_what_is_wrong(tmp_path: Path, fault: str, look: str) -> None:
+    alarms, result = await injected(tmp_path, fault)
+    alarm = alarms[0]
+    assert (alarm["metric"], alarm["step"], alarm["worker"]) == ("probe", 2, "rollout-0")
+    assert alarm["value"] > alarm["limit"]
+    assert look in alarm["look"]
+    assert sum(one["metric"] == "probe" and one["step"] == 2 for one in alarms) == 1, "of three attempts"
+    assert result.state == "failed"
+
+
+async def test_an_engine_with_another_vocabulary_never_starts(tmp_path: Path) -> None:
+    alarms, result = await injected(tmp_path, "tokenizer")
+    assert [(alarm["metric"], alarm["step"]) for alarm in alarms] == [("tokenizer", -1)]
+    assert result.state == "failed"
+    assert "the rollout engine has another vocabulary" in result.reason
+    assert "which tokenizer the engine loads" in result.reason
+
+
+async def test_a_cache_that_is_kept_where_it_should_be_rebuilt_is_found_in_the_next_step(tmp_path: Path) -> None:
+    long = {"rollout__max_tokens": 32, "rollout__on_update": "cut", "train__steps": 5}
+    alarms, result = await injected(tmp_path, "cache", **long)
+    assert result.state == "finished"
+    (alarm,) = alarms
+    assert alarm["metric"] == "gap_mean_resumed"
+    assert alarm["step"] >= 3
+    alarms, _ = await injected(tmp_path / "clean", "", **long)
+    assert alarms == []
