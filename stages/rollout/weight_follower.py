@@ -29,7 +29,7 @@ from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.rollout.evaluate import Evaluation, Evaluator, evaluate_once, newest_due, newest_evaluated, record
 from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
-from stages.weights.fault import OTHER, UNDELIVERED, raise_alarm, same_logprobs, temperature_fault
+from stages.weights.fault import OTHER, UNDELIVERED, find_fault, raise_alarm, same_logprobs
 from stages.weights.store import (
     TAKEN,
     Probe,
@@ -64,6 +64,13 @@ class ProbeRefused(SwapRefused):
     def __init__(self, message: str, failed: ProbeFailed, found: Sequence[torch.Tensor], look: str) -> None:
         super().__init__(message)
         self.failed, self.found, self.look = failed, found, look
+
+    async def raise_alarm(self, index: Index, worker: str, version: int, before: Sequence[torch.Tensor] | None) -> None:
+        """Where the rule asks for it. ``before``: what the engine finds with the weights before; None: it is not known."""
+        if not self.failed.alarm:
+            return
+        look = self.look or (UNDELIVERED if same_logprobs(self.found, before) else OTHER)
+        await raise_alarm(index, worker, version, self.failed, look)
 
 
 @dataclass(frozen=True)
@@ -280,9 +287,7 @@ class WeightFollower:
         judge, probe, engine = self._judge, published.probe, self.stage.engine
         hold, was, changed = judge is not None and probe is not None, engine.version, False
         before = None
-        if (
-            probe is not None and hold and self._held is None
-        ):  # the weights before cannot be loaded again, to compare with
+        if probe is not None and hold and self._held is None:  # they cannot be loaded again, to compare with
             with contextlib.suppress(SwapRefused):
                 before = await self._score(published, probe)
         try:
@@ -302,9 +307,8 @@ class WeightFollower:
                     if isinstance(refused, ProbeRefused) and probe is not None:
                         before = await self._score(published, probe)
             finally:
-                if isinstance(refused, ProbeRefused) and self.policy.probe is not None and self.policy.probe.alarm:
-                    look = refused.look or (UNDELIVERED if same_logprobs(refused.found, before) else OTHER)
-                    await raise_alarm(self.index, self.worker, published.version, refused.failed, look)
+                if isinstance(refused, ProbeRefused):
+                    await refused.raise_alarm(self.index, self.worker, published.version, before)
             raise
         finally:
             if changed and hold:
@@ -329,11 +333,9 @@ class WeightFollower:
         try:
             return {} if found is None else judge.judge(probe, found, same_weights=same)
         except ProbeFailed as failed:
-            look = UNDELIVERED if failed.unmoved else ""
+            look, finding = "", find_fault(self.stage.engine, probe, failed, self.stage.params.temperature)
             with contextlib.suppress(SwapRefused):  # it takes too long
-                if not look:
-                    finding = temperature_fault(self.stage.engine, probe, failed.limits, self.stage.params.temperature)
-                    look = await self._in_time(finding, f"{about}: not probed")
+                look = await self._in_time(finding, f"{about}: not probed")
             raise ProbeRefused(f"{about}: {failed}", failed, found or (), look) from None
 
     async def _score(self, published: Published, probe: Probe) -> list[torch.Tensor] | None:

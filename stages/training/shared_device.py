@@ -160,7 +160,7 @@ class SharedDevice(DeviceLease):
             try:
                 gap = {} if found is None else judge.judge(probe, found)
             except ProbeFailed as failed:
-                if judge.rule.alarm:
+                if failed.alarm:
                     await raise_alarm(self.index, self.worker, version, failed, OTHER)
                 about = f"{self.worker}: with the weights of version {version}"
                 raise SwapError(f"{about} {failed}; the ranks start again at the last checkpoint") from None

@@ -14,7 +14,7 @@ import torch
 from pipeline.events import AlarmEvent
 from pipeline.index.client import Index
 from stages.engines.protocols import RolloutEngine
-from stages.weights.store import Gap, Probe, ProbeFailed, ProbeLimits, gap, scored
+from stages.weights.store import Gap, Probe, ProbeFailed, gap, scored
 
 METRIC = "probe"  # of the alarm
 TEMPERATURES = [3 ** (at / 6) for at in range(-6, 7)]  # factors that are tried first
@@ -39,8 +39,11 @@ OTHER = (
 )
 
 
-async def temperature_fault(engine: RolloutEngine, probe: Probe, limits: ProbeLimits, temperature: float) -> str:
-    """What is wrong with the temperature that ``engine`` scores ``probe`` at; "": nothing that another one would mend."""
+async def find_fault(engine: RolloutEngine, probe: Probe, failed: ProbeFailed, temperature: float) -> str:
+    """What is wrong with ``engine``, which scores ``probe`` at ``temperature``, in words; "": nothing that shows while it
+    has these weights."""
+    if failed.unmoved:
+        return UNDELIVERED
     wanted = torch.tensor([value for row in probe.logprobs for value in row])
 
     async def gap_at(factor: float) -> Gap:
@@ -61,7 +64,7 @@ async def temperature_fault(engine: RolloutEngine, probe: Probe, limits: ProbeLi
         else:
             low = one
     factor = math.exp((low + high) / 2)
-    if limits.exceeded(await gap_at(factor)):
+    if failed.limits.exceeded(await gap_at(factor)):
         return ""
     return TEMPERATURE.format(asked=temperature, found=factor * temperature)
 

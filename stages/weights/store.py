@@ -188,11 +188,11 @@ class ProbeRule:
 
 class ProbeFailed(RuntimeError):
     """The engine's logprobs are not those of the weights that it should have. The message says by how much. ``unmoved``:
-    they are those of the weights before."""
+    they are those of the weights before. ``alarm``: it is an alarm of the guard."""
 
-    def __init__(self, message: str, measured: Gap, limits: ProbeLimits, unmoved: bool = False) -> None:
+    def __init__(self, message: str, measured: Gap, limits: ProbeLimits, *, alarm: bool, unmoved: bool = False) -> None:
         super().__init__(message)
-        self.measured, self.limits, self.unmoved = measured, limits, unmoved
+        self.measured, self.limits, self.alarm, self.unmoved = measured, limits, alarm, unmoved
 
 
 class ProbeJudge:
@@ -212,7 +212,9 @@ class ProbeJudge:
         measured = gap(torch.tensor([value for row in probe.logprobs for value in row]), torch.cat(list(found)))
         limits = self.rule.limits(probe)
         if exceeded := limits.exceeded(measured):
-            raise ProbeFailed(f"the engine's logprobs differ from the trainer's {exceeded}", measured, limits)
+            raise ProbeFailed(
+                f"the engine's logprobs differ from the trainer's {exceeded}", measured, limits, alarm=self.rule.alarm
+            )
         now = dict(zip(probe.sequences, zip(probe.logprobs, found, strict=True), strict=True))
         shared = now.keys() & self._accepted.keys()
         if shared and not same_weights and all(self._unmoved(now[ids], self._accepted[ids]) for ids in shared):
@@ -222,6 +224,7 @@ class ProbeJudge:
                 "are not; the update has not reached what the engine computes with",
                 measured,
                 limits,
+                alarm=self.rule.alarm,
                 unmoved=True,
             )
         self._accepted = now
