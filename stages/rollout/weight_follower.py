@@ -287,7 +287,7 @@ class WeightFollower:
         judge, probe, engine = self._judge, published.probe, self.stage.engine
         hold, was, changed = judge is not None and probe is not None, engine.version, False
         before = None
-        if probe is not None and hold and self._held is None:  # they cannot be loaded again, to compare with
+        if judge is not None and probe is not None and not judge.compares(probe):
             with contextlib.suppress(SwapRefused):
                 before = await self._score(published, probe)
         try:
@@ -304,8 +304,6 @@ class WeightFollower:
             try:
                 if changed:
                     await self._go_back(refused, hold)
-                    if isinstance(refused, ProbeRefused) and probe is not None:
-                        before = await self._score(published, probe)
             finally:
                 if isinstance(refused, ProbeRefused):
                     await refused.raise_alarm(self.index, self.worker, published.version, before)

@@ -133,10 +133,11 @@ async def injected(tmp_path: Path, fault: str, **changes: Any) -> tuple[list[dic
 async def test_a_refused_probe_is_one_alarm_that_says_what_is_wrong(tmp_path: Path, fault: str, look: str) -> None:
     alarms, result = await injected(tmp_path, fault)
     alarm = alarms[0]
-    assert (alarm["metric"], alarm["step"], alarm["worker"]) == ("probe", 2, "rollout-0")
+    assert (alarm["metric"], alarm["worker"]) == ("probe", "rollout-0")
+    assert alarm["step"] in (2, 3), "an engine may skip a version"
     assert alarm["value"] > alarm["limit"]
     assert look in alarm["look"]
-    assert sum(one["metric"] == "probe" and one["step"] == 2 for one in alarms) == 1, "of three attempts"
+    assert sum(one["metric"] == "probe" and one["step"] == alarm["step"] for one in alarms) == 1, "of three attempts"
     assert result.state == "failed"
 
 
