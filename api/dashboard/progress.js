@@ -65,6 +65,7 @@ export class Progress {
     this.processes = new Map(); // by name: {change, pid, reason}; the light stages share one
     this.ledger = null;
     this.gate = null; // {admitted, allowed, open} in groups
+    this.epochs = {}; // that each source of prompts is in, from 1, by its key in the recipe
     this.published = null;
     this.swapped = null;
     this.restarts = 0;
@@ -128,6 +129,7 @@ export class Progress {
     else if (kind === "span") this.span(data);
     else if (kind === "worker") this.change(data);
     else if (kind === "alarm") this.alarm(data);
+    else if (kind === "prompt" && data.change === "epoch") this.epochs = data.epochs;
     else if (kind === "state") {
       this.state = data.state;
       this.reason = data.reason ?? "";
@@ -173,6 +175,7 @@ export class Progress {
   pipeline(view) {
     if (!this.ledger || !this.ended) this.ledger = { ...this.ledger, ...view.ledger };
     this.gate = view.gate;
+    this.epochs = view.epochs;
     this.flow = view.flow;
     for (const alarm of view.alarms ?? []) this.alarm(alarm);
     for (const stage of view.stages) {

@@ -193,6 +193,7 @@ class StagesView(BaseModel):
     trained: int = Field(description="Optimizer steps done.")
     gate: Gate
     alarms: list[AlarmView] = Field(description="The newest alarms of the guard, at most 100, the oldest first.")
+    epochs: dict[str, int] = Field(description="The epoch that each source of prompts is in, from 1, by its key.")
     flow: dict[str, Any] = Field(description="As the plan's: stages, and the columns between them.")
 
 

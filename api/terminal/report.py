@@ -272,6 +272,7 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             rows.append((f"memory, {side}", f"{format_size(sum(parts.values()))} at its peak: {each}"))
         if plan.reference_bytes:
             rows.append(("reference", format_size(plan.reference_bytes)))
+    rows += [("by the bound", plan.picked)] if plan.picked else []
     rows += [("notice", notice) for notice in plan.notices]
     return pairs_table(*rows, title=f"{recipe.name}: sound", title_justify="left")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from stages.algorithms import build_algorithm
+from stages.algorithms import Algorithm, build_algorithm
 from stages.flow.catalogue import PROMPT, RESPONSE, catalogue
 from stages.flow.declarations import Columns, StageDeclaration, itemsize
 from stages.flow.resolver import Flow, resolve
@@ -21,16 +21,23 @@ if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
 
 
+def algorithm_of(recipe: Recipe) -> Algorithm:
+    """The recipe's algorithm under its staleness bound. Raises ValueError for a name or an option that is not known."""
+    return build_algorithm(recipe.algorithm.name, recipe.algorithm.options).under(recipe.pipeline.staleness)[0]
+
+
 def flow_of(recipe: Recipe) -> Flow:
     """The stages and columns of a run of ``recipe``. Raises FlowError, ValueError for a name that is not found."""
     declared = [declaration for _, declaration in stages_of(recipe)]
-    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    algorithm = algorithm_of(recipe)
     functions, truncated = len(recipe.reward.functions), recipe.rollout.truncated
     reads, given = reward_reads(recipe, declared), len(recipe.prompts.responses)
-    stages = catalogue(rewards=functions, reward_reads=reads, stages=declared, given_responses=given)
-    flow = resolve(algorithm, stages, truncated)
+    critic = algorithm.critic_algorithm() is not None
+    stages = catalogue(rewards=functions, reward_reads=reads, stages=declared, given_responses=given, critic=critic)
+    rated: Columns = {"reward": "float32"} if recipe.prompts.sampling == "difficulty" else {}
+    flow = resolve(algorithm, stages, truncated, rated)
     if recipe.reward.on_error == "drop" and recipe.runs_stage("reward") and "reward" in flow:
-        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]"})
+        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]", **rated})
     return flow
 
 

@@ -14,6 +14,7 @@ from orchestration.recipe.sections import (
     TLS_FILES,
     AlgorithmSection,
     CheckpointSection,
+    CriticSection,
     EvaluateSection,
     ExternalSection,
     ExternalStage,
@@ -26,10 +27,12 @@ from orchestration.recipe.sections import (
     Section,
     StageSection,
     SyncSection,
+    TeacherSection,
     TrainSection,
 )
 from orchestration.recipe.values import CountOrZero
 from pipeline.staleness import StalenessPlan
+from stages.algorithms import build_algorithm
 from stages.prompts.options import PromptOptions
 
 
@@ -47,6 +50,8 @@ class Recipe(Section):
     reward: RewardSection
     algorithm: AlgorithmSection = AlgorithmSection()
     train: TrainSection
+    critic: CriticSection = CriticSection()
+    teacher: TeacherSection = TeacherSection()
     pipeline: PipelineSection = PipelineSection()
     sync: SyncSection = SyncSection()
     evaluate: EvaluateSection = EvaluateSection()
@@ -87,11 +92,25 @@ class Recipe(Section):
         return self.train.ranks if self.colocated else self.rollout.workers
 
     @property
+    def trains_critic(self) -> bool:
+        """Whether the run has a critic with an engine and a worker of its own."""
+        try:
+            algorithm = build_algorithm(self.algorithm.name, self.algorithm.options)
+        except Exception:  # reported for the algorithm itself
+            return False
+        return algorithm.critic_algorithm() is not None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the flow has the reference stage: some stage reads logprobs under the frozen reference policy."""
         from orchestration.recipe.flow import flow_of
 
         return "reference" in flow_of(self)
+
+    @property
+    def reference_is_here(self) -> bool:
+        """Whether a process of the run computes with the frozen reference, instead of a server."""
+        return self.needs_reference and not self.teacher.url
 
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with absolute paths, so that it can be used from any folder."""
@@ -100,6 +119,7 @@ class Recipe(Section):
                 "model": self.model.model_copy(
                     update={name: _absolute(getattr(self.model, name)) for name in ("source", "reference")}
                 ),
+                "critic": self.critic.model_copy(update={"source": _absolute(self.critic.source)}),
                 "prompts": self.prompts.model_copy(
                     update={
                         **{name: _absolute(getattr(self.prompts, name)) for name in ("path", "chat_template")},

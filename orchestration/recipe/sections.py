@@ -277,6 +277,45 @@ class TrainSection(Section):
         return self.dp * self.tp
 
 
+class CriticSection(Section):
+    """A critic of its own, for `algorithm.options.critic = "own"`. What is not set here is as in `train`."""
+
+    source: str | None = key(
+        None,
+        "Its model, as `model.source`; a critic's checkpoint (`checkpoints/STEP/critic/model` of a run) brings its value "
+        "head. Default: the model that the policy begins with.",
+        min_length=1,
+    )
+    learning_rate: float | None = key(None, "Peak learning rate of AdamW. Default: `train.learning_rate`.", gt=0)
+    threads: CountOrZero = key(0, "CPU threads. 0: the launcher divides the cores.")
+
+
+def _teacher_url(value: object) -> object:
+    if isinstance(value, str) and value and not value.startswith(("http://", "https://")):
+        raise ValueError("not a URL; write one such as http://127.0.0.1:8000/v1")
+    return value
+
+
+class TeacherSection(Section):
+    """A teacher behind an OpenAI-compatible server, which gives `ref_logprobs` in the place of `model.reference`."""
+
+    url: Annotated[str, BeforeValidator(_teacher_url)] = key(
+        "",
+        "Its address up to `/v1`. The server must give logprobs of a prompt: `prompt_logprobs` (vLLM), or `echo` with "
+        "`logprobs`. Its model has the tokenizer of `model.source`. Empty: there is none.",
+        examples=["http://127.0.0.1:8000/v1"],
+        json_schema_extra={"pattern": "^(https?://|$)"},
+    )
+    model: str = key("", "Name of the model at the server. Default: the first that it lists.")
+    api_key_variable: str = key(
+        "",
+        "Environment variable with the server's API key, which is in no recipe, log or message. Empty: none is sent.",
+    )
+    timeout: Seconds = key(60.0, "Longest time of one request, with the responses of one group.")
+    retries: CountOrZero = key(5, "Further attempts of a request while the server is away, too slow or too busy.")
+    in_flight: Annotated[int, Field(ge=1), unit("requests")] = key(8, "Requests at the same time.")
+
+
 TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from orchestration.guard.rules import PROBE
+from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import end_tokens
 from orchestration.recipe.planner import longest_row, longrope_change
 from orchestration.recipe.schema import Recipe
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
-from stages.algorithms import build_algorithm
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
@@ -40,7 +40,9 @@ from stages.prompts.templates import read_chat_template
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
+    from stages.engines.torch.critic import TorchCriticEngine
     from stages.engines.torch.rollout import TorchRolloutEngine
+    from stages.inference.teacher import TeacherOptions
 
 # Making a model draws from torch's global generator: two threads of an inline run would disturb each other.
 _LOADING = threading.Lock()
@@ -59,7 +61,7 @@ def threads_of(recipe: Recipe, asked: int) -> int:
     """Returns the CPU threads of one engine: ``asked``, or where that is 0 its share of the cores. Generation and training
     run at the same time when the run is asynchronous, and in turn when it is not."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    training = recipe.train.ranks
+    training = recipe.train.ranks + recipe.trains_critic
     in_turn = recipe.colocated or recipe.staleness_plan.slack == 0
     rollouts = recipe.rollout.workers if recipe.runs_stage("rollout") else 0
     together = training if in_turn else training + rollouts
@@ -240,6 +242,16 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
     return engine
 
 
+def teacher_options(recipe: Recipe, timeout: float = 0.0, retries: int | None = None) -> TeacherOptions:
+    """Returns how to reach ``teacher.url``; ``timeout`` and ``retries`` replace the recipe's. Raises TeacherRefused where
+    the key is not set."""
+    from stages.inference.teacher import TeacherOptions, api_key
+
+    teacher, key = recipe.teacher, api_key(recipe.teacher.api_key_variable)
+    retries = teacher.retries if retries is None else retries
+    return TeacherOptions(teacher.url, teacher.model, timeout or teacher.timeout, retries, key=key)
+
+
 def reference_engine(recipe: Recipe) -> TrainEngine:
     """Make the frozen reference: ``model.reference``, or the policy that the run begins with, on one rank, in
     ``model.dtype``."""
@@ -254,8 +266,24 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
     return TorchTrainEngine(model, **_train_options(recipe))
 
 
+def critic_engine(recipe: Recipe) -> TorchCriticEngine:
+    """Make the critic's engine, on one rank: its model is ``critic.source``, or that of the policy as the run begins."""
+    from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
+
+    critic, source = recipe.critic, recipe.critic.source
+    named = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"source": source or recipe.model.source})}
+    )
+    model, _ = _model(named, dtype=recipe.trained_dtype)
+    options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
+    options["learning_rate"] = critic.learning_rate or recipe.train.learning_rate
+    options["threads"] = threads_of(recipe, critic.threads)
+    head = Path(source) / VALUE_HEAD if source else None
+    return TorchCriticEngine(model, head=head if head and head.is_file() else None, **options)
+
+
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
-    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    algorithm = algorithm_of(recipe)
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
     options["value_head"] = "value head" in algorithm.scores.values()
     if ranks is None:

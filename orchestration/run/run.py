@@ -306,12 +306,12 @@ class Run:
         await run_in_thread(lambda: importlib.import_module("pipeline.columns"), "imports")
         flow = flow_of(self.recipe)
         config = flow.config(self.recipe.staleness_plan)
-        counters, remake = {"published": 0, "trained": 0, "admitted": 0}, list[int]()
+        counters, remake, rates = {"published": 0, "trained": 0, "admitted": 0}, list[int](), ""
         if self.start is not None:
-            counters, remake = self.start.counters, self.start.remake
-        begun = not await index.init(config, counters, remake)
+            counters, remake, rates = self.start.counters, self.start.remake, self.start.rates
+        begun = not await index.init(config, counters, remake, rates)
         if begun and not self.shared.is_dir():  # the machine was rebooted, or is another one: the samples are gone
-            await index.rewind(config, counters, remake)
+            await index.rewind(config, counters, remake, rates)
             if (evaluated := await index.get(EVALUATED)) is not None:
                 await index.put(EVALUATED, str(min(int(evaluated), self.begins)))
             since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"

@@ -6,8 +6,8 @@
 
     created → starting → running ⇄ paused → stopping → finished | stopped | failed
 
-The ranks of the train engine are a rank group: each waits for the others in every call. When one dies the supervisor ends
-the others and launches all of them again, which counts as one restart.
+The ranks of the train engine are a rank group, with the critic where it has a worker of its own: each waits for the others.
+When one dies the supervisor ends the others and launches all of them again, which counts as one restart.
 
 The work is done when all workers of the kinds that end by themselves (``orchestration.run.kinds``) have ended; the others
 are stopped then. Where another program trains, it is done when that has published the last of ``steps``.
@@ -111,7 +111,7 @@ class Supervisor:
         guarding = asyncio.create_task(self.guard.run()) if self.guard is not None else None
         watchers += [guarding] if guarding is not None else []
         work = [task for (kind, _), task in keepers.items() if kind_of(kind).ends_by_itself]
-        if not any(kind_of(kind).is_rank_group for kind, _ in keepers):  # another program trains
+        if not any(kind_of(kind).rank_group for kind, _ in keepers):  # another program trains
             work.append(asyncio.create_task(self._last_published()))
             watchers.append(work[-1])
         pending = {*keepers.values(), *watchers}
@@ -155,7 +155,8 @@ class Supervisor:
         """Returns the workers in groups that start and end together: most groups have one worker."""
         groups: dict[Worker, list[Worker]] = {}
         for kind, number in self.workers:
-            groups.setdefault((kind, 0 if kind_of(kind).is_rank_group else number), []).append((kind, number))
+            group = kind_of(kind).rank_group
+            groups.setdefault((group, 0) if group else (kind, number), []).append((kind, number))
         return list(groups.values())
 
     async def _keep(self, group: list[Worker]) -> None:

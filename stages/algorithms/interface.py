@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -140,6 +140,10 @@ class Algorithm(BaseModel, ABC):
     unit: ClassVar[Literal["row", "group"]] = "row"  # what no micro-batch and no rank may cut in two
     least_group_size: ClassVar[int] = 1
 
+    def under(self, staleness: int) -> tuple[Self, str]:
+        """The algorithm as it runs under the staleness bound, and which options followed from it, with the reason."""
+        return self, ""
+
     @property
     def scores(self) -> Mapping[str, RunsOn]:
         """Columns that a model computes, and which one: a frozen model or a critic, each a stage of the flow; or, before the
@@ -184,6 +188,11 @@ class Algorithm(BaseModel, ABC):
     @abstractmethod
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """The micro-batch's share of the loss."""
+
+    def critic_algorithm(self) -> Algorithm | None:
+        """What a critic with an engine of its own is trained with, on the same rows: the loss reads the column ``values``,
+        which that critic has made, and ``tokens.values``. None: there is no such critic."""
+        return None
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """What is reported of an optimizer step, from its summed metrics: the place for quotients of sums."""

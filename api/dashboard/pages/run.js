@@ -17,7 +17,7 @@ import { Samples } from "./samples.js";
 import { Stream } from "../stream.js";
 import { Timeline } from "../charts/timeline.js";
 
-const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span,alarm";
+const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span,prompt,alarm";
 const BEFORE = 130; // seconds of the past that the stream begins with, for the timeline and the shares
 const STAGES_SECONDS = 4; // between two looks at gate and ledger
 const WAITING_SECONDS = 3; // between two looks at a run that no agent has taken yet
@@ -298,7 +298,8 @@ export class RunPage {
     this.bar.setAttribute("aria-valuemax", String(total ?? 0));
     this.bar.setAttribute("aria-valuenow", String(done));
     const queue = record.position ? `Place ${record.position} in the queue; it begins when a place is free.` : "It waits for an agent to take it.";
-    say(this.where, state === "created" ? queue : state === "starting" ? "Starting the workers; the first start of a model takes a while." : `step ${done} of ${total ?? "?"}`);
+    const epochs = Object.entries(progress.epochs).map(([source, epoch]) => `epoch ${epoch} of ${source}`);
+    say(this.where, state === "created" ? queue : state === "starting" ? "Starting the workers; the first start of a model takes a while." : [`step ${done} of ${total ?? "?"}`, ...epochs].join(", "));
     const parts = [progress.elapsed === null ? "" : `${duration(progress.elapsed)} elapsed`, progress.left === null || state !== "running" ? "" : `${duration(progress.left)} left`];
     say(this.left, parts.filter(Boolean).join(", "));
     const { reward, speed, staleness, kl, pace } = this.tiles;

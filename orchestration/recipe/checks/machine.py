@@ -107,19 +107,31 @@ def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem
             return
     except Exception:  # reported for the algorithm or the flow
         return
-    if reference not in KNOWN_MODELS and not model_files.is_folder(reference):
-        fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/model of a run"
-        yield problem(recipe, "model.reference", "is neither a known model nor a directory", fix)
+    fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/model of a run"
+    yield from _same_family(recipe, "model.reference", reference, fix)
+
+
+@machine_check("model", "critic", "algorithm")
+def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if recipe.critic.source is not None:
+        fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/critic/model of a run"
+        yield from _same_family(recipe, "critic.source", recipe.critic.source, fix)
+
+
+def _same_family(recipe: Recipe, key: str, source: str, fix: str) -> Iterator[Problem]:
+    """What is wrong with ``source`` as a model that reads the policy's tokens."""
+    if source not in KNOWN_MODELS and not model_files.is_folder(source):
+        yield problem(recipe, key, "is neither a known model nor a directory", fix)
         return
     from stages.models import load_tokenizer
 
     try:
-        same = load_tokenizer(reference).get_vocab() == load_tokenizer(recipe.model.source).get_vocab()
+        same = load_tokenizer(source).get_vocab() == load_tokenizer(recipe.model.source).get_vocab()
     except Exception:  # reported for the model
         return
     if not same:
         wrong = f"has another vocabulary than model.source = {recipe.model.source!r}: it cannot score the same tokens"
-        yield problem(recipe, "model.reference", wrong, "use a checkpoint of the same family")
+        yield problem(recipe, key, wrong, "use a checkpoint of the same family")
 
 
 @machine_check("model.source", "rollout.engine", "rollout.device", "external")

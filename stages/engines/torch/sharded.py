@@ -202,9 +202,16 @@ class ShardedTrainEngine(TorchTrainEngine):
             if parameter.grad is not None:
                 self._trained[name].grad = gradient = parameter.grad.to_local()  # type: ignore[attr-defined]
                 (copied if self._copied(parameter) else once).append(gradient)
+        heads = []  # of values: whole on every rank, which has added up the gradient of its own rows
+        for head in self._value_head.values():
+            head.grad = torch.zeros_like(head) if head.grad is None else head.grad
+            dist.all_reduce(head.grad, group=self._mesh.get_group("dp"))
+            heads.append(head.grad)
         squares = (nn.utils.get_total_norm(once) if once else torch.zeros((), device=self.device)).float().square()
         if copied:
             squares = squares + nn.utils.get_total_norm(copied).float().square() / self.ranks.tp
+        if heads:
+            squares = squares + nn.utils.get_total_norm(heads).float().square() / self.ranks.world
         dist.all_reduce(squares)
         return bound_gradients(self._trained.values(), self._grad_clip, squares.sqrt())
 
@@ -236,7 +243,8 @@ class ShardedTrainEngine(TorchTrainEngine):
             yield name, _whole(parameter.detach().to(self._dtype))
 
     def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        like = self._sharded[name]
+        if (like := self._sharded.get(name)) is None:  # a value head, which each rank has
+            return value
         return DTensor.from_local(
             value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
@@ -247,7 +255,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         learned = dict(self.model.named_parameters(remove_duplicate=False))
         # A module's own state_dict() frees the layers that FSDP has gathered, and a step may be under way beside this.
         known = self.model.state_dict() if state is None else state["model"]
-        fixed = {name: known[name] for name in known if name not in learned}
+        fixed = {name: known[name] for name in known if name not in learned and name not in self._value_head}
         empty = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
         empty |= {name: torch.empty_like(value, device="meta") for name, value in fixed.items()}
         sizes = checkpoint_tensors(self.model, empty)

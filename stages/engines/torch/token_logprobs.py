@@ -102,13 +102,16 @@ def _softmax_in_place(logits: torch.Tensor, entropy: torch.Tensor | None) -> tup
     """Turn ``logits`` [U, V] into probabilities, and write the entropy of each row to ``entropy`` [U]. Returns each row's
     largest logit, and the log of the sum of the exponentials of logits minus it; their sum is the row's logsumexp."""
     peak, total = logits.new_empty(len(logits), 1), logits.new_empty(len(logits), 1)
+    logs: torch.Tensor | None = None  # memory that is new for each piece costs more than all that is computed in it
     for rows in _pieces(len(logits), logits.shape[1], logits.device):
         part = logits[rows]
         torch.amax(part, -1, keepdim=True, out=peak[rows])
         torch.sum(part.sub_(peak[rows]).exp_(), -1, keepdim=True, out=total[rows])
         part.div_(total[rows])
         if entropy is not None:
-            torch.sum(part.clamp(min=TINY).log_().mul_(part), -1, out=entropy[rows])
+            logs = torch.empty_like(part) if logs is None else logs
+            torch.clamp(part, min=TINY, out=logs[: len(part)])
+            torch.sum(logs[: len(part)].log_().mul_(part), -1, out=entropy[rows])
     if entropy is not None:
         entropy.neg_()
     return peak[:, 0], total[:, 0].log()

@@ -28,7 +28,8 @@ from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import PROBE, check_logits, fix_rope, replace_attention
-from stages.engines.torch.head import logit_scale
+from stages.engines.torch.head import logit_scale, values_of
+from stages.engines.torch.head import value_head as value_head_of
 from stages.engines.torch.layers import use_fast_layers, use_fast_norms
 from stages.engines.torch.optimizer import (
     Schedule,
@@ -41,10 +42,9 @@ from stages.engines.torch.optimizer import (
 )
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
-from stages.engines.torch.value_head import value_head as value_head_of
-from stages.engines.torch.value_head import values_of
 from stages.flow.declarations import IN_TRAINING
 from stages.resharding.swap import local_weights, training_state
+from stages.threads import end_helpers
 
 Result = TypeVar("Result")
 
@@ -64,14 +64,18 @@ class _Group:
 
 
 def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
-    """Of an engine's methods: with its number of threads, which decides the order of sums, and deterministic algorithms."""
+    """Of an engine's methods: with its number of threads, which decides the order of sums, and deterministic algorithms.
+    Its helper threads end afterwards."""
 
     @wraps(compute)
     def wrapped(self: TorchTrainEngine, *arguments: Any) -> Result:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        with devices.deterministic(self.device):
-            return compute(self, *arguments)
+        try:
+            with devices.deterministic(self.device):
+                return compute(self, *arguments)
+        finally:
+            end_helpers()
 
     return wrapped
 
@@ -389,7 +393,10 @@ def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 def take_over(engine: TorchTrainEngine) -> None:
     """Replace the attention of ``engine``'s model, and compare logits of two responses with the plain forward's."""
     probe = torch.arange(PROBE) * 7919 % engine.model.config.get_text_config().vocab_size
-    plain = engine._run(lambda: engine._plain_forward(input_ids=probe[None].to(engine.device), use_cache=False).logits)
+    with devices.trimmed_by_layer(engine.model):
+        plain = engine._run(
+            lambda: engine._plain_forward(input_ids=probe[None].to(engine.device), use_cache=False).logits
+        )
     expected = torch.cat([plain[0, 7:-1], plain[0, 7:14]]).float()
     replace_attention(engine.model, ATTENTION, shared_prompt_attention, engine._feeding)
     use_fast_layers(engine.model, engine.device)
@@ -399,7 +406,8 @@ def take_over(engine: TorchTrainEngine) -> None:
         hidden, head = engine._hidden(packed)[packed.source], engine.model.get_output_embeddings()
         return scaled_logits(hidden, head.weight, head.bias, engine._divisor, engine._softcap)
 
-    check_logits(engine.model, "a packed batch", lambda: engine._run(logits), expected, engine._dtype)
+    with devices.trimmed_by_layer(engine.model):
+        check_logits(engine.model, "a packed batch", lambda: engine._run(logits), expected, engine._dtype)
 
 
 def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from selenium.webdriver.common.keys import Keys
 
+from pipeline.events import PromptEvent
 from tests.api.browser import CHROMIUM, DRIVER, WITHOUT, Browser, chromium
 from tests.api.site import Site, site
 
@@ -236,6 +237,19 @@ class TestARunThatGoesOn:
             "return [...document.querySelectorAll('.chart tbody tr th')].map((cell) => Number(cell.innerText))"
         )
         assert all(later == earlier + 1 for later, earlier in pairwise(steps)), f"steps are missing: {steps}"
+
+    def test_the_epoch_of_each_source_of_prompts_stands_beside_the_step(
+        self, going: str, browser: Browser, served: Site
+    ) -> None:
+        for number, epochs in enumerate(({"gsm8k": 1}, {"gsm8k": 2, "sums": 7})):
+            served.emit(going, PromptEvent(change="epoch", reason="", epochs=epochs))
+            if not number:
+                browser.open(f"{served.url}#/runs/{going}")
+            expected = ", ".join(f"epoch {epoch} of {source}" for source, epoch in epochs.items())
+            browser.until(
+                f"return /step \\d+ of {STEPS}, {expected}$/m.test(document.querySelector('.run-head').innerText)"
+            )
+            assert served.get(f"v1/runs/{going}/stages").body["epochs"] == epochs
 
     def test_further_runs_wait_in_a_queue_and_say_so(self, going: str, browser: Browser, served: Site) -> None:
         waiting = [served.submit({"name": f"waits-{number}"} | ENDLESS) for number in (1, 2)]

@@ -150,7 +150,8 @@ async def test_an_engine_with_another_vocabulary_never_starts(tmp_path: Path) ->
 
 
 async def test_a_cache_that_is_kept_where_it_should_be_rebuilt_is_found_in_its_first_step(tmp_path: Path) -> None:
-    changes = {"rollout__max_tokens": 64, "rollout__on_update": "cut", "train__steps": 8}
+    changes = {"rollout__max_tokens": 64, "rollout__on_update": "cut", "train__steps": 8, "reward__processes": 0}
+    changes |= {"reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]}  # so that weights move
     for fault, found in (("cache", {"gap_mean_resumed"}), ("", set())):
         options = {"fault": fault, "since": 0}
         of = recipe(TINY, rollout__engine=FAULTS, rollout__options=options, **changes)

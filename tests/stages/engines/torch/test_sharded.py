@@ -36,6 +36,7 @@ from tests.stages.sharded import (
     saved,
     steps,
     taking_turns,
+    value_steps,
     weights_of,
     whole_state,
     written,
@@ -118,6 +119,29 @@ def test_ranks_with_far_less_work_keep_step_and_change_nothing(dp: int, tp: int)
     assert_step(found, expected, positions(dp, "lopsided"), tp)
     assert {result["passes"] for result in found} == {found[0]["passes"]}
     assert found[0]["passes"] > 2
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
+def test_a_value_head_on_ranks_is_that_of_one_process(dp: int, tp: int, tmp_path: Path) -> None:
+    """Its gradient, the gradient's norm with it, its moments; and what the ranks save, one process resumes."""
+    options: dict[str, Any] = {"grad_clip": 0.5}
+    expected = value_steps(None, "", options)
+    found = on_ranks(dp, tp, value_steps, str(tmp_path), options)
+    for result in found:
+        for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
+            shared = got.keys() & wanted.keys() - {"fed_tokens"}
+            assert {"value_loss", "grad_norm", "explained_variance"} <= shared
+            assert {n: got[n] for n in shared} == pytest.approx({n: wanted[n] for n in shared}, rel=3e-4, abs=1e-6)
+        for name, value in result["head"].items():
+            np.testing.assert_array_equal(value, found[0]["head"][name])
+            np.testing.assert_allclose(value, expected["head"][name], rtol=1e-3, atol=1e-6)
+    assert np.abs(expected["head"]["value_head.weight"]).max() > 1e-3
+    resumed_alone = TorchTrainEngine(model_of("llama", seed=9), **OPTIONS, value_head=True)
+    Checkpoint(tmp_path, 2, {}, []).load_into(resumed_alone)
+    for name, value in found[0]["head"].items():
+        np.testing.assert_array_equal(resumed_alone._value_head[name].detach().numpy(), value)
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert not any("value_head" in name for name in exported)
 
 
 def test_a_rank_holds_its_share_of_weights_and_moments() -> None:
