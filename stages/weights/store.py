@@ -219,7 +219,7 @@ class ProbeJudge:
         shared = now.keys() & self._accepted.keys()
         unmoved = bool(shared) and not same_weights
         unmoved = unmoved and all(self._unmoved(now[ids], self._accepted[ids]) for ids in shared)
-        about = {"measured": measured, "limits": limits, "unmoved": unmoved, "alarm": self.rule.alarm}
+        about: dict[str, Any] = {"measured": measured, "limits": limits, "unmoved": unmoved, "alarm": self.rule.alarm}
         if exceeded := limits.exceeded(measured):
             raise ProbeFailed(f"the engine's logprobs differ from the trainer's {exceeded}", **about)
         if unmoved:

@@ -82,8 +82,9 @@ async def refuse_other_tokenizer(job: Job, engine: TokenizingEngine) -> None:
     example = f"{wrong[0]!r} is {own.get(wrong[0], 'none')} in the run and {other.get(wrong[0], 'none')} in the engine"
     reason = f"{TOKENIZER}: the rollout engine has another vocabulary: {len(wrong):,} tokens differ; {example}"
     look = "Look at which tokenizer the engine loads: the run's is that of model.source."
-    found = {"value": float(len(wrong)), "limit": 0.0, "worker": f"{job.kind}-{job.number}"}
-    await job.index.emit(AlarmEvent(metric=TOKENIZER, step=-1, reason=reason, look=look, **found))
+    worker, count = f"{job.kind}-{job.number}", float(len(wrong))
+    alarm = AlarmEvent(metric=TOKENIZER, step=-1, value=count, limit=0.0, reason=reason, look=look, worker=worker)
+    await job.index.emit(alarm)
     raise ValueError(f"{reason}. {look}")
 
 
