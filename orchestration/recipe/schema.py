@@ -18,6 +18,7 @@ from orchestration.recipe.sections import (
     EvaluateSection,
     ExternalSection,
     ExternalStage,
+    GuardSection,
     LaunchSection,
     ModelSection,
     PipelineSection,
@@ -56,6 +57,7 @@ class Recipe(Section):
     sync: SyncSection = SyncSection()
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
     launch: LaunchSection = LaunchSection()
     external: ExternalSection = ExternalSection()
     stages: list[StageSection] = Field(default=[], max_length=8, description="Stages of your own, in any order.")

@@ -432,6 +432,21 @@ class CheckpointSection(Section):
     keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(2, "Number of newest checkpoints that are kept.")
 
 
+class GuardSection(Section):
+    """Alarms on what steps and swaps measure (docs/guard.md)."""
+
+    on_alarm: Literal["warn", "pause", "fail"] = key(
+        "warn", "`warn`: an event and a line in the log. `pause`: the run is paused too. `fail`: the run fails."
+    )
+    window: Annotated[int, Field(ge=8, le=10_000), unit("steps")] = key(
+        32, "Number of past steps that a metric is compared with."
+    )
+    sensitivity: float = key(
+        8.0, "Deviations from the median of these steps that are an alarm. Less: more alarms, also false ones.", gt=0
+    )
+    off: list[str] = key([], "Metrics that are not judged, by name.", max_length=64, examples=[["entropy"]])
+
+
 class LaunchSection(Section):
     """How worker processes start, restart and stop."""
 

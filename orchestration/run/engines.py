@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from orchestration.guard.rules import PROBE
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import end_tokens
 from orchestration.recipe.planner import longest_row, longrope_change
@@ -109,9 +110,8 @@ def probe_rule(recipe: Recipe) -> ProbeRule | None:
     if not sync.probe:
         return None
     dtype, q95, mean = getattr(torch, recipe.model.dtype), sync.probe_tolerance, sync.probe_mean_tolerance
-    if source == "mock":
-        return ProbeRule(dtype, q95=q95, mean=mean)
-    return ProbeRule.of(dtype, load_config(source), q95=q95, mean=mean)
+    rule = ProbeRule(dtype) if source == "mock" else ProbeRule.of(dtype, load_config(source))
+    return replace(rule, q95=q95, mean=mean, alarm=PROBE not in recipe.guard.off)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.algorithms.interface import AGES, Algorithm, LossOutput, TokenBatch
 from stages.flow.declarations import Drop, RunsOn
 from stages.user_code import place_of
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
     from stages.algorithms.batch import TrainBatch
+
+
+LEAST_TOKENS = 16  # of one age that a mean is reported of
 
 
 class AlgorithmError(RuntimeError):
@@ -104,9 +107,14 @@ AlgorithmLike = Algorithm | NamedAlgorithm
 
 
 def split_gap(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """The metrics of :meth:`TokenBatch.behaviour_gap`, as they are reported, and the rest of ``metrics``."""
+    """The metrics of :meth:`TokenBatch.behaviour_gap`, as they are reported, and the rest of ``metrics``. ``gap_mean_AGE``
+    is the mean over the tokens of that age, where there are :data:`LEAST_TOKENS` or more."""
     names = {"max_gap": "gap_max", "gap_mean": "gap_mean", "gap_k3": "gap_k3"}
     gap = {new: metrics[name] for name, new in names.items() if name in metrics}
+    for age in AGES:
+        if (tokens := metrics.get(f"tokens_gap_{age}", 0.0)) >= LEAST_TOKENS:
+            gap[f"gap_mean_{age}"] = metrics[f"sum_gap_{age}"] / tokens
+    names |= {f"{part}_gap_{age}": "" for age in AGES for part in ("sum", "tokens")}
     return gap, {name: value for name, value in metrics.items() if name not in names}
 
 

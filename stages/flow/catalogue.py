@@ -31,6 +31,8 @@ OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32"}
 MASK, WEIGHT = OPTIONAL
 # The update stage adds it to its batch: steps trained since the oldest token of the row was generated.
 STALENESS = "staleness"
+# And, where the rows have versions: of each token its index into AGES of stages/algorithms/interface.py.
+AGE = "age"
 Truncated = Literal[
     "train", "mask", "drop"
 ]  # responses that were cut at their longest: see stages/training/advantage.py

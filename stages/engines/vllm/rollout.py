@@ -125,6 +125,11 @@ class VllmRolloutEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def tokenizer(self) -> Any:
+        """vLLM's, which it decodes stop strings with."""
+        return self._llm.get_tokenizer()
+
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         """See :class:`RolloutEngine`. Raises ``ValueError`` for a request that cannot be served, and ``EngineClosed``."""
         self._refuse_closed()
