@@ -85,10 +85,9 @@ class VllmRolloutEngine:
         self._vllm = import_vllm()
         self._filters, self._pause, self._rebuild = filters, pause, kv_cache == "rebuild"
         self._version = initial_version
-        self._weights: VllmWeights | VllmAdapters = (
-            VllmWeights(self._vllm, model, dtype, shared, transfer_timeout)
-            if adapters is None
-            else VllmAdapters(self._vllm, model, dtype, shared, adapters, first)
+        places = (self._vllm, model, dtype, shared)
+        self._weights: Any = (
+            VllmAdapters(*places, adapters, first) if adapters else VllmWeights(*places, transfer_timeout)
         )
         self._loading = False  # vLLM is paused for a swap
         self._rows: dict[VllmRow, asyncio.Task[None]] = {}
@@ -188,10 +187,8 @@ class VllmRolloutEngine:
             if self._paused:
                 await self._llm.resume_generation()
             try:
-                scoring = self._llm.generate(
-                    prompt, params, f"score-{next(self._numbers)}", lora_request=self._weights.request
-                )
-                async with aclosing(scoring) as outputs:
+                asked = (prompt, params, f"score-{next(self._numbers)}")
+                async with aclosing(self._llm.generate(*asked, lora_request=self._weights.request)) as outputs:
                     async for output in outputs:
                         found = found or output.prompt_logprobs or []
             finally:
@@ -256,8 +253,8 @@ class VllmRolloutEngine:
         row.request_id = f"{row.request.group}-{row.place}-{next(self._numbers)}"
         version = self._version
         prompt = {"prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens, "cache_salt": str(version)}
-        params, adapter = sampling_params(self._vllm, row), self._weights.request
-        async with aclosing(self._llm.generate(prompt, params, row.request_id, lora_request=adapter)) as outputs:
+        asked = (prompt, sampling_params(self._vllm, row), row.request_id)
+        async with aclosing(self._llm.generate(*asked, lora_request=self._weights.request)) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]
                 if not row.tokens and version != self._version:
@@ -357,7 +354,7 @@ class VllmCollectiveEngine(VllmRolloutEngine):
             await self._start()
             local = replace(published, slot=0)
             try:
-                await self._weights.land(local)  # type: ignore[union-attr]  # which an engine with adapters is not
+                await self._weights.land(local)
             except (WeightsDamaged, WeightsUnreachable) as error:
                 raise type(error)(f"vLLM keeps version {self._version}: {error}") from error
             return Landed(local)
