@@ -85,10 +85,7 @@ class VllmRolloutEngine:
         self._vllm = import_vllm()
         self._filters, self._pause, self._rebuild = filters, pause, kv_cache == "rebuild"
         self._version = initial_version
-        places = (self._vllm, model, dtype, shared)
-        self._weights: Any = (
-            VllmAdapters(*places, adapters, first) if adapters else VllmWeights(*places, transfer_timeout)
-        )
+        self._weights = _weights(self._vllm, model, dtype, shared, transfer_timeout, adapters, first)
         self._loading = False  # vLLM is paused for a swap
         self._rows: dict[VllmRow, asyncio.Task[None]] = {}
         self._numbers = itertools.count()
@@ -339,6 +336,20 @@ class VllmRolloutEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineClosed("the rollout engine is closed")
+
+
+def _weights(
+    vllm: Any,
+    model: Path,
+    dtype: torch.dtype,
+    shared: Path,
+    timeout: float,
+    adapters: AdapterOptions | None,
+    first: Mapping[str, torch.Tensor] | None,
+) -> Any:
+    if adapters is not None:
+        return VllmAdapters(vllm, model, dtype, shared, adapters, first)
+    return VllmWeights(vllm, model, dtype, shared, timeout)
 
 
 class VllmCollectiveEngine(VllmRolloutEngine):
