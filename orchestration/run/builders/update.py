@@ -27,6 +27,7 @@ from stages.algorithms.batch import trained_columns
 from stages.engines.plans import Ranks
 from stages.sample_log import FOLDER, Recorder, SampleLog
 from stages.training import skipped
+from stages.training.critic import CriticOrders
 from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.skipped import SkippedSteps
@@ -44,6 +45,8 @@ class UpdateJob(Job):
     stage: Update
     """Of rank 0, as the controller."""
     controller: Controller
+    critic: CriticOrders | None = None
+    """Of rank 0, where a critic has a worker of its own."""
 
     async def build(self) -> None:
         await self.make_engine()
@@ -72,14 +75,18 @@ class UpdateJob(Job):
             await self._save(self.stage.trained)
         await self._saving
         await self.rank_group.broadcast("end")
+        if self.critic is not None:
+            await self.critic.send("end")
 
     async def make_engine(self) -> None:
         """Make this rank's engine, with the newest checkpoint in it."""
         recipe = self.recipe
         self.ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
         self.rank_group, meeting = RankGroup(self.index, self.ranks), None
+        life = await self.index.get(f"ranks:{self.kind}") or ""  # of a group, put there by the supervisor
+        if recipe.trains_critic and not self.ranks.rank:
+            self.critic = CriticOrders(self.index, life)
         if self.ranks.world > 1:
-            life = await self.index.get(f"ranks:{self.kind}") or ""  # put there by the supervisor
             self.rank_group, meeting = RankGroup(self.index, self.ranks, life), self.paths.shared / f"ranks-{life}"
         self.engine = await asyncio.to_thread(train_engine, recipe, self.ranks if meeting else None, meeting)
         self.resources.callback(self.engine.close)
@@ -131,11 +138,14 @@ class UpdateJob(Job):
             publish_first=not recipe.runs_stage("rollout"),
             device=device,
             skipped=self._skipped(),
+            critic=self.critic,
         )
         self.version = lambda: self.stage.trained
         self.controller = self.control(self.stage, self._spans)
         self.controller.on_end = self.stage.over
         await self.stage.catch_up()
+        if self.critic is not None:
+            await self.critic.send("begin")
 
     async def _recorder(self) -> Recorder | None:
         if not (most := self.recipe.pipeline.keep_samples):
@@ -182,6 +192,8 @@ class UpdateJob(Job):
             with self._refusals(version):
                 partial = await asyncio.to_thread(checkpoint.begin, folder, version)
             await self.rank_group.broadcast("save", folder=str(partial))
+            if self.critic is not None:
+                await self.critic.send("save", folder=str(partial))
             writing = await self._writer.begin(partial)
         self._saved, self._answered = version, request or self._answered
         exposed = time.monotonic() - began
@@ -189,6 +201,8 @@ class UpdateJob(Job):
         async def complete() -> None:
             with self._spans.during("checkpoint", version=version), self._refusals(version):
                 await writing
+                if self.critic is not None:
+                    await self.critic.until_saved()
                 keep = self.recipe.checkpoint.keep
                 written = await asyncio.to_thread(checkpoint.finish, folder, self.tokenizer, version, point, keep)
             await self._report(written, bool(request), exposed, time.monotonic() - began)
