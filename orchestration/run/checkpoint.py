@@ -4,9 +4,10 @@
                 └─▶ a thread: write ─▶ fsync ─▶ rename: it exists ─▶ remove the oldest ─▶ the rows up to k are released
 
     checkpoints/step-00000020/   model/     a Hugging Face checkpoint
+                                 adapter/   where adapters are trained: they alone, in peft's format; model/ has them merged
                                  train/     optimizer's state and weights, bit for bit: a shard of each rank
                                  critic/    the same two of a critic of its own, where the run trains one
-                                 run.json   version, prompt position, ledger, groups still to be made
+                                 run.json   version, prompt position, ledger, groups still to be made, pass rates
 
 ``train/`` is a distributed checkpoint of torch: ranks of any number and layout read what any others have written. A
 checkpoint is written under another name and renamed at the end, so one with its final name is complete. Prompts are a pure
@@ -50,12 +51,13 @@ class DiskRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. ``counters`` and ``remake`` are what :meth:`pipeline.index.Index.init` starts from."""
+    """A checkpoint on disk. ``counters``, ``remake``, ``rates``: what :meth:`pipeline.index.Index.init` starts from."""
 
     path: Path
     version: int
     counters: dict[str, int]
     remake: list[int]
+    rates: str = ""
 
     @property
     def model(self) -> Path:
@@ -278,4 +280,4 @@ def whole(directory: Path) -> list[Path]:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     state = json.loads((path / "run.json").read_text())
-    return Checkpoint(path, state["version"], state["counters"], state["remake"])
+    return Checkpoint(path, state["version"], state["counters"], state["remake"], state.get("rates", ""))

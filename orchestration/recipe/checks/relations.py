@@ -7,15 +7,23 @@ import math
 import os
 from collections.abc import Iterator
 
+from orchestration.guard.rules import METRICS
 from orchestration.recipe.checks.registry import check, problem
-from orchestration.recipe.flow import flow_of
+from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.planner import arena_bytes, heads_of
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES
 from orchestration.recipe.values import format_size
 from pipeline.staleness import passing_steps
-from stages.algorithms import build_algorithm
+
+
+@check("guard.off")
+def guard_metrics_exist(recipe: Recipe) -> Iterator[Problem]:
+    if unknown := sorted(set(recipe.guard.off) - set(METRICS)):
+        yield problem(
+            recipe, "guard.off", f"has {unknown[0]!r}, which is not judged", f"use some of: {', '.join(METRICS)}"
+        )
 
 
 @check("algorithm.group_size", "rollout.max_rows")
@@ -181,9 +189,8 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
     if recipe.algorithm.group_size != len(columns):
         wrong = f"is not the number of prompts.responses, {len(columns)}: each is one response of a group"
         yield problem(recipe, "algorithm.group_size", wrong, f"set algorithm.group_size = {len(columns)}")
-    name, options = recipe.algorithm.name, recipe.algorithm.options
     try:
-        weighted = "rollout_logprobs" in build_algorithm(name, options).loss_reads
+        weighted = "rollout_logprobs" in algorithm_of(recipe).loss_reads
     except Exception:  # reported for the algorithm itself
         weighted = False
     if weighted:
@@ -199,10 +206,27 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, "external.stages", f"has {stage!r}, but prompts.responses are given", "take it out")
 
 
+@check("prompts", "algorithm.group_size", "external")
+def difficulty_is_measured(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.prompts.sampling != "difficulty":
+        return
+    fix = "set prompts.sampling = 'uniform'"
+    if recipe.algorithm.group_size < 2:
+        wrong = f"compares the responses to a prompt, and algorithm.group_size = {recipe.algorithm.group_size}"
+        yield problem(recipe, "prompts.sampling", wrong, f"use at least 2, or {fix}")
+    if recipe.prompts.source == "external":
+        wrong = "chooses among prompts, and those of prompts.source = 'external' come in their order"
+        yield problem(recipe, "prompts.sampling", wrong, fix)
+    if recipe.prompts.responses:
+        yield problem(
+            recipe, "prompts.sampling", "needs rewards of what is generated: prompts.responses are given", fix
+        )
+
+
 @check("algorithm", "critic", "launch.placement", "train.engine", "external")
 def critic_is_possible(recipe: Recipe) -> Iterator[Problem]:
     try:
-        algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+        algorithm = algorithm_of(recipe)
     except Exception:  # reported for the algorithm itself
         return
     has_own, has_head = algorithm.critic_algorithm() is not None, "value head" in algorithm.scores.values()
