@@ -18,6 +18,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -206,7 +207,8 @@ MEASURES = 12
 
 
 def watch_growth(home: Path, steps: int) -> dict[str, list[tuple[int, float]]]:
-    """Runs ``steps`` fast steps; returns what was measured, by name, at :data:`MEASURES` steps. Raises Broken."""
+    """Runs ``steps`` fast steps; returns what was measured, by name, at :data:`MEASURES` steps, or at those before an
+    interrupt. Raises Broken."""
     mark, out, recipe, log = uuid.uuid4().hex, home / "run", home / "soak.toml", home / "run.log"
     recipe.write_text(RECIPE)
     memory = Path(tempfile.mkdtemp(prefix="asyncdock-soak-", dir=shared_memory_directory()))
@@ -230,6 +232,8 @@ def watch_growth(home: Path, steps: int) -> dict[str, list[tuple[int, float]]]:
                     found[name].append((made, value))
         if process.returncode:
             raise Broken(f"`asyncdock run` ended with {process.returncode}\n{tail(log)}")
+    except KeyboardInterrupt:
+        print(f"interrupted after {made} steps")
     finally:
         for pid in marked(mark):
             with contextlib.suppress(ProcessLookupError):
@@ -244,7 +248,11 @@ def measured(command: psutil.Process, out: Path, memory: Path) -> dict[str, floa
     for process in [command, *command.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
             name = "the command" if process == command else kind(process)
-            found[f"memory of {name}"] = found.get(f"memory of {name}", 0) + process.memory_full_info().uss
+            of = process.memory_full_info()
+            found[f"memory of {name}"] = found.get(f"memory of {name}", 0) + of.uss
+            found[f"memory of {name}, with what it shares"] = (
+                found.get(f"memory of {name}, with what it shares", 0) + of.rss
+            )
             found[f"open files of {name}"] = found.get(f"open files of {name}", 0) + process.num_fds()
     with redis.Redis.from_url(json.loads((out / WHERE).read_text())["index"]) as index:
         found["keys of the index"] = index.dbsize()
@@ -261,7 +269,8 @@ def measured(command: psutil.Process, out: Path, memory: Path) -> dict[str, floa
 
 def growth_table(found: dict[str, list[tuple[int, float]]]) -> str:
     """A Markdown table: each thing when a third of the run was over, at its end, and its growth in 1000 steps between."""
-    lines = ["| | after a third | at the end | in 1000 steps |", "|---|---|---|---|"]
+    steps = [step for step, _ in max(found.values(), key=len)]
+    lines = [f"| | after {steps[len(steps) // 3]} steps | after {steps[-1]} | in 1000 steps |", "|---|---|---|---|"]
     for name, values in sorted(found.items()):
         late = values[len(values) // 3 :]
         (first, before), (last, after) = late[0], late[-1]
@@ -281,6 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--growth", type=int, metavar="STEPS", help="kill nothing; measure what grows in so many steps")
     options = parser.parse_args(arguments)
     if options.growth:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         with tempfile.TemporaryDirectory(prefix="adk-") as home:
             began = time.monotonic()
             print(growth_table(watch_growth(Path(home), options.growth)))

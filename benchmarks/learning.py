@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py tiny --staleness 0 1 2 --seeds 0 1 2 --json tiny.json --plot tiny.png
     python benchmarks/learning.py tiny dapo ppo --staleness 1 --metric explained_variance --json algorithms.json
+    python benchmarks/learning.py quickstart quickstart:ppo quickstart:dapo --staleness 0 2 --json quickstart.json --resume
     python benchmarks/learning.py tiny --set train.steps=400 --set checkpoint.every=40 --ends 200 --staleness 0 2
 
 Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to the bit. The table gives
@@ -18,9 +19,11 @@ import asyncio
 import contextlib
 import itertools
 import json
+import shutil
 import statistics
 import tempfile
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,10 @@ COLOURS = (
 )  # Okabe and Ito: distinct for all kinds of colour vision
 
 
+class Unfinished(RuntimeError):
+    """A run was stopped before its end. It can be resumed."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """One run: ``reward`` of each step, ``held_out`` reward by policy version, largest staleness, seconds."""
@@ -59,6 +66,8 @@ class Trial:
     tokens: list[int] = field(default_factory=list)  # generated until each step
     times: list[float] = field(default_factory=list)  # seconds since training began, of each step
     metric: float | None = None
+    staleness_mean: float = 0.0  # of all steps
+    ledger: dict[str, Any] = field(default_factory=dict)  # at the end
 
     def first(self, steps: int) -> float:
         return statistics.fmean(self.reward[:steps])
@@ -68,35 +77,57 @@ class Trial:
 
 
 async def trial(
-    path: Path, overrides: list[str], staleness: int, seed: int, folder: Path, metric: str | None = None
+    path: Path,
+    overrides: list[str],
+    staleness: int,
+    seed: int,
+    folder: Path,
+    metric: str | None = None,
+    seconds: float | None = None,
+    enough: Callable[[Mapping[int, float]], bool] = lambda held_out: False,
 ) -> Trial:
-    """Run the recipe once. Raises RuntimeError when the run does not finish."""
-    recipe = load_recipe(path, [*overrides, f"pipeline.staleness={staleness}", f"seed={seed}"])
-    run = Run.create(recipe, folder)
-    steps: list[tuple[float, dict[str, Any]]] = []
-    held_out: dict[int, float] = {}
-    shares: list[float] = []
-    refused = 0
+    """Run the recipe once, to its end or until its held-out scores are ``enough``. After ``seconds`` it is stopped: this
+    raises Unfinished, and the next call with the same folder resumes it. Raises RuntimeError when the run cannot finish."""
+    parts, stop = folder.parent / f"{folder.name}.json", asyncio.Event()
+    # Events as [seconds since training began, kind, data], of the parts of the run before this one too.
+    events: list[tuple[float, str, dict[str, Any]]] = json.loads(parts.read_text()) if parts.exists() else []
+    if events:
+        run = Run.resume(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        run = Run.create(load_recipe(path, [*overrides, f"pipeline.staleness={staleness}", f"seed={seed}"]), folder)
+    before, began = max((at for at, _, _ in events), default=0.0), None
+    events = [of for of in events if of[1] != "step" or of[2]["step"] < run.begins]
 
     async def follow() -> None:
-        nonlocal refused
+        nonlocal began
         async for event in run.events():
-            if event.kind == "step":
-                steps.append((event.time, event.data))
-            elif event.kind == "evaluation":
-                held_out[event.data["version"]] = event.data["reward_mean"]
-            elif event.kind == "worker":
-                refused += event.data["change"] in ("died", "kept its weights")
-            elif event.kind == "sync" and "gap_mean" in event.data:
-                gap = event.data
-                shares.append(max(gap[name.removesuffix("_limit")] / gap[name] for name in gap if "_limit" in name))
+            if event.kind == "step" and began is None:
+                began = event.time - event.data["seconds"] - before
+            events.append((event.time - (began or event.time), event.kind, event.data))
+            if event.kind == "evaluation" and enough(scores()):
+                stop.set()
+
+    def scores() -> dict[int, float]:
+        return {data["version"]: data["reward_mean"] for _, kind, data in events if kind == "evaluation"}
 
     following = asyncio.create_task(follow())
-    result = await run.execute()
+    if seconds is not None:
+        asyncio.get_running_loop().call_later(seconds, stop.set)
+    result = await run.execute(stop)
     await following
-    if result.state != "finished":
+    held_out = scores()
+    if result.state == "stopped" and not enough(held_out):
+        parts.write_text(json.dumps(events))
+        raise Unfinished(f"{folder.name}: stopped after step {run.begins}")
+    if result.state not in ("finished", "stopped"):
         raise RuntimeError(f"seed {seed}, staleness {staleness}: {result.state}: {result.reason}")
-    began = steps[0][0] - steps[0][1]["seconds"]
+    steps = [(at, data) for at, kind, data in events if kind == "step"]
+    if [data["step"] for _, data in steps] != list(range(len(steps))):
+        raise RuntimeError(f"{folder.name}: a part of the run was killed, and its steps are not known; remove {parts}")
+    gaps = [data for _, kind, data in events if kind == "sync" and "gap_mean" in data]
+    shares = [max(gap[name.removesuffix("_limit")] / gap[name] for name in gap if "_limit" in name) for gap in gaps]
+    refused = sum(kind == "worker" and data["change"] in ("died", "kept its weights") for _, kind, data in events)
     values = [step[metric] for _, step in steps if metric in step]
     return Trial(
         staleness,
@@ -104,17 +135,19 @@ async def trial(
         [step["reward_mean"] for _, step in steps],
         held_out,
         max(step["staleness_max"] for _, step in steps),
-        steps[-1][0] - began,
+        steps[-1][0],
         sum(step["rows"] for _, step in steps),
         len(shares),
         refused,
         max(shares, default=0.0),
         path.stem,
         [step["tokens_generated"] for _, step in steps],
-        [moment - began for moment, _ in steps],
+        [at for at, _ in steps],
         max(statistics.fmean(of) for of in zip(*(values[i:] for i in range(SMOOTHED)), strict=False))
         if values
         else None,
+        statistics.fmean(step["staleness_mean"] for _, step in steps),
+        next(data for _, kind, data in reversed(events) if kind == "ledger"),
     )
 
 
@@ -198,28 +231,38 @@ def plot(trials: list[Trial], name: str, path: Path) -> None:
 
 
 async def measure(options: argparse.Namespace) -> list[Trial]:
-    trials: list[Trial] = []
-    if options.json.exists() and options.resume:
-        trials = [
-            Trial(**{**one, "held_out": {int(v): r for v, r in one["held_out"].items()}})
-            for one in json.loads(options.json.read_text())["trials"]
-        ]
+    trials = read_trials(options.json) if options.json.exists() and options.resume else []
     done = {(t.recipe, t.staleness, t.seed) for t in trials}
     for recipe, staleness, seed in itertools.product(options.recipe, options.staleness, options.seeds):
-        if (recipe.stem, staleness, seed) in done:
+        given, _, algorithm = recipe.partition(":")
+        path = Path(given) if given.endswith(".toml") else Path("recipes") / f"{given}.toml"
+        label = f"{path.stem}:{algorithm}" if algorithm else path.stem
+        if (label, staleness, seed) in done:
             continue
         with contextlib.ExitStack() as stack:
             folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory())
-            path = recipe if recipe.exists() and recipe.is_file() else Path("recipes") / f"{recipe}.toml"
-            out = Path(folder) / f"{recipe.stem}-{staleness}-{seed}"
-            trials.append(await trial(path, options.set or [], staleness, seed, out, options.metric))
-        options.json.write_text(json.dumps({"trials": [asdict(t) for t in trials]}))
+            out = Path(folder) / f"{label.replace(':', '-')}-{staleness}-{seed}"
+            overrides = [*([f"algorithm.name={algorithm}"] if algorithm else []), *(options.set or [])]
+            one = await trial(path, overrides, staleness, seed, out, options.metric, options.seconds)
+            trials.append(replace(one, recipe=label))
+        write_trials(options.json, trials)
     return trials
+
+
+def read_trials(path: Path) -> list[Trial]:
+    found = json.loads(path.read_text())["trials"]
+    return [Trial(**{**one, "held_out": {int(v): r for v, r in one["held_out"].items()}}) for one in found]
+
+
+def write_trials(path: Path, trials: list[Trial]) -> None:
+    path.write_text(json.dumps({"trials": [asdict(t) for t in trials]}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("recipe", type=Path, nargs="+", help="a recipe's path, or its name in recipes/")
+    parser.add_argument(
+        "recipe", nargs="+", help="a recipe's path, or its name in recipes/; with :ALGORITHM, that one in its place"
+    )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", metavar="KEY=VALUE")
@@ -229,10 +272,15 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the runs' folders stay")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="stop a run after so many, and the command: repeated with --keep, it goes on with it",
+    )
     options = parser.parse_args()
     configure()
     trials = asyncio.run(measure(options))
-    name = ", ".join(recipe.stem for recipe in options.recipe)
+    name = ", ".join(Path(recipe).stem for recipe in options.recipe)
     Console(width=140).print(table(trials, name, options.ends, options.metric))
     if options.plot:
         plot(trials, name, options.plot)

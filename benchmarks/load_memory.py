@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import transformers
 from torch.distributed import FileStore
 from transformers import AutoModelForCausalLM
 
+from orchestration.processes.forkserver import ENVIRONMENT
 from stages.engines.plans import Ranks
 from stages.engines.torch import sharded, train
 from stages.engines.torch.decoding.decoder import TorchDecoder
@@ -89,7 +91,8 @@ def processes(way: str, engine: str, folder: Path, dtype: str, count: int) -> li
     """:func:`measure` in ``count`` new processes."""
     with tempfile.TemporaryDirectory(prefix="adk-load-") as home:
         command = [sys.executable, __file__, "--one", way, engine, str(folder), dtype, str(count), home]
-        begun = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE) for rank in range(count)]
+        env = {**os.environ, **ENVIRONMENT}  # as workers have
+        begun = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, env=env) for rank in range(count)]
         printed = [process.communicate()[0] for process in begun]
     assert not any(process.returncode for process in begun)
     return [json.loads(text.splitlines()[-1]) for text in printed]

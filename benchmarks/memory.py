@@ -3,7 +3,7 @@
     for each case:  random model ▶ folder ▶ a fresh process: warm up on a small model ▶ (resident memory) ▶ the engine of
                     the recipe, at its longest rows ▶ highest resident memory ▶ compare
 
-    train      two steps, and a copy for a checkpoint between them
+    train      two steps, and a copy for a checkpoint between them; with dp = 2 on two ranks, and the larger of both
     rollout    a full batch, while new weights are swapped in again and again
     reference  logprobs of one step's rows
 
@@ -24,7 +24,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from orchestration.recipe.checks.memory_parts import Engine
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import memory_of
 from orchestration.recipe.schema import Recipe
-from stages.models import weight_shapes
+from stages.engines.plans import Ranks
+from stages.models import empty_model, weight_shapes
 
 Model = str | dict[str, Any]  # a source, or the sizes of a Llama
 Changes = dict[str, Any]  # of the recipe, by key
@@ -48,7 +49,18 @@ FIRST = {**SMALL, "hidden_size": 128, "intermediate_size": 128, "num_hidden_laye
 MANY_WORDS = {**SMALL, "num_hidden_layers": 2, "vocab_size": 49152}
 CHECKPOINTING: Changes = {"train.activation_checkpointing": True}
 BFLOAT16: Changes = {"model.dtype": "bfloat16"}
+LORA: Changes = {"model.lora": {"rank": 16}}
 LONG: Changes = {"rollout.max_tokens": 1024, "algorithm.group_size": 2, "train.token_budget": 2080}
+TWO_RANKS: Changes = {"train.dp": 2, "train.groups_per_step": 2}
+QUICKSTART: Changes = {"prompts.max_prompt_tokens": 64, "rollout.max_rows": 64, "rollout.max_tokens": 16}
+QUICKSTART |= {"train.groups_per_step": 4, "train.token_budget": 2048}  # as in recipes/quickstart.toml
+
+
+def long_rows(tokens: int) -> Changes:
+    """A step of two responses of so many tokens, in a micro-batch each."""
+    return {**LONG, "rollout.max_tokens": tokens, "train.token_budget": tokens + 32, "rollout.max_rows": 2}
+
+
 CASES: dict[str, tuple[Model, Changes]] = {
     "small": (SMALL, {}),
     "small, short answers": (SMALL, {"rollout.max_tokens": 16, "rollout.max_rows": 64}),
@@ -58,10 +70,20 @@ CASES: dict[str, tuple[Model, Changes]] = {
     "small, checkpointing": (SMALL, {**LONG, "rollout.max_tokens": 512, **CHECKPOINTING}),
     "small, bfloat16": (SMALL, BFLOAT16),
     "small, bfloat16, checkpointing": (SMALL, {**BFLOAT16, **CHECKPOINTING}),
+    "small, rows of 2k tokens": (SMALL, long_rows(2048)),
+    "small, rows of 4k tokens": (SMALL, long_rows(4096)),
+    "small, rows of 4k tokens, bfloat16": (SMALL, {**long_rows(4096), **BFLOAT16}),
+    "small, dp = 2": (SMALL, TWO_RANKS),
+    "small, dp = 2, bfloat16": (SMALL, {**TWO_RANKS, **BFLOAT16}),
+    "many words, dp = 2": (MANY_WORDS, TWO_RANKS),
     "many words": (MANY_WORDS, {"rollout.max_rows": 64}),
     "many words, bfloat16": (MANY_WORDS, BFLOAT16),
-    "smollm2": ("smollm2", {"rollout.max_tokens": 32}),
-    "smollm2, bfloat16": ("smollm2", {"rollout.max_tokens": 32, **BFLOAT16}),
+    "quickstart": ("smollm2", QUICKSTART),
+    "quickstart, bfloat16": ("smollm2", {**QUICKSTART, **BFLOAT16}),
+    "quickstart, dp = 2": ("smollm2", {**QUICKSTART, "train.dp": 2}),
+    "small, lora": (SMALL, LORA),
+    "quickstart, lora": ("smollm2", {**QUICKSTART, **LORA}),
+    "quickstart, bfloat16, lora": ("smollm2", {**QUICKSTART, **BFLOAT16, **LORA}),
 }
 TOLERANCE = 0.15
 
@@ -109,23 +131,27 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measured(work: Callable[[Recipe], None], recipe: Recipe, other: str) -> int:
-    """The highest resident memory of this process while it works, above that before. It works with the model ``other``
-    first, which loads libraries and fills their buffers."""
-    work(recipe.model_copy(update={"model": recipe.model.model_copy(update={"source": other})}))
+def measured(side: Engine, recipe: Recipe, other: str, ranks: Ranks) -> int:
+    """The highest resident memory of this process while it works, above that before. It works with the model in the folder
+    ``other`` first, which loads libraries and fills their buffers."""
+    work = WORK[side]
+    work(
+        recipe.model_copy(update={"model": recipe.model.model_copy(update={"source": other})}), ranks, Path(other, "0")
+    )
     gc.collect()
     forget_peak()
     before = resident()
-    work(recipe)
+    work(recipe, ranks, Path(other, "1"))
     return resident(peak=True) - before
 
 
 def rows_of_a_step(recipe: Recipe) -> Any:
-    """The columns of one step's rows, as long as the recipe allows."""
+    """The columns of one replica's rows of a step, as long as the recipe allows."""
     import torch
     from tensordict import TensorDict
 
-    size, count = recipe.algorithm.group_size, recipe.train.groups_per_step * recipe.algorithm.group_size
+    size = recipe.algorithm.group_size
+    count = recipe.train.groups_per_step * size // recipe.train.dp
 
     def ragged(length: int | None, value: float, dtype: torch.dtype) -> torch.Tensor:
         rows = [torch.full((length or 0,), value, dtype=dtype) for _ in range(count)]
@@ -139,29 +165,29 @@ def rows_of_a_step(recipe: Recipe) -> Any:
     return TensorDict(columns, [count])
 
 
-def train(recipe: Recipe) -> None:
+def train(recipe: Recipe, ranks: Ranks, meeting: Path) -> None:
     """Two steps, and a copy for a checkpoint between them."""
+    from orchestration.recipe.flow import algorithm_of
     from orchestration.run.checkpoint import Writer
     from orchestration.run.engines import train_engine
-    from stages.algorithms import NamedAlgorithm, build_algorithm
 
-    engine, rows = train_engine(recipe), rows_of_a_step(recipe)
-    of = recipe.algorithm
-    algorithm = NamedAlgorithm(of.name, build_algorithm(of.name, of.options))
+    engine = train_engine(recipe, *((ranks, meeting) if ranks.world > 1 else ()))
+    rows, algorithm = rows_of_a_step(recipe), algorithm_of(recipe)
     writer = Writer(engine)
     engine.train_batch(rows, algorithm)
     writer.copy()
     engine.train_batch(rows, algorithm)
+    engine.close()
 
 
-def reference(recipe: Recipe) -> None:
+def reference(recipe: Recipe, *_: Any) -> None:
     """Logprobs of one step's rows."""
     from orchestration.run.engines import reference_engine
 
     reference_engine(recipe).logprobs(rows_of_a_step(recipe))
 
 
-def rollout(recipe: Recipe) -> None:
+def rollout(recipe: Recipe, *_: Any) -> None:
     """A full batch, while versions of the weights are swapped in one after the other."""
     asyncio.run(generate(recipe))
 
@@ -170,6 +196,7 @@ async def generate(recipe: Recipe) -> None:
     import torch
 
     from orchestration.run.engines import rollout_engine
+    from stages.adapters.names import adapter_shapes
     from stages.engines.protocols import GroupRequest, SamplingParams
 
     engine, size = rollout_engine(recipe, version=0), recipe.algorithm.group_size
@@ -177,7 +204,11 @@ async def generate(recipe: Recipe) -> None:
     ids = torch.full((recipe.prompts.max_prompt_tokens or 0,), 5)
     groups = range(recipe.rollout.max_rows // size)
     requests = [GroupRequest(group, tuple(range(size)), ids, params, group) for group in groups]
-    shapes, dtype = weight_shapes(recipe.model.source), getattr(torch, recipe.model.dtype)
+    dtype = getattr(torch, recipe.model.dtype)
+    if (adapters := recipe.adapters) is None:
+        shapes = weight_shapes(recipe.model.source)
+    else:
+        shapes = adapter_shapes(empty_model(recipe.model.source), adapters)
 
     async def swap() -> None:
         for version in itertools.count(1):
@@ -192,16 +223,21 @@ async def generate(recipe: Recipe) -> None:
     await engine.close()
 
 
-WORK: dict[Engine, Callable[[Recipe], None]] = {"train": train, "rollout": rollout, "reference": reference}
+WORK: dict[Engine, Callable[[Recipe, Ranks, Path], None]] = {"train": train, "rollout": rollout, "reference": reference}
 
 
-def in_child(side: Engine, recipe: Recipe) -> int:
-    """What :func:`measured` returns in a process of its own."""
+def in_children(side: Engine, recipe: Recipe) -> int:
+    """What :func:`measured` returns in a process of its own for each rank of the side: the most."""
     os.environ.update(ENVIRONMENT)  # as workers have
-    with tempfile.TemporaryDirectory(prefix="adk-memory-") as other:
+    dp, tp = (recipe.train.dp, recipe.train.tp) if side == "train" else (1, 1)
+    with tempfile.TemporaryDirectory(prefix="adk-memory-") as other, ExitStack() as stack:
         make_model(FIRST, Path(other))
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return int(pool.apply(measured, (WORK[side], recipe, other)))
+        children = [stack.enter_context(multiprocessing.get_context("spawn").Pool(1)) for _ in range(dp * tp)]
+        found = [
+            child.apply_async(measured, (side, recipe, other, Ranks(rank, dp, tp)))
+            for rank, child in enumerate(children)
+        ]
+        return max(each.get() for each in found)
 
 
 def compare(model: Model, changes: Changes, sides: Collection[Engine]) -> Iterator[dict[str, Any]]:
@@ -213,7 +249,7 @@ def compare(model: Model, changes: Changes, sides: Collection[Engine]) -> Iterat
         for side, parts in memory_of(recipe).items():
             if side in sides:
                 total = sum(parts.values())
-                yield {"side": side, "derived": total, "measured": in_child(side, recipe), "parts": parts}
+                yield {"side": side, "derived": total, "measured": in_children(side, recipe), "parts": parts}
 
 
 def main() -> int:

@@ -1,22 +1,51 @@
-"""A reward that is wrong for a third of the responses, at random: what policy filtration is for.
+"""Rewards of which a third is wrong: what policy filtration is for.
 
-    python benchmarks/learning.py ppo pf-ppo --staleness 1 --set algorithm.group_size=16 --set train.groups_per_step=8
-        --set 'reward.functions=[{name="benchmarks.noisy_rewards:spelling"}]'
+    SET="--staleness 1 --set algorithm.group_size=16 --set train.groups_per_step=8 --ends 10"
+    python benchmarks/learning.py ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:spelling"}]'
+    python benchmarks/learning.py ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:mediocre"}]'
 
-A wrong reward is a number between 0 and 1 that has nothing to do with the response: a perfect policy has a mean of 5/6.
+``spelling``   errors anywhere: a wrong reward is a number between 0 and 1 that has nothing to do with the response, so a
+               perfect policy has a mean of 5/6
+``mediocre``   errors in the middle: half of the middle two thirds of the responses get one another's rewards, as from a
+               reward model that tells good from bad, and not mediocre from mediocre; a perfect policy has a mean of 1
 """
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, bisect_right
+from collections import deque
 from typing import Any
 
 from stages.prompts import tasks
 
 WRONG = 1 / 3
+RECENT = 256  # responses, among which one is mediocre or not
 
 
 def spelling(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
     """``stages.prompts.tasks.spelling``, of which a share of :data:`WRONG` is replaced."""
     right = tasks.spelling(completions, answer=answer, **columns)
     return [random.random() if random.random() < WRONG else reward for reward in right]
+
+
+class Mediocre:
+    """``stages.prompts.tasks.spelling`` with errors in the middle ranks of the last :data:`RECENT` responses to all
+    prompts. A share of 2 · :data:`WRONG` is in the middle; half of these get the reward of another one in the middle."""
+
+    def __init__(self) -> None:
+        self._recent = deque[float](maxlen=RECENT)
+
+    def __call__(self, completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+        return [self._shuffled(reward) for reward in tasks.spelling(completions, answer=answer, **columns)]
+
+    def _shuffled(self, reward: float) -> float:
+        self._recent.append(reward)
+        ranked, edge = sorted(self._recent), round(len(self._recent) * (1 - 2 * WRONG) / 2)
+        rank = random.randrange(bisect_left(ranked, reward), bisect_right(ranked, reward))
+        middle = ranked[edge : len(ranked) - edge]
+        wrong = edge <= rank < len(ranked) - edge and random.random() < 0.5
+        return random.choice(middle) if wrong else reward
+
+
+mediocre = Mediocre()

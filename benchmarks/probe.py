@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.load import load_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import (
@@ -35,7 +36,6 @@ from orchestration.run.engines import (
     tokenizer_of,
     train_engine,
 )
-from stages.algorithms import build_algorithm
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, TrainEngine
 from stages.engines.torch.head import float32_logits
 from stages.models import load_model
@@ -74,7 +74,7 @@ class Pair:
         tokenizer = tokenizer_of(recipe)
         self.prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed).train
         self.sampling = sampling_of(recipe, tokenizer)
-        self.algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+        self.algorithm = algorithm_of(recipe)
         self.random = torch.Generator().manual_seed(recipe.seed)
         self._asked = 0
 

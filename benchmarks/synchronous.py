@@ -20,11 +20,20 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.rewards.reward_set import droppers, reward_set
-from orchestration.run.engines import reference_engine, rollout_engine, sampling_of, tokenizer_of, train_engine
-from stages.algorithms import Drop, build_algorithm
+from orchestration.run.engines import (
+    critic_engine,
+    reference_engine,
+    rollout_engine,
+    sampling_of,
+    tokenizer_of,
+    train_engine,
+)
+from stages.algorithms import Drop
+from stages.difficulty import Difficulty
 from stages.engines.protocols import Completion, GroupRequest, TrainEngine
 from stages.flow.adapter import outputs_of
 from stages.gate import columns
@@ -45,6 +54,7 @@ class SynchronousStep:
     generate_seconds: float
     train_seconds: float
     engine: TrainEngine
+    critic: TrainEngine | None = None
 
 
 async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, None]:
@@ -54,12 +64,15 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
         raise ValueError("stages: the plain loop has only the product's stages; take [[stages]] out of the recipe")
     tokenizer = tokenizer_of(recipe)
     prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)).train
-    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    difficulty = Difficulty(prompts, recipe.seed) if recipe.prompts.sampling == "difficulty" else None
+    keys: dict[int, str] = {}  # of the prompts of groups, with difficulty
+    algorithm = algorithm_of(recipe)
     rewards, dropping = reward_set(recipe), droppers(recipe)
     sampling, size, per_step = sampling_of(recipe, tokenizer), recipe.algorithm.group_size, recipe.train.groups_per_step
     rollout, trainer = rollout_engine(recipe, version=0), train_engine(recipe)
     reference = reference_engine(recipe) if recipe.needs_reference else None
-    admitted = 0
+    critic, learning = (critic_engine(recipe), algorithm.critic_algorithm()) if recipe.trains_critic else (None, None)
+    admitted = position = 0
     try:
         for step in range(recipe.train.steps):
             generating = 0.0
@@ -69,7 +82,12 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
             while len(groups) < per_step:  # once, unless credit drops groups
                 fresh = range(admitted, admitted + per_step - len(groups))
                 admitted, generation_began = fresh.stop, time.monotonic()
-                asked |= {group: prompts.prompt(group) for group in fresh}
+                for group in fresh:
+                    if difficulty is None:
+                        asked[group] = prompts.prompt(group)
+                    else:
+                        place, asked[group], keys[group] = difficulty.choose(position)
+                        position = place + 1
                 requests = [
                     GroupRequest(group, tuple(range(size)), asked[group].ids, sampling, group_seed(recipe.seed, group))
                     for group in fresh
@@ -95,15 +113,27 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                     recipe.rollout.truncated,
                     dropping,
                 )
-                groups = [g for g, result in zip(groups, results, strict=True) if not isinstance(result, Drop)]
+                rewards_of = {group: batch["reward"][at].tolist() for group, at in zip(groups, members, strict=True)}
+                dropped = [g for g, result in zip(groups, results, strict=True) if isinstance(result, Drop)]
+                if difficulty is not None:
+                    for group in dropped:
+                        difficulty.count(keys[group], rewards_of[group])
+                groups = [group for group in groups if group not in dropped]
             for name, column in next(outputs_of(members, results, [0] * len(batch))).rows.items():  # type: ignore[union-attr]
                 jagged = isinstance(column, list)
                 batch[name] = torch.nested.nested_tensor(column, layout=torch.jagged) if jagged else column
+            if critic is not None:
+                batch["values"] = await asyncio.to_thread(critic.values, batch)
             scored = time.monotonic()
+            if difficulty is not None:
+                for group in groups:
+                    difficulty.count(keys[group], rewards_of[group])
             try:
                 metrics = await asyncio.to_thread(trainer.train_batch, batch, algorithm)
             except FloatingPointError:  # skipped, as a run does
                 metrics = {"loss": math.nan}
+            if critic is not None:
+                metrics = {**metrics, **await asyncio.to_thread(critic.train_batch, batch, learning)}
             await rollout.load_weights(step + 1, {name: value.clone() for name, value in trainer.weights()})
             yield SynchronousStep(
                 step,
@@ -113,10 +143,11 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 generating,
                 time.monotonic() - scored,
                 trainer,
+                critic,
             )
     finally:
         await rollout.close()
-        for engine in (trainer, reference):
+        for engine in (trainer, reference, critic):
             if engine is not None:
                 engine.close()
 

@@ -8,6 +8,7 @@ counters), so each function here handles the CPU.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import time
@@ -215,3 +216,24 @@ def record(device: torch.device, act: Callable[[], torch.Tensor]) -> tuple[Calla
         result = act()
     torch.accelerator.current_stream(device).wait_stream(stream)
     return graph.replay, result
+
+
+@contextmanager
+def trimmed_by_layer(model: torch.nn.Module) -> Iterator[None]:
+    """Meanwhile, host memory that a layer of ``model`` has freed goes back to the system after each forward of it. Where the
+    C library is glibc, small blocks that stay would else keep it from using the freed ones between them again: an engine
+    that gathers one layer after the other would take the memory of all of them."""
+    layers = [layer for stack in model.modules() if isinstance(stack, torch.nn.ModuleList) for layer in stack]
+    hooks = [layer.register_forward_hook(lambda *_: trim()) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        trim()
+
+
+def trim() -> None:
+    """Return host memory that was freed to the system, where the C library keeps it (glibc)."""
+    if (trims := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trims(0)

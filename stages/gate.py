@@ -3,7 +3,8 @@
     published version v ──▶ admit every group below (v + S + 1)·P at once ──▶ sleep until a version is published ──▶ …
                               └ as far as there are prompts, when they come from outside
 
-Which prompt a group gets is a pure function of its number, so a lost group, or a resumed run, asks for the same again.
+Which prompt a group gets is a pure function of its number, so a lost group, or a resumed run, asks for the same again. With
+``difficulty`` it is chosen by pass rates instead, and the choice is kept in the index.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import structlog
 from pipeline.events import PromptEvent
 from pipeline.index.client import Index
 from pipeline.warehouse.dock import Dock
+from stages.difficulty import Difficulty, IndexedDifficulty
 from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import PromptSource
@@ -29,8 +31,18 @@ class Gate:
     """Admits the groups of ``steps`` optimizer steps of P groups each, ``group_size`` samples a group, as the index's gate
     allows; a group that was filtered out is replaced by one more."""
 
-    def __init__(self, dock: Dock, source: PromptSource, *, group_size: int, steps: int, groups_per_step: int) -> None:
+    def __init__(
+        self,
+        dock: Dock,
+        source: PromptSource,
+        *,
+        group_size: int,
+        steps: int,
+        groups_per_step: int,
+        difficulty: Difficulty | None = None,
+    ) -> None:
         self.dock, self.source = dock, source
+        self._chosen = None if difficulty is None else IndexedDifficulty(dock.index, difficulty)
         self.group_size, self.steps, self.groups = group_size, steps, steps * groups_per_step
         self.stopping = self.paused = False
         self._reported = {"skipped": 0, "cut": 0}  # prompts
@@ -47,17 +59,21 @@ class Gate:
             if isinstance(self.source, ExternalPrompts) and (available := self.source.available) is not None:
                 numbers = [number for number in numbers if number < available]
             if numbers and not self.paused:
-                await self.admit(numbers)
+                await self._admit(numbers, status.admitted)
             elif status.trained >= self.steps:
                 return
             else:
                 await index.wait("version", status.wait, WAIT_SECONDS)
 
-    async def admit(self, numbers: Sequence[int]) -> None:
-        prompts = [self.source.prompt(number) for number in numbers]
+    async def _admit(self, numbers: Sequence[int], admitted: int) -> None:
+        if self._chosen is None:
+            found = {number: (number, self.source.prompt(number)) for number in numbers}
+        else:
+            found = dict(await self._chosen.prompts(numbers, admitted))
+        prompts = [prompt for _, prompt in found.values()]
         await self.dock.admit([(number, self.group_size) for number in numbers], columns(prompts))
         await self._report_too_long()
-        newest = self.source.epochs(max(numbers))
+        newest = self.source.epochs(max(position for position, _ in found.values()))
         begun = {key: epoch for key, epoch in newest.items() if epoch > self._epochs.get(key, 0)}
         if begun:
             self._epochs |= begun

@@ -11,6 +11,15 @@ VOCABULARY = 97
 RAGGED = [(6, (5, 3, 9, 1)), (1, (4, 4, 4, 4)), (11, (7,)), (4, (1, 1)), (3, (2, 12, 1, 6, 5))]
 
 
+def tiny_rows() -> tuple[TensorDict, list[tuple[list[int], list[int]]]]:
+    """A train batch of the tiny model's tokens; and prompt and response of each row."""
+    batch = make_batch()
+    for name in ("prompt_ids", "response_ids"):
+        batch[name] = torch.nested.nested_tensor([row % 40 for row in batch[name].unbind()], layout=torch.jagged)
+    pairs = zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True)
+    return batch, [(prompt.tolist(), response.tolist()) for prompt, response in pairs]
+
+
 def make_batch(groups: Sequence[tuple[int, Sequence[int]]] = RAGGED, seed: int = 0) -> TensorDict:
     """A train batch of groups given as (prompt length, response lengths), with all columns that an algorithm may ask."""
     rng = torch.Generator().manual_seed(seed)

@@ -65,10 +65,12 @@ export class Progress {
     this.processes = new Map(); // by name: {change, pid, reason}; the light stages share one
     this.ledger = null;
     this.gate = null; // {admitted, allowed, open} in groups
+    this.epochs = {}; // that each source of prompts is in, from 1, by its key in the recipe
     this.published = null;
     this.swapped = null;
     this.restarts = 0;
     this.notes = [];
+    this.alarms = []; // of the guard, the oldest first
     this.heard = 0; // Unix seconds of the last event
     this.received = 0; // and of its arrival: the stream begins in the past
     this.changed = 0;
@@ -126,6 +128,8 @@ export class Progress {
     else if (kind === "ledger") this.ledger = data;
     else if (kind === "span") this.span(data);
     else if (kind === "worker") this.change(data);
+    else if (kind === "alarm") this.alarm(data);
+    else if (kind === "prompt" && data.change === "epoch") this.epochs = data.epochs;
     else if (kind === "state") {
       this.state = data.state;
       this.reason = data.reason ?? "";
@@ -142,6 +146,14 @@ export class Progress {
     if (data.publish_seconds) {
       if (!(data.version < this.published?.version)) this.published = data;
     } else if (!(data.version < this.swapped?.version)) this.swapped = data;
+  }
+
+  /** An alarm, from the stream or from the server's list of them. */
+  alarm(data) {
+    if (this.alarms.some((one) => one.time === data.time && one.metric === data.metric)) return;
+    this.alarms.push(data);
+    this.alarms.sort((a, b) => a.time - b.time);
+    this.changed += 1;
   }
 
   worker(name, stage) {
@@ -163,7 +175,9 @@ export class Progress {
   pipeline(view) {
     if (!this.ledger || !this.ended) this.ledger = { ...this.ledger, ...view.ledger };
     this.gate = view.gate;
+    this.epochs = view.epochs;
     this.flow = view.flow;
+    for (const alarm of view.alarms ?? []) this.alarm(alarm);
     for (const stage of view.stages) {
       for (const { worker, process, state, pid } of stage.workers) {
         this.worker(worker, stage.name).process = process;
@@ -282,6 +296,7 @@ export class Progress {
         }
       }
     }
+    for (const alarm of this.alarms.slice(-3).reverse()) watch(`Alarm at step ${alarm.step + 1}: ${alarm.reason}.`);
     if (this.restarts) watch(`${this.restarts} worker restart${this.restarts > 1 ? "s" : ""}.`);
     return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
   }

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.events import Event
 
-ORDER = ("run", "gate", "rollout", "reward", "reference", "advantage", "update")  # of processes, from the top
+ORDER = ("run", "gate", "rollout", "reward", "reference", "critic", "advantage", "update")  # of processes, from the top
 RUN = "run"
 SECOND = 1_000_000  # the format counts microseconds
 REPORT_SECONDS = 5.0  # after the end of a trace, in which spans that began before it are still reported

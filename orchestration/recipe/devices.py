@@ -2,8 +2,9 @@
 
     recipe, devices of the node ──▶ assign ──▶ (kind, number) → devices ──▶ the launcher: a worker process sees its own
 
-Ranks of the trainer come first, then rollout engines, then the reference, in turn over the devices: with fewer devices than
-workers some share one. A device that the recipe numbers (``cuda:1``) is taken as it is, and the others avoid it.
+Ranks of the trainer come first, then rollout engines, then critic and reference, in turn over the devices: with fewer
+devices than workers some share one. A device that the recipe numbers (``cuda:1``) is taken as it is, and the others avoid
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
 
 Worker = tuple[str, int]  # kind and number
-SIDES = {"update": "train", "colocated": "train", "rollout": "rollout", "reference": "train"}  # whose device and engine
+SIDES = {
+    "update": "train",
+    "colocated": "train",
+    "rollout": "rollout",
+    "critic": "train",
+    "reference": "train",
+}  # whose device and engine
 
 
 @dataclass(frozen=True)

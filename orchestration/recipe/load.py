@@ -16,7 +16,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from orchestration.recipe.bounds import NotToml, out_of_bounds, read_toml
-from orchestration.recipe.checks import code, examples, flow, machine, memory, relations  # noqa: F401  # registers their checks
+from orchestration.recipe.checks import (  # noqa: F401  # registers their checks
+    adapters,
+    code,
+    examples,
+    flow,
+    machine,
+    memory,
+    relations,
+    teacher,
+)
 from orchestration.recipe.checks.registry import Environment, run_checks
 from orchestration.recipe.field_problems import field_problem, valid_part
 from orchestration.recipe.problems import Problem, RecipeError
@@ -35,6 +44,8 @@ FIXED = {
     "prompts.held_out": "evaluation would ask prompts that training has seen",
     "algorithm.options.epochs": "the checkpoint counts optimizer passes, by which the learning rate is scheduled",
     "algorithm.options.mini_batches": "the checkpoint counts optimizer passes, by which the learning rate is scheduled",
+    "algorithm.options.critic": "the checkpoint has the weights of the critic that the run began with",
+    "critic.source": "the checkpoint has the weights of the critic that the run began with",
     "train.engine": "the checkpoint has the state of this engine",
     "train.precision": "the checkpoint has weights and moments in its number format",
     "train.groups_per_step": "the gate counts the groups of all steps by it, of those already made too",

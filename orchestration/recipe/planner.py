@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Engine, memory
@@ -14,11 +15,13 @@ from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import parameters_in, text_config
 from orchestration.recipe.problems import Problem
+from stages.algorithms import build_algorithm
 from stages.flow.graph import document
 from stages.prompts.options import PromptLimits
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
+    from stages.adapters.options import AdapterOptions
     from stages.resharding.layout import Layout, ModelState, Names, Placement
     from stages.resharding.plan import ReshardPlan
 
@@ -90,6 +93,8 @@ class Plan:
     """Responses that all rollout workers together decode at the same time."""
     parameters: int | None
     """Weights of the model; None for the mock model."""
+    trained_parameters: int | None
+    """Those that are trained and published: all of them, or those of adapters."""
     train_ranks: int
     train_bytes: int
     """Shards of one rank: weights, gradients and AdamW's two moments, in the model's dtype, or in float32 with mixed
@@ -109,6 +114,8 @@ class Plan:
     with all rows as long as the recipe allows. Empty where the model's sizes are not known."""
     flow: dict[str, Any]
     """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""
+    picked: str
+    """Options of the algorithm that follow from the staleness bound, and why; "" when none does."""
     notices: list[str]
     """What is allowed, and better otherwise: see :mod:`orchestration.recipe.checks.notices`."""
 
@@ -120,6 +127,8 @@ def plan(recipe: Recipe) -> Plan:
     rows_per_step = flow.groups_per_step * size
     parameters = parameters_of(recipe)
     weights = (parameters or 0) * ITEM_BYTES[recipe.model.dtype]
+    trained, ranks = trained_parameters(recipe) or 0, recipe.train.ranks
+    published = trained * ITEM_BYTES[recipe.model.dtype]
     reference = parameters_of_source(recipe.model.reference or recipe.model.source) or 0
     # vLLM's workers then receive into the slot that is counted as slot_bytes.
     direct = recipe.rollout.engine == "vllm" and recipe.sync.transport == "collective"
@@ -134,27 +143,30 @@ def plan(recipe: Recipe) -> Plan:
         tokens_per_step=rows_per_step * recipe.rollout.max_tokens,
         decode_rows=recipe.replicas * recipe.rollout.max_rows,
         parameters=parameters,
+        trained_parameters=trained_parameters(recipe),
         train_ranks=recipe.train.ranks,
-        train_bytes=-(-4 * (parameters or 0) * ITEM_BYTES[recipe.trained_dtype] // recipe.train.ranks)
-        + (weights if recipe.mixed_precision and recipe.train.ranks == 1 else 0),
-        rollout_bytes=(1 if recipe.colocated or direct else 2) * weights * recipe.replicas,
-        reference_bytes=reference * ITEM_BYTES[recipe.model.dtype] if recipe.needs_reference else 0,
-        slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * weights,
-        copy_bytes=-(-_saved_bytes(recipe) // recipe.train.ranks),
+        train_bytes=-(-(4 * trained * ITEM_BYTES[recipe.trained_dtype] + (weights if recipe.adapters else 0)) // ranks)
+        + (published if recipe.mixed_precision and ranks == 1 else 0),
+        rollout_bytes=(weights + (0 if recipe.colocated or direct else published)) * recipe.replicas,
+        reference_bytes=reference * ITEM_BYTES[recipe.model.dtype] if recipe.reference_is_here else 0,
+        slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * published,
+        copy_bytes=-(-_saved_bytes(recipe) // ranks),
         turns=turns(recipe) if recipe.colocated and parameters else None,
         memory=memory_of(recipe),
         flow=document(flow_of(recipe)),
+        picked=build_algorithm(recipe.algorithm.name, recipe.algorithm.options).under(recipe.pipeline.staleness)[1],
         notices=list(map(str, notices_of(recipe))),
     )
 
 
 def memory_of(recipe: Recipe) -> dict[Engine, dict[str, int]]:
     """See :attr:`Plan.memory`."""
-    policy, reference = (
+    own = recipe.model.source
+    policy, reference, critic = (
         (config_of(source), parameters_of_source(source))
-        for source in (recipe.model.source, recipe.model.reference or recipe.model.source)
+        for source in (own, recipe.model.reference or own, recipe.critic.source or own)
     )
-    return memory(recipe, policy, reference, prompt_limits(recipe).tokens or 0)
+    return memory(recipe, policy, reference, critic, prompt_limits(recipe).tokens or 0, trained_parameters(recipe))
 
 
 def arena_bytes(recipe: Recipe) -> int:
@@ -163,23 +175,35 @@ def arena_bytes(recipe: Recipe) -> int:
     # int64 ids and their text. The prompts admitted together are one block, which is released as a whole.
     prompt = (8 + TEXT_BYTES) * (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + BLOCK_BYTES
     parked = bool(recipe.rollout.budget or recipe.rollout.on_update == "cut" or recipe.colocated)
-    return int((_prompts(recipe) * prompt + _response_bytes(recipe, parked=parked)) / GATE_SHARE / (1 - SLAB_SHARE))
+    steps = _steps_retained(recipe)
+    needed = _prompts(recipe, steps) * prompt + _response_bytes(recipe, steps, parked=parked)
+    return int(needed / GATE_SHARE / (1 - SLAB_SHARE))
+
+
+def share_of_trained(recipe: Recipe) -> float:
+    """The share of the arena that may be taken at the end of a step so that the run still never blocks: beside it lies what
+    is in flight, with rows as long as they may be."""
+    limits = prompt_limits(recipe)
+    prompt = 8 * (limits.tokens or 0) + (limits.nbytes or 0) + BLOCK_BYTES
+    in_flight = _prompts(recipe, 0) * prompt + _response_bytes(recipe, 0, parked=True)
+    return GATE_SHARE * (1 - SLAB_SHARE) - in_flight / recipe.pipeline.arena
 
 
 def _steps_retained(recipe: Recipe) -> int:
     return min(recipe.checkpoint.every + 1, recipe.train.steps)  # one is made while the checkpoint is written
 
 
-def _prompts(recipe: Recipe) -> int:
-    """Prompts in the arena, at most."""
+def _prompts(recipe: Recipe, steps: int) -> int:
+    """Prompts in the arena, at most, with those of so many trained ``steps``."""
     flow = recipe.staleness_plan
-    return 2 * flow.groups_in_flight + _steps_retained(recipe) * flow.groups_per_step
+    return 2 * flow.groups_in_flight + steps * flow.groups_per_step
 
 
-def _response_bytes(recipe: Recipe, *, parked: bool) -> int:
-    """Bytes of all responses in the arena, at most; ``parked``: including those that are cut and continued."""
+def _response_bytes(recipe: Recipe, steps: int, *, parked: bool) -> int:
+    """Bytes of all responses in the arena, at most, with those of so many trained ``steps``; ``parked``: including those
+    that are cut and continued."""
     flow, tokens = recipe.staleness_plan, recipe.rollout.max_tokens
-    retained = _steps_retained(recipe) * flow.groups_per_step
+    retained = steps * flow.groups_per_step
     # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that writes.
     response = (8 + 4 + 4) * tokens + column_bytes(recipe) + (4 + len(recipe.stages)) * BLOCK_BYTES
     # A block of parked rows is released with the last of them.
@@ -191,8 +215,9 @@ def _response_bytes(recipe: Recipe, *, parked: bool) -> int:
 def prompt_limits(recipe: Recipe) -> PromptLimits:
     """How long a prompt may be: ``prompts.max_prompt_tokens``, or else what the arena has room for; never more than the
     model's context leaves beside a response."""
-    available = recipe.pipeline.arena * GATE_SHARE * (1 - SLAB_SHARE) - _response_bytes(recipe, parked=True)
-    room = int(available / _prompts(recipe)) - BLOCK_BYTES  # bytes of one prompt
+    steps = _steps_retained(recipe)
+    available = recipe.pipeline.arena * GATE_SHARE * (1 - SLAB_SHARE) - _response_bytes(recipe, steps, parked=True)
+    room = int(available / _prompts(recipe, steps)) - BLOCK_BYTES  # bytes of one prompt
     tokens, why = recipe.prompts.max_prompt_tokens, "prompts.max_prompt_tokens"
     if tokens is None:
         tokens, why = max(LONGEST_PROMPT, room // (8 + TEXT_BYTES)), "for which pipeline.arena has room"
@@ -318,6 +343,24 @@ def parameters_of(recipe: Recipe) -> int | None:
     return parameters_of_source(recipe.model.source)
 
 
+def trained_parameters(recipe: Recipe) -> int | None:
+    """Number of weights that are trained and published: the model's, or those of its adapters; None where not known."""
+    if recipe.adapters is None or recipe.model.source == "mock":
+        return parameters_of(recipe)
+    return _adapter_parameters(recipe.model.source, recipe.adapters)
+
+
+@lru_cache(maxsize=16)
+def _adapter_parameters(source: str, adapters: AdapterOptions) -> int | None:
+    from stages.adapters.names import adapter_shapes
+    from stages.models import empty_model
+
+    try:
+        return sum(map(math.prod, adapter_shapes(empty_model(source), adapters).values()))
+    except Exception:  # reported for the model, or for model.lora
+        return None
+
+
 def parameters_of_source(source: str) -> int | None:
     """Number of weights of the model ``source``, tied ones once. For a folder, from the headers of its safetensors files;
     None for the mock model, and where there are no such files."""
@@ -327,15 +370,21 @@ def parameters_of_source(source: str) -> int | None:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Bytes of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments."""
+    """Bytes of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments; and of a critic of
+    its own the same."""
     if not recipe.runs_stage("update"):
         return 0
-    return (parameters_of(recipe) or 0) * ITEM_BYTES[recipe.model.dtype] + _saved_bytes(recipe)
+    critic = parameters_of_source(recipe.critic.source or recipe.model.source) if recipe.trains_critic else 0
+    beside = trained_parameters(recipe) or 0 if recipe.adapters else 0  # the adapters by themselves
+    weights = ((parameters_of(recipe) or 0) + beside + (critic or 0)) * ITEM_BYTES[recipe.model.dtype]
+    return weights + _saved_bytes(recipe) + 3 * (critic or 0) * ITEM_BYTES[recipe.trained_dtype]
 
 
 def _saved_bytes(recipe: Recipe) -> int:
     """Bytes of the trained weights and AdamW's two moments."""
-    return 3 * (parameters_of(recipe) or 0) * ITEM_BYTES[recipe.trained_dtype] if recipe.runs_stage("update") else 0
+    return (
+        3 * (trained_parameters(recipe) or 0) * ITEM_BYTES[recipe.trained_dtype] if recipe.runs_stage("update") else 0
+    )
 
 
 def heads_of(recipe: Recipe) -> dict[str, int]:

@@ -14,9 +14,11 @@ from orchestration.recipe.sections import (
     TLS_FILES,
     AlgorithmSection,
     CheckpointSection,
+    CriticSection,
     EvaluateSection,
     ExternalSection,
     ExternalStage,
+    GuardSection,
     LaunchSection,
     ModelSection,
     PipelineSection,
@@ -25,10 +27,13 @@ from orchestration.recipe.sections import (
     Section,
     StageSection,
     SyncSection,
+    TeacherSection,
     TrainSection,
 )
 from orchestration.recipe.values import CountOrZero
 from pipeline.staleness import StalenessPlan
+from stages.adapters.options import AdapterOptions
+from stages.algorithms import build_algorithm
 from stages.prompts.options import PromptOptions
 
 
@@ -46,10 +51,13 @@ class Recipe(Section):
     reward: RewardSection
     algorithm: AlgorithmSection = AlgorithmSection()
     train: TrainSection
+    critic: CriticSection = CriticSection()
+    teacher: TeacherSection = TeacherSection()
     pipeline: PipelineSection = PipelineSection()
     sync: SyncSection = SyncSection()
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
     launch: LaunchSection = LaunchSection()
     external: ExternalSection = ExternalSection()
     stages: list[StageSection] = Field(default=[], max_length=8, description="Stages of your own, in any order.")
@@ -75,6 +83,14 @@ class Recipe(Section):
         return "float32" if self.mixed_precision else self.model.dtype
 
     @property
+    def adapters(self) -> AdapterOptions | None:
+        """The adapters that are trained in place of the model's weights; None where all weights are."""
+        lora = self.model.lora
+        if not lora.rank:
+            return None
+        return AdapterOptions(lora.rank, lora.alpha, tuple(lora.targets), self.seed, self.trained_dtype)
+
+    @property
     def colocated(self) -> bool:
         """Whether training and generation take turns on the same devices."""
         return self.launch.placement == "colocated"
@@ -85,11 +101,25 @@ class Recipe(Section):
         return self.train.ranks if self.colocated else self.rollout.workers
 
     @property
+    def trains_critic(self) -> bool:
+        """Whether the run has a critic with an engine and a worker of its own."""
+        try:
+            algorithm = build_algorithm(self.algorithm.name, self.algorithm.options)
+        except Exception:  # reported for the algorithm itself
+            return False
+        return algorithm.critic_algorithm() is not None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the flow has the reference stage: some stage reads logprobs under the frozen reference policy."""
         from orchestration.recipe.flow import flow_of
 
         return "reference" in flow_of(self)
+
+    @property
+    def reference_is_here(self) -> bool:
+        """Whether a process of the run computes with the frozen reference, instead of a server."""
+        return self.needs_reference and not self.teacher.url
 
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with absolute paths, so that it can be used from any folder."""
@@ -98,6 +128,7 @@ class Recipe(Section):
                 "model": self.model.model_copy(
                     update={name: _absolute(getattr(self.model, name)) for name in ("source", "reference")}
                 ),
+                "critic": self.critic.model_copy(update={"source": _absolute(self.critic.source)}),
                 "prompts": self.prompts.model_copy(
                     update={
                         **{name: _absolute(getattr(self.prompts, name)) for name in ("path", "chat_template")},

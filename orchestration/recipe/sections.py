@@ -51,6 +51,21 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class LoraSection(Section):
+    """Low-rank adapters (LoRA) beside the linear layers of a frozen model: they alone are trained, published and swapped."""
+
+    rank: CountOrZero = key(
+        0, "Rank r of the product B·A that is added to a layer's weight. 0: no adapters, all weights are trained."
+    )
+    alpha: float = key(32.0, "The product is multiplied by `alpha` / `rank`.", gt=0)
+    targets: list[str] = key(
+        [],
+        "Linear layers with an adapter, by the ends of their names. Empty: all but the output head.",
+        max_length=64,
+        examples=[["q_proj", "v_proj"]],
+    )
+
+
 class ModelSection(Section):
     """The model that is trained."""
 
@@ -67,6 +82,7 @@ class ModelSection(Section):
         "Default: the model as the run begins.",
         min_length=1,
     )
+    lora: LoraSection = LoraSection()
 
 
 class VllmSection(Section):
@@ -277,6 +293,45 @@ class TrainSection(Section):
         return self.dp * self.tp
 
 
+class CriticSection(Section):
+    """A critic of its own, for `algorithm.options.critic = "own"`. What is not set here is as in `train`."""
+
+    source: str | None = key(
+        None,
+        "Its model, as `model.source`; a critic's checkpoint (`checkpoints/STEP/critic/model` of a run) brings its value "
+        "head. Default: the model that the policy begins with.",
+        min_length=1,
+    )
+    learning_rate: float | None = key(None, "Peak learning rate of AdamW. Default: `train.learning_rate`.", gt=0)
+    threads: CountOrZero = key(0, "CPU threads. 0: the launcher divides the cores.")
+
+
+def _teacher_url(value: object) -> object:
+    if isinstance(value, str) and value and not value.startswith(("http://", "https://")):
+        raise ValueError("not a URL; write one such as http://127.0.0.1:8000/v1")
+    return value
+
+
+class TeacherSection(Section):
+    """A teacher behind an OpenAI-compatible server, which gives `ref_logprobs` in the place of `model.reference`."""
+
+    url: Annotated[str, BeforeValidator(_teacher_url)] = key(
+        "",
+        "Its address up to `/v1`. The server must give logprobs of a prompt: `prompt_logprobs` (vLLM), or `echo` with "
+        "`logprobs`. Its model has the tokenizer of `model.source`. Empty: there is none.",
+        examples=["http://127.0.0.1:8000/v1"],
+        json_schema_extra={"pattern": "^(https?://|$)"},
+    )
+    model: str = key("", "Name of the model at the server. Default: the first that it lists.")
+    api_key_variable: str = key(
+        "",
+        "Environment variable with the server's API key, which is in no recipe, log or message. Empty: none is sent.",
+    )
+    timeout: Seconds = key(60.0, "Longest time of one request, with the responses of one group.")
+    retries: CountOrZero = key(5, "Further attempts of a request while the server is away, too slow or too busy.")
+    in_flight: Annotated[int, Field(ge=1), unit("requests")] = key(8, "Requests at the same time.")
+
+
 TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")
 
 
@@ -375,6 +430,21 @@ class CheckpointSection(Section):
 
     every: Steps = key(20, "Steps between two checkpoints.")
     keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(2, "Number of newest checkpoints that are kept.")
+
+
+class GuardSection(Section):
+    """Alarms on what steps and swaps measure (docs/guard.md)."""
+
+    on_alarm: Literal["warn", "pause", "fail"] = key(
+        "warn", "`warn`: an event and a line in the log. `pause`: the run is paused too. `fail`: the run fails."
+    )
+    window: Annotated[int, Field(ge=8, le=10_000), unit("steps")] = key(
+        32, "Number of past steps that a metric is compared with."
+    )
+    sensitivity: float = key(
+        8.0, "Deviations from the median of these steps that are an alarm. Less: more alarms, also false ones.", gt=0
+    )
+    off: list[str] = key([], "Metrics that are not judged, by name.", max_length=64, examples=[["entropy"]])
 
 
 class LaunchSection(Section):

@@ -4,8 +4,10 @@
                 └─▶ a thread: write ─▶ fsync ─▶ rename: it exists ─▶ remove the oldest ─▶ the rows up to k are released
 
     checkpoints/step-00000020/   model/     a Hugging Face checkpoint
+                                 adapter/   where adapters are trained: they alone, in peft's format; model/ has them merged
                                  train/     optimizer's state and weights, bit for bit: a shard of each rank
-                                 run.json   version, prompt position, ledger, groups still to be made
+                                 critic/    the same two of a critic of its own, where the run trains one
+                                 run.json   version, prompt position, ledger, groups still to be made, pass rates
 
 ``train/`` is a distributed checkpoint of torch: ranks of any number and layout read what any others have written. A
 checkpoint is written under another name and renamed at the end, so one with its final name is complete. Prompts are a pure
@@ -32,7 +34,7 @@ if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that r
     from stages.engines.protocols import TrainEngine
     from stages.models import Tokenizer
 
-TRAIN = "train"
+TRAIN, MODEL, CRITIC = "train", "model", "critic"
 LEAST_FREE = 1 << 20  # bytes; a disk with less is full
 _NAME = "step-{:08d}"
 # What is wrong with a disk for longer than a restart takes.
@@ -49,32 +51,33 @@ class DiskRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. ``counters`` and ``remake`` are what :meth:`pipeline.index.Index.init` starts from."""
+    """A checkpoint on disk. ``counters``, ``remake``, ``rates``: what :meth:`pipeline.index.Index.init` starts from."""
 
     path: Path
     version: int
     counters: dict[str, int]
     remake: list[int]
+    rates: str = ""
 
     @property
     def model(self) -> Path:
-        return self.path / "model"
+        return self.path / MODEL
 
     def nothing_left(self, steps: int) -> str:
         """Returns why a run of ``steps`` steps cannot be resumed from here; "" when it can."""
         done = f"has made {self.version} of {steps} steps: there is nothing to resume"
         return done if self.version >= steps else ""
 
-    def load_into(self, engine: TrainEngine) -> None:
-        """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this. Raises
-        CheckpointUnusable."""
+    def load_into(self, engine: TrainEngine, part: str = "") -> None:
+        """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this.
+        ``part``: :data:`CRITIC` for that of the critic. Raises CheckpointUnusable."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
         state = engine.state_dict()
         try:
             with _no_warning():
-                dcp.load(state, checkpoint_id=self.path / TRAIN, no_dist=not _sharded(state))
+                dcp.load(state, checkpoint_id=self.path / part / TRAIN, no_dist=not _sharded(state))
         except (Exception, CheckpointException) as error:
             *_, cause = _causes(error)
             raise CheckpointUnusable(
@@ -174,7 +177,7 @@ class Writer:
         with _no_warning():
             dcp.save(state, checkpoint_id=partial / TRAIN, process_group=group, no_dist=not is_sharded)
         if self._rank == 0:  # by now all shards are written
-            self._engine.save_pretrained(partial / "model", _Whole(state, partial / TRAIN) if is_sharded else state)
+            self._engine.save_pretrained(partial / MODEL, _Whole(state, partial / TRAIN) if is_sharded else state)
 
 
 class _Whole(Mapping[str, Any]):
@@ -216,7 +219,9 @@ def finish(
     it exists. Then removes all but the newest ``keep``."""
     name = _NAME.format(version)
     final, partial = directory / name, directory / f".{name}.partial"
-    tokenizer.save_pretrained(partial / "model")
+    for model in (partial / MODEL, partial / CRITIC / MODEL):
+        if model.is_dir():
+            tokenizer.save_pretrained(model)
     (partial / "run.json").write_text(json.dumps({"version": version, **index_state}, indent=1))
     for path in (*partial.rglob("*"), partial):
         _sync(path)
@@ -275,4 +280,4 @@ def whole(directory: Path) -> list[Path]:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     state = json.loads((path / "run.json").read_text())
-    return Checkpoint(path, state["version"], state["counters"], state["remake"])
+    return Checkpoint(path, state["version"], state["counters"], state["remake"], state.get("rates", ""))

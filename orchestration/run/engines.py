@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from orchestration.guard.rules import PROBE
+from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import end_tokens
 from orchestration.recipe.planner import longest_row, longrope_change
 from orchestration.recipe.schema import Recipe
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
-from stages.algorithms import build_algorithm
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
@@ -39,7 +40,9 @@ from stages.prompts.templates import read_chat_template
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
+    from stages.engines.torch.critic import TorchCriticEngine
     from stages.engines.torch.rollout import TorchRolloutEngine
+    from stages.inference.teacher import TeacherOptions
 
 # Making a model draws from torch's global generator: two threads of an inline run would disturb each other.
 _LOADING = threading.Lock()
@@ -58,7 +61,7 @@ def threads_of(recipe: Recipe, asked: int) -> int:
     """Returns the CPU threads of one engine: ``asked``, or where that is 0 its share of the cores. Generation and training
     run at the same time when the run is asynchronous, and in turn when it is not."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    training = recipe.train.ranks
+    training = recipe.train.ranks + recipe.trains_critic
     in_turn = recipe.colocated or recipe.staleness_plan.slack == 0
     rollouts = recipe.rollout.workers if recipe.runs_stage("rollout") else 0
     together = training if in_turn else training + rollouts
@@ -107,9 +110,8 @@ def probe_rule(recipe: Recipe) -> ProbeRule | None:
     if not sync.probe:
         return None
     dtype, q95, mean = getattr(torch, recipe.model.dtype), sync.probe_tolerance, sync.probe_mean_tolerance
-    if source == "mock":
-        return ProbeRule(dtype, q95=q95, mean=mean)
-    return ProbeRule.of(dtype, load_config(source), q95=q95, mean=mean)
+    rule = ProbeRule(dtype) if source == "mock" else ProbeRule.of(dtype, load_config(source))
+    return replace(rule, q95=q95, mean=mean, alarm=PROBE not in recipe.guard.off)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:
@@ -179,7 +181,7 @@ def _torch_rollout(
 ) -> TorchRolloutEngine:
     from stages.engines.torch.rollout import TorchRolloutEngine
 
-    model, tokenizer = _model(recipe, weights)
+    model, tokenizer = _model(recipe, _base(recipe, weights))
     return TorchRolloutEngine(
         model,
         tokenizer,
@@ -188,8 +190,24 @@ def _torch_rollout(
         initial_version=version,
         device=device,
         packed=packed,
+        adapters=recipe.adapters,
+        first=_first_adapters(recipe, weights),
         context=longest_row(recipe),
     )
+
+
+def _base(recipe: Recipe, weights: Path | None) -> Path | None:
+    """The folder of the weights that an engine begins with: with adapters, the recipe's own model in any case."""
+    return None if recipe.adapters else weights
+
+
+def _first_adapters(recipe: Recipe, weights: Path | None) -> dict[str, torch.Tensor] | None:
+    """The adapters of the checkpoint whose model is in the folder ``weights``."""
+    if recipe.adapters is None or weights is None:
+        return None
+    from stages.adapters.export import ADAPTER, load_adapter
+
+    return load_adapter(weights.with_name(ADAPTER), getattr(torch, recipe.model.dtype))
 
 
 def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | None, secret: bytes) -> RolloutEngine:
@@ -197,6 +215,8 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
     from stages.weights.collective import Credentials
 
     rollout = recipe.rollout
+    first = _first_adapters(recipe, weights)
+    weights = _base(recipe, weights)
     folder = weights or shared / "model"
     if weights is None and recipe.model.source != "tiny":
         folder = model_folder(recipe.model.source)
@@ -208,7 +228,7 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
     if longrope_change(recipe) is not None:
         options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
-    if recipe.sync.transport == "collective":
+    if recipe.sync.transport == "collective" and recipe.adapters is None:
         engine = VllmCollectiveEngine
         authority = recipe.pipeline.tls_authority if recipe.pipeline.tls_certificate else None
         Credentials(secret, authority).write(shared)
@@ -221,6 +241,8 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
         threads=threads_of(recipe, rollout.threads),
         transfer_timeout=recipe.sync.timeout,
         initial_version=version,
+        adapters=recipe.adapters,
+        first=first,
         **options,
     )
 
@@ -240,6 +262,16 @@ def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | Non
     return engine
 
 
+def teacher_options(recipe: Recipe, timeout: float = 0.0, retries: int | None = None) -> TeacherOptions:
+    """Returns how to reach ``teacher.url``; ``timeout`` and ``retries`` replace the recipe's. Raises TeacherRefused where
+    the key is not set."""
+    from stages.inference.teacher import TeacherOptions, api_key
+
+    teacher, key = recipe.teacher, api_key(recipe.teacher.api_key_variable)
+    retries = teacher.retries if retries is None else retries
+    return TeacherOptions(teacher.url, teacher.model, timeout or teacher.timeout, retries, key=key)
+
+
 def reference_engine(recipe: Recipe) -> TrainEngine:
     """Make the frozen reference: ``model.reference``, or the policy that the run begins with, on one rank, in
     ``model.dtype``."""
@@ -254,14 +286,30 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
     return TorchTrainEngine(model, **_train_options(recipe))
 
 
-def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
-    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+def critic_engine(recipe: Recipe) -> TorchCriticEngine:
+    """Make the critic's engine, on one rank: its model is ``critic.source``, or that of the policy as the run begins."""
+    from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
+
+    critic, source = recipe.critic, recipe.critic.source
+    named = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"source": source or recipe.model.source})}
+    )
+    model, _ = _model(named, dtype=recipe.trained_dtype)
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
-    options["value_head"] = "value head" in algorithm.scores.values()
+    options["learning_rate"] = critic.learning_rate or recipe.train.learning_rate
+    options["threads"] = threads_of(recipe, critic.threads)
+    head = Path(source) / VALUE_HEAD if source else None
+    return TorchCriticEngine(model, head=head if head and head.is_file() else None, **options)
+
+
+def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
+    options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "adapters": recipe.adapters}
+    options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
+    dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype  # of the model: a frozen one is not trained
     if ranks is None:
         from stages.engines.torch.train import TorchTrainEngine
 
-        return TorchTrainEngine(_model(recipe, dtype=recipe.trained_dtype)[0], **options)
+        return TorchTrainEngine(_model(recipe, dtype=dtype)[0], **options)
     from torch.distributed import FileStore, HashStore
 
     from stages.engines.torch.sharded import ShardedTrainEngine
@@ -269,8 +317,8 @@ def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> T
     if meeting is not None:  # torch would let all users read it
         os.close(os.open(meeting, os.O_CREAT | os.O_WRONLY, 0o600))
     with _LOADING:
-        opened = model_skeleton(recipe.model.source, dtype=getattr(torch, recipe.trained_dtype))
-    model, weights = opened or (_model(recipe, dtype=recipe.trained_dtype)[0], None)
+        opened = model_skeleton(recipe.model.source, dtype=getattr(torch, dtype))
+    model, weights = opened or (_model(recipe, dtype=dtype)[0], None)
     return ShardedTrainEngine(
         model,
         ranks,

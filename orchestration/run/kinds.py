@@ -22,14 +22,15 @@ class WorkerKind:
     """One kind of worker.
 
     ``job``: its :class:`~orchestration.run.builders.job.Job`, as "module:class". ``numbers``: the workers of this kind that
-    a recipe needs. ``is_rank_group``: they train together; when one dies, all of them are started again. ``ends_by_itself``:
-    the run is finished when all workers of such kinds have ended. ``writes``: they write columns into an arena.
+    a recipe needs. ``rank_group``: name of the group of workers that train together; when one dies, all of them are started
+    again ("": each worker is alone). ``ends_by_itself``: the run is finished when all workers of such kinds have ended.
+    ``writes``: they write columns into an arena.
     """
 
     name: str
     job: str
     numbers: Callable[[Recipe], range]
-    is_rank_group: bool = False
+    rank_group: str = ""
     ends_by_itself: bool = False
     writes: bool = True
 
@@ -48,7 +49,7 @@ _ALL = (
         "colocated",
         f"{_BUILDERS}.colocated:ColocatedJob",
         lambda recipe: range(recipe.train.ranks if recipe.colocated else 0),
-        is_rank_group=True,
+        rank_group="update",
         ends_by_itself=True,
     ),
     # rollout and evaluation, one engine each
@@ -67,9 +68,13 @@ _ALL = (
         "update",
         f"{_BUILDERS}.update:UpdateJob",
         lambda recipe: range(0 if recipe.colocated else recipe.train.ranks),
-        is_rank_group=True,
+        rank_group="update",
         ends_by_itself=True,
         writes=False,
+    ),
+    # a critic of its own: values of samples, and their training beside the policy
+    WorkerKind(
+        "critic", f"{_BUILDERS}.critic:CriticJob", lambda recipe: range(int(recipe.trains_critic)), rank_group="update"
     ),
     # a stage that the recipe names; its workers go by the stage's name
     WorkerKind("stage", f"{_BUILDERS}.stage:StageJob", lambda recipe: range(sum(s.workers for s in recipe.stages))),

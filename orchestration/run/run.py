@@ -31,6 +31,8 @@ from typing import Any, BinaryIO, cast
 import stamina
 import structlog
 
+from orchestration.guard.guard import Guard
+from orchestration.guard.watch import GuardWatch, options_of
 from orchestration.private_files import write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
@@ -260,6 +262,7 @@ class Run:
             self.recipe.launch,
             steps=self.recipe.train.steps,
             begins=self.begins,
+            guard=GuardWatch(self._index, Guard(options_of(self.recipe)), self.recipe.guard.on_alarm),
         )
         outcome = await self.supervisor.run(stop)
         if readers := [asyncio.create_task(done.wait()) for done in self._readers]:
@@ -303,12 +306,12 @@ class Run:
         await run_in_thread(lambda: importlib.import_module("pipeline.columns"), "imports")
         flow = flow_of(self.recipe)
         config = flow.config(self.recipe.staleness_plan)
-        counters, remake = {"published": 0, "trained": 0, "admitted": 0}, list[int]()
+        counters, remake, rates = {"published": 0, "trained": 0, "admitted": 0}, list[int](), ""
         if self.start is not None:
-            counters, remake = self.start.counters, self.start.remake
-        begun = not await index.init(config, counters, remake)
+            counters, remake, rates = self.start.counters, self.start.remake, self.start.rates
+        begun = not await index.init(config, counters, remake, rates)
         if begun and not self.shared.is_dir():  # the machine was rebooted, or is another one: the samples are gone
-            await index.rewind(config, counters, remake)
+            await index.rewind(config, counters, remake, rates)
             if (evaluated := await index.get(EVALUATED)) is not None:
                 await index.put(EVALUATED, str(min(int(evaluated), self.begins)))
             since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"

@@ -38,6 +38,7 @@ from stages.device import DeviceMissing
 from stages.engines.protocols import EngineMissing
 from stages.engines.registry import EngineUnknown
 from stages.flow.adapter import StageError
+from stages.inference.teacher import TeacherRefused
 from stages.models import ModelNotFound
 from stages.prompts.files import PromptError
 from stages.rewards.registry import RewardError
@@ -94,6 +95,7 @@ FATAL = (
     PromptError,
     RewardError,
     StageError,
+    TeacherRefused,
     TooManySkipped,
 )
 

@@ -22,7 +22,7 @@ from pipeline.index.link import Link, is_loading, redacted
 
 _PARTS = (
     *("base", "topics", "arrays", "ranges", "blocks", "groups", "claims"),
-    *("training", "warehouses", "runs", "external", "transfer_queue"),
+    *("prompts", "training", "warehouses", "runs", "transfer_queue"),
 )
 
 

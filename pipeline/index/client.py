@@ -3,7 +3,7 @@
     Index ─┬─ Claims        claims.py      admit, claim, commit, park, renew
            ├─ Training      training.py    optimizer steps, published versions
            ├─ Warehouses    warehouses.py  warehouses and the blocks in their arenas
-           ├─ Prompts, Keys                external prompts; values by key
+           ├─ Prompts, Keys                external prompts, pass rates of prompts; values by key
            ├─ Events, Logs  events.py      append-only streams
            └─ Calls         calls.py       function calls and blocking waits, over a Link (link.py)
 
@@ -12,6 +12,7 @@ The index holds metadata only. Payloads lie in warehouses.
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from pipeline.index.errors import (
 from pipeline.index.events import EVENTS_AT_ONCE, Events, Logs, stamped
 from pipeline.index.keys import Keys
 from pipeline.index.link import Link, redacted
-from pipeline.index.prompts import ExternalPromptCalls
+from pipeline.index.prompts import ExternalPromptCalls, PassRateCalls
 from pipeline.index.training import Training
 from pipeline.index.warehouses import Warehouses
 
@@ -147,20 +148,25 @@ class StageQueue:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run that resumes at the trainer's version starts from: its ``counters``, and the groups to ``remake``."""
+    """What a run that resumes at the trainer's version starts from: its ``counters``, the groups to ``remake``, and as JSON
+    the pass ``rates`` of its prompts ("": it samples uniformly)."""
 
     counters: Mapping[str, int]
     remake: Sequence[int]
+    rates: str = ""
 
 
-class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Logs):
+class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Keys, Events, Logs):
     """The index of one run. Its own methods are about the run as a whole: its state, its documents, its figures."""
 
-    async def init(self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = ()) -> bool:
-        """Create the run's sample flow; False, and nothing changes, when it exists. A resumed run gives the ``counters``
-        of its checkpoint, and the groups to ``remake``."""
+    async def init(
+        self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = (), rates: str = ""
+    ) -> bool:
+        """Create the run's sample flow; False, and nothing changes, when it exists. A resumed run gives what the
+        :class:`ResumePoint` of its checkpoint has."""
         await self.load()
-        return bool(await self.call("init", config=config.packed(), counters=dict(counters), remake=list(remake)))
+        start = {"counters": dict(counters), "remake": list(remake), "rates": json.loads(rates or "false")}
+        return bool(await self.call("init", config=config.packed(), **start))
 
     async def config(self) -> dict[str, Any]:
         """The configuration that :meth:`init` was called with, packed."""
@@ -217,7 +223,9 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
     async def resume_point(self) -> ResumePoint:
         """What a checkpoint of this moment records of the flow. Groups that are admitted and not trained are made again."""
         reply = await self.call("resume_point")
-        return ResumePoint(reply["counters"], list(reply["remake"] or ()))
+        rates = reply["rates"]
+        kept = {**rates, "chosen": list(rates["chosen"]), "rates": list(rates["rates"])} if rates else None
+        return ResumePoint(reply["counters"], list(reply["remake"] or ()), json.dumps(kept) if kept else "")
 
     async def forget_worker(self, worker: str) -> None:
         """``worker`` is dead: end its leases now, and free the blocks that it holds open."""
@@ -237,10 +245,12 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, Keys, Events, Log
         found = await self._redis.get(f"{self.prefix}doc:{name}")
         return None if found is None else found.decode()
 
-    async def rewind(self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = ()) -> None:
+    async def rewind(
+        self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = (), rates: str = ""
+    ) -> None:
         """Start the sample flow again from a checkpoint. Events, documents and waiting external prompts stay."""
         await self.erase(keep=("events", "state", "doc:*", "feed", "feed:n"))
-        await self.init(config, counters, remake)
+        await self.init(config, counters, remake, rates)
 
     async def retire(self) -> None:
         """Remove the samples of a run that has ended, and all keys of their flow. Events, state, documents and the ledger

@@ -1,8 +1,8 @@
-"""Calls for external prompts: they wait in the index, in order and bounded, until the run stores them in its own file."""
+"""Calls for prompts: external ones, which wait in the index until the run stores them in its own file, and pass rates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.index.calls import Calls
@@ -47,3 +47,36 @@ class ExternalPromptCalls(Calls):
     async def remove_prompts(self, below: int) -> None:
         """Remove the prompts at positions below ``below``, which the run has stored, and let writers continue."""
         await self.call("remove_prompts", below=below)
+
+
+@dataclass(frozen=True)
+class PassRates:
+    """What prompts are chosen by. ``next``: position in the source of the next candidate, None before the first choice;
+    ``chosen``: positions of groups that have one. ``rates``: (prompt, [mean reward, contrast, streak]) of those that changed
+    since, the oldest change first; ``changes`` counts all changes so far."""
+
+    next: int | None
+    chosen: Mapping[int, int]
+    rates: Sequence[tuple[str, tuple[float, float, int]]]
+    changes: int
+
+
+class PassRateCalls(Calls):
+    """Which prompt each open group has, and how the responses to a prompt did. :mod:`stages.difficulty` says what for."""
+
+    async def pass_rates(self, groups: Sequence[int], since: int) -> PassRates:
+        """The choices of ``groups``, and the pass rates that changed after change number ``since``."""
+        reply = await self.call("pass_rates", groups=list(groups), since=since)
+        known = zip(groups, reply["chosen"] or (), strict=True)
+        chosen = {group: position for group, position in known if position is not False}
+        upcoming = None if reply["next"] is False else reply["next"]
+        return PassRates(upcoming, chosen, reply["rates"] or (), reply["changes"])
+
+    async def choose_prompts(self, chosen: Mapping[int, tuple[int, str]], following: int) -> None:
+        """Record position and prompt of groups that are about to be admitted. The next candidate is at ``following``."""
+        entries = [[group, *choice] for group, choice in chosen.items()]
+        await self.call("choose_prompts", groups=entries, next=following)
+
+    async def put_outcomes(self, outcomes: Mapping[int, tuple[float, float]]) -> None:
+        """Record mean reward and contrast of groups. They count when the group leaves the run. Can be repeated."""
+        await self.call("put_outcomes", groups=[[group, *outcome] for group, outcome in outcomes.items()])

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # a recipe's algorithm and its options are checked without to
 # Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio overflows float32, and the
 # derivative of what clipping leaves out is 0 · inf.
 MOST_LOG_RATIO = 20.0
+# How old a trained token is, by the names of its metrics. A number: steps trained since, the last one or more. `resumed`:
+# made by the weights that are trained now, after tokens of the same response that older ones made.
+AGES = ("0", "1", "2", "3", "4", "resumed")
 Derived = TypeVar("Derived", bound="Algorithm")
 
 
@@ -49,6 +52,7 @@ class TokenBatch:
         None  # float32 [T], nats, of the policy at each token, without gradient; torch engines
     )
     values: torch.Tensor | None = None  # float32 [T], with gradient, of the value head, where the algorithm has one
+    age: torch.Tensor | None = None  # int64 [T], index into AGES of each token, where the update stage gives it
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The column ``name`` at each token, [T, …]."""
@@ -71,12 +75,21 @@ class TokenBatch:
         """Differences of the trainer's logprobs from those that the rollout engine recorded, as metrics of the mini-batch:
         mean, maximum, and the k3 estimate of the KL divergence (http://joschu.net/blog/kl-approx.html). Of tokens made by
         the weights that are trained now it shows how two engines compute one policy; of older ones also how far the policy
-        has moved. Empty where the loss does not read ``rollout_logprobs``."""
+        has moved: where :attr:`age` is known, sums and counts for each age keep the two apart. Empty where the loss does not
+        read ``rollout_logprobs``."""
         if "rollout_logprobs" not in self.columns:
             return {}
+        import torch
+
         difference = (self.logprobs - self.columns["rollout_logprobs"]).detach()
         size, cut = difference.abs(), difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
-        return {
+        ages = {}
+        if self.age is not None:
+            sums = size.new_zeros(len(AGES)).index_add(0, self.age, size)
+            counts = size.new_zeros(len(AGES)).index_add(0, self.age, torch.ones_like(size))
+            ages = {f"sum_gap_{age}": sums[at] for at, age in enumerate(AGES)}
+            ages |= {f"tokens_gap_{age}": counts[at] for at, age in enumerate(AGES)}
+        return ages | {
             "gap_mean": size.sum() / self.total_tokens,
             "gap_k3": (cut.exp() - 1 - cut).sum() / self.total_tokens,
             "max_gap": size.max(),
@@ -127,6 +140,10 @@ class Algorithm(BaseModel, ABC):
     unit: ClassVar[Literal["row", "group"]] = "row"  # what no micro-batch and no rank may cut in two
     least_group_size: ClassVar[int] = 1
 
+    def under(self, staleness: int) -> tuple[Self, str]:
+        """The algorithm as it runs under the staleness bound, and which options followed from it, with the reason."""
+        return self, ""
+
     @property
     def scores(self) -> Mapping[str, RunsOn]:
         """Columns that a model computes, and which one: a frozen model or a critic, each a stage of the flow; or, before the
@@ -171,6 +188,11 @@ class Algorithm(BaseModel, ABC):
     @abstractmethod
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """The micro-batch's share of the loss."""
+
+    def critic_algorithm(self) -> Algorithm | None:
+        """What a critic with an engine of its own is trained with, on the same rows: the loss reads the column ``values``,
+        which that critic has made, and ``tokens.values``. None: there is no such critic."""
+        return None
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """What is reported of an optimizer step, from its summed metrics: the place for quotients of sums."""

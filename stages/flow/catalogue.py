@@ -4,11 +4,13 @@ source ▶ prompt_ids given fields          advantage ▶ what the algorithm's c
 rollout ▶ response_ids rollout_logprobs   update: reads what the algorithm's loss reads
           versions truncated
 reward ▶ reward scores                    reference ▶ ref_logprobs          a recipe's [[stages]] ▶ columns of their own
+                                          critic ▶ values
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from stages.flow.declarations import IN_TRAINING, Columns, StageDeclaration
@@ -16,7 +18,7 @@ from stages.flow.declarations import IN_TRAINING, Columns, StageDeclaration
 if TYPE_CHECKING:
     from stages.algorithms.interface import Algorithm
 
-SOURCE, CREDIT, UPDATE = "source", "advantage", "update"
+SOURCE, CREDIT, UPDATE, CRITIC = "source", "advantage", "update", "critic"
 PROMPT: Columns = {"prompt_ids": "int64 ragged", "given": "text", "fields": "text"}
 RESPONSE: Columns = {
     "response_ids": "int64 ragged",
@@ -29,6 +31,8 @@ OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32"}
 MASK, WEIGHT = OPTIONAL
 # The update stage adds it to its batch: steps trained since the oldest token of the row was generated.
 STALENESS = "staleness"
+# And, where the rows have versions: of each token its index into AGES of stages/algorithms/interface.py.
+AGE = "age"
 Truncated = Literal[
     "train", "mask", "drop"
 ]  # responses that were cut at their longest: see stages/training/advantage.py
@@ -41,10 +45,14 @@ def catalogue(
     source: Columns = PROMPT,
     stages: Iterable[StageDeclaration] = (),
     given_responses: int = 0,
+    critic: bool = False,
+    in_training: Collection[str] = (),
 ) -> list[StageDeclaration]:
     """The catalogue of a run with ``rewards`` reward functions, which read the columns ``reward_reads`` beside responses.
-    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings is left out.
-    ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes over, the best first."""
+    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings, or the trainer
+    computes (``in_training``), is left out.
+    ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes over, the best first.
+    ``critic``: a critic of its own is trained in the run, and makes the values."""
     made = dict(RESPONSE)
     if given_responses:
         del made["rollout_logprobs"]
@@ -71,7 +79,9 @@ def catalogue(
             "frozen model",
         ),
     ]
-    left = [stage for stage in own[1:] if not {*source} & {*stage.makes}]
+    if critic:
+        own.append(replace(own[-1], name=CRITIC, makes={"values": "float32 ragged finite"}, runs_on="critic"))
+    left = [stage for stage in own[1:] if not {*source, *in_training} & {*stage.makes}]
     others = [stage for stage in left if stage is rollout or not given_responses or not {*made} & {*stage.makes}]
     return [own[0], *others, *stages]
 

@@ -30,7 +30,19 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "asyncdock.stages"
 # Names of product stages and of worker kinds.
-RESERVED = ("source", "gate", "flow", "rollout", "reward", "reference", "advantage", "update", "colocated", "stage")
+RESERVED = (
+    "source",
+    "gate",
+    "flow",
+    "rollout",
+    "reward",
+    "reference",
+    "critic",
+    "advantage",
+    "update",
+    "colocated",
+    "stage",
+)
 
 
 class UserStage(BaseModel, ABC):

@@ -125,6 +125,12 @@ class PromptOptions(RowOptions):
         [], "Several sources instead of one, each a table with the keys above and its weight.", max_length=64
     )
     shuffle: bool = key(True, "Shuffle the rows of a table in each epoch, by the seed. Otherwise: in their own order.")
+    sampling: Literal["uniform", "difficulty"] = key(
+        "uniform",
+        "`uniform`: every prompt of an epoch. `difficulty`: prompts whose responses last had equal rewards (solved, or "
+        "hopeless) are passed over most of the time, and those with a pass rate near one half are preferred. An epoch is "
+        "then one pass over the source, in which each prompt is used or passed over.",
+    )
     system: str | None = key(
         None, "System message before each conversation that does not begin with one. Needs a chat template."
     )

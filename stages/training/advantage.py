@@ -26,7 +26,9 @@ from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
+from pipeline.index.prompts import PassRateCalls
 from stages.algorithms.named import AlgorithmLike
+from stages.difficulty import outcome
 from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
 from stages.flow.declarations import Drop
@@ -37,13 +39,20 @@ DROPPED = "truncated"  # reason of a group with too few responses that were not 
 
 class Advantage(Stage):
     """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says. ``rewards``: the functions, in
-    the order of ``scores``, whose failure drops a group."""
+    the order of ``scores``, whose failure drops a group. ``rated``: the index that keeps the pass rates of prompts."""
 
     name = CREDIT
 
-    def __init__(self, algorithm: AlgorithmLike, truncated: Truncated = "train", rewards: Sequence[str] = ()) -> None:
-        self.algorithm, self.truncated, self.rewards = algorithm, truncated, rewards
-        declared = credit_stage(algorithm, truncated, {"scores": ""} if rewards else None)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        algorithm: AlgorithmLike,
+        truncated: Truncated = "train",
+        rewards: Sequence[str] = (),
+        rated: PassRateCalls | None = None,
+    ) -> None:
+        self.algorithm, self.truncated, self.rewards, self._rated = algorithm, truncated, rewards, rated
+        also = {name: "" for name, reads in {"scores": rewards, "reward": rated}.items() if reads}
+        declared = credit_stage(algorithm, truncated, also)  # type: ignore[arg-type]
         self.fetches = tuple(declared.needs if declared else ())
 
     def room(self, held: int) -> int:
@@ -51,7 +60,12 @@ class Advantage(Stage):
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         tokens = claim.tokens.tolist()
-        members, results = credits(self.algorithm, rows, claim.group.tolist(), tokens, self.truncated, self.rewards)
+        groups = claim.group.tolist()
+        members, results = credits(self.algorithm, rows, groups, tokens, self.truncated, self.rewards)
+        if self._rated is not None:  # before the commit, by which the groups may leave
+            failed = rows["scores"].isinf().any(dim=1) if self.rewards else torch.zeros(len(groups), dtype=torch.bool)
+            whole = [at for at in members if not failed[at].any()]
+            await self._rated.put_outcomes({groups[at[0]]: outcome(rows["reward"][at].tolist()) for at in whole})
         for output in outputs_of(members, results, tokens):
             yield output
 

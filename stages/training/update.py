@@ -15,9 +15,11 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import cast
 
 import structlog
 import torch
+import xxhash
 from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
@@ -31,6 +33,7 @@ from stages.algorithms.named import AlgorithmLike
 from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
 from stages.sample_log import Recorder, Sample
+from stages.training.critic import CriticOrders
 from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup
 from stages.training.skipped import SkippedSteps
@@ -48,7 +51,8 @@ class Update(Stage):
     published (checkpoints); ``after_last`` is called when ``steps`` are done. With ``publish_first`` the weights that the
     run begins with are published too, for engines that are not built from its model. ``store`` is None where ranks pass the
     weights on themselves: only the version is published then. ``device`` is what the engine computes on.
-    ``skipped`` takes the steps with a loss or gradient that is not finite; None: they end the run."""
+    ``skipped`` takes the steps with a loss or gradient that is not finite; None: they end the run. ``critic``: a critic with
+    a worker of its own, which trains on the rows of each step beside ``engine``: a step is committed when both have."""
 
     name = "update"
 
@@ -71,14 +75,15 @@ class Update(Stage):
         publish_first: bool = False,
         device: DeviceLease | None = None,
         skipped: SkippedSteps | None = None,
+        critic: CriticOrders | None = None,
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
         # For the step's event; each rank fetches the columns that it trains on.
-        self.fetches = tuple(name for name in ("reward", "truncated") if name in dock.schema)
+        self.fetches = tuple(name for name in ("reward", "truncated", "response_ids") if name in dock.schema)
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
-        self.spans, self.recorder, self.skipped = spans or Spans(), recorder, skipped
+        self.spans, self.recorder, self.skipped, self.critic = spans or Spans(), recorder, skipped, critic
         self._since = time.monotonic()
         self._publish_first = publish_first
         self.device = device or DeviceLease()
@@ -119,6 +124,7 @@ class Update(Stage):
             metrics, reason, seconds, samples = await self._train_and_read(claim, stale)
             if "truncated" in rows:
                 metrics = {**metrics, "truncated": float(rows["truncated"].float().mean())}
+            metrics = {**metrics, **variety(claim, rows)}
             ledger = await self.dock.index.ledger()
             now = time.monotonic()
             spent = (now - self._since, seconds)
@@ -168,7 +174,18 @@ class Update(Stage):
         return metrics, ""
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
-        """One optimizer step on the claim's rows, by all ranks."""
+        """One optimizer step on the claim's rows, by all ranks, and by the critic beside them."""
+        if self.critic is None:
+            return await self._train_policy(claim)
+        critic = self.critic.send("train", claim=claim.record(), trained=self.trained)
+        both = await asyncio.gather(self._train_policy(claim), critic, return_exceptions=True)
+        for result in both:
+            if isinstance(result, BaseException):  # the critic has trained nevertheless, as it does in a replay
+                raise result
+        policy, learned = cast("tuple[dict[str, float], dict[str, float]]", both)
+        return {**policy, **learned}
+
+    async def _train_policy(self, claim: Claim) -> Mapping[str, float]:
         shares = await self.rank_group.deal(self.dock, claim, whole=self.algorithm.unit == "group")
         await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
         columns = trained_columns(self.algorithm, self.dock.schema)
@@ -256,6 +273,23 @@ def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> l
 
 def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
     return sum(len(ids) - 1 for ids in rows)
+
+
+def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
+    """Metrics of a step's ``rows``: ``distinct_responses``, the share of responses that are not equal to another one; and
+    ``equal_groups``, the share of groups whose rewards are all equal."""
+    out = {}
+    if "response_ids" in rows:
+        hashes = {xxhash.xxh3_64_intdigest(row.contiguous().numpy()) for row in rows["response_ids"].unbind()}
+        out["distinct_responses"] = len(hashes) / len(claim)
+    if "reward" in rows:
+        first, rewards = dict[int, float](), rows["reward"].tolist()
+        pairs = list(zip(claim.group.tolist(), rewards, strict=True))
+        for group, reward in pairs:
+            first.setdefault(group, reward)
+        differing = {group for group, reward in pairs if reward != first[group]}
+        out["equal_groups"] = 1 - len(differing) / len(first)
+    return out
 
 
 def step_event(

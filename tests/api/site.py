@@ -20,6 +20,8 @@ from typing import Any
 
 from api.server.access.tokens import Scope, Tokens
 from orchestration.service.index_server import ServiceIndex
+from pipeline.events import EventData
+from pipeline.index.client import Index
 
 SECONDS = 90.0  # for which a condition is waited for: a machine may be busy
 LOOK_SECONDS = 0.1  # between two looks at it
@@ -146,6 +148,18 @@ class Site:
         finally:
             self.ask(run, "stop")
             self._until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
+
+    def emit(self, run: str, event: EventData) -> None:
+        """Emit an event of the run, as its workers do."""
+
+        async def emit() -> None:
+            index = Index(ServiceIndex(self.data).start(), run)
+            try:
+                await index.emit(event)
+            finally:
+                await index.close()
+
+        asyncio.run(emit())
 
     def token(self, scope: Scope) -> str:
         """A new token."""

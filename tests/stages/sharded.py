@@ -22,6 +22,7 @@ from transformers import (
 from benchmarks.families import model_of as family_model
 from orchestration.run import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
+from stages.algorithms.policy_gradient.ppo import PPO
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch import layers as torch_layers
 from stages.engines.torch import sharded as torch_sharded
@@ -147,6 +148,27 @@ def one_step(ranks: Ranks, kind: str, how: str, normalization: str, options: dic
 def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """numpy, which crosses processes by value."""
     return {name: value.detach().float().numpy().copy() for name, value in tensors.items()}
+
+
+def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of PPO with a value head on the trunk, by one process (None) or a rank: metrics, value head, weights; and
+    with a ``folder`` a checkpoint in it."""
+    made = model_of("llama")
+    of = {**OPTIONS, **options, "value_head": True}
+    engine = TorchTrainEngine(made, **of) if ranks is None else ShardedTrainEngine(made, ranks, **of)
+    metrics = []
+    for seed in range(2):
+        rows = unstack(make_batch(seed=seed))
+        for row, reward in zip(rows, torch.linspace(-1, 1, len(rows)), strict=True):
+            row["reward"] = reward
+        kept = range(len(rows)) if ranks is None else positions(ranks.dp)[ranks.replica]
+        metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), PPO(epochs=1))))
+    if folder:
+        writer = checkpoint.Writer(engine, ranks.rank if ranks else 0)
+        writer.copy()
+        writer.write(Path(folder))
+    head = {name: value.detach() for name, value in engine._value_head.items()}
+    return {"metrics": metrics, "head": _plain(head), "weights": _plain(weights_of(engine))}
 
 
 def steps(ranks: Ranks, kind: str, count: int, options: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.memory import resident
 from stages import device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,3 +138,21 @@ def test_no_other_module_names_a_vendor() -> None:
         for path in files:
             found = named(path.read_text(encoding="utf-8"))
             assert not found or path in allowed, f"{path}: {found}; ask stages.device"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_that_a_layer_frees_between_blocks_that_stay_goes_back_to_the_system() -> None:
+    stay: list[torch.Tensor] = []
+
+    class Layer(torch.nn.Module):
+        def forward(self, sizes: list[int]) -> None:
+            freed = [torch.ones(size) for size in sizes]
+            stay.append(torch.ones(2**10))
+            del freed
+
+    model = torch.nn.ModuleList([Layer()])
+    with device.trimmed_by_layer(model):
+        before = resident()
+        for _ in range(24):
+            model[0]([2**19] * 4)  # 8 MiB
+        assert resident() - before < 8 * 2**20

@@ -41,6 +41,9 @@ def serve_command(
     allow_listen: Annotated[
         Names, typer.Option(metavar="HOST", help="Address on which runs may open ports. Repeatable.")
     ] = None,
+    allow_teacher: Annotated[
+        Names, typer.Option(metavar="URL", help="`teacher.url` that runs may ask, with any key. Repeatable.")
+    ] = None,
     require_token: Annotated[bool, typer.Option("--require-token", help="On loopback too.")] = False,
     host_name: Annotated[
         Names, typer.Option(metavar="NAME", help="A name it is reached by through a proxy. Repeatable.")
@@ -75,6 +78,7 @@ def serve_command(
             allow_engines=frozenset(allow_engine or ()),
             allow_datasets=frozenset(allow_dataset or ()),
             allow_listen=frozenset(allow_listen or ()),
+            allow_teachers=frozenset(allow_teacher or ()),
             require_token=require_token,
             hosts=tuple(host_name or ()),
             tls_certificate=tls_certificate,

@@ -154,6 +154,11 @@ class _Submission:
             self.refuse("name", name, f"is longer than {LONGEST_NAME} characters", "shorten it", "recipe")
         if index not in (None, "", "embedded"):
             self.refuse("pipeline.index", index, "is chosen by the service", "leave it out", "embedded")
+        teacher = self.value("teacher.url")
+        if isinstance(teacher, str) and teacher and teacher not in self.settings.allow_teachers:
+            wrong = "is a server that runs of this service do not ask"  # nor does it get a key of the environment
+            self.refuse("teacher.url", teacher, wrong, f"use model.reference, or {ASK.format('--allow-teacher')}", "")
+            self.data.pop("teacher")
         wrong, ask = "opens a port, which a request may not", ASK.format("--allow-listen")
         address = self.value("pipeline.serve")
         if address not in (None, "") and not self._may_listen(address):
@@ -172,11 +177,12 @@ class _Submission:
     def resolve_paths(self) -> None:
         """Replace each path by its real path; one outside of the roots is refused, whether or not anything is there."""
         settings, refused = self.settings, {problem.key for problem in self.problems}
-        keys = ["model.source", "prompts.chat_template", *(f"pipeline.{name}" for name in TLS_FILES)]
+        models = ("model.source", "model.reference", "critic.source")
+        keys = [*models, "prompts.chat_template", *(f"pipeline.{name}" for name in TLS_FILES)]
         paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
         keys += [path for path, kind in paths.items() if self.value(kind) in ("jsonl", "parquet", "datasets")]
         # Values that are no paths.
-        plain = {"model.source": KNOWN_MODELS, **dict.fromkeys(paths, settings.allow_datasets)}
+        plain = {**dict.fromkeys(models, KNOWN_MODELS), **dict.fromkeys(paths, settings.allow_datasets)}
         for key in keys:
             value = self.value(key)
             if key in refused or not isinstance(value, str) or not value or value in plain.get(key, ()):
@@ -186,7 +192,7 @@ class _Submission:
                 continue
             roots = ", ".join(map(str, settings.roots))
             fix = f"give a path below {roots}" if roots else f"{ASK.format('--root')}; without one no file is read"
-            if key == "model.source":
+            if key in models:
                 fix = f"{suggest(value, KNOWN_MODELS)}; or {fix}"
             self.refuse(key, value, "lies outside of what this server reads", fix, "refused")
 

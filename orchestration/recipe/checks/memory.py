@@ -24,7 +24,7 @@ SHARED = "shared memory"  # of the node: no engine's own
 
 
 @machine_check(
-    *("model", "train", "rollout", "algorithm", "prompts.max_prompt_tokens", "launch", "external"),
+    *("model", "train", "critic", "rollout", "algorithm", "prompts.max_prompt_tokens", "launch", "external"),
     *("pipeline.arena", "sync.transport"),
 )
 def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
@@ -59,11 +59,11 @@ def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Proble
 
 def count(recipe: Recipe, side: Engine) -> int:
     """Processes with an engine of this side."""
-    return {"train": recipe.train.ranks, "rollout": recipe.replicas, "reference": 1}[side]
+    return {"train": recipe.train.ranks, "rollout": recipe.replicas, "reference": 1, "critic": 1}[side]
 
 
 def device_of(recipe: Recipe, side: Engine) -> str:
-    """``train.device`` or ``rollout.device``; the reference computes where training does."""
+    """``train.device`` or ``rollout.device``; reference and critic compute where training does."""
     return recipe.rollout.device if side == "rollout" else recipe.train.device
 
 

@@ -2,7 +2,8 @@
 
     config of the model ─┐                                   ┌─▶ train: weights, optimizer, gradients, activations, logits
     recipe: longest rows ┴▶ micro-batch of S tokens, U places ┼─▶ rollout: weights, new weights, KV cache, logits, …
-                                                             └─▶ reference: weights, activations, logits
+                                                             ├─▶ reference: weights, activations, logits
+                                                             └─▶ critic: as train on one rank, without logits
 
 Every row is taken to be as long as the recipe allows. Counted is what is live at the peak: not what a process takes before
 it loads a model. Freed memory that the C library or torch keeps for later is not counted either; :data:`KEPT` is what it
@@ -24,10 +25,12 @@ LOGITS_BYTES = 256 * 2**20  # stages.engines.torch.token_logprobs computes at mo
 PIECES_BYTES = 3 * 4 * 2**20  # of logits that it works on at once beside them: entropies, gradients, a transposed copy
 PREFILL_TOKENS = 4096  # of one prefill, unless one prompt has more (stages.engines.torch.rollout)
 MAPPED_BYTES = 32 * 2**20  # glibc returns larger blocks to the system when they are freed, and may keep smaller ones
-KEPT_BUFFERS, KEPT_ACTIVATIONS, KEPT_WEIGHTS = 20 * 2**20, 0.3, 1.5  # measured: bytes, and shares of smaller blocks
+# Measured: bytes, and shares of smaller blocks. After the first of several micro-batches gradients lie between the
+# activations that were freed, and the next one's find less room there.
+KEPT_BUFFERS, KEPT_ACTIVATIONS, KEPT_SEVERAL, KEPT_WEIGHTS = 20 * 2**20, 0.3, 0.6, 1.5
 HOST_PARTS = ("verified copy", "checkpoint copy")  # lie in host memory whatever the engine's device is
 CPU_PARTS = ("kept",)  # only where the engine is on a CPU
-Engine = Literal["train", "rollout", "reference"]
+Engine = Literal["train", "rollout", "reference", "critic"]
 Parts = dict[str, int]
 
 
@@ -104,24 +107,27 @@ def layer_bytes(sizes: Sizes, item: int, tokens: int) -> int:
     return tokens * each
 
 
-def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
+def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
     """Bytes of one rank of the torch train engine at the peak of a step, by part. Ranks hold shares of weights; activations
     are those of a rank's own rows, divided by ``tp`` inside layers. ``gathered``: layers that a rank has whole while it
-    computes with them, with a gradient, and what is outside of layers."""
+    computes with them, with a gradient, and what is outside of layers. ``learned``: parameters that are trained; beside
+    adapters the others are frozen."""
     train, batch = recipe.train, micro_batch(recipe, prompt)
     item, trained = ITEM_BYTES[recipe.model.dtype], ITEM_BYTES[recipe.trained_dtype]
-    share, one = -(-parameters // train.ranks), train.ranks == 1
+    share, one = -(-learned // train.ranks), train.ranks == 1
+    frozen = -(-parameters // train.ranks) * item if recipe.adapters else 0
     activations, logits, gradients = max(_moments_of_a_step(recipe, sizes, batch, share * trained), key=sum)
     layer = max(0, parameters - sizes.outside) // sizes.layers // train.tp
+    freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
     return {
-        "weights": share * trained + (parameters * item if recipe.mixed_precision and one else 0),
+        "weights": frozen + share * trained + (learned * item if recipe.mixed_precision and one else 0),
         "optimizer": 2 * share * trained,
         "gradients": gradients,
         "gathered": 0 if one else item * (3 * layer + 2 * sizes.outside),
         "activations": activations,
         "logits": logits,
         "checkpoint copy": 3 * share * trained,
-        "kept": _kept(KEPT_ACTIVATIONS * activations, item * batch.tokens * sizes.intermediate // train.tp),
+        "kept": _kept(freed, item * batch.tokens * sizes.intermediate // train.tp),
     }
 
 
@@ -135,7 +141,7 @@ def _moments_of_a_step(
     each, again = (item * fed, one) if train.activation_checkpointing else (one, 0)  # ``again``: computed again
     # Beside what the layer keeps: the gradients of its output, and of the two factors of its MLP's product or inside norms.
     working = item * fed + batch.tokens * max(2 * item * sizes.intermediate // train.tp, 3 * FLOAT * sizes.width)
-    head = item * sizes.vocabulary * sizes.width  # gradient of the head
+    head = 0 if recipe.adapters else item * sizes.vocabulary * sizes.width  # its gradient
     all_logits = min(LOGITS_BYTES, FLOAT * batch.places * sizes.vocabulary)
     outside = 2 * fed * (item + FLOAT) + batch.places * (item + FLOAT) * sizes.width
     earlier = 0 if batch.only else gradients
@@ -145,7 +151,7 @@ def _moments_of_a_step(
     yield each + again + working, 0, gradients
 
 
-def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
+def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
     """Bytes of one torch rollout engine, by part. ``new weights``: a version that is prepared while the one before is in
     use, ``verified copy``: the bytes that it is made of. ``KV cache``: all rows at their longest. ``activations``: of one
     prefill, or of the attention of one decode step. On a CPU weights are copies in oneDNN's layout, the head's in float32;
@@ -159,14 +165,15 @@ def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -
     scores = 4 * FLOAT * rows * sizes.heads * (prompt + rollout.max_tokens)
     in_layers = item * max(0, parameters - sizes.outside)
     swaps = not recipe.colocated and recipe.runs_stage("update")
+    own = learned * item if recipe.adapters else 0
     return {
-        "weights": weights,
-        "new weights": weights if swaps else 0,
-        "verified copy": parameters * item if swaps and recipe.sync.transport == "shared_memory" else 0,
+        "weights": weights + own,
+        "new weights": (own or weights) if swaps else 0,
+        "verified copy": learned * item if swaps and recipe.sync.transport == "shared_memory" else 0,
         "KV cache": 2 * item * sizes.layers * sizes.kv_heads * sizes.head * kept,
         "activations": max(forward_bytes(sizes, item, prefill), scores),
         "logits": 2 * FLOAT * rows * sizes.vocabulary,
-        "kept": _kept(KEPT_WEIGHTS * in_layers if swaps else 0, item * sizes.width * sizes.intermediate),
+        "kept": _kept(KEPT_WEIGHTS * in_layers if swaps and not own else 0, item * sizes.width * sizes.intermediate),
     }
 
 
@@ -182,19 +189,29 @@ def forward_bytes(sizes: Sizes, item: int, tokens: int) -> int:
     return item * tokens * (2 * sizes.width + inside)
 
 
-def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int) -> Parts:
-    """Bytes of the frozen reference, by part. It computes one group at a time, without gradients."""
+def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
+    """Bytes of the frozen reference, by part. It computes one group at a time, without gradients; logits when of activations
+    only the last hidden states are left, of all tokens and of those that predict."""
     item, fed = ITEM_BYTES[recipe.model.dtype], recipe.rollout.max_tokens - 1
     size, budget = recipe.algorithm.group_size, recipe.train.token_budget
     rows = min(size, max(1, (budget - prompt) // max(1, fed)))
     tokens, places = prompt + rows * fed, 1 + rows * fed
-    logits = min(LOGITS_BYTES, FLOAT * places * sizes.vocabulary)
+    logits = min(LOGITS_BYTES, FLOAT * places * sizes.vocabulary), item * (tokens + places) * sizes.width
+    layer = 0, max(forward_bytes(sizes, item, tokens), 2 * FLOAT * tokens * sizes.width)
+    of_logits, activations = max(layer, logits, key=sum)
     return {
         "weights": parameters * item,
-        "activations": max(forward_bytes(sizes, item, tokens), 2 * FLOAT * tokens * sizes.width),
-        "logits": logits,
+        "activations": activations,
+        "logits": of_logits,
         "kept": KEPT_BUFFERS,
     }
+
+
+def critic_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
+    """Bytes of a critic of its own, by part: a trainer of one rank whose head gives one value for each token."""
+    whole = recipe.model.model_copy(update={"lora": type(recipe.model.lora)()})
+    alone = recipe.model_copy(update={"train": recipe.train.model_copy(update={"dp": 1, "tp": 1}), "model": whole})
+    return train_memory(alone, sizes, parameters, prompt, parameters) | {"logits": 0}
 
 
 def _kept(share: float, block: int) -> int:
@@ -205,18 +222,23 @@ def _kept(share: float, block: int) -> int:
 Model = tuple[Mapping[str, Any], int | None]  # a config, and the number of parameters where it is known
 
 
-def memory(recipe: Recipe, policy: Model, reference: Model, prompt: int) -> dict[Engine, Parts]:
-    """Bytes of each rank that trains and each engine that generates with the model ``policy``, and of the ``reference``, by
-    part. Only of torch engines, and of models whose sizes are known."""
+def memory(
+    recipe: Recipe, policy: Model, reference: Model, critic: Model, prompt: int, learned: int | None
+) -> dict[Engine, Parts]:
+    """Bytes of each rank that trains and each engine that generates with the model ``policy``, of the ``reference``, and of
+    the ``critic``, by part; ``learned``: parameters of the policy that are trained. Only of torch engines, and of models
+    whose sizes are known."""
     here: dict[Engine, bool] = {
         "train": recipe.train.engine == "torch" and recipe.runs_stage("update"),
         "rollout": recipe.rollout.engine == "torch" and recipe.runs_stage("rollout"),
-        "reference": recipe.train.engine == "torch" and recipe.needs_reference and recipe.runs_stage("reference"),
+        "reference": recipe.train.engine == "torch" and recipe.reference_is_here and recipe.runs_stage("reference"),
+        "critic": recipe.train.engine == "torch" and recipe.trains_critic,
     }
-    derive = {"train": train_memory, "rollout": rollout_memory, "reference": reference_memory}
+    derive = {"train": train_memory, "rollout": rollout_memory, "reference": reference_memory, "critic": critic_memory}
+    models = {"reference": reference, "critic": critic}
     of: dict[Engine, Parts] = {}
     for side in (side for side, runs in here.items() if runs):
-        config, parameters = reference if side == "reference" else policy
+        config, parameters = models.get(side, policy)
         if parameters and (sizes := Sizes.of(config)) is not None:
-            of[side] = derive[side](recipe, sizes, parameters, prompt)
+            of[side] = derive[side](recipe, sizes, parameters, prompt, parameters if learned is None else learned)
     return of

@@ -7,15 +7,23 @@ import math
 import os
 from collections.abc import Iterator
 
+from orchestration.guard.rules import METRICS
 from orchestration.recipe.checks.registry import check, problem
-from orchestration.recipe.flow import flow_of
+from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.planner import arena_bytes, heads_of
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES
 from orchestration.recipe.values import format_size
 from pipeline.staleness import passing_steps
-from stages.algorithms import build_algorithm
+
+
+@check("guard.off")
+def guard_metrics_exist(recipe: Recipe) -> Iterator[Problem]:
+    if unknown := sorted(set(recipe.guard.off) - set(METRICS)):
+        yield problem(
+            recipe, "guard.off", f"has {unknown[0]!r}, which is not judged", f"use some of: {', '.join(METRICS)}"
+        )
 
 
 @check("algorithm.group_size", "rollout.max_rows")
@@ -181,9 +189,8 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
     if recipe.algorithm.group_size != len(columns):
         wrong = f"is not the number of prompts.responses, {len(columns)}: each is one response of a group"
         yield problem(recipe, "algorithm.group_size", wrong, f"set algorithm.group_size = {len(columns)}")
-    name, options = recipe.algorithm.name, recipe.algorithm.options
     try:
-        weighted = "rollout_logprobs" in build_algorithm(name, options).loss_reads
+        weighted = "rollout_logprobs" in algorithm_of(recipe).loss_reads
     except Exception:  # reported for the algorithm itself
         weighted = False
     if weighted:
@@ -199,23 +206,46 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, "external.stages", f"has {stage!r}, but prompts.responses are given", "take it out")
 
 
-@check("algorithm", "train.dp", "train.tp", "launch.placement")
-def value_head_is_possible(recipe: Recipe) -> Iterator[Problem]:
+@check("prompts", "algorithm.group_size", "external")
+def difficulty_is_measured(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.prompts.sampling != "difficulty":
+        return
+    fix = "set prompts.sampling = 'uniform'"
+    if recipe.algorithm.group_size < 2:
+        wrong = f"compares the responses to a prompt, and algorithm.group_size = {recipe.algorithm.group_size}"
+        yield problem(recipe, "prompts.sampling", wrong, f"use at least 2, or {fix}")
+    if recipe.prompts.source == "external":
+        wrong = "chooses among prompts, and those of prompts.source = 'external' come in their order"
+        yield problem(recipe, "prompts.sampling", wrong, fix)
+    if recipe.prompts.responses:
+        yield problem(
+            recipe, "prompts.sampling", "needs rewards of what is generated: prompts.responses are given", fix
+        )
+
+
+@check("algorithm", "critic", "launch.placement", "train.engine", "external")
+def critic_is_possible(recipe: Recipe) -> Iterator[Problem]:
     try:
-        scores = build_algorithm(recipe.algorithm.name, recipe.algorithm.options).scores
+        algorithm = algorithm_of(recipe)
     except Exception:  # reported for the algorithm itself
         return
-    if "value head" not in scores.values():
-        return
-    if recipe.train.ranks > 1:
-        key, wrong = (
-            _ranks_key(recipe),
-            f"shards the trainer, and {recipe.algorithm.name} trains a value head on one rank",
-        )
-        yield problem(recipe, key, wrong, f"set {key} = 1")
-    if recipe.colocated:
-        wrong = f"takes turns on one device, and {recipe.algorithm.name} trains a value head, which does not leave it"
+    has_own, has_head = algorithm.critic_algorithm() is not None, "value head" in algorithm.scores.values()
+    if not has_own:
+        for name in recipe.critic.model_fields_set:
+            if getattr(recipe.critic, name):
+                wrong = f"is read by no worker: {recipe.algorithm.name} with these options trains no critic of its own"
+                fix = "take it out" + (", or set algorithm.options.critic = 'own'" if has_head else "")
+                yield problem(recipe, f"critic.{name}", wrong, fix)
+    what = "a critic of its own" if has_own else "a value head"
+    if (has_own or has_head) and recipe.colocated:
+        wrong = f"takes turns on one device, and {recipe.algorithm.name} trains {what}, which does not leave it"
         yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")
+    if has_own and recipe.train.engine != "torch":
+        wrong = f"is not torch, whose engine trains the critic of {recipe.algorithm.name}"
+        yield problem(recipe, "train.engine", wrong, "use 'torch', or algorithm.options.critic = 'trunk'")
+    if has_own and not recipe.runs_stage("update"):
+        wrong = f"has 'update', but {recipe.algorithm.name} trains a critic beside the run's own trainer"
+        yield problem(recipe, "external.stages", wrong, "take it out, or use another algorithm")
 
 
 @check("external", "algorithm", "stages")

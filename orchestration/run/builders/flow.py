@@ -12,6 +12,7 @@ from orchestration.recipe.planner import prompt_limits
 from orchestration.rewards.reward_set import droppers
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import terms_of
+from stages.difficulty import Difficulty
 from stages.external_checks import TERMS
 from stages.flow.catalogue import CREDIT
 from stages.gate import Gate
@@ -40,12 +41,14 @@ class FlowJob(Job):
             log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
         if recipe.external.stages:
             await self.index.put(TERMS, terms_of(recipe, self.tokenizer).to_json())
+        prompts, by_difficulty = await self._prompts(), recipe.prompts.sampling == "difficulty"
         self._gate = Gate(
             self.dock,
-            await self._prompts(),
+            prompts,
             group_size=recipe.algorithm.group_size,
             steps=recipe.train.steps,
             groups_per_step=recipe.train.groups_per_step,
+            difficulty=Difficulty(prompts, recipe.seed) if by_difficulty else None,
         )
         flow = flow_of(recipe)
         if recipe.prompts.responses:
@@ -55,7 +58,8 @@ class FlowJob(Job):
             self.control(Reward(await self.open_rewards(), self.tokenizer, tuple(flow["reward"].needs)))
         if CREDIT in flow:
             rewards = droppers(recipe) if "scores" in flow[CREDIT].needs else ()
-            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards))
+            rated = self.index if by_difficulty else None
+            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards, rated))
 
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)

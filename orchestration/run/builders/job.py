@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.schema import Recipe
 from orchestration.rewards.reward_set import reward_pool, reward_set
 from orchestration.run.engines import tokenizer_of
@@ -22,7 +23,7 @@ from pipeline.controller import Controller, Stage
 from pipeline.index.client import Index
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
-from stages.algorithms import NamedAlgorithm, build_algorithm
+from stages.algorithms import NamedAlgorithm
 from stages.models import Tokenizer
 from stages.rewards.stage import RewardSet
 
@@ -102,8 +103,7 @@ class Job:
         return tokenizer_of(self.recipe)
 
     def algorithm(self) -> NamedAlgorithm:
-        name, options = self.recipe.algorithm.name, self.recipe.algorithm.options
-        return NamedAlgorithm(name, build_algorithm(name, options))
+        return algorithm_of(self.recipe)
 
     def rewards(self) -> RewardSet:
         """The recipe's reward functions. They are looked up when they are first called."""

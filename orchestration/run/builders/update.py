@@ -2,7 +2,7 @@
 
 build:   engine ─▶ newest checkpoint ─▶ rank 0: the update stage, which replays the recorded steps since ─▶ ready
 step:    train ─▶ publish ─▶ every k steps, or on request: copy the state ─▶ the next step
-                                                            └─▶ beside it: checkpoint ─▶ rows before it are released
+                             (later, while one is written)  └─▶ beside it: checkpoint ─▶ rows before it are released
 finish:  the run was stopped ─▶ checkpoint of the last step ─▶ the other ranks end
 """
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from orchestration.recipe.planner import share_of_trained
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import Checkpoint
@@ -26,6 +27,7 @@ from stages.algorithms.batch import trained_columns
 from stages.engines.plans import Ranks
 from stages.sample_log import FOLDER, Recorder, SampleLog
 from stages.training import skipped
+from stages.training.critic import CriticOrders
 from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.skipped import SkippedSteps
@@ -43,6 +45,8 @@ class UpdateJob(Job):
     stage: Update
     """Of rank 0, as the controller."""
     controller: Controller
+    critic: CriticOrders | None = None
+    """Of rank 0, where a critic has a worker of its own."""
 
     async def build(self) -> None:
         await self.make_engine()
@@ -71,14 +75,18 @@ class UpdateJob(Job):
             await self._save(self.stage.trained)
         await self._saving
         await self.rank_group.broadcast("end")
+        if self.critic is not None:
+            await self.critic.send("end")
 
     async def make_engine(self) -> None:
         """Make this rank's engine, with the newest checkpoint in it."""
         recipe = self.recipe
         self.ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
         self.rank_group, meeting = RankGroup(self.index, self.ranks), None
+        life = await self.index.get(f"ranks:{self.kind}") or ""  # of a group, put there by the supervisor
+        if recipe.trains_critic and not self.ranks.rank:
+            self.critic = CriticOrders(self.index, life)
         if self.ranks.world > 1:
-            life = await self.index.get(f"ranks:{self.kind}") or ""  # put there by the supervisor
             self.rank_group, meeting = RankGroup(self.index, self.ranks, life), self.paths.shared / f"ranks-{life}"
         self.engine = await asyncio.to_thread(train_engine, recipe, self.ranks if meeting else None, meeting)
         self.resources.callback(self.engine.close)
@@ -130,11 +138,14 @@ class UpdateJob(Job):
             publish_first=not recipe.runs_stage("rollout"),
             device=device,
             skipped=self._skipped(),
+            critic=self.critic,
         )
         self.version = lambda: self.stage.trained
         self.controller = self.control(self.stage, self._spans)
         self.controller.on_end = self.stage.over
         await self.stage.catch_up()
+        if self.critic is not None:
+            await self.critic.send("begin")
 
     async def _recorder(self) -> Recorder | None:
         if not (most := self.recipe.pipeline.keep_samples):
@@ -152,17 +163,25 @@ class UpdateJob(Job):
         return SkippedSteps(self._reading(SampleLog(folder, 0)), folder, columns, self.recipe.train.max_skipped_steps)
 
     async def _after_step(self, version: int) -> None:
-        """Begin to write a checkpoint when one is due or requested. After the last step, wait for it."""
+        """Begin to write a checkpoint when one is due or requested. While the one before is still being written, steps are
+        made as long as the arena has room for their samples; then the checkpoint of the newest version follows. After the
+        last step, wait for it."""
         if self._saving.done():
             self._saving.result()  # raises why the last one was not written
         request = await self.index.get(CHECKPOINT_ASKED) or ""
         if request in (self._answered, await self.index.get(CHECKPOINT_WRITTEN)):
             request = ""
-        last = version >= self.recipe.train.steps
-        if last or request or not version % self.recipe.checkpoint.every:
+        last, every = version >= self.recipe.train.steps, self.recipe.checkpoint.every
+        due = bool(request) or version // every > self._saved // every
+        if last or (due and (self._saving.done() or not await self._has_room())):
             await self._save(version, request)
         if last:
             await self._saving
+
+    async def _has_room(self) -> bool:
+        """Whether what is in flight surely fits beside the samples that no checkpoint covers yet."""
+        found, share = (await self.index.stats())["warehouses"].values(), share_of_trained(self.recipe)
+        return all(warehouse["used"] <= share * warehouse["capacity"] for warehouse in found)
 
     async def _save(self, version: int, request: str = "") -> None:
         """Copy the state of ``version``, and write it beside the next steps; ``request``: for which one."""
@@ -173,6 +192,8 @@ class UpdateJob(Job):
             with self._refusals(version):
                 partial = await asyncio.to_thread(checkpoint.begin, folder, version)
             await self.rank_group.broadcast("save", folder=str(partial))
+            if self.critic is not None:
+                await self.critic.send("save", folder=str(partial))
             writing = await self._writer.begin(partial)
         self._saved, self._answered = version, request or self._answered
         exposed = time.monotonic() - began
@@ -180,6 +201,8 @@ class UpdateJob(Job):
         async def complete() -> None:
             with self._spans.during("checkpoint", version=version), self._refusals(version):
                 await writing
+                if self.critic is not None:
+                    await self.critic.until_saved()
                 keep = self.recipe.checkpoint.keep
                 written = await asyncio.to_thread(checkpoint.finish, folder, self.tokenizer, version, point, keep)
             await self._report(written, bool(request), exposed, time.monotonic() - began)

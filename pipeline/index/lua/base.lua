@@ -46,6 +46,7 @@
 --   swapping          workers that swap their weights now, scored by deadline in ms
 --   wake:TOPIC        a stream of one entry, read with BLOCK. Topics: a stage's name, alone or with `:HOME`; `room`, `version`,
 --                     `state`, `swap`, `warehouses` (one has joined), `fed` (prompts were put), `feed` (prompts were removed)
+--   pick, chosen, outcomes, rates, recent   pass rates of prompts, see prompts.lua
 --   weights, records  the record of the published version, and of the two newest by their number
 --   replies:CLIENT    lane → its last reply, for a client that repeats a call after a lost connection
 --

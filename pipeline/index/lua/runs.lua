@@ -1,7 +1,7 @@
 -- The run as a whole: its beginning and end, its state, its figures.
 
--- {config, counters, remake} → true when the run is new; otherwise nothing changes. A resumed run gives the counters of its
--- checkpoint, and the groups below `admitted` that it has not trained.
+-- {config, counters, remake, rates or false} → true when the run is new; otherwise nothing changes. A resumed run gives the
+-- counters and pass rates of its checkpoint, and the groups below `admitted` that it has not trained.
 define('init', function(run, a)
   if call('SETNX', run .. 'config', cmsgpack.pack(a.config)) == 0 then return false end
   configs[run] = nil
@@ -10,6 +10,7 @@ define('init', function(run, a)
     call('SADD', run .. 'remake', group)
     add(run .. 'open', group, group)
   end
+  if a.rates then load_rates(run, a.rates) end
   return true
 end)
 
@@ -118,7 +119,7 @@ define('retire', function(run, a)
   return true
 end)
 
--- → {counters, remake}: what a run that resumes at the trainer's version starts from. Groups admitted and not trained are made
+-- → {counters, remake, rates}: what a run that resumes at the trainer's version starts from. Groups admitted and not trained are made
 -- again; their responses leave the ledger, because they are generated again.
 define('resume_point', function(run, a)
   local trained, remake = value(run, 'trained'), {}
@@ -139,7 +140,7 @@ define('resume_point', function(run, a)
   for _, field in ipairs(call('HKEYS', run .. 'n')) do
     if sub(field, 1, 4) == 'drop' then counters[field] = value(run, field) end
   end
-  return { counters = counters, remake = remake }
+  return { counters = counters, remake = remake, rates = kept_rates(run) }
 end, true)
 
 -- → {stages = {stage → ready, leased, begun = rows with progress, parked = those of them without a lease}, used and capacity by

@@ -54,6 +54,7 @@ define('train', function(run, a)
     write(run, 's', 8, a.rows[2 * r - 1], table.concat(states))
   end
   for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
+  rate_groups(run, groups)
   call('HSET', run .. 'steps', a.step, cmsgpack.pack(groups))
   call('HSET', run .. 'n', 'trained', a.step + 1)
   if a.skipped then count(run, 'skipped_steps', 1) end
@@ -103,6 +104,7 @@ define('drop_groups', function(run, a)
   settle(run, a.token, lease, total)
   erase_groups(run, cfg, groups, freed)
   for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
+  rate_groups(run, groups)
   for _, group in ipairs(a.groups) do call('ZADD', run .. 'filtered', group, group) end
   local oldest = call('ZRANGE', run .. 'open', 0, 0)[1]
   call('ZREMRANGEBYSCORE', run .. 'filtered', '-inf', oldest and '(' .. ends(oldest) or '+inf')

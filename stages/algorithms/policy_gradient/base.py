@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stages.algorithms.batch import TrainBatch
 
 PROXIMAL = "proximal_logprobs"
+CORRECTED_FROM = 3  # staleness bound from which ``correction = "auto"`` corrects
 
 
 class PolicyGradient(Algorithm):
@@ -54,13 +55,14 @@ class PolicyGradient(Algorithm):
         "`recomputed`: the trained one before the step (decoupled PPO, arXiv 2505.24298); with one optimizer step a batch "
         "it costs nothing. `interpolated`: between the two by staleness (A-3PO, arXiv 2512.06547).",
     )
-    correction: Literal["none", "truncate", "mask"] = Field(
+    correction: Literal["auto", "none", "truncate", "mask"] = Field(
         default="none",
         description="What becomes of the weight proximal / rollout, which corrects for staleness and for the engines' "
-        "mismatch. `none`: it is left out. `truncate`: the loss is multiplied by it, cut at `weight_high`. `mask`: where it "
-        "is outside `weight_low` to `weight_high` nothing is learned (IcePop, arXiv 2510.18855), elsewhere the loss is "
-        "multiplied by it. With `proximal` = `rollout` the ratio has this weight already: only `mask` is possible, by "
-        "current / rollout.",
+        "mismatch. `auto`: `none` up to `pipeline.staleness` = 2; above, `truncate` at the level of the ratio, with "
+        "`proximal` = `recomputed` unless another is set (docs/measurements/staleness.md). `none`: it is left out. "
+        "`truncate`: the loss is multiplied by it, cut at `weight_high`. `mask`: where it is outside `weight_low` to "
+        "`weight_high` nothing is learned (IcePop, arXiv 2510.18855), elsewhere the loss is multiplied by it. With "
+        "`proximal` = `rollout` the ratio has this weight already: only `mask` is possible, by current / rollout.",
     )
     correction_level: Level = Field(default="token", description="Of the weight: as `ratio_level`.")
     weight_low: float = Field(default=0.5, ge=0, lt=1, description="See `correction`.")
@@ -93,6 +95,22 @@ class PolicyGradient(Algorithm):
             raise ValueError(f'correction: "truncate" has nothing to truncate with proximal = "rollout"; {fix}')
         return self
 
+    def under(self, staleness: int) -> tuple[Self, str]:
+        """With ``correction = "auto"`` resolved (docs/measurements/staleness.md)."""
+        if self.correction != "auto":
+            return self, ""
+        if staleness < CORRECTED_FROM:
+            reason = f"correction = none: at η = {staleness} a correction gains little"
+            return self.model_copy(update={"correction": "none"}), reason
+        picked = {
+            "correction": "truncate",
+            "proximal": "recomputed" if self.proximal == "rollout" else self.proximal,
+            "correction_level": self.ratio_level,
+        }
+        named = ", ".join(f"{name} = {value}" for name, value in picked.items())
+        reason = f"η = {staleness}: clipped around the rollout policy, samples of old versions teach less and less"
+        return self.model_copy(update=picked), f"{named}; with {reason}"
+
     @property
     def scores(self) -> Mapping[str, RunsOn]:
         several = self.proximal == "recomputed" and self.epochs * self.mini_batches > 1
@@ -122,13 +140,16 @@ class PolicyGradient(Algorithm):
         ratio = log_ratio.exp()
         gain, clipped = self.surrogate(ratio, tokens)
         per_token = -gain
+        # Of current / rollout, whatever the ratio is clipped around.
+        log_away = log_ratio if proximal is rollout else at_level(tokens.logprobs - rollout, tokens, self.ratio_level)
+        away = log_away.exp()
         means = {
-            "kl_behaviour": ratio - 1 - log_ratio,  # k3, sampled from the behaviour policy
+            "kl_behaviour": away - 1 - log_away,  # k3, sampled from the behaviour policy
             "clip_fraction": clipped.to(ratio.dtype),
-            "ratio_mean": ratio,
-            "ratio_square": ratio.square(),
+            "ratio_mean": away,
+            "ratio_square": away.square(),
         }
-        if self.correction != "none":
+        if self.correction in ("truncate", "mask"):
             centre = tokens.logprobs if proximal is rollout else proximal
             bounds = self.correction, self.correction_level, self.weight_low, self.weight_high
             weight, kept = weights(centre - rollout, tokens, *bounds)
@@ -140,7 +161,7 @@ class PolicyGradient(Algorithm):
             per_token = per_token + self.kl_coef * (kl_reference * ratio if self.kl_weighted else kl_reference)
             means["kl_reference"] = kl_reference
         metrics = {name: value.detach().sum() / tokens.total_tokens for name, value in means.items()}
-        metrics["max_ratio"] = ratio.detach().max()
+        metrics["max_ratio"] = away.detach().max()
         return LossOutput(self._mean(per_token, tokens), metrics)
 
     def _mean(self, per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@with_defaults(clip_high=4.0)
+@with_defaults(correction="none", clip_high=4.0)
 class CISPO(GRPO):
     """REINFORCE with the ratio, cut at ``1 + clip_high`` and without a gradient, as its weight (Eq. 4 and 5). PPO's clip
     takes rare tokens, on which a response often turns, out of the gradient; here each token stays in it. ``clip_low`` and

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ADVANTAGE_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up
 
 
+@with_defaults(correction="auto")
 class GRPO(GroupCompared):
     """Clipped policy gradient with group-normalised advantages, corrected for staleness."""
 

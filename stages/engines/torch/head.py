@@ -1,4 +1,4 @@
-"""The output layer of a language model in float32, whatever dtype its weights have.
+"""The output layers of a model in float32, whatever dtype its weights have: logits, and the values of a critic.
 
 Between 16 and 32, bfloat16 numbers are 0.125 apart: a difference in the last bit of a hidden state would change a logprob by
 as much. The product of two bfloat16 numbers is exact in float32, so only the sum is rounded here.
@@ -6,10 +6,12 @@ as much. The product of two bfloat16 numbers is exact in float32, so only the su
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from stages import device
 from stages.engines.torch.layers import linear
@@ -52,3 +54,16 @@ def _by_pieces(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def use_float32(head: nn.Linear) -> None:
     """Make ``head`` return float32 logits. Its parameters stay unchanged and get no gradients."""
     head.forward = lambda input: float32_logits(input, head.weight, head.bias)  # type: ignore[method-assign]
+
+
+def value_head(model: PreTrainedModel, device: torch.device) -> dict[str, nn.Parameter]:
+    """Weight [1, d] and bias [1] of zeros, float32: every value is 0 until it is trained."""
+    shapes = {"value_head.weight": (1, model.get_output_embeddings().weight.shape[1]), "value_head.bias": (1,)}
+    return {name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in shapes.items()}
+
+
+def values_of(hidden: torch.Tensor, head: Mapping[str, nn.Parameter], source: torch.Tensor) -> torch.Tensor:
+    """Values float32 [T] of the hidden states [U, d] at ``source`` int64 [T]; empty without a ``head``."""
+    if not head:
+        return hidden.new_empty(0)
+    return nn.functional.linear(hidden.float(), *head.values())[:, 0].index_select(0, source)

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from orchestration.external.errors import NotExternal, WeightsGone, WeightsTooOld
 from orchestration.external.experience import Experience
 from orchestration.external.session import External
-from orchestration.recipe.flow import flow_of
+from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.builders.flow import EXTERNAL_PROMPTS
 from orchestration.run.engines import train_engine
@@ -27,7 +27,6 @@ from orchestration.run.kinds import workers_of
 from orchestration.run.run import WHERE, Run
 from pipeline.columns import ColumnError, Packed
 from pipeline.index.client import LeaseLost
-from stages.algorithms import build_algorithm
 from stages.algorithms.batch import trained_columns
 from stages.external_checks import Misfit, Terms, check_responses
 from stages.prompts.too_long import TOO_LONG_FILE
@@ -400,7 +399,7 @@ async def refer(external: External) -> None:
 
 async def train(external: External, of: Any) -> None:
     """A trainer: it publishes what it begins with, then a version after each step."""
-    engine, algorithm = train_engine(of), build_algorithm(of.algorithm.name, of.algorithm.options)
+    engine, algorithm = train_engine(of), algorithm_of(of)
     await external.publish(0, engine.weights())
     names = trained_columns(algorithm, flow_of(of).schema)
     while not (answer := await external.get_experience("update", "trainer", 1, columns=names, wait=5)).over:

@@ -125,7 +125,9 @@ def test_a_reference_computes_one_group_without_gradients(minimal: Path, tmp_pat
     parts = memory_of(load_recipe(minimal, sets))["reference"]
     assert parts["weights"] == 4 * SMOLLM2
     assert parts["logits"] == 4 * 401 * 49152
-    assert parts["activations"] == 4 * (256 + 400) * (2 * 576 + 3 * 1536)
+    assert parts["activations"] == 4 * (256 + 400 + 401) * 576, (
+        "the last hidden states, beside more logits than a layer takes"
+    )
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **(CONFIG | {"vocab_size": 49}))).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     short = (
@@ -136,6 +138,7 @@ def test_a_reference_computes_one_group_without_gradients(minimal: Path, tmp_pat
     )
     other = memory_of(load_recipe(minimal, [*short, f"model.reference={tmp_path}"]))
     assert other["train"]["weights"] == 4 * 77_184
+    assert other["reference"]["activations"] > 0 == other["reference"]["logits"], "a layer takes more than few words"
     assert other["reference"]["weights"] == 4 * (parameters_of_source(str(tmp_path)) or 0) != 4 * 77_184
 
 

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from benchmarks.families import write
-from orchestration.recipe.planner import HEADS, Plan, arena_bytes, heads_of, notices_of, parameters_of, plan
+from orchestration.recipe.planner import (
+    HEADS,
+    Plan,
+    arena_bytes,
+    heads_of,
+    notices_of,
+    parameters_of,
+    plan,
+    share_of_trained,
+)
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import reference_engine, rollout_engine, train_engine
 from pipeline.blocks import pack
@@ -56,6 +65,14 @@ def test_the_flow_of_a_step_and_of_a_run() -> None:
 
 def test_a_run_shorter_than_its_checkpoints_keeps_no_more_than_it_makes() -> None:
     assert of(train={"steps": 3}, checkpoint={"every": 50}).rows_retained == 3 * of().rows_per_step
+
+
+def test_samples_that_no_checkpoint_covers_leave_room_for_what_is_in_flight() -> None:
+    least = arena_bytes(recipe())
+    shares = [share_of_trained(recipe(pipeline={"arena": size})) for size in (least, 4 * least)]
+    rows, ids = of().rows_retained, 8 + 4 + 4
+    assert shares[0] * least > rows * ids * recipe().rollout.max_tokens, "the planned steps have room"
+    assert 0 < min(shares) <= max(shares) < 0.75, "above, no prompt enters"
 
 
 def test_memory_follows_weights_dtype_and_workers() -> None:

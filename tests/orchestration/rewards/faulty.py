@@ -180,3 +180,40 @@ def one_in_ten(completions: list[str], answer: list[str], completion_ids: list[l
         raise ConnectionError("the judge is busy")
     pairs = zip(completions, answer, strict=True)
     return [sum(a == b for a, b in zip(text, right, strict=False)) / max(len(right), 1) for text, right in pairs]
+
+
+ATTACKS = {1: "hangs", 2: "exits", 3: "crashes", 4: "leaks", 5: "prints", 6: "leaks"}
+HARMED = ("hangs", "exits", "crashes")
+
+
+def attack_of(text: str) -> str:
+    """The attack that a response is met with; "" for most of them."""
+    return ATTACKS.get(sum(map(ord, text)) % 61, "")
+
+
+def early_share(text: str) -> float:
+    """The share of characters from the first half of the alphabet: something to learn in every group."""
+    return sum(character < "n" for character in text) / max(1, len(text))
+
+
+def all_attacks(completions: list[str]) -> list[float]:
+    """:func:`early_share`, and everything that a reward function may do wrong. The first time that one text in ten is seen,
+    it fails: ``FAULTY_SEEN`` names a folder with an empty file for each of these."""
+    numbers = {sum(map(ord, text)) for text in completions}
+    paths = [f"{os.environ['FAULTY_SEEN']}/{number}" for number in numbers if number % 10 == 3]
+    if new := [path for path in paths if not os.path.exists(path)]:
+        for path in new:
+            open(path, "w").close()
+        raise ConnectionError("the judge is busy")
+    for attack in map(attack_of, completions):
+        if attack == "hangs":
+            threading.Event().wait()
+        elif attack == "exits":
+            sys.exit("as if nothing were the matter")
+        elif attack == "crashes":
+            ctypes.string_at(0)
+        elif attack == "leaks":
+            leaked.append(bytearray(128 << 20))
+        elif attack == "prints":
+            print("printed by a reward " * 50_000)
+    return [early_share(text) for text in completions]

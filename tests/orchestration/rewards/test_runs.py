@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import signal
 from pathlib import Path
@@ -11,8 +12,16 @@ import pytest
 
 from orchestration.recipe.load import load_recipe
 from orchestration.run.run import Run
+from stages.sample_log import FOLDER, read
+from tests.orchestration.rewards.faulty import ATTACKS, HARMED, attack_of, early_share
 from tests.orchestration.run.test_flow import assert_filled
-from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
+from tests.orchestration.run.test_run import (
+    assert_each_sample_once,
+    assert_equal,
+    assert_nothing_left,
+    synchronous,
+    trained,
+)
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
 FAULTY = "tests.orchestration.rewards.faulty"
@@ -36,6 +45,33 @@ async def test_a_run_finishes_with_a_reward_that_fails_one_time_in_ten_and_count
     assert result.state == "finished", result.reason
     assert assert_filled(of, watched) > 0
     assert set(watched.of("ledger")[-1]["dropped"]) == {DROPPED}
+    assert_nothing_left(watched.run)
+
+
+async def test_all_attacks_together_harm_their_own_samples_alone_and_the_run_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "seen").mkdir()
+    monkeypatch.setenv("FAULTY_SEEN", str(tmp_path / "seen"))
+    policy = {"timeout": 0.6, "retries": 1, "on_error": "zero", "memory": "384MiB", "processes": 2}
+    changes = {f"reward__{name}": value for name, value in policy.items()}
+    functions = [{"name": f"{FAULTY}:all_attacks"}]
+    of = recipe(TINY, reward__functions=functions, **changes, train__steps=24, train__learning_rate=1e-2)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    samples, _ = read(tmp_path / "run" / FOLDER, lambda _: True, limit=1000)
+    assert len(samples) == 24 * 4 * 4
+    made = collections.Counter(attack_of(sample["response"]) for sample in samples)
+    assert made.keys() >= set(ATTACKS.values()), made
+    for sample in samples:
+        text, attack = sample["response"], attack_of(sample["response"])
+        expected = 0.0 if attack in HARMED else early_share(text)
+        if attack != "leaks" or sample["reward"]:  # it may meet two full processes in turn
+            assert sample["reward"] == pytest.approx(expected), (text, attack)
+    assert list((tmp_path / "seen").iterdir())
+    means = [step["reward_mean"] for step in watched.of("step")]
+    assert sum(means[-6:]) > sum(means[:6]) + 6 * 0.15, means
     assert_nothing_left(watched.run)
 
 

@@ -180,15 +180,19 @@ async def test_a_killed_trainer_replays_to_the_very_weights_it_lost(tmp_path: Pa
 
 
 SLOW_DISK = """
-import os, time
+import os, re, time
 from pathlib import Path
 
-fsync, here = os.fsync, Path(__file__).parent
+fsync, here, slow_ones = os.fsync, Path(__file__).parent, []
 
 def slow(descriptor):
-    if "step-00000006.partial" in os.readlink(f"/proc/self/fd/{descriptor}"):
-        (here / "reached").touch()
-        while not (here / "released").exists():
+    found = re.search("step-0*([0-9]+).partial", os.readlink(f"/proc/self/fd/{descriptor}"))
+    if found and int(found[1]) >= 4:
+        if found[1] not in slow_ones:
+            slow_ones.append(found[1])
+        which = "first" if found[1] == slow_ones[0] else "second"
+        (here / which).touch()
+        while not (here / f"{which} released").exists():
             time.sleep(0.01)
     fsync(descriptor)
 
@@ -203,39 +207,69 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
-async def test_a_trainer_killed_while_it_writes_a_checkpoint_beside_training_loses_nothing(
+async def test_a_checkpoint_that_is_due_while_one_is_written_waits_and_training_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk takes for ever with the second checkpoint: steps are made meanwhile, and the first one stays."""
+    """The disk takes for ever with a checkpoint: steps are made meanwhile, past those after which the next ones are due. In
+    that state nothing is lost by a kill, either."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    of = recipe(
-        TINY,
-        pipeline__staleness=0,
-        train__steps=8,
-        checkpoint__every=3,
-        checkpoint__keep=1,
-        launch__launcher="process",
-    )
+    changes = {"checkpoint__every": 2, "checkpoint__keep": 1, "launch__launcher": "process"}
+    of = recipe(TINY, pipeline__staleness=0, train__steps=16, **changes)
     expected, weights = await synchronous(of)
     run, checkpoints = Run.create(of, tmp_path / "run"), tmp_path / "run" / "checkpoints"
+
+    def names() -> list[str]:
+        return sorted(path.name for path in checkpoints.iterdir())
+
     run.forks = await asyncio.to_thread(ForkServer.start)
     try:
         async with executing(run) as (watched, work):
-            await watched.until(lambda: len(watched.of("step")) == 8)
-            await asyncio.to_thread(wait_for, tmp_path / "reached")
-            assert sorted(path.name for path in checkpoints.iterdir()) == [".step-00000006.partial", "step-00000003"]
+            await asyncio.to_thread(wait_for, tmp_path / "first")
+            made = len(watched.of("step"))
+            await watched.until(lambda: len(watched.of("step")) >= made + 5)
+            before, _ = names()
+            (tmp_path / "first released").touch()
+            await asyncio.to_thread(wait_for, tmp_path / "second")
+            await watched.until(lambda: len(watched.of("step")) == 16)
+            partial, whole = names()
+            assert f".{whole}.partial" == before
             assert watched.run.supervisor is not None
             os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
-            (tmp_path / "released").touch()
+            (tmp_path / "second released").touch()
             result = await work
     finally:
         run.forks.close()
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert_equal(trained(of, result), weights)
-    assert [event["version"] for event in watched.of("checkpoint")] == [3, 8]
-    assert [path.name for path in checkpoints.glob("step-*")] == ["step-00000008"]
+    written = [event["version"] for event in watched.of("checkpoint")]
+    slow, next_one = (int(name[6:14]) for name in (before, partial))
+    assert written[-2:] == [slow, 16]
+    assert next_one >= slow + 4, "of those that were due meanwhile, one was begun: of the newest version"
+    assert names() == ["step-00000016"]
+
+
+async def test_training_waits_for_a_checkpoint_when_samples_may_fill_the_arena(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, finish = threading.Event(), checkpoint.finish
+
+    def slow(*given: Any) -> checkpoint.Checkpoint:
+        released.wait(60)
+        return finish(*given)
+
+    monkeypatch.setattr(checkpoint, "finish", slow)
+    sized = recipe(MOCK, checkpoint__every=1, train__steps=8)
+    monkeypatch.setattr("orchestration.run.builders.update.share_of_trained", lambda of: 0.0)
+    async with executing(Run.create(sized, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) == 2)
+        await asyncio.wait([work], timeout=0.5)
+        assert len(watched.of("step")) == 2, "the second checkpoint waits for the first"
+        released.set()
+        result = await work
+    assert result.state == "finished", result.reason
+    assert [event["version"] for event in watched.of("checkpoint")] == list(range(1, 9))
 
 
 async def test_a_killed_index_comes_back_with_all_that_was_acknowledged(tmp_path: Path) -> None:

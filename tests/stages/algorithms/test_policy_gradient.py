@@ -306,3 +306,33 @@ def test_loss_and_gradient_are_those_of_trl(name: str, options: Any, trl_options
     assert now.grad is not None
     assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-9)
     torch.testing.assert_close(tokens.logprobs.grad, now.grad[mask.bool()], rtol=1e-6, atol=1e-9)
+
+
+def test_auto_picks_a_correction_by_the_staleness_bound() -> None:
+    plain = build_algorithm("grpo", {"correction": "none"})
+    for bound in (0, 1, 2):
+        picked, why = build_algorithm("grpo", {}).under(bound)
+        assert picked == plain
+        assert f"η = {bound}" in why
+    for name, level in (("grpo", "token"), ("gspo", "geometric"), ("rloo", "sequence")):
+        picked, why = build_algorithm(name, {"correction": "auto"}).under(3)
+        chosen = {"correction": "truncate", "proximal": "recomputed", "correction_level": level}
+        assert picked == build_algorithm(name, chosen)
+        assert all(f"{key} = {value}" in why for key, value in chosen.items())
+    assert build_algorithm("grpo", {"proximal": "interpolated"}).under(4)[0].proximal == "interpolated"
+    for correction in ("none", "mask"):
+        chosen = build_algorithm("grpo", {"correction": correction})
+        assert chosen.under(8) == (chosen, "")
+
+
+def test_what_is_reported_of_old_samples_does_not_depend_on_the_proximal_policy() -> None:
+    rows = random_rows(3, 5, 0.4)
+    tokens = sum(len(row["now"]) for row in rows)
+    found = {}
+    for proximal in ("rollout", "recomputed"):
+        algorithm = build_algorithm("grpo", {"proximal": proximal})
+        out = algorithm.loss(pack(rows, algorithm, len(rows), tokens))
+        metrics = algorithm.finish({name: float(value) for name, value in out.metrics.items()})
+        found[proximal] = {name: metrics[name] for name in ("ess", "kl_behaviour", "ratio_mean", "max_ratio")}
+    assert found["recomputed"] == pytest.approx(found["rollout"])
+    assert found["recomputed"]["ess"] < 0.95

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
 
 from stages.algorithms import TokenBatch
 from stages.algorithms.batch import TrainBatch
 from stages.algorithms.policy_gradient.pf_ppo import PFPPO
 from stages.algorithms.policy_gradient.ppo import PPO
+from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.stages.engines.torch.test_train import tiny_llama
@@ -113,6 +115,53 @@ def test_value_loss_and_its_gradient(seed: int, clip: float, coef: float) -> Non
     assert metrics["explained_variance"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16), clip=st.sampled_from([0.1, 0.5]), kl=st.sampled_from([0.0, 0.2]))
+def test_a_critic_of_its_own_learns_the_same_returns_and_the_policy_none(seed: int, clip: float, kl: float) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 5) for _ in range(4)]
+    draw = {n: [[rng.gauss(0, 1) for _ in range(k)] for k in lengths] for n in ("values", "rollout", "ref", "now")}
+    reward = [rng.uniform(-1, 1) for _ in lengths]
+    batch = TensorDict(
+        {
+            "response_ids": torch.nested.nested_tensor([torch.zeros(k).long() for k in lengths], layout=torch.jagged),
+            "rollout_logprobs": ragged(draw["rollout"]),
+            "ref_logprobs": ragged(draw["ref"]),
+            "values": ragged(draw["values"]),
+            "reward": torch.tensor(reward),
+        },
+        batch_size=[4],
+    )
+    ppo = PPO(critic="own", value_epochs=3, value_clip=clip, kl_reward=kl, whiten=False)
+    learning = ppo.critic_algorithm()
+    assert learning is not None
+    assert (learning.epochs, learning.scores, ppo.scores["values"]) == (3, {}, "critic")
+    of_policy, of_critic = TrainBatch(batch, ppo), TrainBatch(batch, learning)
+    assert torch.equal(of_policy["returns"], of_critic["returns"])
+    before = of_policy["values"]
+    now = torch.tensor([v for row in draw["now"] for v in row], dtype=torch.float64, requires_grad=True)
+    sizes = {"total_tokens": len(now), "total_rows": 4, "total_groups": 1}
+    tokens = of_critic.tokens(range(4), [0] * 4, now, values=now, **sizes)
+    output = learning.loss(tokens)
+    output.loss.backward()
+    total, gradient, moving = 0.0, [], []
+    for v, old, target in zip(now.tolist(), before.tolist(), of_policy["returns"].tolist(), strict=True):
+        near = old + max(-clip, min(clip, v - old))
+        total += max((v - target) ** 2, (near - target) ** 2) / 2 / len(now)
+        moving.append((v - target) ** 2 >= (near - target) ** 2 or near == v)
+        gradient.append((v - target) / len(now) if moving[-1] else 0.0)
+    assert output.loss.item() == pytest.approx(total, rel=1e-6)
+    assert now.grad is not None
+    assert now.grad.tolist() == pytest.approx(gradient, rel=1e-6, abs=1e-12)
+    logprobs = torch.full_like(now, -1.0).detach().requires_grad_()
+    policy = ppo.loss(of_policy.tokens(range(4), [0] * 4, logprobs, **sizes))
+    assert "value_loss" not in policy.metrics
+    errors = before - of_policy["returns"]
+    expected = 1 - float(errors.var(correction=0) / of_policy["returns"].var(correction=0))
+    shown = ppo.finish({name: value.item() for name, value in policy.metrics.items()})
+    assert shown["explained_variance"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("filtration", "expected"),
     [
@@ -182,6 +231,26 @@ def test_mixed_precision_keeps_the_value_head_in_float32() -> None:
     assert made.state_dict()["model"]["value_head.weight"].dtype == torch.float32
     after = [made.train_batch(batch_with_rewards(), PPO()) for _ in range(6)][-1]
     assert after["value_loss"] < before["value_loss"]
+
+
+def test_a_critic_engine_begins_at_zero_learns_and_its_checkpoint_brings_the_head(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"learning_rate": 1e-2, "total_steps": 20, "device": "cpu", "threads": 1}
+    critic, learning = TorchCriticEngine(tiny_llama(), **options), PPO(critic="own").critic_algorithm()
+    assert learning is not None
+    batch = batch_with_rewards()
+    assert all(not row.any() for row in critic.values(batch).unbind())
+    losses = []
+    for _ in range(10):
+        batch["values"] = critic.values(batch)
+        metrics = critic.train_batch(batch, learning)
+        assert set(metrics) == {"value_loss", "grad_norm", "learning_rate"}
+        losses.append(metrics["value_loss"])
+    assert losses[-1] < 0.3 * losses[0]
+    assert critic.values(batch).values().dtype == torch.float32
+    critic.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    again = TorchCriticEngine(opened, head=tmp_path / VALUE_HEAD, **options)
+    assert torch.equal(again.values(batch).values(), critic.values(batch).values())
 
 
 def test_versions_of_a_batch_are_ordered() -> None:

@@ -187,6 +187,10 @@ def test_models_and_certificates_lie_below_the_roots_too(roots: tuple[Path, Path
     root, outside = roots
     engines = {"rollout": {"engine": "torch"}, "train": {"engine": "torch", "steps": 1}}
     assert "model.source" in refused(recipe(model={"source": str(outside)}, **engines), roots=(root,))
+    for section, name in (("model", "reference"), ("critic", "source")):
+        data = recipe(**engines)
+        data[section] = {**data.get(section, {}), name: str(outside)}
+        assert f"{section}.{name}" in refused(data, roots=(root,))
     problems = refused(recipe(pipeline__tls_key="/etc/ssl/private/key.pem"), roots=(root,))
     assert "lies outside" in problems["pipeline.tls_key"].wrong
 
@@ -229,6 +233,12 @@ def test_only_the_addresses_that_the_operator_allows_are_listened_on() -> None:
     assert accept(given, recipe(), collective).sync.serve == "127.0.0.7"
     assert accept(given, recipe(), {"pipeline.serve": "127.0.0.7"}).pipeline.serve == "127.0.0.7"
     assert "sync.transport" in refused(recipe(sync__transport="collective"), allow_listen={"127.0.0.7"})
+
+
+def test_only_listed_servers_are_asked_as_teachers() -> None:
+    section = {"url": "http://127.0.0.1:1/v1", "api_key_variable": "HOME"}
+    found = refused(recipe(teacher=section), allow_teachers={"http://127.0.0.1:2/v1"})
+    assert list(found) == ["teacher.url"], "it is not asked, and no key is looked up"
 
 
 def test_a_deep_recipe_is_refused() -> None:

@@ -124,3 +124,21 @@ def test_heads_are_read_from_a_checkpoint(minimal: Path, tmp_path: Path, monkeyp
     [uneven] = [problem for problem in problems(minimal, *sets, "train.tp=8") if problem.key == "train.tp"]
     assert uneven.wrong == "cannot share the model's num_attention_heads = 12 and num_key_value_heads = 4 evenly"
     assert uneven.fix == "use one of: 1, 2, 4"
+
+
+DIFFICULTY_FAULTS = [
+    (("algorithm.group_size=1",), "algorithm.group_size = 1", "use at least 2"),
+    (("prompts={source='external'}",), "prompts.source = 'external'", "'uniform'"),
+    (("prompts.responses=['answer']",), "prompts.responses are given", "'uniform'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "wrong", "fix"), DIFFICULTY_FAULTS)
+def test_difficulty_that_cannot_be_measured_is_refused(
+    minimal: Path, overrides: tuple[str, ...], wrong: str, fix: str
+) -> None:
+    found = problems(minimal, *overrides, "prompts.sampling=difficulty")
+    [blamed] = [problem for problem in found if problem.key == "prompts.sampling"]
+    assert wrong in blamed.wrong
+    assert fix in blamed.fix
+    load_recipe(minimal, ["prompts.sampling=difficulty"])

@@ -1,0 +1,115 @@
+"""Where does uncorrected training collapse, and which correction holds? Staleness bounds × corrections × learning rates.
+
+    python benchmarks/staleness.py tiny --rates 3e-3 6e-3 1.2e-2 --json staleness-tiny.json
+    python benchmarks/staleness.py quickstart --staleness 0 2 8 --arms none truncate --rates 3e-5 --seeds 0 --json quick.json
+
+Each run is a real run. Runs that ``--json`` already holds are not repeated, so a grid can be ended at any time and extended
+by any part. The table has a row for each learning rate and correction, and a column for each bound: the mean reward of the
+last ten steps over the seeds; in brackets that of the worst seed; after the bar, the step from which the reward (the mean of
+ten steps and of the seeds) is at least ``--level``, "–" where it never is. A seed has collapsed (✗, one for each) when it
+ends below half of the highest mean of ten steps that it had before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.learning import Trial, read_trials, trial, write_trials
+from orchestration.logs import configure
+
+LAST = 10  # steps whose mean reward is the result
+# Options of a policy gradient, by the name of the correction.
+ARMS: Mapping[str, Mapping[str, str]] = {
+    "none": {"correction": "none"},
+    "truncate": {"correction": "truncate", "proximal": "recomputed"},
+    "interpolated": {"correction": "truncate", "proximal": "interpolated"},
+    "mask": {"correction": "mask"},
+    "mask-recomputed": {"correction": "mask", "proximal": "recomputed"},
+    "auto": {"correction": "auto"},
+}
+
+
+def label(recipe: str, arm: str, rate: str) -> str:
+    return f"{recipe}/{arm}/{float(rate):g}"
+
+
+async def measure(options: argparse.Namespace) -> list[Trial]:
+    trials = read_trials(options.json) if options.json.exists() else []
+    done = {(t.recipe, t.staleness, t.seed) for t in trials}
+    order = itertools.product(options.seeds, options.rates, options.staleness, options.arms)
+    for seed, rate, staleness, arm in order:
+        name = label(options.recipe, arm, rate)
+        if (name, staleness, seed) in done:
+            continue
+        sets = [f"algorithm.options.{key}={value}" for key, value in ARMS[arm].items()]
+        sets += [f"train.learning_rate={rate}", *(options.set or [])]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path("recipes") / f"{options.recipe}.toml"
+            one = await trial(path, sets, staleness, seed, Path(folder) / "run")
+        trials.append(replace(one, recipe=name))
+        write_trials(options.json, trials)
+        print(f"{name} η {staleness} seed {seed}: {one.last(LAST):.3f}", flush=True)
+    return trials
+
+
+def smooth(one: Trial) -> list[float]:
+    """Mean reward of each ten steps in a row."""
+    return [statistics.fmean(one.reward[at : at + LAST]) for at in range(len(one.reward) - LAST + 1)]
+
+
+def cell(seeds: list[Trial], level: float) -> str:
+    if not seeds:
+        return ""
+    curves = [smooth(t) for t in seeds]
+    last, mean = [curve[-1] for curve in curves], [statistics.fmean(at) for at in zip(*curves, strict=True)]
+    collapsed = "✗" * sum(curve[-1] < max(curve) / 2 for curve in curves)
+    reached = next((str(at + LAST) for at, value in enumerate(mean) if value >= level), "–")
+    return f"{statistics.fmean(last):.3f} ({min(last):.3f}){collapsed} | {reached}"
+
+
+def table(trials: list[Trial], level: float) -> Table:
+    cells: dict[tuple[float, str, int], list[Trial]] = {}
+    ages: dict[int, list[float]] = {}
+    for t in trials:
+        _, arm, rate = t.recipe.split("/")
+        cells.setdefault((float(rate), arm, t.staleness), []).append(t)
+        ages.setdefault(t.staleness, []).append(t.staleness_mean)
+    bounds = sorted(ages)
+    most = max(len(seeds) for seeds in cells.values())
+    shown = Table(title=f"last {LAST} steps, (worst seed), ✗ a seed that collapsed | step to {level:g}; {most} seeds")
+    for column in ("learning rate", "correction", *(f"η = {bound}" for bound in bounds)):
+        shown.add_column(column, justify="right")
+    for rate, arm in sorted({(rate, arm) for rate, arm, _ in cells}, key=lambda of: (of[0], list(ARMS).index(of[1]))):
+        shown.add_row(f"{rate:g}", arm, *(cell(cells.get((rate, arm, bound), []), level) for bound in bounds))
+    shown.add_section()
+    shown.add_row("", "mean staleness", *(f"{statistics.fmean(ages[bound]):.1f}" for bound in bounds))
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("recipe", help="the name of a recipe in recipes/")
+    parser.add_argument("--staleness", type=int, nargs="*", default=[0, 1, 2, 4, 8])
+    parser.add_argument("--arms", nargs="+", default=["none", "truncate", "mask"], choices=list(ARMS))
+    parser.add_argument("--rates", nargs="+", required=True, metavar="RATE")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--level", type=float, default=0.9, help="reward whose first step is shown")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE")
+    parser.add_argument("--json", type=Path, required=True, help="written after each run; its runs are not repeated")
+    options = parser.parse_args()
+    configure()
+    Console(width=140).print(table(asyncio.run(measure(options)), options.level))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Checks of a teacher behind a server: what does not fit together, and whether the server answers with what is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
+from orchestration.recipe.problems import Problem
+from orchestration.recipe.schema import Recipe
+
+PROBE_SECONDS, PROBE_RETRIES = 20.0, 1  # of a check; a run waits longer
+
+
+@check("teacher", "model.reference", "algorithm", "stages", "external", "rollout.temperature")
+def teacher_is_needed(recipe: Recipe) -> Iterator[Problem]:
+    teacher = recipe.teacher
+    if not teacher.url:
+        fields = type(teacher).model_fields
+        for name in (name for name in fields if getattr(teacher, name) != fields[name].default):
+            yield problem(
+                recipe, f"teacher.{name}", "belongs to a teacher without teacher.url", "give it, or take this out"
+            )
+        return
+    if recipe.model.reference is not None:
+        wrong = "is a checkpoint that gives ref_logprobs, and so does the server teacher.url"
+        yield problem(recipe, "model.reference", wrong, "take one of the two out")
+    if not recipe.runs_stage("reference"):
+        yield problem(recipe, "external.stages", "has 'reference', and so does teacher.url", "take one of the two out")
+    if recipe.rollout.temperature != 1.0:
+        wrong = "is not 1, but the server teacher.url gives logprobs at temperature 1"
+        yield problem(recipe, "rollout.temperature", wrong, "set it to 1.0, or use model.reference")
+    try:
+        needed = recipe.needs_reference
+    except Exception:  # reported for the algorithm or the flow
+        return
+    if not needed:
+        wrong = f"is asked by no stage: {recipe.algorithm.name} with these options reads no ref_logprobs"
+        yield problem(recipe, "teacher.url", wrong, "take it out, or use an algorithm such as 'distillation'")
+
+
+@machine_check("teacher", "model.source")
+def teacher_answers(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if not recipe.teacher.url:
+        return
+    from orchestration.run.engines import teacher_options, tokenizer_of
+    from stages.inference.teacher import TeacherRefused, TeacherServer, TeacherUnreachable
+
+    async def probe() -> None:
+        server = TeacherServer(teacher_options(recipe, PROBE_SECONDS, PROBE_RETRIES), tokenizer)
+        try:
+            await server.open()
+        finally:
+            await server.close()
+
+    try:
+        tokenizer = tokenizer_of(recipe)
+    except Exception:  # reported for the model
+        return
+    try:
+        with ThreadPoolExecutor(1, "teacher") as thread:  # a loop of its own: a check may be called inside of one
+            thread.submit(lambda: asyncio.run(probe())).result()
+    except (TeacherRefused, TeacherUnreachable) as error:
+        key, _, wrong = str(error).partition(": ")
+        wrong, _, fix = wrong.rpartition("; ")
+        yield problem(recipe, key.partition(" = ")[0], wrong or fix, fix if wrong else "look at the server's log")

@@ -1,0 +1,232 @@
+"""A teacher behind an OpenAI-compatible server: logprobs of responses, in the place of a reference model of the run's own.
+
+    a group ─▶ POST URL/completions, `prompt`: prompts with their responses as token ids ─▶ logprobs of the prompt's tokens
+                   └ retried while the server is away or busy                                └▶ ref_logprobs
+    at the start: does the server split a text into the tokens of the run's model, and give logprobs of a prompt?
+
+Servers give them in one of two ways: vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``. They are those at
+temperature 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import stamina
+import torch
+from tensordict import TensorDict
+
+from pipeline.controller import Output, Stage
+from pipeline.index.client import Claim
+from stages.models import Tokenizer
+
+SAMPLE = "What is 3 + 4? be=bbbb"  # that both tokenizers must split in the same way
+WAYS: tuple[dict[str, Any], ...] = (  # of asking for the logprobs of a prompt
+    {"prompt_logprobs": 0, "max_tokens": 1},
+    {"echo": True, "logprobs": 1, "max_tokens": 0},
+)
+PASSING = (408, 409, 425, 429)  # answers after which the same request may succeed, beside those from 500 on
+SHOWN = 200  # characters of an answer that an error quotes
+
+
+class TeacherRefused(ValueError):
+    """The server answers, but not with what is needed: another request would not help."""
+
+
+class TeacherDenied(TeacherRefused):
+    """The server wants another key."""
+
+
+class TeacherUnreachable(ConnectionError):
+    """The server is away, too slow or too busy."""
+
+
+@dataclass(frozen=True)
+class TeacherOptions:
+    """``url``: as ``http://127.0.0.1:8000/v1``. ``model``: its name there; "": the first that the server lists.
+    ``timeout``: seconds of one request, of which ``retries`` follow one that fails, ``wait`` seconds later at first. ``key``
+    is sent as a bearer token, and stands in no message."""
+
+    url: str
+    model: str = ""
+    timeout: float = 60.0
+    retries: int = 5
+    wait: float = 0.5
+    key: str = field(default="", repr=False)
+
+
+class TeacherServer:
+    """Client of the server. :meth:`open` before the first call, in the event loop of the others; :meth:`close` after the
+    last."""
+
+    def __init__(self, options: TeacherOptions, tokenizer: Tokenizer) -> None:
+        self.options, self._tokenizer = options, tokenizer
+        self._url, self._model, self._way = options.url.rstrip("/"), options.model, WAYS[0]
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Check the server: model, tokenizer, and logprobs of a prompt. Raises TeacherRefused, TeacherUnreachable."""
+        headers = {"Authorization": f"Bearer {self.options.key}"} if self.options.key else {}
+        timeout = aiohttp.ClientTimeout(total=self.options.timeout)
+        # A proxy of the environment is not used: it would get the key.
+        self._session = aiohttp.ClientSession(headers=headers, timeout=timeout)
+        if not self._model:
+            listed = (await self._ask("GET", f"{self._url}/models")).get("data") or [{}]
+            self._model = str(listed[0].get("id", ""))
+        ids = self._tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
+        await self._check_tokenizer(ids)
+        for self._way in WAYS:
+            try:
+                [[choice]] = [await self._choices([ids])]
+                logprobs_in(choice, ids)
+            except TeacherDenied:
+                raise
+            except TeacherRefused as refused:
+                reason = str(refused).removeprefix("teacher.url: ")
+                continue
+            return self._check_decoded(choice, ids)
+        fix = "use one that has `prompt_logprobs` (vLLM), or `echo` with `logprobs`"
+        raise TeacherRefused(f"teacher.url: {self._url} gives no logprobs of a prompt ({reason}); {fix}")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def logprobs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
+        """Logprobs float32 [T] of the response of each (prompt, response). Raises TeacherRefused, TeacherUnreachable."""
+        choices = await self._choices([prompt + response for prompt, response in rows])
+        return [
+            torch.tensor(logprobs_in(choice, prompt + response)[len(prompt) :])
+            for choice, (prompt, response) in zip(choices, rows, strict=True)
+        ]
+
+    async def _choices(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        body = {"model": self._model, "prompt": prompts, "temperature": 1.0, **self._way}
+        answer = await self._ask("POST", f"{self._url}/completions", body)
+        choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice["index"]))
+        if len(choices) != len(prompts):
+            raise TeacherRefused(f"teacher.url: {self._url} returned {len(choices)} choices for {len(prompts)} prompts")
+        return choices
+
+    async def _check_tokenizer(self, ids: list[int]) -> None:
+        """Compare with vLLM's ``/tokenize``, where the server has it. Raises TeacherRefused."""
+        body = {"model": self._model, "prompt": SAMPLE, "add_special_tokens": False}
+        try:
+            found = (await self._ask("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)).get("tokens")
+        except TeacherRefused:  # there is none
+            return
+        if found is not None and list(found) != list(ids):
+            raise TeacherRefused(self._differs(f"splits {SAMPLE!r} into the tokens {found}, model.source into {ids}"))
+
+    def _check_decoded(self, choice: Mapping[str, Any], ids: Sequence[int]) -> None:
+        """Compare the texts that the server gives for token ids, where it does. Raises TeacherRefused."""
+        entries = choice.get("prompt_logprobs") or []
+        texts = [
+            None if not entry else entry[str(token)].get("decoded_token")
+            for entry, token in zip(entries, ids, strict=False)
+        ]
+        texts = texts or list((choice.get("logprobs") or {}).get("tokens") or [])[: len(ids)]
+        for token, text in zip(ids, texts, strict=False):
+            own = str(self._tokenizer.decode([token]))
+            if text is not None and text.strip() != own.strip():
+                raise TeacherRefused(self._differs(f"reads the token {token} as {text!r}, model.source as {own!r}"))
+
+    def _differs(self, how: str) -> str:
+        fix = "use a teacher with the tokenizer of model.source"
+        return f"teacher.url: the model {self._model!r} of {self._url} {how}; {fix}"
+
+    async def _ask(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        attempts, wait = self.options.retries + 1, self.options.wait
+        answer: dict[str, Any] = {}
+        retrying = stamina.retry_context(
+            TeacherUnreachable, attempts=attempts, timeout=None, wait_initial=wait, wait_max=20 * wait
+        )
+        async for attempt in retrying:
+            with attempt:
+                answer = await self._ask_once(method, url, body)
+        return answer
+
+    async def _ask_once(self, method: str, url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        assert self._session is not None, "open() comes first"
+        try:
+            async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
+                text = await answer.text(errors="replace")
+                status = answer.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = f"no answer within {self.options.timeout:g} s" if isinstance(error, TimeoutError) else f"{error}"
+            raise TeacherUnreachable(
+                f"teacher.url: {url} cannot be reached ({why}); start the server, or correct it"
+            ) from None
+        if status in PASSING or status >= 500:
+            raise TeacherUnreachable(f"teacher.url: {url} answers {status} {text[:SHOWN]!r}")
+        if status in (401, 403):
+            fix = "teacher.api_key_variable names the environment variable with the key"
+            raise TeacherDenied(f"teacher.url: {url} answers {status}: it wants another key; {fix}")
+        try:
+            if status != 200:
+                raise ValueError
+            found: dict[str, Any] = await _parsed(text)
+        except ValueError:
+            raise TeacherRefused(f"teacher.url: {url} answers {status} {text[:SHOWN]!r}") from None
+        return found
+
+
+async def _parsed(text: str) -> dict[str, Any]:
+    """A JSON object; a long one is parsed in a thread. Raises ValueError."""
+    found = json.loads(text) if len(text) < 2**16 else await asyncio.to_thread(json.loads, text)
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found
+
+
+def logprobs_in(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
+    """The logprob of each token of the prompt ``ids`` in a server's ``choice``; 0 for the first, which follows nothing.
+    Raises TeacherRefused."""
+    entries = choice.get("prompt_logprobs")
+    try:
+        if entries:
+            found = [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], ids[1:], strict=True)]
+        else:
+            found = choice["logprobs"]["token_logprobs"][1 : len(ids)]
+        values = [0.0, *map(float, found)]
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise TeacherRefused(
+            f"teacher.url: its answer has {sorted(choice)}, without a logprob for each token of the prompt"
+        ) from None
+    if len(values) != len(ids) or not all(math.isfinite(value) and value <= 1e-3 for value in values):
+        raise TeacherRefused(
+            f"teacher.url: its answer has {len(values)} logprobs for {len(ids)} tokens, or some that are none"
+        )
+    return values
+
+
+def api_key(variable: str) -> str:
+    """The value of the environment's ``variable``; "" without one. Raises TeacherRefused where it is not set."""
+    if variable and variable not in os.environ:
+        raise TeacherRefused(f"teacher.api_key_variable = {variable!r}: is not set in the environment; export it")
+    return os.environ.get(variable, "") if variable else ""
+
+
+class TeacherReference(Stage):
+    """The reference stage of a run with a teacher behind a server: one request for each group, ``in_flight`` at a time."""
+
+    name = "reference"
+    fetches: tuple[str, ...] = ("prompt_ids", "response_ids")
+
+    def __init__(self, server: TeacherServer, *, in_flight: int, group_size: int) -> None:
+        self.server, self._most_rows = server, in_flight * group_size
+
+    def room(self, held: int) -> int:
+        return int(held < self._most_rows)  # a claim of one group each, which run at the same time
+
+    async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
+        pairs = zip(rows["prompt_ids"].unbind(), rows["response_ids"].unbind(), strict=True)
+        logprobs = await self.server.logprobs([(prompt.tolist(), response.tolist()) for prompt, response in pairs])
+        yield Output(range(len(claim)), {"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum()))

@@ -1,0 +1,156 @@
+"""A critic with an engine and a worker of its own, which learns beside the policy.
+
+    rank 0 of the train engine                    the critic's worker
+      replay, then ─▶ order "begin" ────────────▶ values: a stage of the flow, for groups that training will take
+      claim a step ─▶ order "train" ─┬──────────▶ the same rows ─▶ engine.train_batch ─▶ answer: metrics
+                      train beside it┘                                                     │
+      commit the step, once both have trained ◀────────────────────────────────────────────┘
+      every k steps ─▶ order "save" ────────────▶ copy the state ─▶ answer; the written files are reported apart
+
+The index records a step, and the gate opens for the next one, when policy and critic have both trained: one commit is both.
+The two workers live and die as one; those that are started next load one checkpoint and replay the recorded steps, of which
+the values are still in the warehouse. Orders and answers are numbered entries of two logs in the index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgpack
+import structlog
+import torch
+from tensordict import TensorDictBase
+
+from pipeline.index.client import Claim, Index
+from pipeline.warehouse.dock import Dock
+from stages.algorithms.batch import trained_columns
+from stages.algorithms.named import AlgorithmLike
+from stages.engines.protocols import TrainEngine
+from stages.training.ranks import train_batch
+
+log = structlog.get_logger()
+
+WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
+
+
+class CriticEngine(TrainEngine, Protocol):
+    """A train engine whose model gives values."""
+
+    def values(self, batch: TensorDictBase) -> torch.Tensor:
+        """Values of the states before the response tokens: float32 jagged [B, T_i], no gradient. Groups are computed one by
+        one, so the result of a row does not depend on the other groups."""
+
+
+class CriticOrders:
+    """The logs of orders and answers. ``life`` names them; it is another one after each restart."""
+
+    def __init__(self, index: Index, life: str) -> None:
+        self.index, self._log, self._number, self._saves = index, f"critic:{life}", 0, 0
+
+    async def send(self, do: str, **what: Any) -> dict[str, Any]:
+        """Order ``do``, and return the critic's answer."""
+        number, self._number = self._number, self._number + 1
+        await self.index.append_log(self._log, number, msgpack.packb({"do": do, **what}))
+        answer: dict[str, Any] = msgpack.unpackb(await self._read(self._answers, number))
+        for name in (self._log, self._answers):
+            await self.index.trim_log(name, number, f"{name}:heard")
+        return answer
+
+    async def until_saved(self) -> None:
+        """Return when the checkpoint that was ordered next is written."""
+        number, self._saves = self._saves, self._saves + 1
+        await self._read(f"{self._log}:saved", number)
+
+    # ── of the critic ──
+
+    async def receive(self) -> dict[str, Any]:
+        """Wait for the next order, and return it."""
+        order: dict[str, Any] = msgpack.unpackb(await self._read(self._log, self._number))
+        return order
+
+    async def answer(self, **what: Any) -> None:
+        """Answer the order that was received last."""
+        await self.index.append_log(self._answers, self._number, msgpack.packb(what))
+        self._number += 1
+
+    async def report_saved(self) -> None:
+        await self.index.append_log(f"{self._log}:saved", self._saves, b"")
+        self._saves += 1
+
+    @property
+    def _answers(self) -> str:
+        return f"{self._log}:answers"
+
+    async def _read(self, name: str, number: int) -> bytes:
+        while (entry := await self.index.read_log(name, number, WAIT_SECONDS)) is None:
+            pass
+        return entry
+
+
+class CriticWorker:
+    """Carries out rank 0's orders, until the order to end. ``trained`` counts the steps in the engine's weights; ``save``
+    begins to write the engine's state below a folder, and returns what to await until it is written; ``begin`` is called
+    once recorded steps are replayed. ``most_skipped`` steps in a row that are not finite end the worker."""
+
+    def __init__(
+        self,
+        dock: Dock,
+        engine: CriticEngine,
+        algorithm: AlgorithmLike,
+        orders: CriticOrders,
+        *,
+        version: int,
+        save: Callable[[Path], Awaitable[Awaitable[None]]],
+        begin: Callable[[], None],
+        most_skipped: int,
+    ) -> None:
+        self.dock, self.engine, self.algorithm, self.orders = dock, engine, algorithm, orders
+        self.trained, self._save, self._begin = version, save, begin
+        self._most_skipped, self._skipped = most_skipped, 0
+        self.computing = asyncio.Lock()  # the engine takes one call at a time
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as writing:
+            while (order := await self.orders.receive())["do"] != "end":
+                answer = await self._do(order, writing)
+                await self.orders.answer(**answer)
+        await self.orders.answer()
+
+    async def _do(self, order: Mapping[str, Any], writing: asyncio.TaskGroup) -> Mapping[str, Any]:
+        match order["do"]:
+            case "begin":
+                self._begin()
+            case "train":
+                if order["trained"] != self.trained:
+                    raise RuntimeError(f"critic: is at version {self.trained}, the policy at {order['trained']}")
+                return await self._train(Claim("", order["claim"]["token"], order["claim"]))
+            case "save":
+                async with self.computing:
+                    written = await self._save(Path(order["folder"]))
+                writing.create_task(self._report(written))
+        return {}
+
+    async def _train(self, claim: Claim) -> Mapping[str, float]:
+        """Train on the claim's rows; returns the metrics."""
+        rows = await self.dock.fetch(claim, trained_columns(self.algorithm, self.dock.schema))
+        batch = train_batch(claim, rows, self.trained)
+        try:
+            async with self.computing:
+                metrics = await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+        except FloatingPointError as refused:
+            self._skipped += 1
+            if self._skipped >= self._most_skipped:
+                raise
+            log.warning("the critic's step was skipped", step=self.trained, reason=str(refused))
+            self.trained += 1
+            return {"critic_skipped": 1.0}
+        self._skipped = 0
+        self.trained += 1
+        return {name if "value" in name else f"critic_{name}": float(value) for name, value in metrics.items()}
+
+    async def _report(self, written: Awaitable[None]) -> None:
+        await written
+        await self.orders.report_saved()

@@ -1,0 +1,129 @@
+"""PPO with a critic that has an engine and a worker of its own: real processes that train, die and go on together."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.synchronous import synchronous_run
+from orchestration.recipe.flow import flow_of
+from orchestration.recipe.problems import RecipeError
+from orchestration.run.checkpoint import CRITIC
+from orchestration.run.engines import critic_engine
+from orchestration.run.kinds import workers_of
+from orchestration.run.run import Run
+from stages.engines.torch.critic import VALUE_HEAD
+from tests.orchestration.run.test_run import assert_each_sample_once, assert_equal, assert_nothing_left, trained
+from tests.orchestration.runs import TINY, complete, executing, recipe
+
+OWN: dict[str, Any] = {
+    "algorithm__name": "ppo",
+    "algorithm__options": {"critic": "own", "value_epochs": 3},
+    "pipeline__staleness": 0,
+    "reward__functions": [{"name": "tests.orchestration.scores:early_letters"}],
+    "critic__threads": 1,
+    "critic__learning_rate": 1e-3,
+}
+
+
+def state_of(critic: Any) -> dict[str, torch.Tensor]:
+    state = critic.state_dict()
+    return {
+        f"{part} {name}": v.clone() for part in ("model", "exp_avg", "exp_avg_sq") for name, v in state[part].items()
+    }
+
+
+async def test_either_may_be_killed_and_both_have_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
+    """The critic before the first checkpoint, then the policy after it, then the critic again: with bound 0, bit for bit."""
+    of = recipe(TINY, **OWN, train__steps=8, launch__launcher="process")
+    reported, policy, critic = [], {}, {}
+    async for step in synchronous_run(of):
+        reported.append((step.reward_mean, step.metrics["loss"], step.metrics["explained_variance"]))
+        policy = {name: value.clone() for name, value in step.engine.weights()}
+        critic = state_of(step.critic)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        for steps, worker in ((1, "critic-0"), (4, "update-0"), (6, "critic-0")):
+            await watched.until(lambda: len(watched.of("step")) >= steps)  # noqa: B023
+            assert watched.run.supervisor is not None
+            deaths = len([w for w in watched.of("worker") if w["change"] == "died"])
+            os.kill(watched.run.supervisor.pids()[worker], signal.SIGKILL)
+            await watched.until(
+                lambda: len([w for w in watched.of("worker") if w["change"] == "died"]) > deaths  # noqa: B023
+            )
+        result = await work
+        assert watched.run.supervisor.restarts == 3, "one for both workers"
+    assert result.state == "finished", result.reason
+    died = [w["worker"] for w in watched.of("worker") if w["change"] == "died"]
+    assert died == ["critic-0", "update-0", "critic-0"]
+    assert_each_sample_once(of, watched)
+    assert_nothing_left(watched.run)
+    steps = watched.of("step")
+    assert [(s["reward_mean"], s["loss"], s["explained_variance"]) for s in steps] == reported
+    assert all({"value_loss", "critic_grad_norm", "critic_learning_rate"} <= s.keys() for s in steps)
+    assert_equal(trained(of, result), policy)
+    assert result.checkpoint is not None
+    engine = critic_engine(of)
+    result.checkpoint.load_into(engine, CRITIC)
+    assert_equal(state_of(engine), critic)
+    assert not torch.equal(critic["model model.embed_tokens.weight"], policy["model.embed_tokens.weight"])
+    head = load_file(result.checkpoint.path / CRITIC / "model" / VALUE_HEAD)
+    assert torch.equal(head["value_head.weight"], critic["model value_head.weight"])
+
+
+async def test_a_stopped_run_goes_on_with_its_critic_and_another_run_begins_with_it(tmp_path: Path) -> None:
+    of = recipe(TINY, **{**OWN, "pipeline__staleness": 1}, train__steps=40)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 4)
+        watched.stop.set()
+        result = await work
+    assert result.state == "stopped"
+    stopped = watched.of("step")[-1]["step"] + 1
+    assert result.checkpoint is not None
+    assert result.checkpoint.version == stopped, "the last step's, of both"
+    with pytest.raises(
+        RecipeError, match="cannot change in a resumed run: the checkpoint has the weights of the critic"
+    ):
+        Run.resume(tmp_path / "run", ["algorithm.options.critic=trunk"])
+    resumed = Run.resume(tmp_path / "run", [f"train.steps={stopped + 3}"])
+    watched, result = await complete(resumed)
+    assert result.state == "finished", result.reason
+    assert [step["step"] for step in watched.of("step")] == [stopped, stopped + 1, stopped + 2]
+    assert result.checkpoint is not None
+    source = result.checkpoint.path / CRITIC / "model"
+    begun = critic_engine(recipe(TINY, **OWN, critic__source=str(source)))
+    assert torch.equal(
+        begun.state_dict()["model"]["value_head.weight"], load_file(source / VALUE_HEAD)["value_head.weight"]
+    )
+
+
+def test_the_flow_has_the_critic_and_it_lives_with_the_trainer() -> None:
+    of = recipe(TINY, **OWN)
+    flow = flow_of(of)
+    assert (flow["critic"].runs_on, flow["critic"].takes) == ("critic", "groups")
+    assert "values" in flow["update"].needs
+    assert ("critic", 0) in workers_of(of)
+    trunk = recipe(TINY, algorithm__name="ppo")
+    assert "critic" not in flow_of(trunk)
+    assert ("critic", 0) not in workers_of(trunk)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"critic__learning_rate": 1e-3, "algorithm__name": "ppo"},
+            r"critic.learning_rate = 0.001: is read by no worker",
+        ),
+        ({**OWN, "launch__placement": "colocated"}, "ppo trains a critic of its own, which does not leave it"),
+        ({**OWN, "critic__source": "nowhere"}, r'critic.source = "nowhere": is neither a known model nor a directory'),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe(TINY, **changes)
