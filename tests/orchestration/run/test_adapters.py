@@ -26,6 +26,8 @@ LORA: dict[str, Any] = {
     "algorithm__options": {"kl_coef": 0.1},
 }
 
+DENSE: dict[str, Any] = {"reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]}
+
 
 async def test_with_bound_zero_a_killed_trainer_ends_as_the_plain_loop_bit_for_bit(tmp_path: Path) -> None:
     """With the base as the reference, in the trainer; and the run is resumed for two steps more."""
@@ -77,8 +79,9 @@ async def test_adapters_that_were_not_delivered_are_refused(
     assert "the engine's logprobs" in result.reason
 
 
-async def test_in_bfloat16_every_swap_is_within_the_limits(tmp_path: Path) -> None:
-    of = recipe(TINY, **{**LORA, "pipeline__staleness": 1}, model__dtype="bfloat16")
+async def test_in_bfloat16_they_learn_and_every_swap_is_within_the_limits(tmp_path: Path) -> None:
+    longer = {"pipeline__staleness": 1, "train__steps": 24, "algorithm__options": {}, **DENSE}
+    of = recipe(TINY, **{**LORA, **longer}, model__dtype="bfloat16")
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
@@ -86,11 +89,14 @@ async def test_in_bfloat16_every_swap_is_within_the_limits(tmp_path: Path) -> No
     assert swaps[-1]["version"] == of.train.steps
     assert all(0 < sync["gap_mean"] < sync["gap_mean_limit"] for sync in swaps)
     assert not [worker for worker in watched.of("worker") if worker["change"] in ("died", "kept its weights")]
+    rewards = [step["reward_mean"] for step in watched.of("step")]
+    print("rewards", rewards)
+    assert sum(rewards[-5:]) > 1.3 * sum(rewards[:5])
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
 async def test_ranks_train_adapters(dp: int, tp: int, tmp_path: Path) -> None:
-    few = {**LORA, "train__steps": 3, "reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]}
+    few = {**LORA, "train__steps": 3, **DENSE}
     of = recipe(TINY, **few, train__dp=dp, train__tp=tp, launch__launcher="process")
     expected, _ = await synchronous(recipe(TINY, **few))
     watched, result = await complete(Run.create(of, tmp_path / "run"))
