@@ -223,6 +223,10 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
+def _trained(recipe: Recipe, plan: Plan) -> str:
+    return f", frozen, with adapters of {plan.trained_parameters:,}" if recipe.adapters else ""
+
+
 def plan_table(recipe: Recipe, plan: Plan) -> Table:
     """The plan of a recipe as a table, for ``asyncdock check``."""
     rows = [
@@ -246,7 +250,7 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
         rows.append(("devices", shown(given.items())))
     if plan.parameters:
         rows += [
-            ("model", f"{plan.parameters:,} weights in {recipe.model.dtype}"),
+            ("model", f"{plan.parameters:,} weights in {recipe.model.dtype}" + _trained(recipe, plan)),
             (
                 "training",
                 f"{format_size(plan.train_bytes)} for weights, gradients and optimizer"

@@ -51,6 +51,21 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class LoraSection(Section):
+    """Low-rank adapters (LoRA) beside the linear layers of a frozen model: they alone are trained, published and swapped."""
+
+    rank: CountOrZero = key(
+        0, "Rank r of the product B·A that is added to a layer's weight. 0: no adapters, all weights are trained."
+    )
+    alpha: float = key(32.0, "The product is multiplied by `alpha` / `rank`.", gt=0)
+    targets: list[str] = key(
+        [],
+        "Linear layers with an adapter, by the ends of their names. Empty: all but the output head.",
+        max_length=64,
+        examples=[["q_proj", "v_proj"]],
+    )
+
+
 class ModelSection(Section):
     """The model that is trained."""
 
@@ -67,6 +82,7 @@ class ModelSection(Section):
         "Default: the model as the run begins.",
         min_length=1,
     )
+    lora: LoraSection = LoraSection()
 
 
 class VllmSection(Section):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from stages.algorithms.interface import AGES, Algorithm, LossOutput, TokenBatch
-from stages.flow.declarations import Drop
+from stages.flow.declarations import Drop, RunsOn
 from stages.user_code import place_of
 
 if TYPE_CHECKING:
@@ -24,10 +24,11 @@ class AlgorithmError(RuntimeError):
 
 class NamedAlgorithm:
     """``algorithm`` under the name that the recipe gives it. Its methods raise :class:`AlgorithmError`; what it declares is
-    passed through."""
+    passed through, but for the ``scores`` that are given here."""
 
-    def __init__(self, name: str, algorithm: Algorithm) -> None:
+    def __init__(self, name: str, algorithm: Algorithm, scores: Mapping[str, RunsOn] | None = None) -> None:
         self.name, self.algorithm = name, algorithm
+        self.scores = algorithm.scores if scores is None else scores
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.algorithm, name)
