@@ -185,7 +185,7 @@ export class RunPage {
       plot(
         { title: "Variety", note: "shares", floor: true, series: [line("distinct responses", 1), line("equal groups", 2)] },
         ({ get }) => [get("distinct_responses"), get("equal_groups")],
-        ["distinct_responses", "equal_groups"],
+        ["distinct_responses", "equal_groups", "dropped_groups"],
       ),
       plot(
         { title: "Response length", note: "tokens", floor: true, series: [{ label: "mean", colour: "series-1" }] },
