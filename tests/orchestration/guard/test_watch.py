@@ -161,3 +161,12 @@ async def test_a_cache_that_is_kept_where_it_should_be_rebuilt_is_found_in_its_f
         affected = [step["step"] for step in watched.of("step") if "gap_mean_resumed" in step]
         assert affected, "responses are cut by swaps"
         assert [alarm["step"] for alarm in watched.of("alarm")][:1] == affected[: len(found)]
+
+
+async def test_a_run_that_drops_every_group_says_so_once(tmp_path: Path) -> None:
+    of = recipe(MOCK, **{**EQUAL, "algorithm__options": {"drop_equal": True}, "guard__on_alarm": "fail"})
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert watched.of("step") == []
+    (alarm,) = watched.of("alarm")
+    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("dropped_groups", 0, 64.0)
+    assert "64 groups in a row were dropped, the last one because of: equal rewards" in result.reason
