@@ -79,9 +79,8 @@ async def test_adapters_that_were_not_delivered_are_refused(
     assert "the engine's logprobs" in result.reason
 
 
-async def test_in_bfloat16_they_learn_and_every_swap_is_within_the_limits(tmp_path: Path) -> None:
-    longer = {"pipeline__staleness": 1, "train__steps": 24, "algorithm__options": {}, **DENSE}
-    of = recipe(TINY, **{**LORA, **longer}, model__dtype="bfloat16")
+async def test_in_bfloat16_every_swap_is_within_the_limits(tmp_path: Path) -> None:
+    of = recipe(TINY, **{**LORA, "pipeline__staleness": 1}, model__dtype="bfloat16")
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
@@ -89,9 +88,6 @@ async def test_in_bfloat16_they_learn_and_every_swap_is_within_the_limits(tmp_pa
     assert swaps[-1]["version"] == of.train.steps
     assert all(0 < sync["gap_mean"] < sync["gap_mean_limit"] for sync in swaps)
     assert not [worker for worker in watched.of("worker") if worker["change"] in ("died", "kept its weights")]
-    rewards = [step["reward_mean"] for step in watched.of("step")]
-    print("rewards", rewards)
-    assert sum(rewards[-5:]) > 1.3 * sum(rewards[:5])
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
