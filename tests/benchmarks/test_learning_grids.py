@@ -37,7 +37,7 @@ def test_waste_reports_every_dropped_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "waste.json"
-    main(waste, monkeypatch, "--arms", "difficulty, drop", "--seeds", "0", "--steps", "2", "--json", str(file))
+    main(waste, monkeypatch, "--arms", "difficulty, drop", "--seeds", "0", "--steps", "1", "--json", str(file))
     [one] = read_trials(file)
     ledger = one.ledger
     assert ledger["filtered_tokens"] == sum(ledger["dropped_tokens"].values()) > 0
