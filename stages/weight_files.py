@@ -63,7 +63,8 @@ class WeightFiles:
     def fill(self, model: PreTrainedModel) -> None:
         """Read the weights into the parameters and saved buffers of ``model``: of a DTensor, the part of this rank. No
         collective calls are made."""
-        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        parameters = model.named_parameters(remove_duplicate=False)
+        tensors = {plain_name(name): tensor for name, tensor in (*parameters, *model.named_buffers())}
         for name, key in self._plain.items():
             for local, begins in _parts(tensors[name]):
                 local.copy_(self._tensor(key, begins, local.shape))
@@ -75,7 +76,18 @@ class WeightFiles:
                 for pattern, key in keys:
                     one.add_tensor(name, key, pattern, self._tensor(key))  # type: ignore[arg-type]
                 for made, value in one.convert(name, model=model, config=model.config).items():
-                    _copy(tensors[made], value[0] if isinstance(value, list) else value, first or 0)
+                    copy_part(tensors[made], value[0] if isinstance(value, list) else value, first or 0)
+
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Map each tensor of the checkpoint, one at a time: its name there, the parameter that it is ("" where parameters
+        are made of it otherwise), and the tensor."""
+        parameters = {key: name for name, key in self._plain.items()}
+        for key in self._files:
+            yield key, parameters.get(key, ""), self._tensor(key)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """The shape of each tensor by its name in the checkpoint."""
+        return dict(_shapes(self._files))
 
     def _tensor(self, key: str, begins: Sequence[int] = (), shape: Sequence[int] = ()) -> torch.Tensor:
         """Map the tensor ``key`` or, given ``shape``, its part that begins at ``begins``."""
@@ -125,6 +137,11 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                     group[name] = made.setdefault(id(tensor), value)
 
 
+def plain_name(name: str) -> str:
+    """The name that a parameter of a model with adapters (stages/adapters) has in the model without them."""
+    return name.replace(".base_layer.", ".")
+
+
 class _Stored:
     """Stands for a tensor of a file where transformers converts a checkpoint: it becomes a tensor on the device meta."""
 
@@ -172,7 +189,7 @@ def _holds(tensor: torch.Tensor, row: int) -> Iterator[bool]:
     return (begins[0] <= row < begins[0] + len(local) for local, begins in _parts(tensor))
 
 
-def _copy(tensor: torch.Tensor, value: torch.Tensor, first: int) -> None:
+def copy_part(tensor: torch.Tensor, value: torch.Tensor, first: int = 0) -> None:
     """Copy ``value``, rows from ``first`` on of the whole of ``tensor``, into what this process holds of it."""
     for local, begins in _parts(tensor):
         low, high = max(first, begins[0]), min(first + len(value), begins[0] + len(local))

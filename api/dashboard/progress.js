@@ -70,6 +70,7 @@ export class Progress {
     this.swapped = null;
     this.restarts = 0;
     this.notes = [];
+    this.alarms = []; // of the guard, the oldest first
     this.heard = 0; // Unix seconds of the last event
     this.received = 0; // and of its arrival: the stream begins in the past
     this.changed = 0;
@@ -127,6 +128,7 @@ export class Progress {
     else if (kind === "ledger") this.ledger = data;
     else if (kind === "span") this.span(data);
     else if (kind === "worker") this.change(data);
+    else if (kind === "alarm") this.alarm(data);
     else if (kind === "prompt" && data.change === "epoch") this.epochs = data.epochs;
     else if (kind === "state") {
       this.state = data.state;
@@ -144,6 +146,14 @@ export class Progress {
     if (data.publish_seconds) {
       if (!(data.version < this.published?.version)) this.published = data;
     } else if (!(data.version < this.swapped?.version)) this.swapped = data;
+  }
+
+  /** An alarm, from the stream or from the server's list of them. */
+  alarm(data) {
+    if (this.alarms.some((one) => one.time === data.time && one.metric === data.metric)) return;
+    this.alarms.push(data);
+    this.alarms.sort((a, b) => a.time - b.time);
+    this.changed += 1;
   }
 
   worker(name, stage) {
@@ -167,6 +177,7 @@ export class Progress {
     this.gate = view.gate;
     this.epochs = view.epochs;
     this.flow = view.flow;
+    for (const alarm of view.alarms ?? []) this.alarm(alarm);
     for (const stage of view.stages) {
       for (const { worker, process, state, pid } of stage.workers) {
         this.worker(worker, stage.name).process = process;
@@ -285,6 +296,7 @@ export class Progress {
         }
       }
     }
+    for (const alarm of this.alarms.slice(-3).reverse()) watch(`Alarm at step ${alarm.step + 1}: ${alarm.reason}.`);
     if (this.restarts) watch(`${this.restarts} worker restart${this.restarts > 1 ? "s" : ""}.`);
     return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
   }

@@ -165,6 +165,20 @@ class Gate(BaseModel):
     open: int
 
 
+class AlarmView(BaseModel):
+    """An alarm of the guard: a metric that was unusual at a step."""
+
+    time: Seconds
+    metric: str
+    step: int = Field(description="From 0; -1: before the first one.")
+    value: float | None
+    usual: float | None = Field(description="Median of the steps before.")
+    limit: float | None = Field(description="That the value is past, where there is one.")
+    reason: str
+    look: str = Field(description="What to look at.")
+    worker: str = Field(description="The worker that found it; empty: the guard.")
+
+
 class StagesView(BaseModel):
     """The pipeline at this moment. Empty before the run has begun."""
 
@@ -178,6 +192,7 @@ class StagesView(BaseModel):
     published: int = Field(description="The newest policy version that rollout may use.")
     trained: int = Field(description="Optimizer steps done.")
     gate: Gate
+    alarms: list[AlarmView] = Field(description="The newest alarms of the guard, at most 100, the oldest first.")
     epochs: dict[str, int] = Field(description="The epoch that each source of prompts is in, from 1, by its key.")
     flow: dict[str, Any] = Field(description="As the plan's: stages, and the columns between them.")
 

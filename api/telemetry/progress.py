@@ -13,7 +13,17 @@ from collections import deque
 from dataclasses import dataclass
 
 from api.telemetry.totals import RunTotals
-from pipeline.events import ENDED, EvaluationEvent, Event, EventData, PromptEvent, StateEvent, StepEvent, WorkerEvent
+from pipeline.events import (
+    ENDED,
+    AlarmEvent,
+    EvaluationEvent,
+    Event,
+    EventData,
+    PromptEvent,
+    StateEvent,
+    StepEvent,
+    WorkerEvent,
+)
 
 STEPS_OF_RATE = 8  # time left and tokens per second follow from this many last steps
 MESSAGES = 5
@@ -71,6 +81,8 @@ class Progress(RunTotals):
                 self.messages.append(f"{data.worker} died: {reason}")
             case WorkerEvent(change="died" | "restarted"):
                 self.messages.append(f"{data.worker} {data.change}")
+            case AlarmEvent():
+                self.messages.append(f"alarm at step {data.step + 1}: {data.reason}. {data.look}")
             case PromptEvent(change="too long"):
                 self.messages.append(data.reason)
         return data

@@ -216,6 +216,7 @@ def _of_runs(runs: list[RunListener]) -> list[Metric]:
     prompts = Family("counter", "asyncdock_run_long_prompts", "Prompts that were too long.", "run", "what")
     epochs = Family("gauge", "asyncdock_run_prompt_epoch", "Epoch of a source of prompts, from 1.", "run", "source")
     skipped = Family("counter", "asyncdock_run_skipped_steps", "Steps with a loss or gradient not finite.", "run")
+    alarms = Family("counter", "asyncdock_run_alarms", "Alarms of the guard, by metric.", "run", "metric")
     stale = "Of the newest step's samples, in policy versions; and the bound."
     staleness = Family("gauge", "asyncdock_run_staleness_versions", stale, "run", "stat")
     taking = (
@@ -246,6 +247,8 @@ def _of_runs(runs: list[RunListener]) -> list[Metric]:
         for source, epoch in totals.epochs.items():
             epochs.add(epoch, run, source)
         skipped.add(totals.ledger.skipped_steps if totals.ledger else 0, run)
+        for metric, raised in totals.alarm_counts.items():
+            alarms.add(raised, run, metric)
         for stat in ("mean", "p95", "max"):
             staleness.add(getattr(step, f"staleness_{stat}", None), run, stat)
         staleness.add(listener.bound, run, "bound")
@@ -257,7 +260,7 @@ def _of_runs(runs: list[RunListener]) -> list[Metric]:
             loss.add(step.loss, run)
             kl.add(step.metrics.get("kl_behaviour"), run)
             entropy.add(step.metrics.get("entropy"), run)
-    families = [info, planned, steps, restarts, tokens, dropped, lost, prompts, epochs, skipped, staleness]
+    families = [info, planned, steps, restarts, tokens, dropped, lost, prompts, epochs, skipped, alarms, staleness]
     families += [sync, sync_bytes, reward, loss, kl, entropy]
     return [family.metric for family in families]
 

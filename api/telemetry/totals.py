@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.events import (
+    AlarmEvent,
     Event,
     EventData,
     LedgerEvent,
@@ -23,6 +24,7 @@ from pipeline.events import (
     WorkerEvent,
 )
 
+ALARMS = 100  # newest alarms that are kept; all are counted
 RATE_SECONDS = 10.0  # recent rates and shares are those of this long a past
 SHARES = ("busy", "waiting_input", "waiting_room", "other")
 COUNTED = (*SHARES, "wall", "rows", "tokens")
@@ -88,6 +90,8 @@ class RunTotals:
         self.ledger: LedgerEvent | None = None
         self.epochs: dict[str, int] = {}  # that each source of prompts is in, from 1
         self.prompts_skipped = self.prompts_cut = 0  # as they were too long
+        self.alarms: deque[tuple[float, AlarmEvent]] = deque(maxlen=ALARMS)  # with their times
+        self.alarm_counts: dict[str, int] = {}  # by metric
 
     def apply(self, event: Event) -> EventData | None:
         """Add ``event``; returns its payload."""
@@ -113,6 +117,9 @@ class RunTotals:
                 _, pid = self.processes.get(data.worker, ("", 0))
                 self.processes[data.worker] = data.change, data.pid or pid
                 self.restarts += data.change == "restarted"
+            case AlarmEvent():
+                self.alarms.append((event.time, data))
+                self.alarm_counts[data.metric] = self.alarm_counts.get(data.metric, 0) + 1
             case PromptEvent(change="epoch"):
                 self.epochs = dict(data.epochs)
             case PromptEvent(change="too long"):  # counted by one worker, which begins at 0 after a restart

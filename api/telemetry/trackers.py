@@ -71,6 +71,8 @@ class Points:
                 yield from self._point(event, "evaluation", data)
             case "sync":
                 yield from self._point(event, f"sync/{data['worker']}", data, step=int(data["version"]))
+            case "alarm":
+                yield from self._point(event, f"alarm/{data['metric']}", data, step=max(0, int(data["step"])))
 
     def _shares(self, event: Event) -> Iterator[Point]:
         for name, worker in self._totals.workers.items():

@@ -21,7 +21,7 @@ from rich.text import Text
 from api.telemetry.progress import Progress
 from api.telemetry.totals import SHARES, shares
 from orchestration.recipe.values import format_size
-from pipeline.events import EvaluationEvent, Event, StateEvent, StepEvent, WorkerEvent
+from pipeline.events import AlarmEvent, EvaluationEvent, Event, StateEvent, StepEvent, WorkerEvent
 
 SPARKS = "▁▂▃▄▅▆▇█"
 # Each share of time has its own glyph and its own colour; either of them identifies it.
@@ -314,6 +314,8 @@ def plain_line(progress: Progress, event: Event) -> str:
         case EvaluationEvent():
             reward = number(data.reward_mean, ".3f")
             return f"evaluation v{data.version}  reward {reward} of {data.count} held-out prompts"
+        case AlarmEvent():
+            return f"alarm at step {data.step + 1}: {data.reason}. {data.look}"
         case WorkerEvent(change="died" | "restarted"):
             why = f": {data.reason}" if data.change == "died" and data.reason else ""
             return f"worker {data.worker} {data.change}{why}"

@@ -30,6 +30,7 @@ from stages.prompts.too_long import TOO_LONG_FILE
 
 SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
 TOO_LONG = {"skip": "longer ones are skipped", "cut": "longer ones are cut", "fail": "a longer one fails the run"}
+MOST_ALARMS = 5  # newest ones that the table shows
 ENDS = 5  # steps at each end of a run that the summary compares
 # Okabe and Ito's colours, which the colour-blind can distinguish.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
@@ -132,6 +133,10 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
         "restarts": progress.restarts,
+        "alarms": [
+            {"step": one.step, "metric": one.metric, "reason": one.reason, "look": one.look}
+            for _, one in progress.alarms
+        ],
         "prompts_skipped": progress.prompts_skipped,
         "prompts_cut": progress.prompts_cut,
         "epochs": progress.epochs,
@@ -170,6 +175,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("epoch", ", ".join(f"{epoch} of {key}" for key, epoch in summary["epochs"].items())),
         ("dropped", dropped),
         ("skipped", skipped and f"{skipped:,} steps, as a loss or gradient was not finite; their rows are in skipped/"),
+        ("alarms", "; ".join(f"step {one['step'] + 1}: {one['reason']}" for one in summary["alarms"][-MOST_ALARMS:])),
         ("restarts", str(summary["restarts"] or "")),
         ("reason", summary["reason"]),
         ("resume", "" if saved is None else resume_text(saved, summary["steps_planned"], summary["steps"])),
@@ -217,6 +223,10 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
+def _trained(recipe: Recipe, plan: Plan) -> str:
+    return f", frozen, with adapters of {plan.trained_parameters:,}" if recipe.adapters else ""
+
+
 def plan_table(recipe: Recipe, plan: Plan) -> Table:
     """The plan of a recipe as a table, for ``asyncdock check``."""
     rows = [
@@ -240,7 +250,7 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
         rows.append(("devices", shown(given.items())))
     if plan.parameters:
         rows += [
-            ("model", f"{plan.parameters:,} weights in {recipe.model.dtype}"),
+            ("model", f"{plan.parameters:,} weights in {recipe.model.dtype}" + _trained(recipe, plan)),
             (
                 "training",
                 f"{format_size(plan.train_bytes)} for weights, gradients and optimizer"

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stages.algorithms import Algorithm, build_algorithm
+from stages.algorithms import NamedAlgorithm, build_algorithm
 from stages.flow.catalogue import PROMPT, RESPONSE, catalogue
-from stages.flow.declarations import Columns, StageDeclaration, itemsize
+from stages.flow.declarations import BASE, Columns, StageDeclaration, itemsize
 from stages.flow.resolver import Flow, resolve
 from stages.flow.user_stage import UserStage, declaration_of, stage_class
 from stages.rewards.registry import RewardFunctions, parameters_of
@@ -21,24 +21,41 @@ if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
 
 
-def algorithm_of(recipe: Recipe) -> Algorithm:
-    """The recipe's algorithm under its staleness bound. Raises ValueError for a name or an option that is not known."""
-    return build_algorithm(recipe.algorithm.name, recipe.algorithm.options).under(recipe.pipeline.staleness)[0]
-
-
 def flow_of(recipe: Recipe) -> Flow:
     """The stages and columns of a run of ``recipe``. Raises FlowError, ValueError for a name that is not found."""
     declared = [declaration for _, declaration in stages_of(recipe)]
-    algorithm = algorithm_of(recipe)
+    algorithm: Any = algorithm_of(recipe)
     functions, truncated = len(recipe.reward.functions), recipe.rollout.truncated
     reads, given = reward_reads(recipe, declared), len(recipe.prompts.responses)
-    critic = algorithm.critic_algorithm() is not None
-    stages = catalogue(rewards=functions, reward_reads=reads, stages=declared, given_responses=given, critic=critic)
+    stages = catalogue(
+        rewards=functions,
+        reward_reads=reads,
+        stages=declared,
+        given_responses=given,
+        critic=algorithm.critic_algorithm() is not None,
+        in_training=[name for name, by in algorithm.scores.items() if by == BASE],
+    )
     rated: Columns = {"reward": "float32"} if recipe.prompts.sampling == "difficulty" else {}
     flow = resolve(algorithm, stages, truncated, rated)
     if recipe.reward.on_error == "drop" and recipe.runs_stage("reward") and "reward" in flow:
         return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]", **rated})
     return flow
+
+
+def algorithm_of(recipe: Recipe) -> NamedAlgorithm:
+    """The recipe's algorithm under its staleness bound. Where adapters are trained and the reference is the model that the
+    run begins with, the trainer has it, its model without them: it computes ``ref_logprobs``, unless another stage reads or
+    makes them. Raises ValueError for a name or an option that is not known."""
+    of = recipe.algorithm
+    algorithm = build_algorithm(of.name, of.options).under(recipe.pipeline.staleness)[0]
+    scores, name = algorithm.scores, "ref_logprobs"
+    from_here = recipe.model.reference is None and not recipe.teacher.url and recipe.runs_stage("reference")
+    if recipe.adapters and from_here and name in scores:
+        made = {column for _, declared in stages_of(recipe) for column in declared.makes}
+        read = {column for _, declared in stages_of(recipe) for column in declared.needs} | {*algorithm.credit_reads}
+        if name not in made | read:
+            scores = {**scores, name: BASE}
+    return NamedAlgorithm(of.name, algorithm, scores)
 
 
 def stages_of(recipe: Recipe) -> list[tuple[UserStage, StageDeclaration]]:

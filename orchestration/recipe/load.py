@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from orchestration.recipe.bounds import NotToml, out_of_bounds, read_toml
 from orchestration.recipe.checks import (  # noqa: F401  # registers their checks
+    adapters,
     code,
     examples,
     flow,

@@ -59,26 +59,26 @@ def text_config(source: str) -> dict[str, Any]:
 
 def parameters_in(source: str) -> int:
     """Return the number of weights in the safetensors files of the folder ``source``, without files that are damaged."""
-    count = 0
-    for path in folder_of(source).glob("*.safetensors") if is_folder(source) else ():
-        try:
-            count += sum(math.prod(tensor["shape"]) for tensor in read_header(path).values())
-        except ModelFileError:
-            continue
-    return count
+    return sum(math.prod(sizes) for _, sizes in _weights(source))
 
 
 def joined_experts(source: str) -> str:
     """Returns the name of the first weight in the folder ``source`` that holds several experts' matrices; "" without one."""
+    return next((name for name, sizes in _weights(source) if ".experts." in name and len(sizes) > 2), "")
+
+
+def weight_named(source: str, end: str) -> str:
+    """Returns the name of the first weight in the folder ``source`` that ends with ``end``; "" without one."""
+    return next((name for name, _ in _weights(source) if name.endswith(end)), "")
+
+
+def _weights(source: str) -> Iterator[tuple[str, list[int]]]:
+    """Names and shapes of the weights in the safetensors files of the folder ``source``, without files that are damaged."""
     for path in sorted(folder_of(source).glob("*.safetensors")) if is_folder(source) else ():
         try:
-            tensors = read_header(path)
+            yield from ((name, tensor["shape"]) for name, tensor in read_header(path).items())
         except ModelFileError:
             continue
-        for name, tensor in tensors.items():
-            if ".experts." in name and len(tensor["shape"]) > 2:
-                return name
-    return ""
 
 
 def end_tokens(folder: Path) -> set[int]:

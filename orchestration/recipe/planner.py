@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Engine, memory
@@ -20,6 +21,7 @@ from stages.prompts.options import PromptLimits
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
+    from stages.adapters.options import AdapterOptions
     from stages.resharding.layout import Layout, ModelState, Names, Placement
     from stages.resharding.plan import ReshardPlan
 
@@ -91,6 +93,8 @@ class Plan:
     """Responses that all rollout workers together decode at the same time."""
     parameters: int | None
     """Weights of the model; None for the mock model."""
+    trained_parameters: int | None
+    """Those that are trained and published: all of them, or those of adapters."""
     train_ranks: int
     train_bytes: int
     """Shards of one rank: weights, gradients and AdamW's two moments, in the model's dtype, or in float32 with mixed
@@ -123,6 +127,8 @@ def plan(recipe: Recipe) -> Plan:
     rows_per_step = flow.groups_per_step * size
     parameters = parameters_of(recipe)
     weights = (parameters or 0) * ITEM_BYTES[recipe.model.dtype]
+    trained, ranks = trained_parameters(recipe) or 0, recipe.train.ranks
+    published = trained * ITEM_BYTES[recipe.model.dtype]
     reference = parameters_of_source(recipe.model.reference or recipe.model.source) or 0
     # vLLM's workers then receive into the slot that is counted as slot_bytes.
     direct = recipe.rollout.engine == "vllm" and recipe.sync.transport == "collective"
@@ -137,13 +143,14 @@ def plan(recipe: Recipe) -> Plan:
         tokens_per_step=rows_per_step * recipe.rollout.max_tokens,
         decode_rows=recipe.replicas * recipe.rollout.max_rows,
         parameters=parameters,
+        trained_parameters=trained_parameters(recipe),
         train_ranks=recipe.train.ranks,
-        train_bytes=-(-4 * (parameters or 0) * ITEM_BYTES[recipe.trained_dtype] // recipe.train.ranks)
-        + (weights if recipe.mixed_precision and recipe.train.ranks == 1 else 0),
-        rollout_bytes=(1 if recipe.colocated or direct else 2) * weights * recipe.replicas,
+        train_bytes=-(-(4 * trained * ITEM_BYTES[recipe.trained_dtype] + (weights if recipe.adapters else 0)) // ranks)
+        + (published if recipe.mixed_precision and ranks == 1 else 0),
+        rollout_bytes=(weights + (0 if recipe.colocated or direct else published)) * recipe.replicas,
         reference_bytes=reference * ITEM_BYTES[recipe.model.dtype] if recipe.reference_is_here else 0,
-        slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * weights,
-        copy_bytes=-(-_saved_bytes(recipe) // recipe.train.ranks),
+        slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * published,
+        copy_bytes=-(-_saved_bytes(recipe) // ranks),
         turns=turns(recipe) if recipe.colocated and parameters else None,
         memory=memory_of(recipe),
         flow=document(flow_of(recipe)),
@@ -159,7 +166,7 @@ def memory_of(recipe: Recipe) -> dict[Engine, dict[str, int]]:
         (config_of(source), parameters_of_source(source))
         for source in (own, recipe.model.reference or own, recipe.critic.source or own)
     )
-    return memory(recipe, policy, reference, critic, prompt_limits(recipe).tokens or 0)
+    return memory(recipe, policy, reference, critic, prompt_limits(recipe).tokens or 0, trained_parameters(recipe))
 
 
 def arena_bytes(recipe: Recipe) -> int:
@@ -336,6 +343,24 @@ def parameters_of(recipe: Recipe) -> int | None:
     return parameters_of_source(recipe.model.source)
 
 
+def trained_parameters(recipe: Recipe) -> int | None:
+    """Number of weights that are trained and published: the model's, or those of its adapters; None where not known."""
+    if recipe.adapters is None or recipe.model.source == "mock":
+        return parameters_of(recipe)
+    return _adapter_parameters(recipe.model.source, recipe.adapters)
+
+
+@lru_cache(maxsize=16)
+def _adapter_parameters(source: str, adapters: AdapterOptions) -> int | None:
+    from stages.adapters.names import adapter_shapes
+    from stages.models import empty_model
+
+    try:
+        return sum(map(math.prod, adapter_shapes(empty_model(source), adapters).values()))
+    except Exception:  # reported for the model, or for model.lora
+        return None
+
+
 def parameters_of_source(source: str) -> int | None:
     """Number of weights of the model ``source``, tied ones once. For a folder, from the headers of its safetensors files;
     None for the mock model, and where there are no such files."""
@@ -350,13 +375,16 @@ def checkpoint_bytes(recipe: Recipe) -> int:
     if not recipe.runs_stage("update"):
         return 0
     critic = parameters_of_source(recipe.critic.source or recipe.model.source) if recipe.trains_critic else 0
-    weights = (parameters_of(recipe) or 0) + (critic or 0)
-    return weights * (ITEM_BYTES[recipe.model.dtype] + 3 * ITEM_BYTES[recipe.trained_dtype])
+    beside = trained_parameters(recipe) or 0 if recipe.adapters else 0  # the adapters by themselves
+    weights = ((parameters_of(recipe) or 0) + beside + (critic or 0)) * ITEM_BYTES[recipe.model.dtype]
+    return weights + _saved_bytes(recipe) + 3 * (critic or 0) * ITEM_BYTES[recipe.trained_dtype]
 
 
 def _saved_bytes(recipe: Recipe) -> int:
     """Bytes of the trained weights and AdamW's two moments."""
-    return 3 * (parameters_of(recipe) or 0) * ITEM_BYTES[recipe.trained_dtype] if recipe.runs_stage("update") else 0
+    return (
+        3 * (trained_parameters(recipe) or 0) * ITEM_BYTES[recipe.trained_dtype] if recipe.runs_stage("update") else 0
+    )
 
 
 def heads_of(recipe: Recipe) -> dict[str, int]:

@@ -18,6 +18,7 @@ from orchestration.recipe.sections import (
     EvaluateSection,
     ExternalSection,
     ExternalStage,
+    GuardSection,
     LaunchSection,
     ModelSection,
     PipelineSection,
@@ -31,6 +32,7 @@ from orchestration.recipe.sections import (
 )
 from orchestration.recipe.values import CountOrZero
 from pipeline.staleness import StalenessPlan
+from stages.adapters.options import AdapterOptions
 from stages.algorithms import build_algorithm
 from stages.prompts.options import PromptOptions
 
@@ -55,6 +57,7 @@ class Recipe(Section):
     sync: SyncSection = SyncSection()
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
     launch: LaunchSection = LaunchSection()
     external: ExternalSection = ExternalSection()
     stages: list[StageSection] = Field(default=[], max_length=8, description="Stages of your own, in any order.")
@@ -78,6 +81,14 @@ class Recipe(Section):
     def trained_dtype(self) -> str:
         """Dtype of the trained weights, their gradients and AdamW's moments."""
         return "float32" if self.mixed_precision else self.model.dtype
+
+    @property
+    def adapters(self) -> AdapterOptions | None:
+        """The adapters that are trained in place of the model's weights; None where all weights are."""
+        lora = self.model.lora
+        if not lora.rank:
+            return None
+        return AdapterOptions(lora.rank, lora.alpha, tuple(lora.targets), self.seed, self.trained_dtype)
 
     @property
     def colocated(self) -> bool:

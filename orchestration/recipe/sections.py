@@ -51,6 +51,21 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class LoraSection(Section):
+    """Low-rank adapters (LoRA) beside the linear layers of a frozen model: they alone are trained, published and swapped."""
+
+    rank: CountOrZero = key(
+        0, "Rank r of the product B·A that is added to a layer's weight. 0: no adapters, all weights are trained."
+    )
+    alpha: float = key(32.0, "The product is multiplied by `alpha` / `rank`.", gt=0)
+    targets: list[str] = key(
+        [],
+        "Linear layers with an adapter, by the ends of their names. Empty: all but the output head.",
+        max_length=64,
+        examples=[["q_proj", "v_proj"]],
+    )
+
+
 class ModelSection(Section):
     """The model that is trained."""
 
@@ -67,6 +82,7 @@ class ModelSection(Section):
         "Default: the model as the run begins.",
         min_length=1,
     )
+    lora: LoraSection = LoraSection()
 
 
 class VllmSection(Section):
@@ -287,6 +303,7 @@ class CriticSection(Section):
         min_length=1,
     )
     learning_rate: float | None = key(None, "Peak learning rate of AdamW. Default: `train.learning_rate`.", gt=0)
+    device: Device | None = key(None, "As `train.device`, which is the default.")
     threads: CountOrZero = key(0, "CPU threads. 0: the launcher divides the cores.")
 
 
@@ -414,6 +431,21 @@ class CheckpointSection(Section):
 
     every: Steps = key(20, "Steps between two checkpoints.")
     keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(2, "Number of newest checkpoints that are kept.")
+
+
+class GuardSection(Section):
+    """Alarms on what steps and swaps measure (docs/guard.md)."""
+
+    on_alarm: Literal["warn", "pause", "fail"] = key(
+        "warn", "`warn`: an event and a line in the log. `pause`: the run is paused too. `fail`: the run fails."
+    )
+    window: Annotated[int, Field(ge=8, le=10_000), unit("steps")] = key(
+        32, "Number of past steps that a metric is compared with."
+    )
+    sensitivity: float = key(
+        8.0, "Deviations from the median of these steps that are an alarm. Less: more alarms, also false ones.", gt=0
+    )
+    off: list[str] = key([], "Metrics that are not judged, by name.", max_length=64, examples=[["entropy"]])
 
 
 class LaunchSection(Section):

@@ -4,6 +4,7 @@
                 └─▶ a thread: write ─▶ fsync ─▶ rename: it exists ─▶ remove the oldest ─▶ the rows up to k are released
 
     checkpoints/step-00000020/   model/     a Hugging Face checkpoint
+                                 adapter/   where adapters are trained: they alone, in peft's format; model/ has them merged
                                  train/     optimizer's state and weights, bit for bit: a shard of each rank
                                  critic/    the same two of a critic of its own, where the run trains one
                                  run.json   version, prompt position, ledger, groups still to be made, pass rates

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from orchestration.guard.rules import PROBE
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import end_tokens
 from orchestration.recipe.planner import longest_row, longrope_change
@@ -109,9 +110,8 @@ def probe_rule(recipe: Recipe) -> ProbeRule | None:
     if not sync.probe:
         return None
     dtype, q95, mean = getattr(torch, recipe.model.dtype), sync.probe_tolerance, sync.probe_mean_tolerance
-    if source == "mock":
-        return ProbeRule(dtype, q95=q95, mean=mean)
-    return ProbeRule.of(dtype, load_config(source), q95=q95, mean=mean)
+    rule = ProbeRule(dtype) if source == "mock" else ProbeRule.of(dtype, load_config(source))
+    return replace(rule, q95=q95, mean=mean, alarm=PROBE not in recipe.guard.off)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:
@@ -181,7 +181,7 @@ def _torch_rollout(
 ) -> TorchRolloutEngine:
     from stages.engines.torch.rollout import TorchRolloutEngine
 
-    model, tokenizer = _model(recipe, weights)
+    model, tokenizer = _model(recipe, _base(recipe, weights))
     return TorchRolloutEngine(
         model,
         tokenizer,
@@ -190,8 +190,24 @@ def _torch_rollout(
         initial_version=version,
         device=device,
         packed=packed,
+        adapters=recipe.adapters,
+        first=_first_adapters(recipe, weights),
         context=longest_row(recipe),
     )
+
+
+def _base(recipe: Recipe, weights: Path | None) -> Path | None:
+    """The folder of the weights that an engine begins with: with adapters, the recipe's own model in any case."""
+    return None if recipe.adapters else weights
+
+
+def _first_adapters(recipe: Recipe, weights: Path | None) -> dict[str, torch.Tensor] | None:
+    """The adapters of the checkpoint whose model is in the folder ``weights``."""
+    if recipe.adapters is None or weights is None:
+        return None
+    from stages.adapters.export import ADAPTER, load_adapter
+
+    return load_adapter(weights.with_name(ADAPTER), getattr(torch, recipe.model.dtype))
 
 
 def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | None, secret: bytes) -> RolloutEngine:
@@ -199,6 +215,8 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
     from stages.weights.collective import Credentials
 
     rollout = recipe.rollout
+    first = _first_adapters(recipe, weights)
+    weights = _base(recipe, weights)
     folder = weights or shared / "model"
     if weights is None and recipe.model.source != "tiny":
         folder = model_folder(recipe.model.source)
@@ -210,7 +228,7 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
     if longrope_change(recipe) is not None:
         options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
-    if recipe.sync.transport == "collective":
+    if recipe.sync.transport == "collective" and recipe.adapters is None:
         engine = VllmCollectiveEngine
         authority = recipe.pipeline.tls_authority if recipe.pipeline.tls_certificate else None
         Credentials(secret, authority).write(shared)
@@ -223,6 +241,8 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
         threads=threads_of(recipe, rollout.threads),
         transfer_timeout=recipe.sync.timeout,
         initial_version=version,
+        adapters=recipe.adapters,
+        first=first,
         **options,
     )
 
@@ -278,18 +298,19 @@ def critic_engine(recipe: Recipe) -> TorchCriticEngine:
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
     options["learning_rate"] = critic.learning_rate or recipe.train.learning_rate
     options["threads"] = threads_of(recipe, critic.threads)
+    options["device"] = devices.select(critic.device or recipe.train.device)
     head = Path(source) / VALUE_HEAD if source else None
     return TorchCriticEngine(model, head=head if head and head.is_file() else None, **options)
 
 
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
-    algorithm = algorithm_of(recipe)
-    options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
-    options["value_head"] = "value head" in algorithm.scores.values()
+    options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "adapters": recipe.adapters}
+    options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
+    dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype  # of the model: a frozen one is not trained
     if ranks is None:
         from stages.engines.torch.train import TorchTrainEngine
 
-        return TorchTrainEngine(_model(recipe, dtype=recipe.trained_dtype)[0], **options)
+        return TorchTrainEngine(_model(recipe, dtype=dtype)[0], **options)
     from torch.distributed import FileStore, HashStore
 
     from stages.engines.torch.sharded import ShardedTrainEngine
@@ -297,8 +318,8 @@ def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> T
     if meeting is not None:  # torch would let all users read it
         os.close(os.open(meeting, os.O_CREAT | os.O_WRONLY, 0o600))
     with _LOADING:
-        opened = model_skeleton(recipe.model.source, dtype=getattr(torch, recipe.trained_dtype))
-    model, weights = opened or (_model(recipe, dtype=recipe.trained_dtype)[0], None)
+        opened = model_skeleton(recipe.model.source, dtype=getattr(torch, dtype))
+    model, weights = opened or (_model(recipe, dtype=dtype)[0], None)
     return ShardedTrainEngine(
         model,
         ranks,

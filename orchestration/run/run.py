@@ -31,6 +31,8 @@ from typing import Any, BinaryIO, cast
 import stamina
 import structlog
 
+from orchestration.guard.guard import Guard
+from orchestration.guard.watch import GuardWatch, options_of
 from orchestration.private_files import write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
@@ -260,6 +262,7 @@ class Run:
             self.recipe.launch,
             steps=self.recipe.train.steps,
             begins=self.begins,
+            guard=GuardWatch(self._index, Guard(options_of(self.recipe)), self.recipe.guard.on_alarm),
         )
         outcome = await self.supervisor.run(stop)
         if readers := [asyncio.create_task(done.wait()) for done in self._readers]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import structlog
 
+from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
 from orchestration.run.kinds import kind_of
@@ -64,7 +65,9 @@ class Supervisor:
         *,
         steps: int,
         begins: int,
+        guard: GuardWatch | None = None,
     ) -> None:
+        self.guard = guard
         self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
         self.steps, self.begins, self.restarts = steps, begins, 0
         self._lives: dict[Worker, Life] = {}
@@ -82,7 +85,7 @@ class Supervisor:
         await self.index.transition(["created"], "starting")
         try:
             outcome = await self._supervise(stop)
-        except _Failed as failed:
+        except (_Failed, GuardFailed) as failed:
             outcome = Outcome("failed", str(failed))
         except Exception as error:
             log.exception("supervision failed")
@@ -100,9 +103,13 @@ class Supervisor:
         if (await self.index.state())[0] == "stopping":  # requested before anything was launched
             return Outcome("stopped", STOPPED)
         _, self._began = await self.index.event_ends()
+        if self.guard is not None:
+            await self.guard.begin()
         keepers = {group[0]: asyncio.create_task(self._keep(group)) for group in self._rank_groups()}
         stopping = asyncio.create_task(first_of(stop.wait(), self._stop_requested()))
         watchers: list[asyncio.Task[Any]] = [stopping, asyncio.create_task(self._start())]
+        guarding = asyncio.create_task(self.guard.run()) if self.guard is not None else None
+        watchers += [guarding] if guarding is not None else []
         work = [task for (kind, _), task in keepers.items() if kind_of(kind).ends_by_itself]
         if not any(kind_of(kind).rank_group for kind, _ in keepers):  # another program trains
             work.append(asyncio.create_task(self._last_published()))
@@ -120,6 +127,10 @@ class Supervisor:
                     outcome = Outcome("stopped", STOPPED)
                     break
             await self._stop(list(keepers.values()))
+            if guarding is not None and self.guard is not None:  # the last step is judged too
+                await self.guard.catch_up()
+                if guarding.done():
+                    guarding.result()
             return outcome
         finally:
             for task in {*keepers.values(), *watchers}:

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 
 from stages.algorithms.interface import TokenBatch
-from stages.flow.catalogue import MASK, OPTIONAL, WEIGHT, made_in_training
+from stages.flow.catalogue import AGE, MASK, OPTIONAL, WEIGHT, made_in_training
 
 if TYPE_CHECKING:
     from pipeline.columns import Schema
@@ -53,6 +53,7 @@ class TrainBatch:
                 self._tokens[name] = jagged_rows(batch, name, self.lengths)
         self.mask = jagged_rows(batch, MASK, self.lengths) if MASK in batch else None
         self.weight = batch[WEIGHT].cpu() if WEIGHT in batch else None
+        self.age = jagged_rows(batch, AGE, self.lengths) if AGE in batch else None
         self.trained = self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
         for name, values in algorithm.prepare(self).items():
             shape = self.row.shape if name in algorithm.prepare_makes else self[name].shape
@@ -94,12 +95,14 @@ class TrainBatch:
         at, device = torch.tensor(numbers), logprobs.device
         row = torch.arange(len(numbers)).repeat_interleave(self.lengths[at])
         flat = {name: torch.cat([rows[number] for number in numbers]) for name, rows in self._tokens.items()}
+        age = None if self.age is None else torch.cat([self.age[number] for number in numbers])
         if self.mask is not None:
             kept = torch.cat([self.mask[number] for number in numbers])
             row, logprobs = row[kept], logprobs[kept.to(device)]
             entropy = None if entropy is None else entropy[kept.to(device)]
             values = None if values is None else values[kept.to(device)]
             flat = {name: values[kept] for name, values in flat.items()}
+            age = None if age is None else age[kept]
         single = {name: values[at] for name, values in self._rows.items()}
         flat |= {name: values[row] for name, values in single.items()}
         return TokenBatch(
@@ -114,6 +117,7 @@ class TrainBatch:
             group=torch.tensor(groups).to(device),
             entropy=entropy,
             values=values,
+            age=None if age is None else age.to(device),
             weight=None if self.weight is None else self.weight[at][row].to(device),
         )
 
@@ -130,12 +134,13 @@ def jagged_rows(batch: TensorDictBase, name: str, lengths: torch.Tensor | None =
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several optimizer steps as one: their mean, of maxima the largest, of counted tokens the sum."""
+    """The metrics of several optimizer steps as one: their mean, of maxima the largest, of counted tokens the sum. Gaps by
+    age are those of the first step, as the others compare with weights that have moved."""
     if len(steps) == 1:
         return dict(steps[0])
     out = {}
     for name in steps[0]:
-        values = [step[name] for step in steps if name in step]
+        values = [step[name] for step in steps if name in step][: 1 if name.startswith("gap_mean_") else None]
         largest = name.startswith("max_") or name == "gap_max"
         out[name] = max(values) if largest else sum(values) / (1 if name == "fed_tokens" else len(values))
     return out

@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # a recipe's algorithm and its options are checked without to
 # Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio overflows float32, and the
 # derivative of what clipping leaves out is 0 · inf.
 MOST_LOG_RATIO = 20.0
+# How old a trained token is, by the names of its metrics. A number: steps trained since, the last one or more. `resumed`:
+# made by the weights that are trained now, after tokens of the same response that older ones made.
+AGES = ("0", "1", "2", "3", "4", "resumed")
 Derived = TypeVar("Derived", bound="Algorithm")
 
 
@@ -49,6 +52,7 @@ class TokenBatch:
         None  # float32 [T], nats, of the policy at each token, without gradient; torch engines
     )
     values: torch.Tensor | None = None  # float32 [T], with gradient, of the value head, where the algorithm has one
+    age: torch.Tensor | None = None  # int64 [T], index into AGES of each token, where the update stage gives it
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The column ``name`` at each token, [T, …]."""
@@ -71,12 +75,21 @@ class TokenBatch:
         """Differences of the trainer's logprobs from those that the rollout engine recorded, as metrics of the mini-batch:
         mean, maximum, and the k3 estimate of the KL divergence (http://joschu.net/blog/kl-approx.html). Of tokens made by
         the weights that are trained now it shows how two engines compute one policy; of older ones also how far the policy
-        has moved. Empty where the loss does not read ``rollout_logprobs``."""
+        has moved: where :attr:`age` is known, sums and counts for each age keep the two apart. Empty where the loss does not
+        read ``rollout_logprobs``."""
         if "rollout_logprobs" not in self.columns:
             return {}
+        import torch
+
         difference = (self.logprobs - self.columns["rollout_logprobs"]).detach()
         size, cut = difference.abs(), difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
-        return {
+        ages = {}
+        if self.age is not None:
+            sums = size.new_zeros(len(AGES)).index_add(0, self.age, size)
+            counts = size.new_zeros(len(AGES)).index_add(0, self.age, torch.ones_like(size))
+            ages = {f"sum_gap_{age}": sums[at] for at, age in enumerate(AGES)}
+            ages |= {f"tokens_gap_{age}": counts[at] for at, age in enumerate(AGES)}
+        return ages | {
             "gap_mean": size.sum() / self.total_tokens,
             "gap_k3": (cut.exp() - 1 - cut).sum() / self.total_tokens,
             "max_gap": size.max(),

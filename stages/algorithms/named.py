@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
-from stages.flow.declarations import Drop
+from stages.algorithms.interface import AGES, Algorithm, LossOutput, TokenBatch
+from stages.flow.declarations import Drop, RunsOn
 from stages.user_code import place_of
 
 if TYPE_CHECKING:
@@ -15,16 +15,20 @@ if TYPE_CHECKING:
     from stages.algorithms.batch import TrainBatch
 
 
+LEAST_TOKENS = 16  # of one age that a mean is reported of
+
+
 class AlgorithmError(RuntimeError):
     """An algorithm raised, or returned what its method does not promise; the message names it, the method and the line."""
 
 
 class NamedAlgorithm:
     """``algorithm`` under the name that the recipe gives it. Its methods raise :class:`AlgorithmError`; what it declares is
-    passed through."""
+    passed through, but for the ``scores`` that are given here."""
 
-    def __init__(self, name: str, algorithm: Algorithm) -> None:
+    def __init__(self, name: str, algorithm: Algorithm, scores: Mapping[str, RunsOn] | None = None) -> None:
         self.name, self.algorithm = name, algorithm
+        self.scores = algorithm.scores if scores is None else scores
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.algorithm, name)
@@ -103,9 +107,14 @@ AlgorithmLike = Algorithm | NamedAlgorithm
 
 
 def split_gap(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """The metrics of :meth:`TokenBatch.behaviour_gap`, as they are reported, and the rest of ``metrics``."""
+    """The metrics of :meth:`TokenBatch.behaviour_gap`, as they are reported, and the rest of ``metrics``. ``gap_mean_AGE``
+    is the mean over the tokens of that age, where there are :data:`LEAST_TOKENS` or more."""
     names = {"max_gap": "gap_max", "gap_mean": "gap_mean", "gap_k3": "gap_k3"}
     gap = {new: metrics[name] for name, new in names.items() if name in metrics}
+    for age in AGES:
+        if (tokens := metrics.get(f"tokens_gap_{age}", 0.0)) >= LEAST_TOKENS:
+            gap[f"gap_mean_{age}"] = metrics[f"sum_gap_{age}"] / tokens
+    names |= {f"{part}_gap_{age}": "" for age in AGES for part in ("sum", "tokens")}
     return gap, {name: value for name, value in metrics.items() if name not in names}
 
 

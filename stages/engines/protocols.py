@@ -150,6 +150,15 @@ class ReceivingEngine(Protocol):
         tensors may have names, shapes and dtypes without values. Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
 
 
+@runtime_checkable
+class TokenizingEngine(Protocol):
+    """A rollout engine that has loaded a tokenizer itself. Its vocabulary, ``tokenizer.get_vocab()``, is compared with the
+    run's before anything is generated."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
 class ColocatedEngine(RolloutEngine, Protocol):
     """A rollout engine that takes turns with training on its device. While it sleeps, its owner frees the memory of
     :attr:`tensors`, and fills them before it wakes."""

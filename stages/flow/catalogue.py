@@ -9,7 +9,7 @@ reward ▶ reward scores                    reference ▶ ref_logprobs          
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +31,8 @@ OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32"}
 MASK, WEIGHT = OPTIONAL
 # The update stage adds it to its batch: steps trained since the oldest token of the row was generated.
 STALENESS = "staleness"
+# And, where the rows have versions: of each token its index into AGES of stages/algorithms/interface.py.
+AGE = "age"
 Truncated = Literal[
     "train", "mask", "drop"
 ]  # responses that were cut at their longest: see stages/training/advantage.py
@@ -44,9 +46,11 @@ def catalogue(
     stages: Iterable[StageDeclaration] = (),
     given_responses: int = 0,
     critic: bool = False,
+    in_training: Collection[str] = (),
 ) -> list[StageDeclaration]:
     """The catalogue of a run with ``rewards`` reward functions, which read the columns ``reward_reads`` beside responses.
-    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings is left out.
+    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings, or the trainer
+    computes (``in_training``), is left out.
     ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes over, the best first.
     ``critic``: a critic of its own is trained in the run, and makes the values."""
     made = dict(RESPONSE)
@@ -77,7 +81,7 @@ def catalogue(
     ]
     if critic:
         own.append(replace(own[-1], name=CRITIC, makes={"values": "float32 ragged finite"}, runs_on="critic"))
-    left = [stage for stage in own[1:] if not {*source} & {*stage.makes}]
+    left = [stage for stage in own[1:] if not {*source, *in_training} & {*stage.makes}]
     others = [stage for stage in left if stage is rollout or not given_responses or not {*made} & {*stage.makes}]
     return [own[0], *others, *stages]
 

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from pipeline.columns import Column
 
 Takes = Literal["rows", "groups", "batch"]
-RunsOn = Literal["cpu", "frozen model", "policy", "value head", "critic"]
-IN_TRAINING = (
-    "policy",
-    "value head",
-)  # what the trainer computes with, before the first optimizer step of a train batch
+RunsOn = Literal["cpu", "frozen model", "policy", "value head", "base", "critic"]
+BASE: RunsOn = "base"  # the policy without its adapters
+# What the trainer computes with, before the first optimizer step of a train batch.
+IN_TRAINING: tuple[RunsOn, ...] = ("policy", "value head", BASE)
 Columns = Mapping[str, str]  # type of each column, by name; "": any type
 
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "float64"]

@@ -12,8 +12,9 @@ the swap and the result of the probe, so none is made with wrong weights (except
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.rollout.evaluate import Evaluation, Evaluator, evaluate_once, newest_due, newest_evaluated, record
 from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
+from stages.weights.fault import OTHER, UNDELIVERED, find_fault, raise_alarm, same_logprobs
 from stages.weights.store import (
     TAKEN,
     Probe,
@@ -53,6 +55,22 @@ WAIT_SECONDS = 10.0
 
 class SwapRefused(RuntimeError):
     """A version was not loaded, and the engine has its old one. The message says why."""
+
+
+class ProbeRefused(SwapRefused):
+    """By the probe: ``failed`` says by how much, ``found`` are the engine's logprobs, ``look`` is what to look at, "" where
+    that is to be found out with the weights before."""
+
+    def __init__(self, message: str, failed: ProbeFailed, found: Sequence[torch.Tensor], look: str) -> None:
+        super().__init__(message)
+        self.failed, self.found, self.look = failed, found, look
+
+    async def raise_alarm(self, index: Index, worker: str, version: int, before: Sequence[torch.Tensor] | None) -> None:
+        """Where the rule asks for it. ``before``: what the engine finds with the weights before; None: it is not known."""
+        if not self.failed.alarm:
+            return
+        look = self.look or (UNDELIVERED if same_logprobs(self.found, before) else OTHER)
+        await raise_alarm(index, worker, version, self.failed, look)
 
 
 @dataclass(frozen=True)
@@ -268,6 +286,10 @@ class WeightFollower:
         """Load and probe. Raises SwapRefused with the old weights back in place."""
         judge, probe, engine = self._judge, published.probe, self.stage.engine
         hold, was, changed = judge is not None and probe is not None, engine.version, False
+        before = None
+        if judge is not None and probe is not None and not judge.compares(probe):
+            with contextlib.suppress(SwapRefused):
+                before = await self._score(published, probe)
         try:
             try:
                 times = await self._load(published.version, weights, hold)
@@ -279,8 +301,12 @@ class WeightFollower:
             gap = await self._probe(published, probe, judge)
             return SwapTimes(times.exposed + time.monotonic() - swapped, times.hidden), gap
         except SwapRefused as refused:
-            if changed:
-                await self._go_back(refused, hold)
+            try:
+                if changed:
+                    await self._go_back(refused, hold)
+            finally:
+                if isinstance(refused, ProbeRefused):
+                    await refused.raise_alarm(self.index, self.worker, published.version, before)
             raise
         finally:
             if changed and hold:
@@ -300,13 +326,19 @@ class WeightFollower:
     async def _probe(self, published: Published, probe: Probe, judge: ProbeJudge) -> dict[str, float]:
         """Returns the gap to the trainer's logprobs, as fields of the event. Raises SwapRefused when it is too large."""
         about = f"weights of version {published.version}"
-        scoring = scored(self.stage.engine, probe, self.stage.params.temperature)
-        found = await self._in_time(scoring, f"{about}: not probed")
+        found = await self._score(published, probe)
         same = self._held is not None and self._held.buckets == published.buckets
         try:
             return {} if found is None else judge.judge(probe, found, same_weights=same)
         except ProbeFailed as failed:
-            raise SwapRefused(f"{about}: {failed}") from None
+            look, finding = "", find_fault(self.stage.engine, probe, failed, self.stage.params.temperature)
+            with contextlib.suppress(SwapRefused):  # it takes too long
+                look = await self._in_time(finding, f"{about}: not probed")
+            raise ProbeRefused(f"{about}: {failed}", failed, found or (), look) from None
+
+    async def _score(self, published: Published, probe: Probe) -> list[torch.Tensor] | None:
+        scoring = scored(self.stage.engine, probe, self.stage.params.temperature)
+        return await self._in_time(scoring, f"weights of version {published.version}: not probed")
 
     async def _go_on(self) -> None:
         """Let the engine make tokens again. Raises RuntimeError when it does not."""

@@ -26,16 +26,18 @@ from tensordict import TensorDict
 from pipeline.index.client import Claim, Index
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
+from stages.algorithms.interface import AGES
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.protocols import TrainEngine
-from stages.flow.catalogue import STALENESS
+from stages.flow.catalogue import AGE, STALENESS
 from stages.training.device_lease import DeviceLease
 from stages.weights.store import probed
 
 log = structlog.get_logger()
 
 WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
+VERSIONS = "versions"
 
 
 class RankGroup:
@@ -90,7 +92,8 @@ class RankGroup:
     ) -> TensorDict:
         """Returns this rank's share of the claim, as its engine takes it after ``trained`` steps."""
         share = claim.part(shares[self.ranks.replica])
-        return train_batch(share, await dock.fetch(share, columns), trained)
+        read = [*columns, VERSIONS] if VERSIONS in dock.schema else columns
+        return train_batch(share, await dock.fetch(share, read), trained)
 
 
 class RankWorker:
@@ -144,10 +147,27 @@ class RankWorker:
 
 def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None) -> TensorDict:
     """Returns ``rows`` with the columns ``group`` and ``place``, and for a trainer that has made ``trained`` steps
-    ``staleness``, as :meth:`TrainEngine.train_batch` takes them."""
+    ``staleness``, and ``age`` in the place of ``versions``, as :meth:`TrainEngine.train_batch` takes them."""
     batch = rows.copy()
     batch["group"] = torch.from_numpy(claim.group.astype("int64"))
     batch["place"] = torch.from_numpy(claim.place.astype("int64"))
     if trained is not None:
         batch[STALENESS] = trained - torch.from_numpy(claim.oldest_version.astype("int64"))
+        if VERSIONS in batch:
+            ages = [ages_of(row.tolist(), trained) for row in batch[VERSIONS].unbind()]
+            batch[AGE] = torch.nested.nested_tensor(ages, layout=torch.jagged)
+            del batch[VERSIONS]
     return batch
+
+
+def ages_of(versions: Sequence[int], trained: int) -> torch.Tensor:
+    """Returns int64 [T], the index into AGES of each token of a response, for a trainer that has made ``trained`` steps.
+    ``versions``: version, tokens, version, tokens, … of the response.
+
+    >>> ages_of([6, 2, 7, 1], 7).tolist(), ages_of([7, 2], 7).tolist()
+    ([1, 1, 5], [0, 0])
+    """
+    made, counts = torch.tensor(versions[::2]), torch.tensor(versions[1::2])
+    age = (trained - made).clamp(0, len(AGES) - 2)
+    age[(made == trained) & (made > made.min())] = AGES.index("resumed")
+    return age.repeat_interleave(counts)

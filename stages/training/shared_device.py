@@ -21,6 +21,7 @@ from stages.engines.protocols import ColocatedEngine
 from stages.resharding.plan import Phase, ReshardPlan
 from stages.resharding.swap import State, Swap, SwapError
 from stages.training.device_lease import DeviceLease
+from stages.weights.fault import OTHER, raise_alarm
 from stages.weights.store import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ class SharedDevice(DeviceLease):
             try:
                 gap = {} if found is None else judge.judge(probe, found)
             except ProbeFailed as failed:
+                if failed.alarm:
+                    await raise_alarm(self.index, self.worker, version, failed, OTHER)
                 about = f"{self.worker}: with the weights of version {version}"
                 raise SwapError(f"{about} {failed}; the ranks start again at the last checkpoint") from None
             await self.rollout.resume()

@@ -19,6 +19,7 @@ from typing import cast
 
 import structlog
 import torch
+import xxhash
 from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
@@ -78,7 +79,7 @@ class Update(Stage):
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
         # For the step's event; each rank fetches the columns that it trains on.
-        self.fetches = tuple(name for name in ("reward", "truncated") if name in dock.schema)
+        self.fetches = tuple(name for name in ("reward", "truncated", "response_ids") if name in dock.schema)
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
@@ -123,6 +124,7 @@ class Update(Stage):
             metrics, reason, seconds, samples = await self._train_and_read(claim, stale)
             if "truncated" in rows:
                 metrics = {**metrics, "truncated": float(rows["truncated"].float().mean())}
+            metrics = {**metrics, **variety(claim, rows)}
             ledger = await self.dock.index.ledger()
             now = time.monotonic()
             spent = (now - self._since, seconds)
@@ -271,6 +273,23 @@ def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> l
 
 def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
     return sum(len(ids) - 1 for ids in rows)
+
+
+def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
+    """Metrics of a step's ``rows``: ``distinct_responses``, the share of responses that are not equal to another one; and
+    ``equal_groups``, the share of groups whose rewards are all equal."""
+    out = {}
+    if "response_ids" in rows:
+        hashes = {xxhash.xxh3_64_intdigest(row.contiguous().numpy()) for row in rows["response_ids"].unbind()}
+        out["distinct_responses"] = len(hashes) / len(claim)
+    if "reward" in rows:
+        first, rewards = dict[int, float](), rows["reward"].tolist()
+        pairs = list(zip(claim.group.tolist(), rewards, strict=True))
+        for group, reward in pairs:
+            first.setdefault(group, reward)
+        differing = {group for group, reward in pairs if reward != first[group]}
+        out["equal_groups"] = 1 - len(differing) / len(first)
+    return out
 
 
 def step_event(

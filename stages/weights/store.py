@@ -162,6 +162,7 @@ class ProbeRule:
     routed: bool = False
     q95: float = 0.0
     mean: float = 0.0
+    alarm: bool = True  # a refused probe is an alarm of the guard
 
     @classmethod
     def of(cls, dtype: torch.dtype, config: Any, *, q95: float = 0.0, mean: float = 0.0) -> ProbeRule:
@@ -186,7 +187,12 @@ class ProbeRule:
 
 
 class ProbeFailed(RuntimeError):
-    """The engine's logprobs are not those of the weights that it should have. The message says by how much."""
+    """The engine's logprobs are not those of the weights that it should have. The message says by how much. ``unmoved``:
+    they are those of the weights before. ``alarm``: it is an alarm of the guard."""
+
+    def __init__(self, message: str, *, measured: Gap, limits: ProbeLimits, unmoved: bool, alarm: bool) -> None:
+        super().__init__(message)
+        self.measured, self.limits, self.alarm, self.unmoved = measured, limits, alarm, unmoved
 
 
 class ProbeJudge:
@@ -200,20 +206,28 @@ class ProbeJudge:
         self.rule = rule
         self._accepted: dict[Ids, tuple[tuple[float, ...], torch.Tensor]] = {}  # by sequence: trainer's, engine's
 
+    def compares(self, probe: Probe) -> bool:
+        """Whether ``probe`` shares sequences with the last one."""
+        return not self._accepted.keys().isdisjoint(probe.sequences)
+
     def judge(self, probe: Probe, found: Sequence[torch.Tensor], *, same_weights: bool = False) -> dict[str, float]:
         """Compare ``found`` with the trainer's. ``same_weights``: they are known to be those of the last version judged.
         Returns the gap and its limits as the fields of a ``sync`` event. Raises ProbeFailed."""
         measured = gap(torch.tensor([value for row in probe.logprobs for value in row]), torch.cat(list(found)))
         limits = self.rule.limits(probe)
-        if exceeded := limits.exceeded(measured):
-            raise ProbeFailed(f"the engine's logprobs differ from the trainer's {exceeded}")
         now = dict(zip(probe.sequences, zip(probe.logprobs, found, strict=True), strict=True))
         shared = now.keys() & self._accepted.keys()
-        if shared and not same_weights and all(self._unmoved(now[ids], self._accepted[ids]) for ids in shared):
+        unmoved = bool(shared) and not same_weights
+        unmoved = unmoved and all(self._unmoved(now[ids], self._accepted[ids]) for ids in shared)
+        about: dict[str, Any] = {"measured": measured, "limits": limits, "unmoved": unmoved, "alarm": self.rule.alarm}
+        if exceeded := limits.exceeded(measured):
+            raise ProbeFailed(f"the engine's logprobs differ from the trainer's {exceeded}", **about)
+        if unmoved:
             tokens = sum(len(ids) - 1 for ids in shared)
             raise ProbeFailed(
                 f"the engine's logprobs of {tokens} tokens are bit for bit those of the weights before, and the trainer's "
-                "are not; the update has not reached what the engine computes with"
+                "are not; the update has not reached what the engine computes with",
+                **about,
             )
         self._accepted = now
         return measured.fields() | limits.fields()

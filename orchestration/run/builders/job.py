@@ -103,7 +103,7 @@ class Job:
         return tokenizer_of(self.recipe)
 
     def algorithm(self) -> NamedAlgorithm:
-        return NamedAlgorithm(self.recipe.algorithm.name, algorithm_of(self.recipe))
+        return algorithm_of(self.recipe)
 
     def rewards(self) -> RewardSet:
         """The recipe's reward functions. They are looked up when they are first called."""

@@ -7,11 +7,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.planner import prompt_limits
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, weight_reader
-from stages.engines.protocols import RolloutEngine
+from pipeline.events import AlarmEvent
+from stages.engines.protocols import RolloutEngine, TokenizingEngine
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import load_prompts
 from stages.rollout.evaluate import Evaluator, distinct_prompts
@@ -44,6 +46,8 @@ class RolloutJob(Job):
         finally:
             await asyncio.wait([prompts])
         self.version = lambda: engine.version
+        if isinstance(engine, TokenizingEngine) and TOKENIZER not in recipe.guard.off:
+            await refuse_other_tokenizer(self, engine)
         stage, evaluator = make_rollout(self, engine, prompts.result())
         overlap = recipe.staleness_plan.slack > 0
         self._follower = WeightFollower(
@@ -67,6 +71,21 @@ class RolloutJob(Job):
 
     def until_stop(self) -> Sequence[Work]:
         return (self._follower.run(),)
+
+
+async def refuse_other_tokenizer(job: Job, engine: TokenizingEngine) -> None:
+    """Raises ValueError, after an alarm, when the engine's vocabulary is not the run's."""
+    own, other = job.tokenizer.get_vocab(), engine.tokenizer.get_vocab()
+    wrong = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    if not wrong:
+        return
+    example = f"{wrong[0]!r} is {own.get(wrong[0], 'none')} in the run and {other.get(wrong[0], 'none')} in the engine"
+    reason = f"{TOKENIZER}: the rollout engine has another vocabulary: {len(wrong):,} tokens differ; {example}"
+    look = "Look at which tokenizer the engine loads: the run's is that of model.source."
+    worker, count = f"{job.kind}-{job.number}", float(len(wrong))
+    alarm = AlarmEvent(metric=TOKENIZER, step=-1, value=count, limit=0.0, reason=reason, look=look, worker=worker)
+    await job.index.emit(alarm)
+    raise ValueError(f"{reason}. {look}")
 
 
 def held_out_prompts(job: Job) -> list[Prompt]:

@@ -3,7 +3,8 @@
 Linear layers: torch multiplies matrices by MKL, which uses 256-bit instructions on processors of other makers than Intel;
 oneDNN asks the processor what it has. RMS norms: fewer passes over memory. Embeddings that are the output layer too: the
 gradient of the words that were fed, added to that of the output layer. On other devices, in other dtypes and for DTensors
-(matrices of tensor-parallel ranks) modules compute as before.
+(matrices of tensor-parallel ranks) modules compute as before. Layers with an adapter: both in one function, which has
+gradients of the adapter alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.func import functional_call
 
+from stages.adapters.training import is_adapted
+
 
 @torch.no_grad()
 def use_fast_layers(model: Any, device: torch.device) -> None:
@@ -27,7 +30,9 @@ def use_fast_layers(model: Any, device: torch.device) -> None:
     for module in model.modules():
         if "forward" in vars(module):  # replaced before
             continue
-        if type(module) is nn.Linear:
+        if is_adapted(module):
+            module.forward = partial(_adapted_of, module, module.forward)  # type: ignore[method-assign]
+        elif type(module) is nn.Linear:
             module.forward = partial(_linear_of, module)  # type: ignore[method-assign]
 
 
@@ -61,6 +66,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 def _linear_of(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return linear(input, module.weight, module.bias)
+
+
+def _adapted_of(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
+    base, down, up = module.base_layer, module.lora_A["default"].weight, module.lora_B["default"].weight
+    if module.disable_adapters or not (_in_float32_on_cpu(x, base.weight) and _in_float32_on_cpu(x, down)):
+        return plain(x)  # type: ignore[no-any-return]
+    scale = module.scaling["default"]
+    return _Adapted.apply(x, base.weight, base.bias, down, up, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _norm_of(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +120,38 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             to_bias = gradient.sum(0)
         return to_x, to_weight, to_bias
+
+
+class _Adapted(torch.autograd.Function):
+    """x·Wᵀ + bias + scale · (x·Aᵀ)·Bᵀ of an adapted layer, whose W and bias are frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        inner = torch.ops.mkldnn._linear_pointwise(x, down, None, "none", [], "")
+        ctx.save_for_backward(x, weight, down, up, inner)
+        ctx.scale = scale
+        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(inner, out, up * scale, None, "add")  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, down, up, inner = ctx.saved_tensors
+        gradient, rows = gradient.flatten(0, -2), x.flatten(0, -2)
+        to_inner = product(gradient, up).mul_(ctx.scale)
+        to_x = None
+        if ctx.needs_input_grad[0]:
+            to_x = product(gradient, weight).add_(product(to_inner, down)).view(x.shape)
+        to_up = product(gradient.t(), inner.flatten(0, -2)).mul_(ctx.scale)
+        return to_x, None, None, product(to_inner.t(), rows), to_up, None
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -28,6 +28,7 @@ import structlog
 import torch
 
 from stages import device as devices
+from stages.adapters.options import AdapterOptions
 from stages.engines.checks import check_request
 from stages.engines.protocols import Completion, EngineClosed, EngineFailed, GroupRequest, SwapTimes
 from stages.engines.responses import Responses, engine_failed
@@ -53,7 +54,8 @@ class TorchRolloutEngine:
     ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout; :attr:`tensors` needs False.
     ``context``: tokens of the longest sequence, by which a model with longrope takes its long factors for all sequences;
     train engines of the run get the same.
-    Raises ``ValueError`` for a model that keeps its own attention.
+    ``adapters``: the weights that the engine takes are those of adapters beside the model's linear layers; it begins with
+    ``first`` of them, or zeros. Raises ``ValueError`` for a model that keeps its own attention, or cannot have the adapters.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class TorchRolloutEngine:
         initial_version: int = 0,
         accelerated: bool | None = None,
         packed: bool | None = None,
+        adapters: AdapterOptions | None = None,
+        first: Mapping[str, torch.Tensor] | None = None,
         context: int | None = None,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
@@ -75,8 +79,11 @@ class TorchRolloutEngine:
         chosen = devices.select() if device is None else torch.device(device)
         static = chosen.type != "cpu" if accelerated is None else accelerated
         self._decoder = run_in_temporary_thread(
-            lambda: TorchDecoder(model, chosen, static=static, packed=packed, context=context)
+            lambda: TorchDecoder(model, chosen, static=static, packed=packed, context=context, adapters=adapters)
         )
+        if first is not None:
+            self._decoder.weights.check(first)
+            self._decoder.weights.install(self._decoder.weights.prepare(first))
         self._batch = ContinuousBatch(
             self._decoder,
             tokenizer,

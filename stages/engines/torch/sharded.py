@@ -22,6 +22,7 @@ import os
 import re
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -30,8 +31,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -40,11 +39,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 
 from stages import device as devices
+from stages.adapters.export import ADAPTER, base_weights, save_adapter, write_merged
+from stages.adapters.options import AdapterOptions
+from stages.adapters.training import fill_adapters, is_adapted
 from stages.engines.plans import Ranks
 from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.train import Result, TorchTrainEngine, take_over
-from stages.models import checkpoint_tensors
+from stages.models import checkpoint_tensors, write_checkpoint
 from stages.resharding.layout import Layout, ModelState, Placement, place
 from stages.weight_files import WeightFiles, materialize
 
@@ -132,6 +134,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         if store is not None:
             join(ranks, store, device, timeout)
             self._secret = bytes(store.get(_SECRET))
+        self._base: dict[str, torch.Tensor] = {}  # on rank 0: what exports add adapters to, where no file has it
         super().__init__(model, device=device, **options)
 
     def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
@@ -142,7 +145,12 @@ class ShardedTrainEngine(TorchTrainEngine):
             prove(self._secret, self.device, group)
         self.checkpoint_group = dist.new_group(backend="gloo")  # of calls beside those of training
         prove(self._secret, torch.device("cpu"), self.checkpoint_group)
-        master, self._dtype = self._dtype, compute
+        master = getattr(torch, self._adapters.dtype) if self._adapters else self._dtype
+        self._dtype = compute
+        if (
+            self._adapters is not None and self._weights is None and ranks.rank == 0
+        ):  # made from a seed, or not streamed
+            self._base = {name: value.clone() for name, value in base_weights(self.model).items()}
         if ranks.tp > 1:
             _cut_matrices(self.model, self._mesh["tp"])
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
@@ -153,6 +161,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         if self._weights is not None:
             materialize(self.model, self.device)
             self._weights.fill(self.model)
+            if self._adapters is not None:
+                fill_adapters(self.model, self._adapters)
         self.model.forward = lambda compute, *arguments: compute(*arguments)  # FSDP gathers parameters around forward
         take_over(self)
         self.model.reshard()  # type: ignore[operator]
@@ -240,7 +250,8 @@ class ShardedTrainEngine(TorchTrainEngine):
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Whole tensors, gathered one at a time. Every rank must iterate over all of them."""
         for name, parameter in self.model.named_parameters():
-            yield name, _whole(parameter.detach().to(self._dtype))
+            if parameter.requires_grad:
+                yield name, _whole(parameter.detach().to(self._dtype))
 
     def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor:
         if (like := self._sharded.get(name)) is None:  # a value head, which each rank has
@@ -252,35 +263,29 @@ class ShardedTrainEngine(TorchTrainEngine):
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         """Every rank calls this, unless ``state`` is given. Rank 0 writes files of at most ``FILE_BYTES``, or of one
         tensor."""
+        if self._adapters is not None:
+            return self._save_adapters(path, self._adapters, state)
         learned = dict(self.model.named_parameters(remove_duplicate=False))
         # A module's own state_dict() frees the layers that FSDP has gathered, and a step may be under way beside this.
         known = self.model.state_dict() if state is None else state["model"]
         fixed = {name: known[name] for name in known if name not in learned and name not in self._value_head}
         empty = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
         empty |= {name: torch.empty_like(value, device="meta") for name, value in fixed.items()}
-        sizes = checkpoint_tensors(self.model, empty)
-        files = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
-        held: dict[str, dict[str, torch.Tensor]] = {}
         values = itertools.chain(self.weights(), fixed.items()) if state is None else state["model"].items()
-        for name, value in values:
-            if self.ranks.rank or name not in empty:
-                continue
-            path.mkdir(parents=True, exist_ok=True)
-            for saved, part in checkpoint_tensors(self.model, {name: value}).items():
-                file = files.tensor_to_filename[saved]
-                held.setdefault(file, {})[saved] = part.to("cpu", sizes[saved].dtype).contiguous()
-                if len(held[file]) == len(files.filename_to_tensors[file]):
-                    save_file(held.pop(file), path / file, metadata={"format": "pt"})
+        if self.ranks.rank:
+            deque(values, maxlen=0)  # the calls that gather them
+            return
+        saved = (pair for n, v in values if n in empty for pair in checkpoint_tensors(self.model, {n: v}).items())
+        sizes = checkpoint_tensors(self.model, empty)
+        write_checkpoint(self.model, path, sizes, saved, kind=self._kind, dtype=self._dtype, file_bytes=FILE_BYTES)
+
+    def _save_adapters(self, path: Path, adapters: AdapterOptions, state: Mapping[str, Any] | None) -> None:
+        matrices = dict(self.weights() if state is None else state["model"].items())
         if self.ranks.rank == 0:
-            if files.is_sharded:
-                index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-                (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-            config = self.model.config
-            config.__dict__.pop("quantization_config", None)
-            config.architectures, config.dtype = [self._kind], self._dtype
-            config.save_pretrained(path)
-            if self.model.can_generate():
-                self.model.generation_config.save_pretrained(path)
+            matrices = {n: v.to(self._dtype) for n, v in matrices.items() if n not in self._value_head}
+            save_adapter(path.with_name(ADAPTER), self._adapter_config, matrices)
+            base = self._weights or self._base
+            write_merged(path, self.model, matrices, adapters.scale, base=base, kind=self._kind)
 
 
 def fused(model: ModelState) -> str:
@@ -360,8 +365,13 @@ def _cut_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for module, style in cuts(model, mesh.size()):
         if style == SUMMED:
             _sum_gradients(module, mesh.get_group())
-        else:
-            parallelize_module(module, mesh, STYLES[style](), src_data_rank=None)  # every rank has the whole weight
+            continue
+        parts: list[Any] = [module]
+        if is_adapted(module):  # the matrix with the side that is cut; the other one is on every rank
+            side: Any = module.lora_A if style.startswith("row") else module.lora_B
+            parts = [module.base_layer, side["default"]]
+        for part in parts:
+            parallelize_module(part, mesh, STYLES[style](), src_data_rank=None)  # every rank has the whole weight
 
 
 class _SumGradient(torch.autograd.Function):

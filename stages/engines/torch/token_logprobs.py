@@ -56,8 +56,8 @@ class TokenLogprobs(torch.autograd.Function):
         gradient = gradients[0] / ctx.temperature  # [T]
         of_place = gradient.new_zeros(len(hidden)).index_add_(0, source, gradient)
         to_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        to_weight = torch.empty_like(weight)
-        to_bias = None if bias is None else torch.zeros_like(bias)
+        to_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        to_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), ctx.size):
             part = hidden[start : start + ctx.size]
             if (probabilities := kept) is None:
@@ -75,7 +75,9 @@ class TokenLogprobs(torch.autograd.Function):
                     to_logits.mul_(slope[:, words])
                 to_logits = to_logits.to(weight.dtype)
                 to_hidden[start : start + ctx.size] += product(to_logits, weight[words])
-                if start == 0:
+                if to_weight is None:
+                    pass
+                elif start == 0:
                     to_weight[words] = product(to_logits.t(), part)
                 else:
                     to_weight[words] += product(to_logits.t(), part)

@@ -24,6 +24,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from stages import device as devices
+from stages.adapters.export import ADAPTER, save_adapter, write_merged
+from stages.adapters.options import AdapterOptions
+from stages.adapters.training import adapters_off, add_adapters
 from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
@@ -42,7 +45,7 @@ from stages.engines.torch.optimizer import (
 )
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
-from stages.flow.declarations import IN_TRAINING
+from stages.flow.declarations import BASE, IN_TRAINING
 from stages.resharding.swap import local_weights, training_state
 from stages.threads import end_helpers
 
@@ -97,6 +100,10 @@ class TorchTrainEngine:
     ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints hold it, exports do not.
     ``context``: tokens of the longest sequence, by which a model with longrope takes its long factors for all sequences.
 
+    ``adapters``: freeze the model, and train low-rank matrices beside its linear layers. They alone are in :meth:`weights`
+    and :meth:`state_dict`; an export is the merged model, and beside its folder ``adapter``, for peft. Where an algorithm
+    has scores by the "base", they are logprobs of the model without adapters.
+
     Raises ValueError for a model with logits that the packed computation does not reproduce; it is compared with the model's
     plain forward once.
     """
@@ -117,6 +124,7 @@ class TorchTrainEngine:
         activation_checkpointing: bool = False,
         compute: torch.dtype | None = None,
         value_head: bool = False,
+        adapters: AdapterOptions | None = None,
         context: int | None = None,
         threads: int | None = None,
         device: torch.device | str | None = None,
@@ -138,6 +146,8 @@ class TorchTrainEngine:
         if self.device.type == "cpu":
             use_fast_norms(model)
         self._dtype = model.dtype  # of the arithmetic
+        self._adapters = adapters
+        self._adapter_config = add_adapters(model, adapters) if adapters else {}
         self._plain_forward = model.forward
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
         self._value_head = value_head_of(model, self.device) if value_head else {}
@@ -162,7 +172,7 @@ class TorchTrainEngine:
         nn.Module.to(self.model, self.device)
         take_over(self)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        if compute == self._dtype:
+        if all(parameter.dtype == compute for parameter in trained.values()):
             return trained
         self._dtype, self._copies = compute, trained
         return master_weights(self.model, trained, compute)
@@ -205,9 +215,9 @@ class TorchTrainEngine:
         result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
         a loss or a gradient is not finite."""
         groups, responses = _groups(batch)
-        wanted = {name: IN_TRAINING.index(by) for name, by in algorithm.scores.items() if by in IN_TRAINING}
-        found = self._scores(batch) if wanted else ((), ())
-        given = TrainBatch(batch, algorithm, self._total, {name: found[which] for name, which in wanted.items()})
+        wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
+        found = _scores_by(self, batch, set(wanted.values()))
+        given = TrainBatch(batch, algorithm, self._total, {name: found[by] for name, by in wanted.items()})
         whole = algorithm.unit == "group"
         groups = groups if whole else _with_trained(groups, given.trained.tolist(), algorithm.mini_batches)
         parts = [
@@ -315,7 +325,8 @@ class TorchTrainEngine:
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+            if parameter.requires_grad:
+                yield name, parameter.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors (not copies) of the model and of AdamW's moments, by parameter name, tied ones once, and the
@@ -330,7 +341,8 @@ class TorchTrainEngine:
             }
             for moment in ("exp_avg", "exp_avg_sq")
         }
-        return {"model": {n: value for n, value in model.items() if n not in tied}, **moments, "step": self.step}
+        left = model.keys() - self._trained.keys() if self._adapters else tied
+        return {"model": {n: value for n, value in model.items() if n not in left}, **moments, "step": self.step}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -346,12 +358,7 @@ class TorchTrainEngine:
             moments_of(self._optimizer, parameter)["step"].fill_(self.step)
 
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
-        # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
-        self.model.config.__dict__.pop("quantization_config", None)
-        learned = dict(self.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
-        saved = {name: v for name, v in (state or {"model": {}})["model"].items() if name not in self._value_head}
-        weights = {n: v.to(self._dtype) if n in learned else v for n, v in saved.items()}
-        self.model.save_pretrained(path, state_dict=weights or None)
+        _export(self, path, state)
 
     def close(self) -> None:
         """Release the optimizer's memory. May be called again."""
@@ -373,6 +380,33 @@ class TorchTrainEngine:
         self._feeding.feed(packed)
         out = decoder(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
         return out.last_hidden_state[0].index_select(0, packed.places)
+
+
+def _scores_by(engine: TorchTrainEngine, batch: TensorDictBase, wanted: set[str]) -> dict[str, list[torch.Tensor]]:
+    """What each of ``wanted``, which are of ``IN_TRAINING``, computes of the response tokens of each row."""
+    found: dict[str, list[torch.Tensor]] = {}
+    if wanted - {BASE}:
+        found = dict(zip(IN_TRAINING, engine._scores(batch), strict=False))
+    if BASE in wanted:
+        if engine._adapters is None:
+            raise ValueError("scores: 'base' is the model without its adapters, and it has none")
+        with adapters_off(engine.model):
+            found[BASE] = engine._scores(batch)[0]
+    return found
+
+
+def _export(engine: TorchTrainEngine, path: Path, state: Mapping[str, Any] | None) -> None:
+    # The config of a checkpoint that came from a quantised file says so, which would be untrue of what is written.
+    engine.model.config.__dict__.pop("quantization_config", None)
+    learned = dict(engine.model.named_parameters())  # buffers keep their dtype: experts are chosen in float32
+    known = state["model"] if state else engine.state_dict()["model"] if engine._adapters else {}
+    saved = {name: v for name, v in known.items() if name not in engine._value_head}
+    weights = {n: v.to(engine._dtype) if n in learned else v for n, v in saved.items()}
+    if engine._adapters is None:
+        engine.model.save_pretrained(path, state_dict=weights or None)
+    else:
+        save_adapter(path.with_name(ADAPTER), engine._adapter_config, weights)
+        write_merged(path, engine.model, weights, engine._adapters.scale)
 
 
 def _packed(

@@ -25,6 +25,7 @@ ENVIRONMENT = {
 NAMES = {
     "AsyncEngineArgs": "vllm.engine.arg_utils",
     "AsyncLLM": "vllm.v1.engine.async_llm",
+    "LoRARequest": "vllm.lora.request",
     "RequestOutputKind": "vllm.sampling_params",
     "SamplingParams": "vllm.sampling_params",
     "WeightTransferInitRequest": "vllm.distributed.weight_transfer.base",

@@ -26,8 +26,10 @@ from typing import Any, Literal
 
 import torch
 
+from stages.adapters.options import AdapterOptions
 from stages.engines.protocols import Completion, EngineClosed, EngineFailed, FinishReason, GroupRequest, SwapTimes
 from stages.engines.responses import Responses, engine_failed
+from stages.engines.vllm.adapters import VllmAdapters
 from stages.engines.vllm.library import import_vllm, vllm_environment
 from stages.engines.vllm.rows import VllmRow, check_request, sampling_params
 from stages.engines.vllm.weights import COLLECTIVE, HALF_LOADED, SHARED_MEMORY, Landed, VllmWeights
@@ -50,7 +52,8 @@ class VllmRolloutEngine:
     ``kv_cache_bytes``: memory for keys and values; None lets vLLM take ``gpu_memory_utilization`` of the device.
     ``max_model_len``: tokens of prompt and response together (None: the model's limit). ``block_size``: tokens of a KV
     block; rows of a group share whole blocks of their prompt (None: vLLM's default, 128 on the CPU). ``threads``: CPU
-    threads. ``transfer_timeout``: seconds for new weights to reach vLLM's workers.
+    threads. ``transfer_timeout``: seconds for new weights to reach vLLM's workers. ``adapters``: the weights that the engine
+    takes are those of adapters on the model, ``first`` of them at its start (None: zeros).
 
     Raises ``EngineMissing``, and what vLLM raises for a model that it cannot serve.
     """
@@ -76,11 +79,13 @@ class VllmRolloutEngine:
         threads: int | None = None,
         transfer_timeout: float = 120.0,
         initial_version: int = 0,
+        adapters: AdapterOptions | None = None,
+        first: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._vllm = import_vllm()
         self._filters, self._pause, self._rebuild = filters, pause, kv_cache == "rebuild"
         self._version = initial_version
-        self._weights = VllmWeights(self._vllm, model, dtype, shared, transfer_timeout)
+        self._weights = _weights(self._vllm, model, dtype, shared, transfer_timeout, adapters, first)
         self._loading = False  # vLLM is paused for a swap
         self._rows: dict[VllmRow, asyncio.Task[None]] = {}
         self._numbers = itertools.count()
@@ -105,6 +110,7 @@ class VllmRolloutEngine:
             weight_transfer_config={"backend": self.transport},
             worker_extension_cls="stages.engines.vllm.worker.WorkerExtension",
             disable_log_stats=True,
+            **(VllmAdapters.arguments(adapters) if adapters else {}),
         )
         with vllm_environment(threads):
             self._llm = self._vllm.AsyncLLM.from_engine_args(arguments)
@@ -114,6 +120,11 @@ class VllmRolloutEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def tokenizer(self) -> Any:
+        """vLLM's, which it decodes stop strings with."""
+        return self._llm.get_tokenizer()
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         """See :class:`RolloutEngine`. Raises ``ValueError`` for a request that cannot be served, and ``EngineClosed``."""
@@ -173,7 +184,8 @@ class VllmRolloutEngine:
             if self._paused:
                 await self._llm.resume_generation()
             try:
-                async with aclosing(self._llm.generate(prompt, params, f"score-{next(self._numbers)}")) as outputs:
+                asked = (prompt, params, f"score-{next(self._numbers)}")
+                async with aclosing(self._llm.generate(*asked, lora_request=self._weights.request)) as outputs:
                     async for output in outputs:
                         found = found or output.prompt_logprobs or []
             finally:
@@ -238,7 +250,8 @@ class VllmRolloutEngine:
         row.request_id = f"{row.request.group}-{row.place}-{next(self._numbers)}"
         version = self._version
         prompt = {"prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens, "cache_salt": str(version)}
-        async with aclosing(self._llm.generate(prompt, sampling_params(self._vllm, row), row.request_id)) as outputs:
+        asked = (prompt, sampling_params(self._vllm, row), row.request_id)
+        async with aclosing(self._llm.generate(*asked, lora_request=self._weights.request)) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]
                 if not row.tokens and version != self._version:
@@ -301,10 +314,10 @@ class VllmRolloutEngine:
             self._swapped.set()
         return SwapTimes(exposed=time.perf_counter() - ready, hidden=ready - began)
 
-    async def _bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Published:
+    async def _bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Any:
         return await self._weights.bring(version, weights)
 
-    async def _update(self, version: int, published: Published, cut: bool) -> None:
+    async def _update(self, version: int, published: Any, cut: bool) -> None:
         for row in self._rows if cut else ():
             row.cut = True  # before vLLM aborts it: its task goes on then
         try:
@@ -323,6 +336,20 @@ class VllmRolloutEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineClosed("the rollout engine is closed")
+
+
+def _weights(
+    vllm: Any,
+    model: Path,
+    dtype: torch.dtype,
+    shared: Path,
+    timeout: float,
+    adapters: AdapterOptions | None,
+    first: Mapping[str, torch.Tensor] | None,
+) -> Any:
+    if adapters is not None:
+        return VllmAdapters(vllm, model, dtype, shared, adapters, first)
+    return VllmWeights(vllm, model, dtype, shared, timeout)
 
 
 class VllmCollectiveEngine(VllmRolloutEngine):

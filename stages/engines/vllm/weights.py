@@ -45,6 +45,8 @@ class VllmWeights:
         self._keys = itertools.count()
         self._updating = False  # vLLM is in a weight update
 
+    request: Any = None  # what a request names its adapter by: none
+
     async def start(self, llm: Any, version: int) -> None:
         """Give the workers the places of the store and of the file, and vLLM the version of its first weights."""
         self._llm = llm

@@ -68,12 +68,54 @@ def ended(served: Site) -> str:
     )
 
 
+@pytest.fixture(scope="module")
+def alarmed(served: Site) -> str:
+    """A run whose reward is always 0: the mock's responses are no numbers."""
+    changes = {"name": "alarmed", "train.steps": 10, "reward.functions": [{"name": "exact_number"}]}
+    return served.finished(changes | {"rollout.max_tokens": TOKENS, "guard.on_alarm": "warn"})
+
+
 def module(name: str) -> str:
     return f"const it = await import('/dashboard/{name}.js');"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A run
+
+
+def test_alarms_are_on_the_chart_where_they_happened_and_in_a_list(
+    browser: Browser, served: Site, alarmed: str
+) -> None:
+    browser.open(f"{served.url}#/runs/{alarmed}")
+    browser.until("return document.querySelectorAll('.chart .mark').length")
+    marks = browser.js(
+        "return [...document.querySelectorAll('.chart .mark')].map((mark) => [mark.closest('.chart').querySelector('h3')"
+        ".innerText, mark.title])"
+    )
+    assert [title for title, _ in marks] == ["Variety"]
+    assert marks[0][1].startswith("Alarm at step 8: equal_groups: rewards are equal in all groups of the first 8 steps")
+    places = browser.js(
+        "const mark = document.querySelector('.chart .mark'), over = mark.parentElement.getBoundingClientRect(), "
+        "at = mark.getBoundingClientRect(); return [(at.left + at.width / 2 - over.left) / over.width, over.width]"
+    )
+    assert places[0] == pytest.approx(7 / 9, abs=0.02), "step 8 of 1 to 10"
+    says = (
+        "return [...document.querySelectorAll('.alarm-says')].filter((one) => !one.hidden).map((one) => one.innerText)"
+    )
+    assert browser.js(says) == []
+    browser.js("document.querySelector('.chart:has(.mark) .plot').focus()")
+    for key in (Keys.HOME, *[Keys.ARROW_RIGHT] * 7):
+        browser.keys(key)
+    assert browser.js(says) == [marks[0][1]]
+    assert "Alarm at step 8: equal_groups" in browser.text(".findings")
+    browser.click("Alarms")
+    cells = browser.js(
+        "return [...document.querySelectorAll('#view-alarms tbody tr > *')].map((cell) => cell.innerText)"
+    )
+    assert cells[:2] == ["8", "equal_groups"]
+    assert "reward functions return" in cells[3]
+    (alarm,) = served.get(f"v1/runs/{alarmed}/stages").body["alarms"]
+    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 7, 1.0)
 
 
 def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: Browser, served: Site) -> None:
@@ -102,7 +144,7 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
         "return [...document.querySelectorAll('.plot canvas')].map((canvas) => new Set(new Uint32Array("
         "canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size)"
     )
-    assert len(painted) == 7
+    assert len(painted) == 12
     assert min(painted) > 10
     bounds = browser.js(
         "return [...document.querySelectorAll('.chart:nth-child(5) tbody tr')].map((row) => [...row.cells].map("

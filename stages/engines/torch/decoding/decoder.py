@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from stages import device as devices
+from stages.adapters.options import AdapterOptions
 from stages.engines.torch.attention import Scores
 from stages.engines.torch.attention_interface import PROBE, check_logits, fix_rope, replace_attention, state_of
 from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
@@ -72,7 +73,8 @@ class TorchDecoder:
     All calls but those of ``weights.check`` and ``weights.prepare`` come from one thread. ``static``: decode steps have few
     sizes and are recorded where the device can. ``packed``: weights are copied into oneDNN's
     layout (None: on a CPU that has it). ``context``: see :func:`~stages.engines.torch.attention_interface.fix_rope`.
-    Raises ``ValueError`` for a model that keeps its own attention.
+    ``adapters``: computed beside the linear layers, and zero at first. Raises ``ValueError`` for a model that keeps its own
+    attention, or cannot have the adapters.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class TorchDecoder:
         device: torch.device,
         static: bool = False,
         packed: bool | None = None,
+        adapters: AdapterOptions | None = None,
         context: int | None = None,
     ) -> None:
         self.model = model.to(device).eval().requires_grad_(False)
@@ -97,7 +100,7 @@ class TorchDecoder:
         self._sharing: SharedPrompts | None = None
         self._static = static
         can_pack = device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self.weights = DecoderWeights(self.model, can_pack if packed is None else packed)
+        self.weights = DecoderWeights(self.model, can_pack if packed is None else packed, adapters)
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._recorded_at = 0  # value of attention.grown for which the recordings hold
         with torch.inference_mode():

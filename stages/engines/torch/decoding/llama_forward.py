@@ -36,7 +36,10 @@ class Place:
 
 class PackedLinear(nn.Module):
     """Linear layers with the same input, joined to one weight in oneDNN's blocked layout (CPU only). ``dtype`` (None: the
-    layers'): of the weight, the input and the output. The layers' own weights are freed, unless ``shared`` by others."""
+    layers'): of the weight, the input and the output. The layers' own weights are freed, unless ``shared`` by others.
+    ``adapter``: whose output is added (``decoding.adapters``)."""
+
+    adapter: Any = None
 
     def __init__(self, *layers: nn.Linear, dtype: torch.dtype | None = None, shared: bool = False) -> None:
         super().__init__()
@@ -55,11 +58,22 @@ class PackedLinear(nn.Module):
             layer.weight.data = part.to(layer.weight.dtype)
 
     def forward(self, hidden: torch.Tensor, after: str = "none") -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, after, [], "")
+        """``after``: "none", or "swish" of what is returned."""
+        if self.adapter is None:
+            return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, after, [], "")
+        out = self._adapted(hidden, torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], ""))
+        return nn.functional.silu(out, inplace=True) if after == "swish" else out
 
     def then(self, operation: str, hidden: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """``self(hidden)``, then ``add`` or ``mul`` with ``other`` in the same pass."""
-        return torch.ops.mkldnn._linear_pointwise.binary(hidden, other, self.packed, self.bias, operation)
+        if self.adapter is not None and operation == "mul":
+            return self(hidden).mul_(other)
+        out = torch.ops.mkldnn._linear_pointwise.binary(hidden, other, self.packed, self.bias, operation)
+        return out if self.adapter is None else self._adapted(hidden, out)
+
+    def _adapted(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        inner = torch.ops.mkldnn._linear_pointwise(hidden, self.adapter.down, None, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(inner, out, self.adapter.up, None, "add")
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts)).to(self.dtype)
@@ -75,7 +89,10 @@ class PackedLinear(nn.Module):
 
 
 class JoinedLinear:
-    """Linear layers with the same input as one weight in torch's layout. The modules' parameters become views of it."""
+    """Linear layers with the same input as one weight in torch's layout. The modules' parameters become views of it.
+    ``adapter``: as in :class:`PackedLinear`."""
+
+    adapter: Any = None
 
     def __init__(self, *layers: nn.Linear) -> None:
         self.layers = layers
@@ -83,7 +100,8 @@ class JoinedLinear:
         self.bias = None if layers[0].bias is None else _join([layer.bias for layer in layers])
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden, self.weight, self.bias)
+        out = nn.functional.linear(hidden, self.weight, self.bias)
+        return out if self.adapter is None else self.adapter.add_to(out, hidden)
 
     def then(self, operation: str, hidden: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         assert operation == "add", operation

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from stages.adapters.options import AdapterOptions
 from stages.engines.checks import check_weights, layout_of
+from stages.engines.torch.decoding.adapters import DecoderAdapters
 from stages.engines.torch.decoding.llama_forward import LlamaForward, PackedLinear, own_places
 from stages.resharding.swap import separate
 
@@ -24,11 +26,13 @@ WeightSet = list[tuple[Any, str, torch.Tensor]]  # holder, attribute, its new te
 
 
 class DecoderWeights:
-    """The parameters of ``model``. ``packed``: linear layers are copied into oneDNN's layout."""
+    """The parameters of ``model``. ``packed``: linear layers are copied into oneDNN's layout. ``adapters``: new weights are
+    those of adapters, and the model's own stay. Raises ValueError for adapters that the model cannot have."""
 
-    def __init__(self, model: Any, packed: bool) -> None:
+    def __init__(self, model: Any, packed: bool, adapters: AdapterOptions | None = None) -> None:
         self.model, self.packed = model, packed
-        self._layout = layout_of(dict(model.named_parameters()))
+        self._adapters = None if adapters is None else DecoderAdapters(model, adapters)
+        self._layout = self._adapters.layout if self._adapters else layout_of(dict(model.named_parameters()))
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._llama: LlamaForward | None = None
 
@@ -43,9 +47,12 @@ class DecoderWeights:
         self._places = [place for linear in linears for place in linear.places(self._names)] + own
         if self.packed:  # the file that they were mapped from would stay in memory with them
             separate(getattr(place.holder, place.attribute) for place in own)
+        if self._adapters is not None:
+            joined = linears or (llama.linears() if llama is not None else [])
+            self._places = self._adapters.put_beside(joined, self.model, self._names)
 
     def check(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raise ``WeightMismatch`` unless ``weights`` are the model's parameters in name, shape and dtype."""
+        """Raise ``WeightMismatch`` unless ``weights`` have names, shapes and dtypes of the parameters, or the adapters."""
         check_weights(weights, self._layout)
 
     def tensors(self) -> dict[str, torch.Tensor]:

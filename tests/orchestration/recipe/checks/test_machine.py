@@ -23,6 +23,7 @@ from orchestration.recipe.load import load_recipe, parse_recipe
 from orchestration.recipe.problems import Problem, RecipeError
 from orchestration.recipe.schema import Recipe
 from stages import device_names
+from stages.models import tiny_tokenizer
 from stages.prompts.files import Reading
 from tests.orchestration.runs import MOCK, TINY
 
@@ -234,6 +235,26 @@ def test_a_folder_of_parquet_is_not_looked_through_without_end(tmp_path: Path) -
     for at in range(300):
         (tmp_path / str(at)).mkdir()
     assert messages(of_rows(tmp_path, source="parquet"), reading=Reading(rows=100)) == {}
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
+    folder, tokenizer = model_folder(tmp_path / "model"), tiny_tokenizer()
+    config = {"model_type": "llama", "max_position_embeddings": 64}
+    recipe = of(model={"source": str(folder)}, external={"stages": ["rollout", "update"]})
+
+    def found(rows: int) -> str:
+        (folder / "config.json").write_text(json.dumps({**config, "vocab_size": rows}))
+        return messages(recipe).get("model.source", "")
+
+    tokenizer.save_pretrained(folder)
+    assert found(len(tokenizer)) == found(len(tokenizer) + 8) == ""
+    assert "'?' has the id 48, and the embedding has 48 rows; save the model after" in found(len(tokenizer) - 1)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(folder)
+    assert found(len(tokenizer) - 1) == "", "no text becomes it"
+    tokenizer.chat_template = "<image>{{ messages }}"
+    tokenizer.save_pretrained(folder)
+    assert "'<image>' has the id 49" in found(len(tokenizer) - 1)
 
 
 def test_a_model_of_others_needs_no_weights_of_ours(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""The guard: compares what a run measures with what is usual in it, and raises alarms (docs/guard.md)."""

@@ -1,0 +1,206 @@
+"""The guard's state machine: events in, alarms out. It does no I/O, so tests, a live run and a recorded one use the same.
+
+StepEvent, SyncEvent ─▶ Guard.observe ─▶ rule of each metric ─▶ AlarmEvent, once until the metric is usual again
+                                           └─ the value joins the metric's window
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from orchestration.guard.rules import COLLAPSED, CONSTANT, EQUAL_WEIGHTS, RESUMED, TRENDS, Rule
+from pipeline.events import AlarmEvent, EventData, StepEvent, SyncEvent
+
+WARM_UP = 8  # values before a trend is judged
+RECENT = 8  # steps that the chance of equal groups is estimated from
+NORMAL = 1.4826  # median absolute deviations in a standard deviation
+MARGIN = 2.0  # by which a step's mean may exceed the probe's limit: it is of other tokens, and of as few as 16
+CHANCE, CHANCE_OF_JUMP = (
+    1e-6,
+    1e-3,
+)  # below which a step of equal groups is an alarm; the latter where the mean jumps too
+JUMP = 4.0  # deviations of the mean reward
+
+
+@dataclass(frozen=True)
+class GuardOptions:
+    """``window``: steps that a value is compared with. ``sensitivity``: deviations that are an alarm. ``off``: metrics that
+    are not judged. ``gap_limit``: largest mean difference of two engines' logprobs with the same weights, as far as it is
+    known before the first probe (0: it is not). ``grad_clip``: gradients up to it are no alarm. ``rebuilds``: whether the
+    KV cache of a response in flight is computed again after a swap."""
+
+    window: int = 32
+    sensitivity: float = 8.0
+    off: Collection[str] = ()
+    gap_limit: float = 0.0
+    grad_clip: float = 1.0
+    rebuilds: bool = False
+
+
+class Window:
+    """The last values of one metric, with their median and deviation."""
+
+    def __init__(self, size: int) -> None:
+        self.values: deque[float] = deque(maxlen=size)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def deviations(self, value: float, floor: float) -> float:
+        """How far ``value`` is above the median, in deviations of at least ``floor``.
+
+        >>> window = Window(9); window.values.extend([1, 2, 3, 4, 5]); round(window.deviations(5.9652, 0.1), 4)
+        2.0
+        """
+        median = self.median
+        spread = NORMAL * statistics.median(abs(other - median) for other in self.values)
+        return (value - median) / max(spread, floor)
+
+
+class Guard:
+    """Judges the steps and swaps of one run, in the order of its events. A step that comes again, in a run that went on from
+    a checkpoint, is judged again; the alarms that last are kept."""
+
+    def __init__(self, options: GuardOptions) -> None:
+        self.options = options
+        self._windows: dict[str, Window] = {}
+        self._alarmed: set[str] = set()  # metrics with an alarm that lasts
+        self._gap_limit = options.gap_limit
+        self._steps = 0
+
+    def observe(self, event: EventData) -> list[AlarmEvent]:
+        """The alarms that ``event`` raises: at most one for each metric."""
+        match event:
+            case StepEvent(skipped=""):
+                found = list(self._of_step(event))
+                self._steps += 1
+            case SyncEvent(gap_mean=float() as gap, gap_mean_limit=float() as limit) if limit > 0:
+                self._gap_limit = limit
+                found = list(
+                    self._trends(event.version - 1, {"probe_share": gap / limit}, f"probe_share/{event.worker}")
+                )
+            case _:
+                found = []
+        return found
+
+    def _of_step(self, event: StepEvent) -> Iterator[AlarmEvent]:
+        values = {name: value for name, value in {**asdict(event), **event.metrics}.items() if _is_number(value)}
+        rows, groups = event.rows, len(event.groups)
+        yield from self._limited(event.step, values, EQUAL_WEIGHTS)
+        if self.options.rebuilds:
+            yield from self._limited(event.step, values, RESUMED)
+        yield from self._constant(event.step, values, groups)
+        yield from self._collapsed(event.step, values, rows, groups)
+        yield from self._trends(event.step, values)
+        for name in ("reward_mean", COLLAPSED.metric):
+            if name in values:
+                self._window(name).values.append(values[name])
+
+    def _limited(self, step: int, values: Mapping[str, float], rule: Rule) -> Iterator[AlarmEvent]:
+        """Of a mean difference at equal weights, whose limit follows from the dtype."""
+        value, limit = values.get(rule.metric), MARGIN * self._gap_limit
+        if value is None or not limit:
+            return
+        reason = f"{_shown(value)} nats, where two engines with the same weights differ by at most {_shown(limit)}"
+        yield from self._changed(value > limit, rule, step, value, None, limit, reason)
+
+    def _constant(self, step: int, values: Mapping[str, float], groups: int) -> Iterator[AlarmEvent]:
+        """Of the share of groups with equal rewards: all of them are, which by the last steps' share is most unlikely."""
+        share = values.get(CONSTANT.metric)
+        if share is None:
+            return
+        window, reward = self._window(CONSTANT.metric), values.get("reward_mean", math.nan)
+        recent = list(window.values)[-RECENT:]
+        judged, reason, usual = False, "", None
+        if share == 1 and len(window.values) >= WARM_UP:
+            usual = (sum(recent) * groups + 0.5) / (len(recent) * groups + 1)
+            rewards = self._window("reward_mean")
+            jumps = bool(rewards.values) and abs(rewards.deviations(reward, 1e-3)) > JUMP
+            judged = usual**groups < (CHANCE_OF_JUMP if jumps else CHANCE)
+            reason = f"in all {groups} groups, where {usual:.0%} of them are usual; the mean reward is {_shown(reward)}"
+        if share == 1 and len(window.values) == self._steps == WARM_UP - 1 and min(window.values) == 1:
+            judged, reason = True, f"in all groups of the first {WARM_UP} steps; the mean reward is {_shown(reward)}"
+        lasts = share == 1 and CONSTANT.metric in self._alarmed
+        yield from self._changed(judged or lasts, CONSTANT, step, share, usual, 1.0, f"rewards are equal {reason}")
+        if not lasts and not judged:  # what is judged is not what is usual
+            window.values.append(share)
+
+    def _collapsed(self, step: int, values: Mapping[str, float], rows: int, groups: int) -> Iterator[AlarmEvent]:
+        """Of the share of distinct responses: all of a step's are one text, which is unusual in the run."""
+        share = values.get(COLLAPSED.metric)
+        if share is None:
+            return
+        window = self._window(COLLAPSED.metric)
+        usual = window.median if window.values else None
+        is_one = round(share * rows) <= 1 and groups > 1 and rows > groups
+        judged = is_one and (usual is None or usual * rows > 2.5 or COLLAPSED.metric in self._alarmed)
+        before = "" if usual is None else f"; usual are {round(usual * rows)} different ones"
+        reason = f"all {rows} responses to {groups} prompts are one text{before}"
+        yield from self._changed(judged, COLLAPSED, step, share, usual, 1 / rows, reason)
+
+    def _trends(self, step: int, values: Mapping[str, float], key: str = "") -> Iterator[AlarmEvent]:
+        for rule in TRENDS:
+            if (value := values.get(rule.metric)) is None:
+                continue
+            window = self._window(key or rule.metric)
+            yield from self._trend(step, value, rule, window)
+            if value > 0 or not rule.log:
+                window.values.append(math.log(value) if rule.log else value)
+
+    def _trend(self, step: int, value: float, rule: Rule, window: Window) -> Iterator[AlarmEvent]:
+        beyond = self.options.grad_clip if rule.metric == "grad_norm" else rule.beyond
+        sign = -1 if rule.way == "down" else 1
+        past = rule.limit is not None and sign * value > sign * rule.limit
+        usual, limit, reason, unusual = None, rule.limit, f"{_shown(value)}, past {rule.limit}", False
+        if len(window.values) >= WARM_UP and (value > 0 or not rule.log):
+            compared = math.log(value) if rule.log else value
+            deviations = window.deviations(compared, rule.floor)
+            off = abs(deviations) if rule.way == "both" else sign * deviations
+            # An alarm lasts until the value is half as far off as one that raises it.
+            most = self.options.sensitivity / (2 if rule.metric in self._alarmed else 1)
+            unusual = off > most and (beyond is None or value > beyond)
+            usual = math.exp(window.median) if rule.log else window.median
+            if not past:
+                limit = None
+                reason = (
+                    f"{_shown(value)}, where {_shown(usual)} is usual (the median of {len(window.values)} values); it is "
+                    f"{off:.0f} deviations off"
+                )
+        yield from self._changed(past or unusual, rule, step, value, usual, limit, reason)
+
+    def _changed(
+        self, judged: bool, rule: Rule, step: int, value: float, usual: float | None, limit: float | None, reason: str
+    ) -> Iterator[AlarmEvent]:
+        """The alarm, where one begins."""
+        name = rule.metric
+        if name in self.options.off:
+            return
+        if not judged:
+            self._alarmed.discard(name)
+        elif name not in self._alarmed:
+            self._alarmed.add(name)
+            yield AlarmEvent(
+                metric=name,
+                step=step,
+                value=value,
+                usual=usual,
+                limit=limit,
+                reason=f"{name}: {reason}",
+                look=rule.look,
+            )
+
+    def _window(self, name: str) -> Window:
+        return self._windows.setdefault(name, Window(self.options.window))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shown(value: float) -> str:
+    return f"{value:.3g}"

@@ -1,0 +1,119 @@
+"""Follows a run's events, has the guard judge them, and acts on alarms. It runs beside the supervisor, so it sees every
+worker's events, and those of external trainers.
+
+    events ─▶ Guard.observe ─▶ alarm ─▶ events ─▶ warn: a line in the log
+      (the run's stream)                            pause: running ─▶ paused, with the reason
+                                                    fail: GuardFailed, and the run with it
+
+How far events were judged is kept in the index. A supervisor that takes the run over builds the windows again from the
+events before that place, without alarms, and goes on behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal
+
+import structlog
+
+from orchestration.guard.guard import Guard, GuardOptions
+from orchestration.recipe.schema import Recipe
+from pipeline.events import AlarmEvent, Event, EventData
+from pipeline.index.client import Index
+
+log = structlog.get_logger()
+
+JUDGED = "guard:judged"  # a document of the run: the id of the last event that was judged
+KINDS = ("step", "sync", "alarm")
+STATE_SECONDS = 10.0
+
+
+class GuardFailed(Exception):
+    """An alarm ends the run, as its recipe asks. The message is the reason."""
+
+
+def options_of(recipe: Recipe) -> GuardOptions:
+    """Returns the options of the guard of a run of ``recipe``."""
+    rollout, sync, section = recipe.rollout, recipe.sync, recipe.guard
+    # Which of these keys counts is decided where engines are made; a table of vLLM's is refused with another engine.
+    rebuilds = recipe.colocated or rollout.on_update == "cut" or rollout.vllm.kv_cache == "rebuild"
+    float32 = sync.probe_mean_tolerance or (sync.probe_tolerance or 1e-3) / 5
+    return GuardOptions(
+        window=section.window,
+        sensitivity=section.sensitivity,
+        off=tuple(section.off),
+        gap_limit=float32 if recipe.model.dtype == "float32" else 0.0,
+        grad_clip=recipe.train.grad_clip,
+        rebuilds=rebuilds or rollout.vllm.pause == "abort",
+    )
+
+
+class GuardWatch:
+    """The guard of the run in ``index``. Call :meth:`begin` before the run's first events, then :meth:`run`."""
+
+    def __init__(self, index: Index, guard: Guard, on_alarm: Literal["warn", "pause", "fail"]) -> None:
+        self.index, self.guard, self.on_alarm = index, guard, on_alarm
+        self._after = "0"
+        self._judged = (0, 0)
+        self._taking = asyncio.Lock()
+        self._emitted: set[tuple[str, int]] = set()  # alarms of events after the last one that is known to be judged
+
+    async def begin(self) -> None:
+        """Judge the events that a former supervisor has left, without alarms that were raised before."""
+        self._judged = _order(await self.index.get(JUDGED) or "0")
+        past = self._after
+        while events := await self.index.past_events(past):
+            past = events[-1].id
+            later = (event.data for event in events if event.kind == "alarm" and _order(event.id) > self._judged)
+            self._emitted |= {(data["metric"], data["step"]) for data in later}
+        await self.catch_up()
+
+    async def run(self) -> None:
+        """Judge events as they come, without end. Raises GuardFailed."""
+        while True:
+            await self._take(await self.index.events(self._after, STATE_SECONDS))
+
+    async def catch_up(self) -> None:
+        """Judge the events that are there now. Raises GuardFailed."""
+        while events := await self.index.past_events(self._after):
+            await self._take(events)
+
+    async def _take(self, events: Sequence[Event]) -> None:
+        async with self._taking:  # `run` and `catch_up` may have read the same events
+            new = [event for event in events if _order(event.id) > _order(self._after)]
+            for event in new:
+                self._after = event.id
+                if (data := event.decoded() if event.kind in KINDS else None) is not None:
+                    await self._judge(data, _order(event.id) <= self._judged)
+            if any(event.kind in KINDS for event in new):
+                await self.index.put(JUDGED, self._after)
+
+    async def _judge(self, data: EventData, before: bool) -> None:
+        """``before``: a former supervisor has judged it and acted."""
+        alarms = self.guard.observe(data)
+        if before:
+            return
+        for alarm in alarms:
+            if (alarm.metric, alarm.step) not in self._emitted:
+                await self.index.emit(alarm)
+        if isinstance(data, AlarmEvent):
+            await self._act(data)
+
+    async def _act(self, alarm: AlarmEvent) -> None:
+        log.warning("alarm", metric=alarm.metric, step=alarm.step, reason=alarm.reason, look=alarm.look)
+        if self.on_alarm == "warn":
+            return
+        reason = f"guard: step {alarm.step}: {alarm.reason}. {alarm.look}"
+        if self.on_alarm == "fail":
+            await self.index.put(JUDGED, self._after)
+            raise GuardFailed(reason)
+        while (await self.index.transition(["running"], "paused", reason))[0] in ("created", "starting"):
+            _, _, after = await self.index.state()
+            await self.index.wait("state", after, STATE_SECONDS)
+
+
+def _order(event: str) -> tuple[int, int]:
+    """The id of an event as numbers, which are in the order of the events."""
+    time, _, number = event.partition("-")
+    return int(time), int(number or 0)

@@ -1,0 +1,63 @@
+"""Checks of adapters (``model.lora``): what trains and generates with them, and the layers that get one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
+from orchestration.recipe.problems import Problem
+from orchestration.recipe.schema import Recipe
+
+NONE = "or model.lora.rank = 0"
+VLLM_RANKS = 512  # the largest that vLLM has room for
+
+
+@check("model.lora", "train.engine", "rollout.engine", "launch.placement", "external")
+def adapters_are_possible(recipe: Recipe) -> Iterator[Problem]:
+    lora, engine = recipe.model.lora, recipe.rollout.engine
+    if recipe.adapters is None:
+        for key in lora.model_dump(exclude_defaults=True):
+            yield problem(recipe, f"model.lora.{key}", "has no effect without model.lora.rank", "set it, e.g. to 16")
+        return
+    if recipe.train.engine != "torch":
+        yield problem(recipe, "train.engine", "trains no adapters", f"use 'torch', {NONE}")
+    if engine not in ("torch", "vllm") and recipe.runs_stage("rollout"):
+        yield problem(recipe, "rollout.engine", "takes no adapters", f"use 'torch' or 'vllm', {NONE}")
+    if engine == "vllm" and lora.rank > VLLM_RANKS:
+        yield problem(recipe, "model.lora.rank", f"is more than vLLM has room for ({VLLM_RANKS})", "use a lower one")
+    if recipe.colocated:
+        wrong = "exchanges all weights of the model between training and generation, and with adapters most are frozen"
+        yield problem(recipe, "launch.placement", wrong, f"use 'separate', {NONE}")
+    if others := [
+        stage for stage in ("rollout", "update") if not recipe.runs_stage(stage) and stage in recipe.external.stages
+    ]:
+        wrong = f"leaves {others[0]!r} to a program that exchanges all weights of the model, not adapters"
+        yield problem(recipe, "external.stages", wrong, f"take it out, {NONE}")
+
+
+@machine_check("model")
+def adapters_fit_the_model(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if (adapters := recipe.adapters) is None or recipe.model.source == "mock":
+        return
+    if importlib.util.find_spec("peft") is None:
+        yield problem(recipe, "model.lora.rank", "needs the package peft", "pip install 'asyncdock[lora]'")
+    from stages.adapters.names import adapted_layers
+    from stages.models import empty_model
+
+    try:
+        model = empty_model(recipe.model.source)
+    except Exception:  # reported for the model
+        return
+    try:
+        layers = adapted_layers(model, adapters.targets)
+    except ValueError as error:
+        fix = "name some of these, or leave it out for all of them" if adapters.targets else "set model.lora.rank = 0"
+        yield problem(recipe, "model.lora.targets", str(error), fix)
+        return
+    narrowest = min(layers, key=lambda name: min(layers[name]))
+    if adapters.rank > (most := min(layers[narrowest])):
+        wrong = f"is more than the narrowest side of {narrowest}, which has {most} numbers"
+        yield problem(
+            recipe, "model.lora.rank", wrong, f"use a value <= {most}, or leave that layer out of model.lora.targets"
+        )

@@ -1,0 +1,24 @@
+"""What adapters a recipe asks for. Importing this needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """A layer of the weight W [out, in] computes with W + ``alpha`` / ``rank`` · B·A: B is [out, rank], A [rank, in].
+
+    ``targets``: names of the linear layers, or ends of them after a dot; empty: all but the output head. ``seed`` gives A
+    its first values; B begins with zeros. ``dtype``: in which the matrices are trained."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+    seed: int = 0
+    dtype: str = "float32"
+
+    @property
+    def scale(self) -> float:
+        """The factor of B·A."""
+        return self.alpha / self.rank

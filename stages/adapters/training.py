@@ -1,0 +1,70 @@
+"""Adapters in a model that is trained: put there by peft, switched off for the logprobs of the model without them."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from stages.adapters.names import down_of, peft_config, up_of
+from stages.adapters.options import AdapterOptions
+from stages.weight_files import copy_part
+
+
+def add_adapters(model: Any, options: AdapterOptions) -> dict[str, Any]:
+    """Freeze ``model``, and give it adapters with their first values: on the device ``meta`` where the model is there, and
+    :func:`fill_adapters` gives them values later. Returns :func:`peft_config`. Raises ValueError."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config, is_empty = peft_config(model, options), model.device.type == "meta"
+    with torch.device("meta"):  # of this thread alone, and no random numbers are drawn
+        inject_adapter_in_model(LoraConfig(**config), model)
+    dtype = getattr(torch, options.dtype)
+    for layer in adapted(model).values():
+        device = layer.base_layer.weight.device
+        for matrix in (layer.lora_A["default"], layer.lora_B["default"]):
+            matrix.weight = nn.Parameter(torch.empty(matrix.weight.shape, dtype=dtype, device=device))
+    if not is_empty:
+        fill_adapters(model, options)
+    return config
+
+
+@torch.no_grad()
+def fill_adapters(model: nn.Module, options: AdapterOptions) -> None:
+    """Give the adapters of ``model`` their first values, which depend on the seed and the names alone: of a DTensor, what
+    this rank holds of it. A is uniform as a linear layer's weight is, B is 0."""
+    tensors = dict(model.named_parameters())
+    for name in adapted(model):
+        down, up = tensors[down_of(name)], tensors[up_of(name)]
+        random = torch.Generator().manual_seed((options.seed << 32) + zlib.crc32(name.encode()))
+        bound = 1 / math.sqrt(down.shape[1])
+        copy_part(down, torch.empty(down.shape).uniform_(-bound, bound, generator=random))
+        copy_part(up, torch.zeros(up.shape))
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether peft has put an adapter around a layer: ``module.base_layer``."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def adapted(model: nn.Module) -> dict[str, Any]:
+    """The layers of ``model`` with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if is_adapted(module)}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """While it lasts, ``model`` computes without its adapters. peft's own switch would also unfreeze or freeze them."""
+    layers = adapted(model).values()
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

@@ -1,0 +1,25 @@
+"""The benchmark of adapters runs, and its two decoders compute the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import lora
+
+
+def test_it_prints_ratios_of_both_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lora.json"
+    arguments = ["lora.py", "--model", "tiny", "--rank", "4", "--repeats", "1", "--threads", "1", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    lora.main()
+    found, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert "published: 0.0 MiB of 0.3 MiB, 10.61%" in printed
+    assert 0 < found["swap"]["logit_gap"] < 1e-4
+    assert found["decode"].keys() == {"1", "8", "64"}
+    assert all(of["ratio"] > 0 for of in (found["train"], found["swap"], *found["decode"].values()))

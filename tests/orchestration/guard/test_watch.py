@@ -1,0 +1,172 @@
+"""The guard in runs: alarms as events, and what becomes of the run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestration.guard.guard import Guard, GuardOptions
+from orchestration.guard.watch import GuardFailed, GuardWatch
+from orchestration.recipe.problems import RecipeError
+from orchestration.run.run import Run
+from pipeline.events import AlarmEvent
+from pipeline.index.client import Index
+from tests.orchestration.guard.test_guard import step
+from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
+
+SAME = "tests.orchestration.guard.test_watch:same"
+EQUAL = {"train__steps": 10, "reward__functions": [{"name": SAME}], "reward__processes": 0, "checkpoint__every": 100}
+
+
+def same(completions: list[str], **_: Any) -> list[float]:
+    return [0.5] * len(completions)
+
+
+async def test_by_default_an_alarm_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
+    watched, result = await complete(Run.create(recipe(MOCK, **EQUAL), tmp_path / "run"))
+    assert result.state == "finished"
+    (alarm,) = watched.of("alarm")
+    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 7, 1.0)
+    assert "reward functions" in alarm["look"]
+
+
+async def test_a_metric_that_is_off_raises_none(tmp_path: Path) -> None:
+    watched, _ = await complete(Run.create(recipe(MOCK, **EQUAL, guard__off=["equal_groups"]), tmp_path / "run"))
+    assert watched.of("alarm") == []
+    with pytest.raises(RecipeError, match=r"guard\.off .*'entropi', which is not judged; use some of: probe, "):
+        recipe(MOCK, guard__off=["entropi"])
+
+
+async def test_an_alarm_may_pause_the_run(tmp_path: Path) -> None:
+    changes = {**EQUAL, "train__steps": 200, "guard__on_alarm": "pause"}
+    async with executing(Run.create(recipe(MOCK, **changes), tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: any(state["state"] == "paused" for state in watched.of("state")))
+        (paused,) = (state for state in watched.of("state") if state["state"] == "paused")
+        assert paused["reason"].startswith(
+            "guard: step 7: equal_groups: rewards are equal in all groups of the first 8"
+        )
+        await watched.move("paused", "running")
+        made = len(watched.of("step"))
+        await watched.until(lambda: len(watched.of("step")) > made + 4)
+        assert len(watched.of("alarm")) == 1, "it lasts"
+        watched.stop.set()
+        assert (await work).state == "stopped"
+
+
+async def test_an_alarm_may_fail_the_run_at_the_first_attempt(tmp_path: Path) -> None:
+    of = recipe(MOCK, **{**EQUAL, "guard__on_alarm": "fail"})
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "failed"
+    assert result.reason.startswith("guard: step 7: equal_groups: ")
+    assert "Look at what the reward functions return" in result.reason
+    assert not [worker for worker in watched.of("worker") if worker["change"] in ("died", "restarted")]
+
+
+async def test_the_alarm_of_the_last_step_counts(tmp_path: Path) -> None:
+    of = recipe(MOCK, **{**EQUAL, "guard__on_alarm": "fail", "train__steps": 8})
+    _, result = await complete(Run.create(of, tmp_path / "run"))
+    assert (result.state, result.reason[:14]) == ("failed", "guard: step 7:")
+
+
+def watch(index: Index, on_alarm: Any = "warn") -> GuardWatch:
+    return GuardWatch(index, Guard(GuardOptions(gap_limit=2e-4)), on_alarm)
+
+
+async def alarms_in(index: Index) -> list[tuple[str, int]]:
+    events = await index.past_events(count=5000)
+    return [(event.data["metric"], event.data["step"]) for event in events if event.kind == "alarm"]
+
+
+async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no_window(index: Index) -> None:
+    for number in range(12):
+        await index.emit(step(number, ess=0.01 if number == 11 else 0.97))
+    first = watch(index)
+    await first.begin()
+    assert await alarms_in(index) == [("ess", 11)]
+    # The next one is killed between the alarm and the note of how far it has judged.
+    await index.emit(step(12, distinct_responses=1 / 64))
+    await index.emit(AlarmEvent(metric="distinct_responses", step=12, value=0.0, reason="", look=""))
+    for _ in range(2):
+        await watch(index).begin()
+    await index.emit(step(13, ess=0.01))
+    await index.emit(step(14, ess=0.97, entropy=0.1))
+    last = watch(index)
+    await last.begin()
+    found = await alarms_in(index)
+    assert found == [("ess", 11), ("distinct_responses", 12), ("ess", 13), ("entropy", 14)], "12 was usual in between"
+
+
+async def test_an_alarm_of_a_worker_acts_as_the_guards_own(index: Index) -> None:
+    failing = watch(index, "fail")
+    await failing.begin()
+    running = asyncio.create_task(failing.run())
+    await index.emit(
+        AlarmEvent(metric="probe", step=3, value=0.1, reason="it differs", look="there", worker="rollout-0")
+    )
+    with pytest.raises(GuardFailed, match=r"guard: step 3: it differs\. there"):
+        await asyncio.wait_for(running, 10)
+    await watch(index, "fail").begin()  # a successor does not fail of it again
+
+
+FAULTS = "benchmarks.faults:engine"
+
+
+async def injected(tmp_path: Path, fault: str) -> tuple[list[dict[str, Any]], Any]:
+    """The alarms of a run with the fault from version 3 on, and how it ended."""
+    options = {"fault": fault, "since": 3}
+    of = recipe(TINY, rollout__engine=FAULTS, rollout__options=options, launch__max_restarts=0)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    return watched.of("alarm"), result
+
+
+@pytest.mark.parametrize(
+    ("fault", "look"),
+    [
+        ("undelivered", "The engine computes bit for bit what it computed with the weights before"),
+        ("stale tensor", "Part of the weights is not the version's: one stale or misplaced tensor is enough"),
+        ("temperature", "asked for temperature 1 the engine's logprobs differ, asked for 0.769 they are the trainer's"),
+    ],
+)
+async def test_a_refused_probe_is_one_alarm_that_says_what_is_wrong(tmp_path: Path, fault: str, look: str) -> None:
+    alarms, result = await injected(tmp_path, fault)
+    alarm = alarms[0]
+    assert (alarm["metric"], alarm["worker"]) == ("probe", "rollout-0")
+    assert alarm["step"] in (2, 3), "an engine may skip a version"
+    assert alarm["value"] > alarm["limit"]
+    assert look in alarm["look"]
+    assert sum(one["metric"] == "probe" and one["step"] == alarm["step"] for one in alarms) == 1, "of three attempts"
+    assert result.state == "failed"
+
+
+async def test_an_engine_with_another_vocabulary_never_starts(tmp_path: Path) -> None:
+    alarms, result = await injected(tmp_path, "tokenizer")
+    assert [(alarm["metric"], alarm["step"]) for alarm in alarms] == [("tokenizer", -1)]
+    assert result.state == "failed"
+    assert "the rollout engine has another vocabulary" in result.reason
+    assert "which tokenizer the engine loads" in result.reason
+
+
+async def test_a_cache_that_is_kept_where_it_should_be_rebuilt_is_found_in_its_first_step(tmp_path: Path) -> None:
+    changes = {"rollout__max_tokens": 64, "rollout__on_update": "cut", "train__steps": 8, "reward__processes": 0}
+    changes |= {"reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]}  # so that weights move
+    for fault, found in (("cache", {"gap_mean_resumed"}), ("", set())):
+        options = {"fault": fault, "since": 0}
+        of = recipe(TINY, rollout__engine=FAULTS, rollout__options=options, **changes)
+        watched, result = await complete(Run.create(of, tmp_path / f"run{fault}"))
+        assert result.state == "finished"
+        assert {alarm["metric"] for alarm in watched.of("alarm")} == found
+        affected = [step["step"] for step in watched.of("step") if "gap_mean_resumed" in step]
+        assert affected, "responses are cut by swaps"
+        assert [alarm["step"] for alarm in watched.of("alarm")][:1] == affected[: len(found)]
+
+
+async def test_a_run_that_drops_every_group_says_so_once(tmp_path: Path) -> None:
+    of = recipe(MOCK, **{**EQUAL, "algorithm__options": {"drop_equal": True}, "guard__on_alarm": "fail"})
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert watched.of("step") == []
+    (alarm,) = watched.of("alarm")
+    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("dropped_groups", 0, 64.0)
+    assert "64 groups in a row were dropped, the last one because of: equal rewards" in result.reason

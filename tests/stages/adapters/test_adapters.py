@@ -1,0 +1,222 @@
+"""Adapters on a model: what is trained, published, saved and computed, on one process and on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from benchmarks.families import model_of as family_model
+from orchestration.run.checkpoint import Checkpoint, Writer
+from stages.adapters.export import ADAPTER, load_adapter
+from stages.adapters.names import adapter_shapes
+from stages.adapters.options import AdapterOptions
+from stages.algorithms import NamedAlgorithm
+from stages.engines.protocols import WeightMismatch
+from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.train import TorchTrainEngine
+from stages.weights.store import WeightStore
+from tests.batches import VOCABULARY, make_batch
+from tests.ranks import on_ranks
+from tests.stages.sharded import OPTIONS, algorithm, saved, steps, weights_of, whole_state
+from tests.stages.sharded import model_of as small_model
+
+LORA = AdapterOptions(4, 8.0, seed=3)
+ADAPTED: dict[str, Any] = {**OPTIONS, "adapters": LORA}
+IDS = torch.arange(12) * 5 % 20
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def model_of(kind: str, **options: Any) -> Any:
+    if kind == "moe":
+        return family_model("DeepSeek-V3", vocab_size=VOCABULARY, **{"seed": 0, **options})
+    return small_model(kind, **options)
+
+
+def engine_of(kind: str = "qwen3", seed: int = 0, **options: Any) -> TorchTrainEngine:
+    return TorchTrainEngine(model_of(kind, seed=seed), **{**ADAPTED, **options})
+
+
+def trained(kind: str = "qwen3", count: int = 2, **options: Any) -> TorchTrainEngine:
+    engine = engine_of(kind, **options)
+    for seed in range(count):
+        engine.train_batch(make_batch(seed=seed), algorithm())
+    return engine
+
+
+def plain_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
+def test_adapters_alone_are_trained_published_and_held_by_the_optimizer() -> None:
+    engine, whole = engine_of(), model_of("qwen3")
+    base = {name: value.clone() for name, value in engine.model.state_dict().items() if "lora" not in name}
+    before = weights_of(engine)
+    engine.train_batch(make_batch(), algorithm())
+    engine.train_batch(make_batch(seed=1), algorithm())
+    after = weights_of(engine)
+    assert {name: tuple(value.shape) for name, value in after.items()} == adapter_shapes(whole, LORA)
+    assert all(not torch.equal(before[name], after[name]) for name in after)
+    assert engine.state_dict()["exp_avg"].keys() == engine.state_dict()["model"].keys() == after.keys()
+    now = engine.model.state_dict()
+    assert all(torch.equal(now[name], value) for name, value in base.items()), "the base is frozen"
+
+
+def test_at_most_four_percent_of_the_bytes_are_published(tmp_path: Path) -> None:
+    """At rank 16 on all linear layers of SmolLM2, whose shapes this model has, and a record of which is made."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=30, vocab_size=49152, tie_word_embeddings=True))
+    full = sum(parameter.numel() for parameter in model.parameters())
+    shapes = adapter_shapes(model, AdapterOptions(16, 32.0))
+    published = WeightStore(tmp_path).publish(1, ((name, torch.empty(shape)) for name, shape in shapes.items()))
+    assert published.nbytes <= 0.04 * 4 * full
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ("layers.1.self_attn.k_proj",)])
+def test_targets_are_ends_of_names(targets: tuple[str, ...]) -> None:
+    options = AdapterOptions(2, 4.0, targets)
+    engine = trained(adapters=options)
+    layers = {name.partition(".lora_")[0] for name in weights_of(engine)}
+    assert layers
+    assert all(layer.endswith(targets) for layer in layers)
+    assert len(layers) == (4 if len(targets) == 2 else 1)
+    decoder = TorchDecoder(model_of("qwen3"), torch.device("cpu"), adapters=options)
+    decoder.weights.install(decoder.weights.prepare(weights_of(engine)))
+    assert_same_policy(engine, decoder)
+
+
+def test_a_target_that_is_no_linear_layer_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="'query' is no linear layer of Qwen3ForCausalLM before its head; it has down_pr"
+    ):
+        engine_of(adapters=AdapterOptions(2, 4.0, ("query",)))
+    with pytest.raises(ValueError, match="'lm_head' is no linear layer"):
+        engine_of(adapters=AdapterOptions(2, 4.0, ("lm_head",)))
+
+
+def assert_same_policy(engine: TorchTrainEngine, decoder: TorchDecoder, tolerance: float = 2e-5) -> None:
+    with torch.inference_mode():
+        found = decoder.score(IDS[:4], IDS[4:]).log_softmax(-1)
+    wanted = plain_logits_of(engine)[3:-1].log_softmax(-1)
+    assert torch.allclose(found, wanted, atol=tolerance), float((found - wanted).abs().max())
+
+
+def plain_logits_of(engine: TorchTrainEngine) -> torch.Tensor:
+    """Logits of the model that the engine's export is."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_pretrained(Path(folder) / "model")
+        return plain_logits(AutoModelForCausalLM.from_pretrained(Path(folder) / "model"))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "biased", "qwen3", "gathered", "fused", "moe"])
+def test_a_decoder_with_the_published_adapters_computes_the_merged_model(kind: str, packed: bool) -> None:
+    engine = trained(kind)
+    decoder = TorchDecoder(model_of(kind), torch.device("cpu"), packed=packed, adapters=LORA)
+    with torch.inference_mode():
+        base = decoder.score(IDS[:4], IDS[4:]).clone()
+    decoder.weights.check(weights := weights_of(engine))
+    decoder.weights.install(decoder.weights.prepare(weights))
+    assert_same_policy(engine, decoder)
+    with torch.inference_mode():
+        assert (decoder.score(IDS[:4], IDS[4:]) - base).abs().max() > 0.01, "other than the base"
+        prompt, _ = decoder.prefill([IDS[:4]])
+        decoder.join(prompt[0])
+        step = decoder.decode([int(IDS[4])]).clone()
+        assert torch.allclose(step[0], decoder.score(IDS[:4], IDS[4:])[1], atol=1e-4)
+    with pytest.raises(WeightMismatch, match="missing"):
+        decoder.weights.check(dict(model_of(kind).named_parameters()))
+
+
+def test_the_base_is_the_reference() -> None:
+    """Scores by the base, with the adapters off, are what a reference with the model of the beginning gives."""
+    batch, with_column = make_batch(seed=4).exclude("ref_logprobs"), make_batch(seed=4)
+    with_column["ref_logprobs"] = TorchTrainEngine(model_of("qwen3"), **OPTIONS).logprobs(batch)
+    by_base = NamedAlgorithm("grpo", algorithm(), {"ref_logprobs": "base"})
+    found, wanted = trained(), trained()
+    assert found.train_batch(batch, by_base) == pytest.approx(
+        dict(wanted.train_batch(with_column, algorithm())), rel=1e-4
+    )
+    assert found.train_batch(batch, by_base)["kl_reference"] > 1e-4
+    with pytest.raises(ValueError, match="without its adapters, and it has none"):
+        TorchTrainEngine(model_of("qwen3"), **OPTIONS).train_batch(batch, by_base)
+
+
+@pytest.mark.parametrize("kind", ["llama", "moe"])
+def test_exports_are_opened_by_peft_and_by_transformers(kind: str, tmp_path: Path) -> None:
+    engine = trained(kind)
+    engine.save_pretrained(tmp_path / "model")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    of_peft = PeftModel.from_pretrained(model_of(kind), tmp_path / ADAPTER)
+    assert torch.allclose(plain_logits(merged), plain_logits(of_peft), atol=2e-5)
+    assert (plain_logits(merged) - plain_logits(model_of(kind))).abs().max() > 0.01
+    assert weights_of(engine).keys() == load_adapter(tmp_path / ADAPTER, torch.float32).keys()
+    assert of_peft.peft_config["default"].r == LORA.rank
+
+
+def test_a_bfloat16_base_has_float32_adapters_and_publishes_bfloat16() -> None:
+    engine = TorchTrainEngine(
+        model_of("qwen3", dtype=torch.bfloat16), **{**ADAPTED, "compute": torch.bfloat16, "learning_rate": 1e-5}
+    )
+    before = {name: value.clone() for name, value in engine.state_dict()["model"].items()}
+    engine.train_batch(make_batch(), algorithm())
+    state = engine.state_dict()
+    assert {value.dtype for part in ("model", "exp_avg") for value in state[part].values()} == {torch.float32}
+    assert {value.dtype for value in weights_of(engine).values()} == {torch.bfloat16}
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    moved = [name for name, value in state["model"].items() if not torch.equal(value, before[name])]
+    assert len(moved) == len(before) / 2, "B has a gradient at once, A when B is not 0 any more"
+
+
+def test_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
+    engine = trained()
+    Writer(engine).copy()
+    writer = Writer(engine)
+    writer.copy()
+    writer.write(tmp_path)
+    other = engine_of()
+    Checkpoint(tmp_path, 2, {}, []).load_into(other)
+    for one in (engine, other):
+        one.train_batch(make_batch(seed=7), algorithm())
+    ours, theirs = whole_state(engine), whole_state(other)
+    assert all(np.array_equal(value, theirs[name]) for name, value in ours.items())
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert (tmp_path / ADAPTER / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize(("dp", "tp", "kind"), [(2, 1, "qwen3"), (1, 2, "biased"), (2, 2, "gathered"), (1, 2, "fused")])
+def test_ranks_train_what_one_process_trains(dp: int, tp: int, kind: str) -> None:
+    engine = engine_of(kind, learning_rate=1e-3)
+    wanted = [dict(engine.train_batch(make_batch(seed=seed), algorithm())) for seed in range(3)]
+    *found, weights = on_ranks(dp, tp, steps, kind, 3, {"adapters": LORA, "learning_rate": 1e-3})[0]
+    for one, other in zip(found, wanted, strict=True):
+        assert other.pop("fed_tokens") <= one.pop("fed_tokens")
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-6)
+    assert weights.keys() == weights_of(engine).keys()
+    for name, value in weights_of(engine).items():
+        np.testing.assert_allclose(weights[name], value.numpy(), atol=2e-4, err_msg=name)
+
+
+def test_a_checkpoint_of_ranks_is_read_by_one_process_and_exported(tmp_path: Path) -> None:
+    state = on_ranks(2, 1, saved, "llama", str(tmp_path), {"adapters": LORA})[0]
+    engine = engine_of("llama", seed=0)
+    Checkpoint(tmp_path, 1, {}, []).load_into(engine)
+    assert all(np.array_equal(value, state[name]) for name, value in whole_state(engine).items())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    of_peft = PeftModel.from_pretrained(model_of("llama"), tmp_path / ADAPTER)
+    assert torch.allclose(plain_logits(merged), plain_logits(of_peft), atol=2e-5)
