@@ -24,10 +24,12 @@ FLOAT = ITEM_BYTES["float32"]
 LOGITS_BYTES = 256 * 2**20  # stages.engines.torch.token_logprobs computes at most as many at once
 PIECES_BYTES = 3 * 4 * 2**20  # of logits that it works on at once beside them: entropies, gradients, a transposed copy
 PREFILL_TOKENS = 4096  # of one prefill, unless one prompt has more (stages.engines.torch.rollout)
+SLOTS, SLOT_TOKENS = 8, 32  # its cache grows by multiples of so many rows, and tokens (…torch.decoding.attention)
 MAPPED_BYTES = 32 * 2**20  # glibc returns larger blocks to the system when they are freed, and may keep smaller ones
 # Measured: bytes, and shares of smaller blocks. After the first of several micro-batches gradients lie between the
 # activations that were freed, and the next one's find less room there.
-KEPT_BUFFERS, KEPT_ACTIVATIONS, KEPT_SEVERAL, KEPT_WEIGHTS = 20 * 2**20, 0.3, 0.6, 1.5
+KEPT_BUFFERS, KEPT_ACTIVATIONS, KEPT_SEVERAL, KEPT_WEIGHTS = 20 * 2**20, 0.3, 0.6, 1.25
+KEPT_GATHERED = 2  # measured: times the layers, which a rank of several gathers and frees in both passes
 HOST_PARTS = ("verified copy", "checkpoint copy")  # lie in host memory whatever the engine's device is
 CPU_PARTS = ("kept",)  # only where the engine is on a CPU
 Engine = Literal["train", "rollout", "reference", "critic"]
@@ -119,6 +121,9 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
     activations, logits, gradients = max(_moments_of_a_step(recipe, sizes, batch, share * trained), key=sum)
     layer = max(0, parameters - sizes.outside) // sizes.layers // train.tp
     freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
+    kept = _kept(freed, item * batch.tokens * sizes.intermediate // train.tp)
+    if not one and trained * layer < MAPPED_BYTES:
+        kept += KEPT_GATHERED * trained * layer * sizes.layers
     return {
         "weights": frozen + share * trained + (learned * item if recipe.mixed_precision and one else 0),
         "optimizer": 2 * share * trained,
@@ -127,7 +132,7 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
         "activations": activations,
         "logits": logits,
         "checkpoint copy": 3 * share * trained,
-        "kept": _kept(freed, item * batch.tokens * sizes.intermediate // train.tp),
+        "kept": kept,
     }
 
 
@@ -153,28 +158,40 @@ def _moments_of_a_step(
 
 def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
     """Bytes of one torch rollout engine, by part. ``new weights``: a version that is prepared while the one before is in
-    use, ``verified copy``: the bytes that it is made of. ``KV cache``: all rows at their longest. ``activations``: of one
+    use, ``verified copy``: the bytes that it is made of. ``KV cache``: the room for all rows at their longest, and what one
+    layer had before it last grew, while that is copied. ``activations``: of one
     prefill, or of the attention of one decode step. On a CPU weights are copies in oneDNN's layout, the head's in float32;
     that counts also for ``auto``, where the device is not known yet."""
     rollout, item = recipe.rollout, ITEM_BYTES[recipe.model.dtype]
     rows, groups = rollout.max_rows, -(-rollout.max_rows // recipe.algorithm.group_size)
     copied = not recipe.colocated and rollout.device in ("auto", "cpu")
     weights = parameters * item + (_packed_head(sizes, item) if copied else 0)
-    kept = rows * rollout.max_tokens + groups * prompt  # tokens with keys and values
+    room, before = grown(rollout.max_tokens - 1)
+    slots, of_prompts = -(-rows // SLOTS) * SLOTS, -(-groups // SLOTS) * SLOTS * -(-prompt // SLOT_TOKENS) * SLOT_TOKENS
+    tokens = sizes.layers * (slots * room + of_prompts) + slots * before
     prefill = min(groups * prompt, max(prompt, PREFILL_TOKENS))
     scores = 4 * FLOAT * rows * sizes.heads * (prompt + rollout.max_tokens)
-    in_layers = item * max(0, parameters - sizes.outside)
+    in_layers = FLOAT * max(0, parameters - sizes.outside)  # in bfloat16 as much is kept
     swaps = not recipe.colocated and recipe.runs_stage("update")
     own = learned * item if recipe.adapters else 0
     return {
         "weights": weights + own,
         "new weights": (own or weights) if swaps else 0,
         "verified copy": learned * item if swaps and recipe.sync.transport == "shared_memory" else 0,
-        "KV cache": 2 * item * sizes.layers * sizes.kv_heads * sizes.head * kept,
+        "KV cache": 2 * item * sizes.kv_heads * sizes.head * tokens,
         "activations": max(forward_bytes(sizes, item, prefill), scores),
         "logits": 2 * FLOAT * rows * sizes.vocabulary,
         "kept": _kept(KEPT_WEIGHTS * in_layers if swaps and not own else 0, item * sizes.width * sizes.intermediate),
     }
+
+
+def grown(tokens: int) -> tuple[int, int]:
+    """Tokens of a row that the rollout engine's cache has room for when it has grown to ``tokens``, and had room for before
+    it last grew."""
+    room = before = 0
+    while room < tokens:
+        before, room = room, max(-(-(room + 1) // SLOT_TOKENS) * SLOT_TOKENS, room + room // 2)
+    return room, before
 
 
 def _packed_head(sizes: Sizes, item: int) -> int:
@@ -191,7 +208,8 @@ def forward_bytes(sizes: Sizes, item: int, tokens: int) -> int:
 
 def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
     """Bytes of the frozen reference, by part. It computes one group at a time, without gradients; logits when of activations
-    only the last hidden states are left, of all tokens and of those that predict."""
+    only the last hidden states are left, of all tokens and of those that predict. Logits in a block that the C library maps
+    by itself do not use what it keeps of activations."""
     item, fed = ITEM_BYTES[recipe.model.dtype], recipe.rollout.max_tokens - 1
     size, budget = recipe.algorithm.group_size, recipe.train.token_budget
     rows = min(size, max(1, (budget - prompt) // max(1, fed)))
@@ -199,11 +217,12 @@ def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int,
     logits = min(LOGITS_BYTES, FLOAT * places * sizes.vocabulary), item * (tokens + places) * sizes.width
     layer = 0, max(forward_bytes(sizes, item, tokens), 2 * FLOAT * tokens * sizes.width)
     of_logits, activations = max(layer, logits, key=sum)
+    mapped = logits[0] >= MAPPED_BYTES > item * tokens * sizes.intermediate
     return {
         "weights": parameters * item,
         "activations": activations,
         "logits": of_logits,
-        "kept": KEPT_BUFFERS,
+        "kept": KEPT_BUFFERS + (layer[1] if mapped else 0),
     }
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import Field
+
 from stages.algorithms.interface import LossOutput, TokenBatch
 from stages.algorithms.policy_gradient.base import PolicyGradient
 from stages.flow.declarations import Columns, RunsOn
 
 if TYPE_CHECKING:
     import torch
+
+    from stages.algorithms.batch import TrainBatch
 
 
 class Distillation(PolicyGradient):
@@ -19,6 +23,12 @@ class Distillation(PolicyGradient):
     reward is needed; ``reward.functions`` score evaluations."""
 
     name: ClassVar[str] = "distillation"
+
+    whiten: bool = Field(
+        default=False,
+        description="Advantages get mean 0 and variance 1 over the train batch: tokens that the teacher finds less unlikely "
+        "than others gain, where all of them are unlikely.",
+    )
 
     @property
     def scores(self) -> Mapping[str, RunsOn]:
@@ -40,8 +50,11 @@ class Distillation(PolicyGradient):
         teacher, student = group["ref_logprobs"], group["rollout_logprobs"]
         return {"advantage": [t - s for t, s in zip(teacher, student, strict=True)]}
 
+    def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
+        return {"advantage": batch.whitened(batch["advantage"])} if self.whiten else {}
+
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """Adds the metric ``reverse_kl``, the mean of student minus teacher over the generated tokens (nats)."""
         output = super().loss(tokens)
-        reverse_kl: torch.Tensor = -tokens["advantage"].sum() / tokens.total_tokens
+        reverse_kl = (tokens["rollout_logprobs"] - tokens["ref_logprobs"]).sum() / tokens.total_tokens
         return LossOutput(output.loss, {**output.metrics, "reverse_kl": reverse_kl})

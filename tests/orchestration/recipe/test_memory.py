@@ -19,6 +19,7 @@ from orchestration.recipe.planner import memory_of, parameters_of_source, plan
 from stages import device
 from stages.engines.plans import GroupShape, plan_micro_batches
 from stages.engines.torch import token_logprobs
+from stages.engines.torch.decoding import attention
 from stages.engines.torch.packing import pack
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
@@ -90,6 +91,11 @@ def test_the_parts_follow_the_recipe(minimal: Path) -> None:
     assert one["train"]["checkpoint copy"] == 3 * one["train"]["weights"]
     assert one["train"]["activations"] > 4 * other["train"]["activations"]
     assert plan(load_recipe(minimal, list(BIG))).memory == one
+    two = memory_of(load_recipe(minimal, [*BIG, "train.dp=2", "train.token_budget=2048"]))["train"]
+    outside, layers = 49152 * 576, SMOLLM2 - 49152 * 576
+    assert two["weights"] == one["train"]["weights"] / 2
+    assert two["gathered"] == 4 * (3 * (layers // 30) + 2 * outside)
+    assert two["kept"] > 2 * 4 * (layers - 30), "freed layers are not all used again"
     assert not memory_of(load_recipe(minimal, ["model.source=mock", "rollout.engine=mock", "train.engine=mock"]))
 
 
@@ -113,10 +119,19 @@ def test_a_rollout_engine_holds_three_sets_of_weights_while_it_swaps(minimal: Pa
     head = 49152 * 576  # of its own in oneDNN's layout, where the model's is its embedding
     assert parts["weights"] == parts["new weights"] == 4 * (SMOLLM2 + head)
     assert parts["verified copy"] == 4 * SMOLLM2
-    assert parts["KV cache"] == 2 * 4 * 30 * 3 * 64 * (16 * 512 + 2 * 256)
+    # Room for 729 tokens of 16 rows, grown from 486, and for prompts of 8 groups.
+    assert parts["KV cache"] == 2 * 4 * 3 * 64 * (30 * (16 * 729 + 8 * 256) + 16 * 486)
     assert parts["logits"] == 2 * 4 * 16 * 49152
     frozen = memory_of(load_recipe(minimal, [*sets, "external.stages=['update']"]))
     assert "train" not in frozen
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 32, 33, 511, 1023, 4096])
+def test_the_room_of_the_cache_is_the_engine_s(tokens: int) -> None:
+    room = before = 0
+    for need in range(1, tokens + 1):
+        before, room = (room, attention._grow(need, room, 32)) if need > room else (before, room)
+    assert memory_parts.grown(tokens) == (room, before)
 
 
 def test_a_reference_computes_one_group_without_gradients(minimal: Path, tmp_path: Path) -> None:

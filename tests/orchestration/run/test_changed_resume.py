@@ -64,8 +64,12 @@ async def test_the_cadence_of_evaluations_and_checkpoints_and_how_far_ahead_it_r
     changes += ["rollout.temperature=0.9", "rollout.max_tokens=3", "algorithm.group_size=8", "pipeline.staleness=0"]
     watched, _ = await resumed(tmp_path / "run", *changes)
     assert {evaluation["version"] for evaluation in watched.of("evaluation")} >= {6, 8}
-    assert [saved["version"] for saved in watched.of("checkpoint")] == [5, 6, 7, 8]
-    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 3
+    written = [saved["version"] for saved in watched.of("checkpoint")]
+    assert written[-1] == 8
+    assert 1 < len(written) == len(set(written) & {5, 6, 7, 8}), (
+        "one that is due while another is written may be left out"
+    )
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == min(3, 1 + len(written))
     assert {step["staleness_max"] for step in watched.of("step")} == {0}, "what was in flight is made again"
     assert {step["rows"] for step in watched.of("step")} == {4 * 8}
     ledger = watched.of("ledger")[-1]

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.run import Run
+from stages.algorithms.batch import TrainBatch
+from stages.algorithms.policy_gradient.distillation import Distillation
+from tests.batches import make_batch
 from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import TINY, complete, recipe
 
@@ -43,6 +47,18 @@ async def test_a_student_comes_near_to_its_teacher(tmp_path: Path) -> None:
     held_out = {event["version"]: event["reward_mean"] for event in watched.of("evaluation")}
     assert held_out[60] > held_out[0] + 0.3
     assert_nothing_left(watched.run)
+
+
+def test_whitened_advantages_leave_the_reported_divergence_as_it_is() -> None:
+    batch, own = make_batch(), Distillation(whiten=True)
+    student, teacher = (batch[name].unbind() for name in ("rollout_logprobs", "ref_logprobs"))
+    made = own.credit({"rollout_logprobs": student, "ref_logprobs": teacher})["advantage"]
+    batch["advantage"] = torch.nested.nested_tensor(list(made), layout=torch.jagged)
+    given, raw = TrainBatch(batch, own), torch.cat(list(made))
+    assert given["advantage"].tolist() == pytest.approx(((raw - raw.mean()) / raw.std(correction=0)).tolist(), abs=1e-5)
+    now = torch.cat(list(student)).requires_grad_()
+    tokens = given.tokens(range(len(batch)), [0] * len(batch), now, total_tokens=len(now), total_rows=1, total_groups=1)
+    assert own.loss(tokens).metrics["reverse_kl"].item() == pytest.approx(-raw.mean().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
