@@ -1,6 +1,6 @@
 """The guard: alarms of clean runs, and of runs with a fault injected.
 
-    python benchmarks/guard.py [--clean] [--faults] [--runs FOLDER …] [--json FILE]
+    python benchmarks/guard.py [--clean] [--faults] [--runs FOLDER …] [--sensitivity 8] [--json FILE]
 
     clean runs: tiny at η = 0 and at η = 2, quickstart; 3 seeds each ─▶ alarms      none is right
     fault, since step n ─▶ a run of tiny ─▶ alarms      the right one at step n (± 1) is right
@@ -14,17 +14,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from benchmarks import faults
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.guard.guard import Guard
 from orchestration.guard.watch import options_of
 from orchestration.recipe.load import load_recipe
 from orchestration.recipe.schema import Recipe
+from orchestration.run.builders import rollout as worker
 from orchestration.run.run import Run
 from pipeline.events import AlarmEvent, Event
 
@@ -36,12 +40,13 @@ SHORT = (f"train.steps={SINCE + 6}", "evaluate.every=0", "launch.launcher=inline
 @dataclass(frozen=True)
 class Injection:
     """A run of ``tiny`` with a fault, and the ``metric`` whose alarm is the right one. ``steps``: of the alarms that count
-    as within one step."""
+    as within one step. ``spoilt``: a fault of the run's own torch engine, as engines of a factory take no adapters."""
 
     name: str
     metric: str
     sets: tuple[str, ...]
     steps: tuple[int, ...] = (SINCE - 1, SINCE, SINCE + 1)
+    spoilt: faults.Fault = ""
 
 
 def _engine(fault: str, *sets: str, since: int = SINCE) -> tuple[str, ...]:
@@ -52,6 +57,7 @@ def _engine(fault: str, *sets: str, since: int = SINCE) -> tuple[str, ...]:
 LONG = ("rollout.max_tokens=32", "rollout.on_update=cut")
 INJECTIONS = (
     Injection("an update that was not delivered", "probe", _engine("undelivered")),
+    Injection("an adapter that was not delivered", "probe", ("model.lora.rank=4",), spoilt="undelivered"),
     Injection("one stale tensor", "probe", _engine("stale tensor")),
     Injection("a wrong temperature", "probe", _engine("temperature")),
     Injection("a wrong temperature of sampling", "gap_mean_0", _engine("sampling", "pipeline.staleness=0")),
@@ -83,9 +89,9 @@ def alarms_of(events: Sequence[Event]) -> list[AlarmEvent]:
     return [data for event in events if isinstance(data := event.decoded(), AlarmEvent)]
 
 
-def judged(recipe: Recipe, folder: Path) -> tuple[int, list[AlarmEvent]]:
+def judged(recipe: Recipe, folder: Path, sensitivity: float) -> tuple[int, list[AlarmEvent]]:
     """The number of steps in a recorded run, and the alarms that its events give."""
-    guard, steps, alarms = Guard(options_of(recipe)), 0, list[AlarmEvent]()
+    guard, steps, alarms = Guard(replace(options_of(recipe), sensitivity=sensitivity)), 0, list[AlarmEvent]()
     for event in read_metrics(folder / METRICS):
         steps += event.kind == "step"
         if event.kind in ("step", "sync") and (data := event.decoded()) is not None:
@@ -93,22 +99,31 @@ def judged(recipe: Recipe, folder: Path) -> tuple[int, list[AlarmEvent]]:
     return steps, alarms
 
 
-def clean(runs: Sequence[Path]) -> Iterator[tuple[str, int, list[AlarmEvent]]]:
+def clean(runs: Sequence[Path], sensitivity: float) -> Iterator[tuple[str, int, list[AlarmEvent]]]:
     """Of each clean run its name, its steps and its alarms."""
     for folder in runs:
-        yield folder.name, *judged(Recipe.from_json((folder / "recipe.json").read_text()), folder)
+        yield folder.name, *judged(Recipe.from_json((folder / "recipe.json").read_text()), folder, sensitivity)
     if runs:
         return
     for name, eta, sets in (("tiny", 0, ()), ("tiny", 2, ()), ("quickstart", 1, ("train.steps=20",))):
         for seed in range(3):
-            recipe = load_recipe(RECIPES / f"{name}.toml", [f"pipeline.staleness={eta}", f"seed={seed}", *sets])
+            changes = [f"pipeline.staleness={eta}", f"seed={seed}", f"guard.sensitivity={sensitivity}", *sets]
+            recipe = load_recipe(RECIPES / f"{name}.toml", changes)
             events = asyncio.run(events_of(recipe))
             yield f"{name}, η = {eta}, seed {seed}", sum(e.kind == "step" for e in events), alarms_of(events)
 
 
 def inject(one: Injection) -> dict[str, Any]:
     """What the run with the fault gives: whether it was caught, the right alarm, and the metrics of the others."""
-    alarms = alarms_of(asyncio.run(events_of(load_recipe(RECIPES / "tiny.toml", [*SHORT, *one.sets]))))
+    make = worker.rollout_engine
+
+    def spoilt(*arguments: Any, **options: Any) -> Any:
+        engine = make(*arguments, **options)
+        faults.spoil(engine, one.spoilt, SINCE)
+        return engine
+
+    with patch.object(worker, "rollout_engine", spoilt if one.spoilt else make):
+        alarms = alarms_of(asyncio.run(events_of(load_recipe(RECIPES / "tiny.toml", [*SHORT, *one.sets]))))
     right = next((alarm for alarm in alarms if alarm.metric == one.metric), None)
     return {
         "fault": one.name,
@@ -118,18 +133,29 @@ def inject(one: Injection) -> dict[str, Any]:
     }
 
 
+def as_row(found: dict[str, Any]) -> str:
+    """One row of the table. Of what to look at the first sentence."""
+    alarm = found["alarm"]
+    cells = ["MISSED", "", ""]
+    if found["caught"]:
+        look = re.split(r"(?<=[.:]) (?=[A-Z])", alarm["look"])[0]
+        cells = [f"`{alarm['metric']}`", str(alarm["step"]), f"{alarm['reason'].partition(': ')[2]}. {look}"]
+    return f"| {' | '.join([found['fault'], *cells, ', '.join(f'`{name}`' for name in found['others'])])} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--clean", action="store_true", help="clean runs alone")
     parser.add_argument("--faults", action="store_true", help="injected faults alone")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="faults with one of these in their names")
     parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="FOLDER")
+    parser.add_argument("--sensitivity", type=float, default=8.0, help="of clean runs")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     both, out = asked.clean == asked.faults, dict[str, list[dict[str, Any]]](clean=[], faults=[])
     if both or asked.clean:
         print("| clean run | steps | alarms |\n|---|---|---|")
-        for name, steps, alarms in clean(asked.runs):
+        for name, steps, alarms in clean(asked.runs, asked.sensitivity):
             out["clean"].append({"run": name, "steps": steps, "alarms": [asdict(alarm) for alarm in alarms]})
             print(f"| {name} | {steps} | {'; '.join(alarm.reason for alarm in alarms) or 'none'} |", flush=True)
     if both or asked.faults:
@@ -140,9 +166,7 @@ def main() -> None:
                 continue
             found = inject(one)
             out["faults"].append(found)
-            right, others = found["alarm"], ", ".join(f"`{name}`" for name in found["others"])
-            cells = (f"`{one.metric}`", str(right["step"]), right["reason"]) if found["caught"] else ("MISSED", "", "")
-            print("|", " | ".join((one.name, *cells, others)), "|", flush=True)
+            print(as_row(found), flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(out, indent=1) + "\n")
 

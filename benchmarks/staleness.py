@@ -64,7 +64,7 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
 
 def smooth(one: Trial) -> list[float]:
     """Mean reward of each ten steps in a row."""
-    return [statistics.fmean(one.reward[at : at + LAST]) for at in range(len(one.reward) - LAST + 1)]
+    return [statistics.fmean(one.reward[at : at + LAST]) for at in range(max(1, len(one.reward) - LAST + 1))]
 
 
 def cell(seeds: list[Trial], level: float) -> str:

@@ -278,7 +278,7 @@ class PromptEvent(EventData, kind="prompt"):
 class AlarmEvent(EventData, kind="alarm"):
     """The guard has found something unusual. There is one event until the metric is usual again."""
 
-    metric: Annotated[str, Doc("A number of step events; or `probe_share`, `probe`, `tokenizer`.")]
+    metric: Annotated[str, Doc("A number of step events; or `probe_share`, `probe`, `tokenizer`, `dropped_groups`.")]
     step: Annotated[int, Doc("From 0; of a swap, the step that made its version. -1: before the first one.")]
     value: Number
     usual: Annotated[Number, Doc("Median of the steps before.")] = None

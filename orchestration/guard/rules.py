@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PROBE, TOKENIZER = "probe", "tokenizer"  # alarms of rollout workers
+PROBE, TOKENIZER, DROPPED = "probe", "tokenizer", "dropped_groups"  # alarms of workers
 
 
 @dataclass(frozen=True)
@@ -121,4 +121,4 @@ TRENDS = (
         beyond=0.5,
     ),
 )
-METRICS = (PROBE, TOKENIZER, *(rule.metric for rule in (EQUAL_WEIGHTS, RESUMED, CONSTANT, COLLAPSED, *TRENDS)))
+METRICS = (PROBE, TOKENIZER, DROPPED, *(rule.metric for rule in (EQUAL_WEIGHTS, RESUMED, CONSTANT, COLLAPSED, *TRENDS)))

@@ -57,7 +57,8 @@ def assign(recipe: Recipe, node: Mapping[str, Sequence[str]]) -> dict[Worker, De
         section = getattr(recipe, SIDES.get(worker[0], ""), None)
         if section is not None and section.engine != "mock":
             several = section.vllm.tensor_parallel if worker[0] == "rollout" and section.engine == "vllm" else 1
-            wanted[worker] = section.device if section.device != "auto" else next(iter(node), "cpu"), several
+            device = getattr(getattr(recipe, worker[0], None), "device", None) or section.device  # its own section's
+            wanted[worker] = device if device != "auto" else next(iter(node), "cpu"), several
     fixed = {name for name, _ in wanted.values() if ":" in name}
     given: dict[Worker, Devices] = {}
     taken = dict.fromkeys(node, 0)

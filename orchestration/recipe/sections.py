@@ -303,6 +303,7 @@ class CriticSection(Section):
         min_length=1,
     )
     learning_rate: float | None = key(None, "Peak learning rate of AdamW. Default: `train.learning_rate`.", gt=0)
+    device: Device | None = key(None, "As `train.device`, which is the default.")
     threads: CountOrZero = key(0, "CPU threads. 0: the launcher divides the cores.")
 
 

@@ -298,6 +298,7 @@ def critic_engine(recipe: Recipe) -> TorchCriticEngine:
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
     options["learning_rate"] = critic.learning_rate or recipe.train.learning_rate
     options["threads"] = threads_of(recipe, critic.threads)
+    options["device"] = devices.select(critic.device or recipe.train.device)
     head = Path(source) / VALUE_HEAD if source else None
     return TorchCriticEngine(model, head=head if head and head.is_file() else None, **options)
 

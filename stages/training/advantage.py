@@ -33,13 +33,15 @@ from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, p
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
 from stages.flow.declarations import Drop
 from stages.flow.resolver import passed_column
+from stages.training.drop_alarm import DropAlarm
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated
 
 
 class Advantage(Stage):
     """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says. ``rewards``: the functions, in
-    the order of ``scores``, whose failure drops a group. ``rated``: the index that keeps the pass rates of prompts."""
+    the order of ``scores``, whose failure drops a group. ``rated``: the index that keeps the pass rates of prompts.
+    ``alarm`` watches that not all groups are dropped."""
 
     name = CREDIT
 
@@ -49,7 +51,9 @@ class Advantage(Stage):
         truncated: Truncated = "train",
         rewards: Sequence[str] = (),
         rated: PassRateCalls | None = None,
+        alarm: DropAlarm | None = None,
     ) -> None:
+        self._alarm = alarm
         self.algorithm, self.truncated, self.rewards, self._rated = algorithm, truncated, rewards, rated
         also = {name: "" for name, reads in {"scores": rewards, "reward": rated}.items() if reads}
         declared = credit_stage(algorithm, truncated, also)  # type: ignore[arg-type]
@@ -68,6 +72,8 @@ class Advantage(Stage):
             await self._rated.put_outcomes({groups[at[0]]: outcome(rows["reward"][at].tolist()) for at in whole})
         for output in outputs_of(members, results, tokens):
             yield output
+        if self._alarm is not None:
+            await self._alarm.add(results)
 
 
 def credits(

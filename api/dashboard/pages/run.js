@@ -166,9 +166,9 @@ export class RunPage {
       plot(
         {
           title: "Gap",
-          note: "nats, between the engines",
+          note: "nats, engine to trainer",
           floor: true,
-          series: [line("same weights", 1), line("a step later", 2), line("two", 1, { dash: [4, 3] }), line("after a swap", 2, { dash: [4, 3] })],
+          series: [line("same weights", 1), line("1 step", 2), line("2 steps", 1, { dash: [4, 3] }), line("past a swap", 2, { dash: [4, 3] })],
         },
         ({ get }) => [get("gap_mean_0"), get("gap_mean_1"), get("gap_mean_2"), get("gap_mean_resumed")],
         ["probe", "probe_share", "tokenizer", "gap_mean_0", "gap_mean_1", "gap_mean_2", "gap_mean_3", "gap_mean_4", "gap_mean_resumed"],
@@ -183,9 +183,9 @@ export class RunPage {
         ["ess", "clip_fraction", "mask_fraction"],
       ),
       plot(
-        { title: "Variety", note: "shares", floor: true, series: [line("distinct responses", 1), line("groups with equal rewards", 2)] },
+        { title: "Variety", note: "shares", floor: true, series: [line("distinct responses", 1), line("equal groups", 2)] },
         ({ get }) => [get("distinct_responses"), get("equal_groups")],
-        ["distinct_responses", "equal_groups"],
+        ["distinct_responses", "equal_groups", "dropped_groups"],
       ),
       plot(
         { title: "Response length", note: "tokens", floor: true, series: [{ label: "mean", colour: "series-1" }] },

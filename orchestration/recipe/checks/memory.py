@@ -63,8 +63,8 @@ def count(recipe: Recipe, side: Engine) -> int:
 
 
 def device_of(recipe: Recipe, side: Engine) -> str:
-    """``train.device`` or ``rollout.device``; reference and critic compute where training does."""
-    return recipe.rollout.device if side == "rollout" else recipe.train.device
+    """The device of the section of this name, or where that has none, as for the reference, where training computes."""
+    return getattr(getattr(recipe, side, None), "device", None) or recipe.train.device
 
 
 def _too_large(recipe: Recipe, of: dict[str, Parts], room: int, where: str) -> Problem:

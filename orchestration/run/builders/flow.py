@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from orchestration.guard.rules import DROPPED
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import prompt_limits
 from orchestration.rewards.reward_set import droppers
@@ -23,10 +24,14 @@ from stages.prompts.sources import PromptSource, load_prompts
 from stages.prompts.too_long import TOO_LONG_FILE
 from stages.rewards.stage import Reward
 from stages.training.advantage import Advantage
+from stages.training.drop_alarm import DropAlarm
 
 log = structlog.get_logger()
 
 EXTERNAL_PROMPTS = "prompts.jsonl"  # in the run's folder: the prompts that other programs have put
+
+
+STEPS_DROPPED, LEAST_DROPPED = 16, 64  # steps, groups: as many dropped in a row are an alarm
 
 
 class FlowJob(Job):
@@ -59,7 +64,9 @@ class FlowJob(Job):
         if CREDIT in flow:
             rewards = droppers(recipe) if "scores" in flow[CREDIT].needs else ()
             rated = self.index if by_difficulty else None
-            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards, rated))
+            most = max(LEAST_DROPPED, STEPS_DROPPED * recipe.train.groups_per_step)
+            alarm = None if DROPPED in recipe.guard.off else DropAlarm(self.index, most, f"{self.kind}-{self.number}")
+            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards, rated, alarm))
 
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)

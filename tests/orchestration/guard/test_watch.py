@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import faults
 from orchestration.guard.guard import Guard, GuardOptions
 from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.problems import RecipeError
+from orchestration.run.builders import rollout as builder
 from orchestration.run.run import Run
 from pipeline.events import AlarmEvent
 from pipeline.index.client import Index
@@ -141,6 +143,23 @@ async def test_a_refused_probe_is_one_alarm_that_says_what_is_wrong(tmp_path: Pa
     assert result.state == "failed"
 
 
+async def test_an_adapter_that_was_not_delivered_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = builder.rollout_engine
+
+    def spoilt(*arguments: Any, **options: Any) -> Any:
+        engine = make(*arguments, **options)
+        faults.spoil(engine, "undelivered", 3)
+        return engine
+
+    monkeypatch.setattr(builder, "rollout_engine", spoilt)
+    letters = [{"name": "tests.orchestration.scores:early_letters"}]  # so that there is an update
+    of = recipe(TINY, model__lora={"rank": 4}, reward__functions=letters, reward__processes=0, launch__max_restarts=0)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "failed"
+    assert watched.of("alarm")[0]["metric"] == "probe"
+    assert "tensors or an adapter that it does not load" in watched.of("alarm")[0]["look"]
+
+
 async def test_an_engine_with_another_vocabulary_never_starts(tmp_path: Path) -> None:
     alarms, result = await injected(tmp_path, "tokenizer")
     assert [(alarm["metric"], alarm["step"]) for alarm in alarms] == [("tokenizer", -1)]
@@ -161,3 +180,12 @@ async def test_a_cache_that_is_kept_where_it_should_be_rebuilt_is_found_in_its_f
         affected = [step["step"] for step in watched.of("step") if "gap_mean_resumed" in step]
         assert affected, "responses are cut by swaps"
         assert [alarm["step"] for alarm in watched.of("alarm")][:1] == affected[: len(found)]
+
+
+async def test_a_run_that_drops_every_group_says_so_once(tmp_path: Path) -> None:
+    of = recipe(MOCK, **{**EQUAL, "algorithm__options": {"drop_equal": True}, "guard__on_alarm": "fail"})
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert watched.of("step") == []
+    (alarm,) = watched.of("alarm")
+    assert (alarm["metric"], alarm["step"], alarm["value"]) == ("dropped_groups", 0, 64.0)
+    assert "64 groups in a row were dropped, the last one because of: equal rewards" in result.reason

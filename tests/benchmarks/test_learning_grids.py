@@ -1,0 +1,63 @@
+"""The benchmarks of staleness and of waste run, go on with their files, and print what they measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import staleness, waste
+from benchmarks.learning import Trial, read_trials
+
+SHORT = ["--set", "launch.launcher=inline", "--set", "train.steps=2", "--set", "train.warmup_steps=0"]
+
+
+def main(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    module.main()  # type: ignore[attr-defined]
+
+
+def test_a_grid_goes_on_where_it_was_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "grid.json"
+    part = ["tiny", "--rates", "3e-3", "--seeds", "0", "--json", str(file), "--set", "evaluate.every=0", *SHORT]
+    main(staleness, monkeypatch, *part, "--staleness", "0", "--arms", "none")
+    begun = file.read_text()
+    main(staleness, monkeypatch, *part, "--staleness", "0", "--arms", "none", "auto")
+    assert begun[:-2] in file.read_text(), "a run was repeated"
+    none, auto = read_trials(file)
+    assert (none.recipe, auto.recipe) == ("tiny/none/0.003", "tiny/auto/0.003")
+    assert none.reward == auto.reward, "with a bound of 0 auto is none, bit for bit"
+    assert "auto" in capsys.readouterr().out
+
+
+def test_waste_reports_every_dropped_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "waste.json"
+    main(waste, monkeypatch, "--arms", "difficulty, drop", "--seeds", "0", "--steps", "1", "--json", str(file))
+    [one] = read_trials(file)
+    ledger = one.ledger
+    assert ledger["filtered_tokens"] == sum(ledger["dropped_tokens"].values()) > 0
+    assert f"{ledger['filtered_tokens']} equal rewards" in " ".join(capsys.readouterr().out.split())
+    assert 0 <= one.held_out[0] < 0.2, "the score is that of the prompts that can be learned"
+
+
+def test_a_grid_cell_shows_collapse_and_when_it_was_learned() -> None:
+    def of(reward: list[float]) -> Trial:
+        return Trial(1, 0, reward, {}, 1.0, 1.0, 1)
+
+    rising = [min(1.0, step / 20) for step in range(40)]
+    assert staleness.cell([of(rising)], 0.9) == "1.000 (1.000) | 25"
+    assert staleness.cell([of(rising[:30] + [0.0] * 10)], 0.9) == "0.000 (0.000)✗ | 25"
+
+
+def test_a_score_must_be_reached_twice_in_a_row() -> None:
+    def of(scores: list[float]) -> Trial:
+        held_out = dict(zip(range(0, 50, 5), scores, strict=False))
+        return Trial(1, 0, [0.0] * 50, held_out, 1.0, 1.0, 1, tokens=[100 * step for step in range(1, 51)])
+
+    assert waste.reached(of([0.1, 0.96, 0.5, 0.95, 1.0]), 0.95) == 1500
+    assert waste.reached(of([0.1, 0.96, 0.5, 0.95]), 0.95) is None
