@@ -78,12 +78,18 @@ class FaultyEngine(TorchRolloutEngine):
 def engine(recipe: Recipe, *, version: int, weights: Path | None, fault: Fault = "", since: int = 0) -> FaultyEngine:
     own = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"engine": "torch", "options": {}})})
     made: Any = rollout_engine(own, version=version, weights=weights)
-    made.__class__ = FaultyEngine
-    made.fault, made.since, made.tokenizer = fault, since, tokenizer_of(recipe)
+    spoil(made, fault, since)
+    made.tokenizer = tokenizer_of(recipe)
     if fault == "tokenizer":
         words = made.tokenizer.get_vocab()
         made.tokenizer = SimpleNamespace(get_vocab=lambda: {word: len(words) - 1 - at for word, at in words.items()})
     return made  # type: ignore[no-any-return]
+
+
+def spoil(made: Any, fault: Fault, since: int) -> None:
+    """Give a torch engine the fault."""
+    made.__class__ = FaultyEngine
+    made.fault, made.since = fault, since
 
 
 _scored = itertools.count()

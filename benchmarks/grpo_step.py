@@ -49,7 +49,6 @@ from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model
 from stages.prompts.tasks import arithmetic
-from stages.threads import end_helpers, run_in_temporary_thread
 
 GROUPS, ROWS, MAX_TOKENS = 4, 8, 16
 LEARNING_RATE = 1e-6
@@ -113,8 +112,7 @@ class OurSide:
         self.algorithm = GRPO()
 
     async def step(self, number: int, rows: Sequence[dict[str, Any]]) -> Measured:
-        end_helpers()  # of this thread, which TRL computes in: generation has them in another one
-        rate, bandwidth = run_in_temporary_thread(lambda: readings(self.dtype))
+        rate, bandwidth = readings(self.dtype)
         began, cpu = time.perf_counter(), time.process_time()
         prompts = [
             torch.tensor(self.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])

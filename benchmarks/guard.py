@@ -20,12 +20,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from benchmarks import faults
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.guard.guard import Guard
 from orchestration.guard.watch import options_of
 from orchestration.recipe.load import load_recipe
 from orchestration.recipe.schema import Recipe
+from orchestration.run.builders import rollout as worker
 from orchestration.run.run import Run
 from pipeline.events import AlarmEvent, Event
 
@@ -37,12 +40,13 @@ SHORT = (f"train.steps={SINCE + 6}", "evaluate.every=0", "launch.launcher=inline
 @dataclass(frozen=True)
 class Injection:
     """A run of ``tiny`` with a fault, and the ``metric`` whose alarm is the right one. ``steps``: of the alarms that count
-    as within one step."""
+    as within one step. ``spoilt``: a fault of the run's own torch engine, as engines of a factory take no adapters."""
 
     name: str
     metric: str
     sets: tuple[str, ...]
     steps: tuple[int, ...] = (SINCE - 1, SINCE, SINCE + 1)
+    spoilt: faults.Fault = ""
 
 
 def _engine(fault: str, *sets: str, since: int = SINCE) -> tuple[str, ...]:
@@ -53,6 +57,7 @@ def _engine(fault: str, *sets: str, since: int = SINCE) -> tuple[str, ...]:
 LONG = ("rollout.max_tokens=32", "rollout.on_update=cut")
 INJECTIONS = (
     Injection("an update that was not delivered", "probe", _engine("undelivered")),
+    Injection("an adapter that was not delivered", "probe", ("model.lora.rank=4",), spoilt="undelivered"),
     Injection("one stale tensor", "probe", _engine("stale tensor")),
     Injection("a wrong temperature", "probe", _engine("temperature")),
     Injection("a wrong temperature of sampling", "gap_mean_0", _engine("sampling", "pipeline.staleness=0")),
@@ -110,7 +115,15 @@ def clean(runs: Sequence[Path], sensitivity: float) -> Iterator[tuple[str, int, 
 
 def inject(one: Injection) -> dict[str, Any]:
     """What the run with the fault gives: whether it was caught, the right alarm, and the metrics of the others."""
-    alarms = alarms_of(asyncio.run(events_of(load_recipe(RECIPES / "tiny.toml", [*SHORT, *one.sets]))))
+    make = worker.rollout_engine
+
+    def spoilt(*arguments: Any, **options: Any) -> Any:
+        engine = make(*arguments, **options)
+        faults.spoil(engine, one.spoilt, SINCE)
+        return engine
+
+    with patch.object(worker, "rollout_engine", spoilt if one.spoilt else make):
+        alarms = alarms_of(asyncio.run(events_of(load_recipe(RECIPES / "tiny.toml", [*SHORT, *one.sets]))))
     right = next((alarm for alarm in alarms if alarm.metric == one.metric), None)
     return {
         "fault": one.name,

@@ -134,14 +134,18 @@ def main() -> None:
     del model
     print(f"published: {published / 2**20:.1f} MiB of {whole / 2**20:.1f} MiB, {published / whole:.2%}\n")
     found: dict[str, Any] = {"published": published, "whole": whole}
-    found["train"] = train(arguments.model, options, arguments.threads, arguments.repeats)
-    found["decode"], found["swap"] = decode(arguments.model, options, arguments.repeats)
-    print("| | adapters, unmerged | full or merged | ratio | of processor time |\n|---|---|---|---|---|")
-    shown = {"train step": found["train"]}
-    shown |= {f"decode step, {rows} rows": of for rows, of in found["decode"].items()} | {"swap": found["swap"]}
-    for name, of in shown.items():
+
+    def show(name: str, of: dict[str, float]) -> None:
         times = " | ".join(f"{1000 * of[kind]:.1f} ms" for kind in ("one", "other"))
-        print(f"| {name} | {times} | {of['ratio']:.2f} | {of['cpu_ratio']:.2f} |")
+        print(f"| {name} | {times} | {of['ratio']:.2f} | {of['cpu_ratio']:.2f} |", flush=True)
+
+    print("| | adapters, unmerged | full or merged | ratio | of processor time |\n|---|---|---|---|---|", flush=True)
+    found["train"] = train(arguments.model, options, arguments.threads, arguments.repeats)
+    show("train step", found["train"])
+    found["decode"], found["swap"] = decode(arguments.model, options, arguments.repeats)
+    for rows, of in found["decode"].items():
+        show(f"decode step, {rows} rows", of)
+    show("swap", found["swap"])
     print(f"\nlargest difference of a logit, unmerged against merged: {found['swap']['logit_gap']:.2g}")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

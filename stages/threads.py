@@ -7,18 +7,15 @@ process end.
 :func:`run_in_temporary_thread` is for one parallel computation beside a thread that computes all the time. OpenMP keeps
 helper threads for each thread that has used it, until that thread ends. When all of them together are more than the cores,
 libgomp's helpers do not spin, and every parallel loop begins with a system call, which takes most of the time of small
-loops. A thread that lives on calls :func:`end_helpers` before it waits, so that another engine of the process may spin.
+loops.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
-from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -52,22 +49,3 @@ def run_in_temporary_thread(work: Callable[[], T]) -> T:
     """Returns or raises what ``work`` does, when its thread and the OpenMP helpers of that thread have ended."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
-
-
-def end_helpers() -> None:
-    """End the OpenMP helpers of the calling thread. Its next parallel loop starts new ones, which takes about 0.1 ms. Does
-    nothing where OpenMP is not libgomp."""
-    if (library := _libgomp()) is not None:
-        library.omp_pause_resource_all(1)  # 1: soft, which keeps settings as the number of threads
-
-
-@cache
-def _libgomp() -> ctypes.CDLL | None:
-    """The library that torch has loaded, if it has this function (OpenMP 5.0)."""
-    maps = Path("/proc/self/maps")
-    loaded = maps.read_text().splitlines() if maps.exists() else []
-    for path in {line.split()[-1] for line in loaded if "libgomp" in line}:
-        library = ctypes.CDLL(path)
-        if hasattr(library, "omp_pause_resource_all"):
-            return library
-    return None

@@ -30,24 +30,35 @@ PROGRESS = ("response_ids", "rollout_logprobs", "versions")  # columns that a cu
 
 
 class Rollout(Stage):
-    """The rollout stage. ``most_rows``: responses that this worker holds at once, decoding or waiting in the engine."""
+    """The rollout stage. ``most_rows``: responses that this worker holds at once, decoding or waiting in the engine.
+    ``first_rows``: of its first claim (default: as many), so that the first optimizer step does not wait for later ones."""
 
     name = "rollout"
     fetches: tuple[str, ...] = ("prompt_ids",)
 
     def __init__(
-        self, dock: Dock, engine: RolloutEngine, params: SamplingParams, *, seed: int, group_size: int, most_rows: int
+        self,
+        dock: Dock,
+        engine: RolloutEngine,
+        params: SamplingParams,
+        *,
+        seed: int,
+        group_size: int,
+        most_rows: int,
+        first_rows: int | None = None,
     ) -> None:
         self.dock = dock
         self.engine, self.params, self.seed = engine, params, seed
         self._group_size, self._most_rows = group_size, most_rows
+        self._first_rows = first_rows  # None after the first claim
         self.held_back = False  # claims nothing while it is set (an evaluation that must not share its batch)
         self.device = DeviceLease()
 
     def room(self, held: int) -> int:
         if self.held_back or not self.device.may_generate:
             return 0
-        return (self._most_rows - held) // self._group_size
+        most = self._most_rows if self._first_rows is None else min(self._first_rows, self._most_rows)
+        return (most - held) // self._group_size
 
     def version(self) -> int | None:
         return self.engine.version
@@ -80,6 +91,7 @@ class Rollout(Stage):
                 if left and None in news:
                     await listening  # raises what the engine raised
                     raise RuntimeError(f"the rollout engine ended with {left} of {len(positions)} responses missing")
+            self._first_rows = None
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)

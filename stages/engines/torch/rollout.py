@@ -36,7 +36,7 @@ from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
 from stages.engines.torch.decoding.weights import WeightSet
-from stages.threads import deferred, end_helpers, run_in_temporary_thread, run_in_thread
+from stages.threads import deferred, run_in_temporary_thread, run_in_thread
 
 log = structlog.get_logger()
 
@@ -243,8 +243,6 @@ class TorchRolloutEngine:
         """Run the functions in the inbox until the batch can make a token. Returns False when the engine was closed."""
         while True:
             idle = self._paused or self._asleep or not (self._batch.rows or self._batch.waiting)
-            if idle and self._inbox.empty():
-                end_helpers()
             try:
                 function = self._inbox.get(block=idle)
             except queue.Empty:

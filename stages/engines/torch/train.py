@@ -47,7 +47,6 @@ from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, 
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.flow.declarations import BASE, IN_TRAINING
 from stages.resharding.swap import local_weights, training_state
-from stages.threads import end_helpers
 
 Result = TypeVar("Result")
 
@@ -67,18 +66,14 @@ class _Group:
 
 
 def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
-    """Of an engine's methods: with its number of threads, which decides the order of sums, and deterministic algorithms.
-    Its helper threads end afterwards."""
+    """Of an engine's methods: with its number of threads, which decides the order of sums, and deterministic algorithms."""
 
     @wraps(compute)
     def wrapped(self: TorchTrainEngine, *arguments: Any) -> Result:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        try:
-            with devices.deterministic(self.device):
-                return compute(self, *arguments)
-        finally:
-            end_helpers()
+        with devices.deterministic(self.device):
+            return compute(self, *arguments)
 
     return wrapped
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import faults
 from orchestration.guard.guard import Guard, GuardOptions
 from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.problems import RecipeError
+from orchestration.run.builders import rollout as builder
 from orchestration.run.run import Run
 from pipeline.events import AlarmEvent
 from pipeline.index.client import Index
@@ -139,6 +141,23 @@ async def test_a_refused_probe_is_one_alarm_that_says_what_is_wrong(tmp_path: Pa
     assert look in alarm["look"]
     assert sum(one["metric"] == "probe" and one["step"] == alarm["step"] for one in alarms) == 1, "of three attempts"
     assert result.state == "failed"
+
+
+async def test_an_adapter_that_was_not_delivered_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = builder.rollout_engine
+
+    def spoilt(*arguments: Any, **options: Any) -> Any:
+        engine = make(*arguments, **options)
+        faults.spoil(engine, "undelivered", 3)
+        return engine
+
+    monkeypatch.setattr(builder, "rollout_engine", spoilt)
+    letters = [{"name": "tests.orchestration.scores:early_letters"}]  # so that there is an update
+    of = recipe(TINY, model__lora={"rank": 4}, reward__functions=letters, reward__processes=0, launch__max_restarts=0)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "failed"
+    assert watched.of("alarm")[0]["metric"] == "probe"
+    assert "tensors or an adapter that it does not load" in watched.of("alarm")[0]["look"]
 
 
 async def test_an_engine_with_another_vocabulary_never_starts(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ LORA: dict[str, Any] = {
     "algorithm__options": {"kl_coef": 0.1},
 }
 
+DENSE: dict[str, Any] = {"reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]}
+
 
 async def test_with_bound_zero_a_killed_trainer_ends_as_the_plain_loop_bit_for_bit(tmp_path: Path) -> None:
     """With the base as the reference, in the trainer; and the run is resumed for two steps more."""
@@ -90,7 +92,7 @@ async def test_in_bfloat16_every_swap_is_within_the_limits(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
 async def test_ranks_train_adapters(dp: int, tp: int, tmp_path: Path) -> None:
-    few = {**LORA, "train__steps": 3, "reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]}
+    few = {**LORA, "train__steps": 3, **DENSE}
     of = recipe(TINY, **few, train__dp=dp, train__tp=tp, launch__launcher="process")
     expected, _ = await synchronous(recipe(TINY, **few))
     watched, result = await complete(Run.create(of, tmp_path / "run"))

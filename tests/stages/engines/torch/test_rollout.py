@@ -528,19 +528,16 @@ torch.set_num_threads(2)
 def tasks():
     return len(os.listdir("/proc/self/task"))
 
-async def settled():
+async def main():
+    engine = TorchRolloutEngine(model, max_rows=64, threads=2, device="cpu")
     end = time.monotonic() + 30  # the end of a thread emits no event
     while tasks() != before + 1 and time.monotonic() < end:
         await asyncio.sleep(0.01)
-    return tasks() - before
-
-async def main():
-    engine = TorchRolloutEngine(model, max_rows=64, threads=2, device="cpu")
-    made = await settled()
-    lengths = [SamplingParams(4 + i % 8, temperature=0.0) for i in range(64)]
-    asked = [GroupRequest(i, (0,), torch.arange(3, 40), lengths[i], seed=i) for i in range(64)]
-    most = max([tasks() - before async for _ in engine.generate(asked)])
-    print(made, most, await settled())
+    made = tasks() - before
+    asked = [GroupRequest(i, (0,), torch.arange(3, 40), SamplingParams(4, temperature=0.0), seed=i) for i in range(64)]
+    async for _ in engine.generate(asked):
+        pass
+    print(made, tasks() - before)
     await engine.close()
 
 model, before = tiny_model(0), tasks()
@@ -550,10 +547,9 @@ asyncio.run(main())
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them")
 def test_one_thread_alone_computes_in_parallel() -> None:
-    """The engine's own thread, with a helper for the second core while it has rows; the thread that made the engine has
-    none."""
+    """The engine's own thread, later with a helper for the second core; the thread that made the engine has none."""
     output = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, check=True, timeout=120)
-    assert output.stdout.split() == ["1", "2", "1"]
+    assert output.stdout.split() == ["1", "2"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

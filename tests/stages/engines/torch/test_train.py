@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-import os
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from stages.engines.plans import GroupShape, plan_micro_batches
 from stages.engines.torch import token_logprobs
 from stages.engines.torch.optimizer import learning_rate_at
 from stages.engines.torch.train import TorchTrainEngine
-from stages.threads import end_helpers
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 
 
@@ -404,29 +401,6 @@ def test_a_bandit_is_learned() -> None:
         engine.train_batch(batch, algorithm)
     assert chances[0] < 0.2
     assert chances[-1] > 0.9
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them")
-def test_no_helper_thread_stays_after_a_step() -> None:
-    """OpenMP's threads wait awake only while there are no more of them than cores: those of an idle engine slow others."""
-
-    def tasks() -> int:
-        return len(os.listdir("/proc/self/task"))
-
-    engine, inside = engine_of(tiny_llama(), threads=2), list[int]()
-
-    def in_step(*_: Any) -> None:
-        torch.ones(2**22).sum()
-        inside.append(tasks())
-
-    end_helpers()
-    before = tasks()
-    engine._optimizer.register_step_pre_hook(in_step)
-    engine.train_batch(make_batch(), GRPO())
-    end = time.monotonic() + 30  # the end of a thread emits no event
-    while tasks() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert (inside, tasks()) == ([before + 1], before)
 
 
 # --- what a user hands in and takes out ------------------------------------------------------------------------------

@@ -1,0 +1,41 @@
+"""What the rollout stage claims."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from stages.engines.protocols import Completion, GroupRequest, SamplingParams
+from stages.rollout.stage import Rollout
+
+
+class OneToken:
+    """An engine of which each response is one token."""
+
+    version = 0
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
+        for request in requests:
+            for place in request.places:
+                yield Completion(request.group, place, torch.tensor([1]), torch.tensor([0.0]), ((0, 1),), "stop")
+
+
+async def test_the_first_claim_is_of_one_step_and_later_ones_fill_the_engine() -> None:
+    async def begun(*_: Any) -> tuple[list[int], None]:
+        return [], None
+
+    dock, engine, params = SimpleNamespace(begun=begun), OneToken(), SamplingParams(max_tokens=1)
+    options: dict[str, Any] = {"seed": 0, "group_size": 2, "most_rows": 8}
+    stage = Rollout(dock, engine, params, **options, first_rows=4)  # type: ignore[arg-type]
+    assert [stage.room(held) for held in (0, 2, 4)] == [2, 1, 0]
+    rows = [SimpleNamespace(group=group, place=place) for group in (0, 1) for place in (0, 1)]
+    prompts = torch.nested.nested_tensor([torch.tensor([5, 6])] * 4, layout=torch.jagged)
+    made = TensorDict({"prompt_ids": prompts}, batch_size=[4])
+    rooms = [stage.room(4) async for _ in stage.process(SimpleNamespace(rows=rows), made)]  # type: ignore[arg-type]
+    assert set(rooms) == {0}
+    assert [stage.room(held) for held in (0, 4)] == [4, 2]
+    assert Rollout(dock, engine, params, **options).room(0) == 4  # type: ignore[arg-type]
