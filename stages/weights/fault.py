@@ -44,11 +44,13 @@ async def find_fault(engine: RolloutEngine, probe: Probe, failed: ProbeFailed, t
     has these weights."""
     if failed.unmoved:
         return UNDELIVERED
+    if await scored(engine, probe, TEMPERATURES[0] * temperature) is None:  # as vLLM, at other temperatures than 1
+        return ""
     wanted = torch.tensor([value for row in probe.logprobs for value in row])
 
     async def gap_at(factor: float) -> Gap:
         found = await scored(engine, probe, factor * temperature)
-        assert found is not None, "it has scored the probe before"
+        assert found is not None, "it has scored at another one"
         return gap(wanted, torch.cat(found))
 
     gaps = [await gap_at(factor) for factor in TEMPERATURES]
