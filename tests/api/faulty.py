@@ -192,7 +192,7 @@ class Service:
 
     async def _stages(self, request: web.Request) -> web.Response:
         view = {"stages": [], "ledger": {}, "dropped": {"equal rewards": 3}, "dropped_tokens": {"equal rewards": 1200}}
-        view |= {"warehouses": [], "published": 0, "trained": 0, "flow": {}, "epochs": {}}
+        view |= {"warehouses": [], "published": 0, "trained": 0, "flow": {}, "epochs": {}, "alarms": []}
         return web.json_response({**view, "gate": {"admitted": 0, "allowed": 0, "open": 0}})
 
     async def _samples(self, request: web.Request) -> web.Response:
