@@ -38,7 +38,7 @@ def take(browser: Browser, url: str, folder: Path) -> None:
     for name, width, height, sharp, scheme in SHOTS:
         browser.shape(width, height, scheme=scheme, sharp=sharp)
         browser.open(url)
-        browser.until("return document.querySelectorAll('.plot canvas').length === 7")
+        browser.until("return document.querySelectorAll('.plot canvas').length >= 7")
         browser.until(f"return Number(document.querySelector('.track[role]').ariaValueNow) >= {STEPS}", seconds=400)
         browser.until("return /Other stages worked/.test(document.querySelector('#timeline-says').innerText)")
         browser.until("return performance.getEntriesByType('resource').some((one) => /metrics[?]/.test(one.name))")

@@ -31,7 +31,7 @@ LONGEST = 3 * WINDOW + 13  # tokens past every window, and past the length at wh
 def plain_of(family: str) -> Any:
     """transformers' model; one with longrope uses its long factors for sequences of any length, as a run does whose rows
     may be longer than their change."""
-    rope = dict(config_of(family).get_text_config().rope_parameters or {})
+    rope = dict(getattr(config_of(family).get_text_config(), "rope_parameters", None) or {})
     long = {"rope_parameters": rope | {"short_factor": rope["long_factor"]}} if "long_factor" in rope else {}
     model = model_of(family, **long)
     model.set_attn_implementation("eager")
