@@ -21,9 +21,9 @@ SOURCES := pipeline stages orchestration api tests benchmarks
 demo: $(VENV)/.demo
 	$(BIN)/asyncdock run quickstart
 
-# Most of a test's time is waiting, for processes to start, die and be noticed: files run side by side, one more than cores.
+# Most of a test's time is waiting, for processes to start, die and be noticed: files run side by side.
 test: lint
-	$(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))') --dist loadfile --no-loadscope-reorder --durations=40
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=40
 
 # With GPU_PYTHON=python3 it runs in an environment that has torch for the accelerator already. What else it needs is taken
 # from GPU_WHEELS, when that folder has been brought along.
