@@ -322,7 +322,7 @@ def test_paths_are_whole_in_a_pipe(person: Path) -> None:
 def test_equal_rewards_are_reported_at_the_end(person: Path) -> None:
     _, out, _ = asyncdock("run", "mine.toml", "--out", "out")
     assert "Every reward was 0.5, in all 2 steps: there was nothing to learn from" in out
-    assert "0 per second" not in out.replace("10 per", "").replace("00 per", "")
+    assert " 0 per second" not in out
     _, out, _ = asyncdock("run", "mine.toml", "--out", "two", "--set=reward.functions=[{name='brevity'}]")
     assert "nothing to learn" not in out
 
