@@ -169,7 +169,7 @@ def measure(recipe: str, overrides: list[str]) -> tuple[list[dict[str, Any]], fl
                 sys.exit(f"no step was made: {errors.read()}")
             for _ in range(2):  # the second interrupt ends it at once
                 process.send_signal(signal.SIGINT)
-                time.sleep(0.5)  # two signals at once would count as one
+                time.sleep(0.5)  # a second SIGINT that arrives before the first is handled is lost
             process.communicate()
         timed_phases += [json.loads(line) for line in file.read_text().splitlines()]
         before = [

@@ -39,8 +39,9 @@ SHORT = (f"train.steps={SINCE + 6}", "evaluate.every=0", "launch.launcher=inline
 
 @dataclass(frozen=True)
 class Injection:
-    """A run of ``tiny`` with a fault, and the ``metric`` whose alarm is the right one. ``steps``: of the alarms that count
-    as within one step. ``spoilt``: a fault of the run's own torch engine, as engines of a factory take no adapters."""
+    """One injected fault: a run of ``tiny`` and the ``metric`` whose alarm is expected. ``steps``: steps at which that alarm
+    counts as raised within one step. ``spoilt``: the fault is put into the built-in torch engine instead of into an engine
+    from a factory, because only the built-in one takes adapters."""
 
     name: str
     metric: str

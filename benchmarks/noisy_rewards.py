@@ -6,8 +6,8 @@
 
 ``spelling``   errors anywhere: a wrong reward is a number between 0 and 1 that has nothing to do with the response, so a
                perfect policy has a mean of 5/6
-``mediocre``   errors in the middle: half of the middle two thirds of the responses get one another's rewards, as from a
-               reward model that tells good from bad, and not mediocre from mediocre; a perfect policy has a mean of 1
+``mediocre``   errors in the middle: half of the middle two thirds of the responses exchange their rewards. This models a
+               reward model that ranks only the best and the worst responses correctly; a perfect policy has a mean of 1
 """
 
 from __future__ import annotations

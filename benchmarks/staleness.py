@@ -27,7 +27,7 @@ from rich.table import Table
 from benchmarks.learning import Trial, read_trials, trial, write_trials
 from orchestration.logs import configure
 
-LAST = 10  # steps whose mean reward is the result
+LAST = 10  # a cell of the table is the mean reward of this many last steps
 # Options of a policy gradient, by the name of the correction.
 ARMS: Mapping[str, Mapping[str, str]] = {
     "none": {"correction": "none"},
@@ -103,7 +103,9 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=["none", "truncate", "mask"], choices=list(ARMS))
     parser.add_argument("--rates", nargs="+", required=True, metavar="RATE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--level", type=float, default=0.9, help="reward whose first step is shown")
+    parser.add_argument(
+        "--level", type=float, default=0.9, help="mean reward; the table has the first step that reaches it"
+    )
     parser.add_argument("--set", action="append", metavar="KEY=VALUE")
     parser.add_argument("--json", type=Path, required=True, help="written after each run; its runs are not repeated")
     options = parser.parse_args()

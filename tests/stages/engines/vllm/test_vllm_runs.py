@@ -7,28 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from orchestration.run.run import Run
-from stages.models import tiny_model, tiny_tokenizer
 from tests.orchestration.run.test_end_of_turn import assert_each_token_ends, of_two_ends
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
 from tests.orchestration.runs import TINY, executing, recipe
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with heads as wide as vLLM's attention on the CPU takes them."""
-    folder = tmp_path_factory.mktemp("model")
-    config: LlamaConfig = tiny_model(0).config
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 async def test_each_of_three_end_tokens_ends_a_response(tmp_path: Path) -> None:

@@ -13,28 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from pipeline.index.embedded import die_with_parent
 from stages.engines.torch.train import TorchTrainEngine
 from stages.inference.teacher import TeacherOptions, TeacherRefused, TeacherServer
-from stages.models import tiny_model, tiny_tokenizer
+from stages.models import tiny_tokenizer
 from tests.batches import tiny_rows
 
 pytestmark = pytest.mark.timeout(600)
 START_SECONDS = 300.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with heads as wide as vLLM's attention on the CPU takes them."""
-    folder = tmp_path_factory.mktemp("model")
-    config: LlamaConfig = tiny_model(0).config
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
