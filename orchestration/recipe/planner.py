@@ -387,9 +387,10 @@ def _saved_bytes(recipe: Recipe) -> int:
     )
 
 
-def heads_of(recipe: Recipe) -> dict[str, int]:
-    """Numbers of heads that tensor-parallel ranks share, by their names in the model's config; empty without a config."""
-    config = config_of(recipe.model.source)
+def heads_of(source: str) -> dict[str, int]:
+    """Numbers of heads that tensor-parallel ranks share, by their names in the config of the model ``source``; empty without
+    one."""
+    config = config_of(source)
     return {name: config[name] for name in HEADS if isinstance(config.get(name), int) and config[name] > 0}
 
 
