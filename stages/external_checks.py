@@ -34,14 +34,16 @@ Layout = Mapping[str, tuple[str, Sequence[int]]]  # a model's weights: dtype ("f
 @dataclass(frozen=True)
 class Terms:
     """What an external program must know of a run: the model's number of tokens, how responses are drawn
-    (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of reward functions, and the weights that an
-    external trainer publishes (None: the model is not known, or the run trains it itself)."""
+    (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of reward functions, the weights that an
+    external trainer publishes (None: the model is not known, or the run trains it itself), and the fingerprint of the
+    tokenizer's vocabulary (:mod:`stages.vocabulary`)."""
 
     vocabulary: int
     sampling: dict[str, Any]
     seed: int
     rewards: int
     weights: Layout | None = None
+    tokenizer: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -57,6 +59,14 @@ class Misfit(ValueError):
     def __init__(self, column: str, wrong: str, fix: str) -> None:
         self.column, self.wrong, self.fix = column, wrong, fix
         super().__init__(f"column {column!r}: {wrong}; {fix}")
+
+
+def check_tokenizer(given: str, terms: Terms) -> None:
+    """Checks that a program's tokenizer, by its fingerprint, is the run's. Raises Misfit."""
+    if terms.tokenizer and given != terms.tokenizer:
+        wrong = f"{given[:12]}… is not the fingerprint of the run's vocabulary, {terms.tokenizer[:12]}…"
+        fix = "load the tokenizer of the run's model.source; the fingerprint is that of stages.vocabulary"
+        raise Misfit("tokenizer", wrong, fix)
 
 
 def check_columns(schema: Schema, columns: Columns, wanted: Sequence[str], rows: int) -> None:

@@ -37,6 +37,7 @@ from stages.models import (
     weight_shapes,
 )
 from stages.prompts.templates import read_chat_template
+from stages.vocabulary import fingerprint
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
     weights: dict[str, tuple[str, tuple[int, ...]]] | None = None
     if source != "mock" and not recipe.runs_stage("update"):
         weights = {name: (recipe.model.dtype, shape) for name, shape in weight_shapes(source).items()}
-    return Terms(vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights)
+    own = fingerprint(tokenizer.get_vocab())
+    return Terms(vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights, own)
 
 
 def probe_tokens(recipe: Recipe) -> int:
