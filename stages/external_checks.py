@@ -8,6 +8,7 @@ A wrong value is reported to the program that sent it and reaches no trainer: it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ class Terms:
     """What an external program must know of a run: the model's number of tokens, how responses are drawn
     (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of reward functions, the weights that an
     external trainer publishes (None: the model is not known, or the run trains it itself), and the fingerprint of the
-    tokenizer's vocabulary (:mod:`stages.vocabulary`)."""
+    tokenizer's vocabulary (:func:`fingerprint`)."""
 
     vocabulary: int
     sampling: dict[str, Any]
@@ -61,11 +62,22 @@ class Misfit(ValueError):
         super().__init__(f"column {column!r}: {wrong}; {fix}")
 
 
+def fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Returns the sha256, in hex, of a tokenizer's ``get_vocab()``: of the JSON list of its [id, token] pairs by id, then by
+    token, in ASCII and without spaces.
+
+    >>> fingerprint({"b": 1, "a": 0})[:16]
+    'ed2ad7c772b1dcb6'
+    """
+    pairs = sorted((number, token) for token, number in vocabulary.items())
+    return hashlib.sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
+
+
 def check_tokenizer(given: str, terms: Terms) -> None:
     """Checks that a program's tokenizer, by its fingerprint, is the run's. Raises Misfit."""
     if terms.tokenizer and given != terms.tokenizer:
         wrong = f"{given[:12]}… is not the fingerprint of the run's vocabulary, {terms.tokenizer[:12]}…"
-        fix = "load the tokenizer of the run's model.source; the fingerprint is that of stages.vocabulary"
+        fix = "load the tokenizer of the run's model.source; the fingerprint is that of stages.external_checks"
         raise Misfit("tokenizer", wrong, fix)
 
 

@@ -29,8 +29,8 @@ from orchestration.external.session import External
 from pipeline.columns import Packed
 from pipeline.index.client import IndexUnreachable, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
+from stages.external_checks import fingerprint
 from stages.prompts.external import ExternalPromptsFull
-from stages.vocabulary import fingerprint
 
 PATIENCE = 60.0  # seconds for which a server that does not answer is asked again
 LONGEST_WAIT = 60.0

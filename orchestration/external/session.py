@@ -123,7 +123,7 @@ class External(ExternalWeights):
 
         ``columns``: those to fetch; default: those that the stage needs. ``version``: the policy version that a rollout has
         loaded; default: that of its last :meth:`notify`. ``lease`` in seconds. ``tokenizer``: fingerprint of the worker's
-        vocabulary (:func:`stages.vocabulary.fingerprint`), refused where it is not the run's. Raises NotExternal,
+        vocabulary (:func:`stages.external_checks.fingerprint`), refused where it is not the run's. Raises NotExternal,
         WeightsTooOld, Misfit, ColumnError."""
         self._check_external(stage)
         if tokenizer is not None and TOKENIZER not in self.recipe.guard.off:

@@ -26,7 +26,7 @@ from stages import device as devices
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
-from stages.external_checks import Terms
+from stages.external_checks import Terms, fingerprint
 from stages.models import (
     Tokenizer,
     load_config,
@@ -37,7 +37,6 @@ from stages.models import (
     weight_shapes,
 )
 from stages.prompts.templates import read_chat_template
-from stages.vocabulary import fingerprint
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
