@@ -225,7 +225,7 @@ class AlgorithmSection(Section):
     group_size: Annotated[int, Field(ge=1), unit("responses")] = key(
         8, "Responses to each prompt (N), which are compared with one another."
     )
-    max_refill: Annotated[int, Field(ge=1), unit("groups")] = key(
+    max_refill: Annotated[int, Field(ge=1)] = key(
         4,
         "Times `train.groups_per_step`: at most so many groups a step are dropped and replaced because they teach nothing "
         "(`drop_equal`). Further ones are trained, with advantages of zero; the ledger counts them as `spared_groups`.",

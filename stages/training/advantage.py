@@ -71,6 +71,8 @@ class Advantage(Stage):
         tokens = claim.tokens.tolist()
         groups = claim.group.tolist()
         members, results = credits(self.algorithm, rows, groups, tokens, self.truncated, self.rewards)
+        if self._alarm is not None:
+            await self._alarm.add(results)
         if self._rated is not None:  # before the commit, by which the groups may leave
             failed = rows["scores"].isinf().any(dim=1) if self.rewards else torch.zeros(len(groups), dtype=torch.bool)
             whole = [at for at in members if not failed[at].any()]
@@ -84,8 +86,6 @@ class Advantage(Stage):
                 await index.spare_groups(kept)
         for output in outputs_of(members, results, tokens):
             yield output
-        if self._alarm is not None:
-            await self._alarm.add(results)
 
 
 def spared(groups: Sequence[int], results: Sequence[Result], below: int) -> list[Result]:
