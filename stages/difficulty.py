@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stages.prompts.sources import PromptSource
 
 LEAST_SHARE = 1 / 32  # of the times that a prompt is a candidate
-NEVER_TAUGHT, TAUGHT = 0.25, 0.9  # what is left of a prompt's share after a group with equal rewards
+NEVER_TAUGHT, TAUGHT = 0.125, 0.9  # what is left of a prompt's share after a group with equal rewards
 MOST_PASSED = 64  # candidates passed over for one group; the next one is taken
 MOST_PROMPTS = 65536  # with a pass rate, as in the index: those that changed least recently are forgotten
 
@@ -55,7 +55,7 @@ def outcome(rewards: Sequence[float]) -> tuple[float, bool]:
 
 def share(rate: PassRate | None) -> float:
     """The probability that a candidate is taken: 1 of a new one, and of one whose last group taught something. Each group in
-    a row that did not leaves nine tenths of it where an earlier one did, and a quarter where none ever did."""
+    a row that did not leaves nine tenths of it where an earlier one did, and an eighth where none ever did."""
     if rate is None:
         return 1.0
     return float(max(LEAST_SHARE, (TAUGHT if rate.taught else NEVER_TAUGHT) ** rate.streak))
