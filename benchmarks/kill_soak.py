@@ -246,12 +246,12 @@ def measured(command: psutil.Process, out: Path, memory: Path) -> dict[str, floa
     """Sizes in bytes, and counts, of the run in ``out`` now, which ``command`` executes."""
     found: dict[str, float] = {}
     for process in [command, *command.children(recursive=True)]:
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, ProcessLookupError, FileNotFoundError):
             name = "the command" if process == command else kind(process)
-            of = process.memory_full_info()
-            found[f"memory of {name}"] = found.get(f"memory of {name}", 0) + of.uss
-            found[f"memory of {name}, with what it shares"] = (
-                found.get(f"memory of {name}, with what it shares", 0) + of.rss
+            own, part = memory_of(process.pid)
+            found[f"memory of {name}"] = found.get(f"memory of {name}", 0) + own
+            found["memory of all processes, pages they share counted once"] = (
+                found.get("memory of all processes, pages they share counted once", 0) + part
             )
             found[f"open files of {name}"] = found.get(f"open files of {name}", 0) + process.num_fds()
     with redis.Redis.from_url(json.loads((out / WHERE).read_text())["index"]) as index:
@@ -265,6 +265,18 @@ def measured(command: psutil.Process, out: Path, memory: Path) -> dict[str, floa
                 found["files in the folder"] = found.get("files in the folder", 0) + 1
                 found[f"bytes of {top}"] = found.get(f"bytes of {top}", 0) + path.stat().st_size
     return found
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """Bytes of memory without a file behind them, swapped out or not, that a process has: all of them, and its part of those
+    that it shares. Not its resident set, which the kernel makes smaller and the process larger again when it reads its
+    program, nor what it has for itself alone: that grows when a process that it was forked with writes to a page."""
+    found = collections.Counter[str]()
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+        name, size = line.split()[:2]
+        found[name] += 1024 * int(size)
+    swapped, part = found["Swap:"], found["SwapPss:"]
+    return found["Anonymous:"] + swapped, found["Pss_Anon:"] + part
 
 
 def growth_table(found: dict[str, list[tuple[int, float]]]) -> str:
