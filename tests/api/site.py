@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ from api.server.access.tokens import Scope, Tokens
 from orchestration.service.index_server import ServiceIndex
 from pipeline.events import EventData
 from pipeline.index.client import Index
+from tests.forked import asyncdock
 
 SECONDS = 90.0  # for which a condition is waited for: a machine may be busy
 LOOK_SECONDS = 0.1  # between two looks at it
@@ -53,7 +53,7 @@ class Site:
         with self._log.open("ab") as log:
             command = ["serve", "--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", "--runs", "1"]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "api.cli.main", *command, *self.options],
+                [*asyncdock(), *command, *self.options],
                 stdout=log,
                 stderr=log,
                 cwd=self.data,

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.overlap import Trained, Workload, all_stops, longest_gap, main, measured, without
+from orchestration.processes.forkserver import ForkServer
+from tests.forked import fork_server, listen
 
 
 @pytest.mark.parametrize("balance", [0.5, 1.0, 2.0])
@@ -65,7 +67,9 @@ def test_replicas_that_swap_one_after_the_other_never_all_stop(tmp_path: Path) -
     assert arms["η = 2, rolling"]["all_stop_share"] < arms["η = 2, together"]["all_stop_share"]
 
 
-def test_torch_replicas_in_processes_swap_one_after_the_other(tmp_path: Path) -> None:
+def test_torch_replicas_in_processes_swap_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listen()
+    monkeypatch.setattr(ForkServer, "start", fork_server)
     main(["--smoke", "--engine", "torch", "--replicas", "2", "--json", str(tmp_path / "overlap.json")])
     result = json.loads((tmp_path / "overlap.json").read_text())
     together, rolling = result["runs"]
