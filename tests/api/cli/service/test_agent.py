@@ -105,6 +105,7 @@ async def test_the_runs_of_an_unclaimed_folder_are_taken_over_by_the_others(
         gone.kill()
         gone.wait()
         (await service.held(run))[1].end()
+        await service.lapse(run)
         other, stop = agents.Agent(service.url, data / "agent-2", 1, forks=forks()), asyncio.Event()
         working = asyncio.create_task(other.run(stop))
         after = await service.until(run, lambda record: (record.state, record.attempts) == ("running", 2))
