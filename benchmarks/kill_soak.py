@@ -280,17 +280,20 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 
 def growth_table(found: dict[str, list[tuple[int, float]]]) -> str:
-    """A Markdown table: each thing when a third of the run was over, at its end, and its growth in 1000 steps between."""
+    """A Markdown table: each thing when a third of the run was over, when two thirds were, and at its end, and its growth in
+    1000 steps in each of the two parts. What fills up grows less in the second one."""
     steps = [step for step, _ in max(found.values(), key=len)]
-    lines = [f"| | after {steps[len(steps) // 3]} steps | after {steps[-1]} | in 1000 steps |", "|---|---|---|---|"]
+    marks = (len(steps) // 3, 2 * len(steps) // 3, len(steps) - 1)
+    heads = (*(f"after {steps[mark]}" for mark in marks), "in 1000 steps", "of the last part")
+    lines = ["| steps | " + " | ".join(heads) + " |", "|---" * 6 + "|"]
     for name, values in sorted(found.items()):
-        late = values[len(values) // 3 :]
-        (first, before), (last, after) = late[0], late[-1]
-        grown = 1000 * (after - before) / (last - first) if last > first else 0.0
+        points = [values[min(mark, len(values) - 1)] for mark in marks]
         sized = name.startswith(("bytes", "memory", "shared"))
-        shown = [f"{value / 2**20:,.2f} MiB" if sized else f"{value:,.0f}" for value in (before, after)]
-        more = f"{grown / 2**20:+,.2f} MiB" if sized else f"{grown:+,.1f}"
-        lines.append(f"| {name} | {shown[0]} | {shown[1]} | {more} |")
+        shown = [f"{value / 2**20:,.2f} MiB" if sized else f"{value:,.0f}" for _, value in points]
+        for (first, before), (last, after) in itertools.pairwise(points):
+            grown = 1000 * (after - before) / (last - first) if last > first else 0.0
+            shown.append(f"{grown / 2**20:+,.2f} MiB" if sized else f"{grown:+,.1f}")
+        lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
