@@ -61,7 +61,8 @@ def test_the_smoke_run_compares_the_orders_of_work(tmp_path: Path, capsys: pytes
 
 
 def test_replicas_that_swap_one_after_the_other_never_all_stop(tmp_path: Path) -> None:
-    main(["--smoke", "--replicas", "2", "--swap-share", "0.3", "--json", str(tmp_path / "overlap.json")])
+    arguments = ["--smoke", "--replicas", "2", "--swap-share", "0.3", "--bounds", "2"]
+    main([*arguments, "--json", str(tmp_path / "overlap.json")])
     arms = {arm["name"]: arm for arm in json.loads((tmp_path / "overlap.json").read_text())["arms"]}
     assert arms["η = 2, together"]["all_stop_share"] > 0
     assert arms["η = 2, rolling"]["all_stop_share"] < arms["η = 2, together"]["all_stop_share"]
