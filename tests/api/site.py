@@ -59,7 +59,7 @@ class Site:
                 cwd=self.data,
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
             )
-        self._until(lambda: self.get("readyz").status == 200, "the server is ready")
+        self.until(lambda: self.get("readyz").status == 200, "the server is ready")
 
     def kill(self) -> None:
         """End the server with no chance to do anything about it."""
@@ -76,7 +76,7 @@ class Site:
             self._process.wait(timeout=SECONDS)
         ServiceIndex(self.data).stop()
 
-    def _until(self, holds: Any, what: str) -> None:
+    def until(self, holds: Any, what: str) -> None:
         end = time.monotonic() + SECONDS
         while not holds():
             assert self._process is not None
@@ -124,7 +124,7 @@ class Site:
     def finished(self, overrides: Mapping[str, Any]) -> str:
         """The id of a run with ``overrides`` that has gone well to its end."""
         run = self.submit(overrides)
-        self._until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
+        self.until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
         assert self.run(run)["state"] == "finished", self.run(run)["reason"]
         return run
 
@@ -136,18 +136,18 @@ class Site:
         """Stop what a test has left behind."""
         for run in self.active() - kept:
             self.ask(run, "stop")
-        self._until(lambda: self.active() <= kept, "the other runs have ended")
+        self.until(lambda: self.active() <= kept, "the other runs have ended")
 
     @contextmanager
     def running(self, overrides: Mapping[str, Any]) -> Iterator[str]:
         """A run that goes on meanwhile."""
         run = self.submit(overrides)
-        self._until(lambda: self.run(run)["state"] == "running", f"{run} is running")
+        self.until(lambda: self.run(run)["state"] == "running", f"{run} is running")
         try:
             yield run
         finally:
             self.ask(run, "stop")
-            self._until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
+            self.until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
 
     def emit(self, run: str, event: EventData) -> None:
         """Emit an event of the run, as its workers do."""
