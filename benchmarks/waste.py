@@ -28,18 +28,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.learning import COLOURS, Trial, read_trials, trial, write_trials
+from benchmarks.waste_rows import hopeless, learnable, trivial
 from orchestration.logs import configure
 from orchestration.recipe.load import load_recipe, parse_recipe
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
 from orchestration.run.run import Run
-from stages.prompts import tasks
 from stages.prompts.sources import load_prompts
 from stages.rollout.evaluate import distinct_prompts
 
-LETTERS = "abcdefgh"
-WARM_STEPS = 5
+WARM_STEPS = 5  # they leave a mean reward of about 0.1
 ARMS: Mapping[str, tuple[str, ...]] = {
     "uniform": (),
     "uniform, drop": ("algorithm.options.drop_equal=true",),
@@ -48,29 +47,10 @@ ARMS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def learnable() -> list[dict[str, str]]:
-    return [{"prompt": f"{a}{b}=", "answer": a * 4, "kind": "learnable"} for a in LETTERS for b in LETTERS]
-
-
-def trivial() -> list[dict[str, str]]:
-    return [{"prompt": f"{a}{b}!", "answer": "", "kind": "trivial"} for a in LETTERS for b in LETTERS[::2]]
-
-
-def hopeless() -> list[dict[str, str]]:
-    return [{"prompt": f"{a}{b}?", "answer": "", "kind": "hopeless"} for a in LETTERS for b in LETTERS[::2]]
-
-
-def reward(completions: list[Any], answer: list[str], kind: list[str], **columns: Any) -> list[float]:
-    """``stages.prompts.tasks.spelling`` of learnable prompts, 1 of trivial and 0 of hopeless ones."""
-    right = tasks.spelling(completions, answer=answer, **columns)
-    fixed = {"trivial": 1.0, "hopeless": 0.0}
-    return [fixed.get(of, score) for of, score in zip(kind, right, strict=True)]
-
-
 def warm_recipe(seed: int) -> Recipe:
     """``recipes/sft.toml`` on the prompts that can be learned and are not held out."""
     data = tomllib.loads(Path("recipes/sft.toml").read_text())
-    prompts = {"source": "datasets", "path": "benchmarks.waste:learnable", "held_out": 0.5}
+    prompts = {"source": "datasets", "path": "benchmarks.waste_rows:learnable", "held_out": 0.5}
     data["prompts"] = {**prompts, "responses": ["answer"], "max_prompt_tokens": 16}
     data["train"] |= {"steps": WARM_STEPS, "groups_per_step": 32, "learning_rate": 1e-3}
     data |= {"seed": seed, "launch": {"launcher": "inline"}, "evaluate": {"every": 0}}
@@ -93,10 +73,10 @@ def recipe(folder: Path, model: Path) -> Path:
     data["model"] = {"source": str(model)}
     kinds: tuple[Callable[..., Any], ...] = (learnable, trivial, hopeless)
     sources = [
-        {"source": "datasets", "path": f"benchmarks.waste:{of.__name__}", "weight": len(of()) / 32} for of in kinds
+        {"source": "datasets", "path": f"benchmarks.waste_rows:{of.__name__}", "weight": len(of()) / 32} for of in kinds
     ]
     data["prompts"] = {"sources": sources, "max_prompt_tokens": 16, "held_out": 0.5}
-    data["reward"] = {"functions": [{"name": "benchmarks.waste:reward"}]}
+    data["reward"] = {"functions": [{"name": "benchmarks.waste_rows:reward"}]}
     data["evaluate"] = {"every": 5, "prompts": 128}
     data["train"]["learning_rate"] = 1e-3  # a third of tiny's: some passes over the prompts until they are learned
     data["launch"] = {"launcher": "inline"}

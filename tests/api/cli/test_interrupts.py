@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
 from orchestration.run.lock import lock_run
+from tests import forked
 from tests.orchestration.runs import TINY
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,10 +36,13 @@ SLOW = ["--set=train.steps=500", "--set=checkpoint.every=400", "--set=rollout.mo
 SLOW += ["--set=pipeline.arena=1GiB"]
 
 
-def asyncdock(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+PLAINLY = (sys.executable, "-P", "-m", "api.cli.main")
+
+
+def asyncdock(*arguments: str, cwd: Path, command: Sequence[str] = PLAINLY, **env: str) -> subprocess.Popen[str]:
     """The command in a process and a session of its own, its two outputs in one."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "api.cli.main", *arguments],
+        [*command, *arguments],
         cwd=cwd,
         env={
             **os.environ,
@@ -91,13 +95,47 @@ def test_ctrl_c_during_the_start_ends_the_command_without_a_traceback(tmp_path: 
         end(process)
 
 
+def test_a_paused_run_goes_on_from_another_terminal(tmp_path: Path) -> None:
+    """As its view says: by its folder, without a service. It may be stopped there, too."""
+
+    def asked(what: str) -> str:
+        result = CliRunner().invoke(cli.app, ["runs", what, str(tmp_path / "run")])
+        return f"{result.exit_code} {result.output}"
+
+    process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path)
+    try:
+        assert process.stdout is not None
+        output = []
+        for line in process.stdout:
+            output.append(line)
+            if line.startswith("step 2/"):
+                assert asked("pause").endswith(": paused\n")
+            elif line.startswith("Paused. Go on"):
+                assert "is executed by process" in CliRunner().invoke(cli.app, ["resume", str(tmp_path / "run")]).output
+                made = len(output)
+                assert asked("checkpoint").endswith(": paused\n")
+                assert asked("resume").endswith(": running\n")
+            elif line.startswith("step ") and "Paused. Go on" in "".join(output[:-1]) and len(output) > made + 2:
+                break
+        assert "asyncdock runs resume" in "".join(output)
+        assert asked("stop").endswith(": stopping\n")
+        output.append(process.communicate(timeout=90)[0])
+    finally:
+        end(process)
+    text = "".join(output)
+    assert process.returncode == 130, text
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints") is not None, text
+    assert asked("resume").startswith("1 "), "it is not alive"
+    assert "goes on with one that has ended" in asked("resume")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_every_way_to_stop_writes_a_checkpoint_and_says_where_a_resume_begins(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("what started these tests ignores the signal, as nohup does, and so does a command started by them")
-    process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path)
+    process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path, command=forked.asyncdock())
     try:
         assert process.stdout is not None
         output = []
