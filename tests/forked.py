@@ -17,9 +17,11 @@ import socket
 import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from setproctitle import setproctitle
 
@@ -46,6 +48,21 @@ def forks() -> ForkServerContext:
         forkserver.ensure_running()
         _own[:] = [server._forkserver_pid]
     return context
+
+
+def program(code: str, *arguments: str) -> tuple[BaseProcess, TextIO]:
+    """Start Python ``code``, as ``python -c`` does, in a process that has imported torch. Returns it, and its output."""
+    here, there = forks().Pipe(duplex=False)
+    process = forks().Process(target=_execute, args=(code, arguments, there), daemon=True)
+    process.start()
+    there.close()
+    return process, os.fdopen(os.dup(here.fileno()), encoding="utf-8")
+
+
+def _execute(code: str, arguments: Sequence[str], output: Connection) -> None:
+    sys.argv = ["-c", *arguments]
+    with os.fdopen(os.dup(output.fileno()), "w", encoding="utf-8") as sys.stdout:
+        exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
 
 
 @functools.cache

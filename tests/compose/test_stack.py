@@ -132,6 +132,17 @@ def test_the_index_accepts_its_own_user_only(stack: Stack) -> None:
         assert "NOPERM" in redis.execute([*known, *dangerous]).stdout
 
 
+def test_a_run_ends_with_its_checkpoints_and_logs(stack: Stack) -> None:
+    mock = ask(stack, f"{API}/v1/runs?name=mock")[1]["runs"][0]["id"]
+    stack.wait(lambda: run_of(stack, mock)["state"] in ENDED, SLOW, stack.containers["agent"])
+    view = run_of(stack, mock)
+    assert (view["state"], view["steps_done"]) == ("finished", view["steps"])
+    assert ask(stack, f"{API}/v1/runs/{mock}/checkpoints")[1]["checkpoints"]  # read from the agent's volume
+    status, logs = ask(stack, f"{API}/v1/runs/{mock}/logs")
+    assert status == 200
+    assert "update" in logs
+
+
 def test_every_query_of_the_dashboard_has_data(stack: Stack) -> None:
     """Of the demo run, which goes on meanwhile. What stands for Grafana's variables is what Grafana would put there."""
     dashboard = json.loads((FOLDER / "grafana/dashboards/asyncdock.json").read_text())
@@ -171,17 +182,6 @@ def test_no_alert_fires_on_a_healthy_stack(stack: Stack) -> None:
     assert rules
     assert {rule["health"] for rule in rules} == {"ok"}
     assert not query(stack, 'ALERTS{alertstate="firing"}')
-
-
-def test_a_run_ends_with_its_checkpoints_and_logs(stack: Stack) -> None:
-    mock = ask(stack, f"{API}/v1/runs?name=mock")[1]["runs"][0]["id"]
-    stack.wait(lambda: run_of(stack, mock)["state"] in ENDED, SLOW, stack.containers["agent"])
-    view = run_of(stack, mock)
-    assert (view["state"], view["steps_done"]) == ("finished", view["steps"])
-    assert ask(stack, f"{API}/v1/runs/{mock}/checkpoints")[1]["checkpoints"]  # read from the agent's volume
-    status, logs = ask(stack, f"{API}/v1/runs/{mock}/logs")
-    assert status == 200
-    assert "update" in logs
 
 
 def test_no_secret_is_on_a_command_line_or_in_a_log(stack: Stack) -> None:
