@@ -22,6 +22,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TextIO
+from unittest.mock import patch
 
 from setproctitle import setproctitle
 
@@ -33,6 +34,7 @@ ADDRESS = "ASYNCDOCK_TESTS_FORKS"  # environment variable: the abstract socket o
 PRELOAD = [*PRELOADED, "peft", "tests.stages.sharded", "tests.stages.resharding.swaps", "stages.weights.collective"]
 ROOT = Path(__file__).resolve().parents[1]
 _start = ForkServer.start
+environment: dict[str, str] = {}  # of the session: what a test has changed for itself is not passed on to later ones
 _own: list[int] = []  # the process of the server that has imported PRELOAD
 
 
@@ -45,7 +47,8 @@ def forks() -> ForkServerContext:
         if server._forkserver_pid is not None:
             server._stop()
         context.set_forkserver_preload(PRELOAD)
-        forkserver.ensure_running()
+        with patch.dict(os.environ, environment, clear=bool(environment)):
+            forkserver.ensure_running()
         _own[:] = [server._forkserver_pid]
     return context
 
