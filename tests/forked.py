@@ -27,7 +27,7 @@ from unittest.mock import patch
 from setproctitle import setproctitle
 
 from orchestration.processes.forkserver import PRELOAD as PRELOADED
-from orchestration.processes.forkserver import ForkServer, _fork, _Server, _socketpair
+from orchestration.processes.forkserver import ENVIRONMENT, ForkServer, _fork, _Server, _socketpair
 from pipeline.index.embedded import die_with_parent
 
 ADDRESS = "ASYNCDOCK_TESTS_FORKS"  # environment variable: the abstract socket on which fork servers are asked for
@@ -47,7 +47,7 @@ def forks() -> ForkServerContext:
         if server._forkserver_pid is not None:
             server._stop()
         context.set_forkserver_preload(PRELOAD)
-        with patch.dict(os.environ, environment, clear=bool(environment)):
+        with patch.dict(os.environ, {**ENVIRONMENT, **(environment or os.environ)}, clear=True):
             forkserver.ensure_running()
         _own[:] = [server._forkserver_pid]
     return context
