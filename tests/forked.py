@@ -26,8 +26,8 @@ from unittest.mock import patch
 
 from setproctitle import setproctitle
 
-from orchestration.processes.forkserver import PRELOAD as PRELOADED
 from orchestration.processes.forkserver import ENVIRONMENT, ForkServer, _fork, _Server, _socketpair
+from orchestration.processes.forkserver import PRELOAD as PRELOADED
 from pipeline.index.embedded import die_with_parent
 
 ADDRESS = "ASYNCDOCK_TESTS_FORKS"  # environment variable: the abstract socket on which fork servers are asked for
