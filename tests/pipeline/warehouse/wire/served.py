@@ -8,9 +8,9 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from pipeline.columns import Column, Packed, Schema
 from pipeline.warehouse.arena import Arena
 from pipeline.warehouse.wire.client import RemoteWarehouse
 from pipeline.warehouse.wire.server import WarehouseServer
-from tests.forked import program
 from tests.pipeline.block_view import BlockView
 
 SECRET = b"known to every node of the run"
@@ -138,16 +137,15 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @contextmanager
-def process(arena: Arena, port: int = 0) -> Iterator[tuple[BaseProcess, tuple[str, int]]]:
+def process(arena: Arena, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
     """A server of ``arena`` in a process of its own, and its address."""
-    child, output = program(PROCESS, str(arena.path), SECRET.decode(), str(port))
-    try:
-        with output:
-            address = "127.0.0.1", int(output.readline())
-        yield child, address
-    finally:
-        child.kill()
-        child.join()
+    command = [sys.executable, "-c", PROCESS, str(arena.path), SECRET.decode(), str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[4]) as child:
+        try:
+            assert child.stdout is not None
+            yield child, ("127.0.0.1", int(child.stdout.readline()))
+        finally:
+            child.kill()
 
 
 @asynccontextmanager

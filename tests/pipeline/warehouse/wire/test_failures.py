@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import struct
@@ -63,15 +62,14 @@ async def test_a_server_killed_in_the_middle_of_a_reply_and_its_successor(tmp_pa
             nonlocal passed
             passed += len(data)
             if passed > 1 << 18:
-                child.kill()
+                child.send_signal(signal.SIGKILL)
 
         async with proxy(address, on_reply=kill) as through:
             warehouse, started = remote(through, timeout=3.0), asyncio.get_running_loop().time()
             with pytest.raises(WarehouseUnreachable, match=r"was not reached within 3 s \(Connection"):
                 await warehouse.read(*ask)
             assert asyncio.get_running_loop().time() - started < 10.0
-            child.join(10)
-            assert child.exitcode == -signal.SIGKILL
+            assert child.wait(10) == -signal.SIGKILL
             assert 1 << 18 < passed < wide.numel(), "it died in the middle of its reply"
             patient = remote(through, timeout=60.0)
             waiting = asyncio.create_task(patient.read(*ask))
@@ -87,12 +85,12 @@ async def test_a_server_that_stands_still_is_an_error_in_time_and_a_late_write_n
     with process(arena) as (child, address):
         warehouse = remote(address, timeout=2.0)
         await warehouse.copy_in(0, EIGHT)
-        os.kill(child.pid, signal.SIGSTOP)
+        child.send_signal(signal.SIGSTOP)
         started = asyncio.get_running_loop().time()
         with pytest.raises(WarehouseUnreachable, match="was not reached within 2 s"):
             await warehouse.write(0, 1, pack(SCHEMA, ROWS))
         assert asyncio.get_running_loop().time() - started < 10.0
-        os.kill(child.pid, signal.SIGCONT)
+        child.send_signal(signal.SIGCONT)
         patient = remote(address)
         for _ in range(20):  # what was in its sockets came before
             await patient.copy_in(0, EIGHT)
