@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="adk-") as home:
             began = time.monotonic()
             print(growth_table(watch_growth(Path(home), options.growth)))
-            print(f"\n{options.growth} steps in {time.monotonic() - began:.0f} s")
+            print(f"\n{time.monotonic() - began:.0f} s")
         return 0
     seed = random.randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
