@@ -21,6 +21,8 @@ from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import end_tokens
 from orchestration.recipe.planner import longest_row, longrope_change
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import SyncSection
+from pipeline.node import announced
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.engines.plans import Ranks
@@ -342,9 +344,9 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def weight_publisher(recipe: Recipe, shared: Path, secret: bytes) -> Publisher:
+def weight_publisher(recipe: Recipe, shared: Path, secret: bytes, route: str = "") -> Publisher:
     """Make what rank 0 of the train engine publishes weights with. ``shared``: the run's folder in shared memory;
-    ``secret``: what engines of the run prove to know."""
+    ``secret``: what engines of the run prove to know; ``route``: the own address on the way to the index."""
     store = WeightStore(shared)
     if recipe.sync.transport == "shared_memory":
         return store
@@ -352,8 +354,12 @@ def weight_publisher(recipe: Recipe, shared: Path, secret: bytes) -> Publisher:
 
     device = devices.of_rank(devices.select("cpu" if recipe.train.engine == "mock" else recipe.train.device), 0)
     tls = recipe.pipeline.tls_contexts()
+    host = recipe.sync.serve
     try:
-        return WeightSender(store, device, host=recipe.sync.serve, secret=secret, tls=tls and tls[0])
+        name = announced(host, route if host != SyncSection().serve else "")  # the default: engines are on this node
+        return WeightSender(store, device, host=host, advertise=name, secret=secret, tls=tls and tls[0])
+    except ValueError as refused:
+        raise ValueError(f"sync.{refused}") from refused
     except OSError as error:
         fix = "give the address under which engines reach the node that trains"
         raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import shutil
 from pathlib import Path
 
 from orchestration.service.registry import LIVE, Registry
 from pipeline.index.client import Index
+from pipeline.node import folder_id
 from pipeline.warehouse.arena import shared_memory_directory
 
 WHERE = "index.json"  # in the folder of a live run: the index's URL and the run's id
@@ -22,8 +21,9 @@ def shared_of(folder: Path) -> Path:
 
 
 def shared_prefix(folders: Path) -> str:
-    """Return the prefix of the shared-memory folders of all runs below ``folders``."""
-    return f"asyncdock-run-{hashlib.sha256(os.fsencode(folders.resolve())).hexdigest()[:8]}-"
+    """Return the prefix of the shared-memory folders of all runs below ``folders``. Containers that share this memory may
+    each have folders at the same path. Raises FileNotFoundError where there is no such folder."""
+    return f"asyncdock-run-{folder_id(folders)}-"
 
 
 async def conclude(registry: Registry, run: str, token: str, state: str, reason: str) -> bool:
@@ -40,5 +40,6 @@ async def conclude(registry: Registry, run: str, token: str, state: str, reason:
         folder = Path(active.record.folder)
         with contextlib.suppress(OSError):
             (folder / WHERE).unlink(missing_ok=True)  # a runner that was killed has not removed it
-        shutil.rmtree(shared_of(folder), ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(shared_of(folder), ignore_errors=True)
     return await registry.end(run, token, state, reason)

@@ -25,7 +25,7 @@ class CriticJob(Job):
         self.resources.callback(engine.close)
         self._writer = checkpoint.Writer(engine)
         self.resources.push_async_callback(self._writer.close)
-        found = checkpoint.latest(self.paths.checkpoints)
+        found = await self.newest_checkpoint()
         if found is not None:
             await asyncio.to_thread(found.load_into, engine, checkpoint.CRITIC)
         self._worker = worker = CriticWorker(

@@ -17,8 +17,11 @@ from typing import Any
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.schema import Recipe
 from orchestration.rewards.reward_set import reward_pool, reward_set
+from orchestration.run import checkpoint
+from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.engines import tokenizer_of
 from orchestration.run.paths import RunPaths
+from orchestration.service.registry import CHECKPOINT_REPORTED
 from pipeline.controller import Controller, Stage
 from pipeline.index.client import Index
 from pipeline.spans import Spans
@@ -101,6 +104,11 @@ class Job:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return tokenizer_of(self.recipe)
+
+    async def newest_checkpoint(self) -> Checkpoint | None:
+        """The run's newest checkpoint; None where it has none. Raises CheckpointMissing where this node does not have it."""
+        reported = int(await self.index.get(CHECKPOINT_REPORTED) or 0)
+        return await asyncio.to_thread(checkpoint.latest_of_run, self.paths.checkpoints, reported)
 
     def algorithm(self) -> NamedAlgorithm:
         return algorithm_of(self.recipe)

@@ -19,7 +19,7 @@ from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.engines import probe_tokens, train_engine, weight_publisher
-from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
+from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_REPORTED, CHECKPOINT_WRITTEN
 from pipeline.controller import Controller
 from pipeline.events import CheckpointEvent
 from pipeline.spans import Spans
@@ -33,8 +33,6 @@ from stages.training.ranks import RankGroup, RankWorker
 from stages.training.skipped import SkippedSteps
 from stages.training.update import Update
 from stages.weights.store import Publisher
-
-CHECKPOINT_REPORTED = "checkpoint:told"  # a document of the run: the newest version with an emitted `checkpoint` event
 
 
 class UpdateJob(Job):
@@ -53,7 +51,7 @@ class UpdateJob(Job):
         if self.ranks.rank:
             self.make_rank_worker(DeviceLease())
             return
-        publisher = weight_publisher(self.recipe, self.paths.shared, self.secret)
+        publisher = weight_publisher(self.recipe, self.paths.shared, self.secret, await self.index.own_address())
         self.resources.callback(publisher.close)
         await self.make_stage(publisher, DeviceLease())
 
@@ -94,7 +92,7 @@ class UpdateJob(Job):
         self._saving.set_result(None)
         self._writer = checkpoint.Writer(self.engine, self.number)
         self.resources.push_async_callback(self._end_writing)
-        self.checkpoint = checkpoint.latest(self.paths.checkpoints)
+        self.checkpoint = await self.newest_checkpoint()
         self._saved = 0  # version of the newest checkpoint, which may not be whole yet
         self._answered = ""  # the last request that a checkpoint was begun for
         if self.checkpoint is not None:
