@@ -42,6 +42,8 @@ from stages.prompts.templates import read_chat_template
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from stages.engines.torch.critic import TorchCriticEngine
     from stages.engines.torch.rollout import TorchRolloutEngine
     from stages.inference.teacher import TeacherOptions
@@ -249,9 +251,9 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
     )
 
 
-def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | None = None) -> TrainEngine:
+def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | None = None) -> TrainEngine:
     """Make the engine that ``train.engine`` names: the whole engine, or one of several ``ranks``. These make this call
-    together, and find each other by the file ``meeting``."""
+    together, and find each other in the store ``meeting``."""
     match recipe.train.engine:
         case "torch":
             return _torch_train(recipe, ranks, meeting)
@@ -305,7 +307,7 @@ def critic_engine(recipe: Recipe) -> TorchCriticEngine:
     return TorchCriticEngine(model, head=head if head and head.is_file() else None, **options)
 
 
-def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
+def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Store | None) -> TrainEngine:
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "adapters": recipe.adapters}
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
     dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype  # of the model: a frozen one is not trained
@@ -313,12 +315,10 @@ def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> T
         from stages.engines.torch.train import TorchTrainEngine
 
         return TorchTrainEngine(_model(recipe, dtype=dtype)[0], **options)
-    from torch.distributed import FileStore, HashStore
+    from torch.distributed import HashStore
 
     from stages.engines.torch.sharded import ShardedTrainEngine
 
-    if meeting is not None:  # torch would let all users read it
-        os.close(os.open(meeting, os.O_CREAT | os.O_WRONLY, 0o600))
     with _LOADING:
         opened = model_skeleton(recipe.model.source, dtype=getattr(torch, dtype))
     model, weights = opened or (_model(recipe, dtype=dtype)[0], None)
@@ -326,7 +326,7 @@ def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> T
         model,
         ranks,
         weights=weights,
-        store=FileStore(str(meeting), ranks.world) if meeting else HashStore(),
+        store=meeting or HashStore(),
         timeout=recipe.launch.collective_timeout,
         **options,
     )

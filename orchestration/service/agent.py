@@ -120,7 +120,8 @@ class Agent:
         return True
 
     async def _adopt(self, active: Sequence[ActiveRun]) -> None:
-        """Supervise the runs of this folder's previous agent, and abandoned runs of others with folders here."""
+        """Supervise the runs of this folder's previous agent, also of one before the machine was restarted, and abandoned
+        runs of others with folders that are found here."""
         for run in active:
             record = run.record
             if record.id in self._supervised:
@@ -129,7 +130,7 @@ class Agent:
                 log.info("run found", run=record.id, process=run.process)
                 self._supervise(run)
             elif (
-                run.left < -ABANDONED_SECONDS
+                run.left < (0.0 if await self._has(record.id, record.folder) else -ABANDONED_SECONDS)
                 and len(self._supervised) < self.runs
                 and await asyncio.to_thread(Path(record.folder, "recipe.json").is_file)
             ):

@@ -28,10 +28,9 @@ async def machine(url: str, warehouse: str) -> None:
     stages = [StageSpec("read", "rows", SCHEMA.mask(["ids"]), 0)]
     async with Dock.open(url, RUN, SCHEMA, stages, **options) as dock:
         print(json.dumps([*await dock.serve("0.0.0.0"), node_id(folder)]), flush=True)
-        for line in iter(sys.stdin.readline, ""):
+        while line := await asyncio.to_thread(sys.stdin.readline):
             await dock.put({"ids": [torch.arange(int(line), dtype=torch.int32)]})
             print(line, end="", flush=True)
-            await asyncio.sleep(0)
 
 
 def test_two_machines_with_one_name_read_each_others_samples_at_the_address_that_leads_to_the_index(
