@@ -3,9 +3,12 @@
     train    an engine of each kind, in turns, on the same rows: seconds and processor seconds of a step
     decode   one decoder with adapters (unmerged) and one with the merged weights, in turns: seconds of a step
     swap     new adapters into the one; new merged weights into the other, made from the base and the adapters
+    memory   bytes of the tensors that each decoder needs, between swaps and during one; the merged one starts from the base
+    bfloat16 what rounding leaves of the update that follows the first optimizer step (B is +-2e-4, AdamW's first step)
 
     python benchmarks/lora.py [--model smollm2] [--rank 16] [--repeats 5] [--threads 2] [--json FILE]
 
+A version costs a swap and its decode steps, so the table ends with the number of steps from which merging is faster.
 Ratios are medians of those of neighbouring turns: they hold on a machine that does other work too.
 """
 
@@ -13,9 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ from stages.models import load_model
 
 GROUPS, SIZE, PROMPT, RESPONSE = 4, 8, 40, 8  # of a train step, as in quickstart: groups, rows of each, tokens
 ROWS = (1, 8, 64)  # that decode at once, in groups of 8
+FIRST_STEP = 2e-4  # the learning rate of recipes/lora.toml
 CPU = torch.device("cpu")
 Weights = dict[str, torch.Tensor]
 
@@ -88,9 +93,49 @@ def merged(base: Weights, adapters: Weights, scale: float) -> Weights:
     return out
 
 
+def held(decoder: TorchDecoder) -> int:
+    """Bytes of the weights that ``decoder`` computes with, adapters included; those in oneDNN's layout by their numbers."""
+    own = {id(value): value for value in decoder.model.parameters()}
+    prepared = [getattr(place.holder, place.attribute) for place in decoder.weights._places]
+    linears = decoder.weights._llama.linears() if decoder.weights._llama else []
+    packed = [linear.packed for linear in linears]
+    return nbytes({**own, **{id(value): value for value in (*prepared, *packed)}}.values())
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(value.numel() * value.element_size() for value in tensors)
+
+
+@torch.no_grad()
+def rounding(source: str, options: AdapterOptions) -> dict[str, float]:
+    """What bfloat16 loses of a small update s·B·A of the weights: the share of the adapted weights whose sum with it is
+    rounded to what they were, and the error of the update that is left, as a share of it, merged and unmerged."""
+    model, _ = load_model(source, dtype=torch.bfloat16, seed=0)
+    random, base = torch.Generator().manual_seed(0), dict(model.named_parameters())
+    kept = count = 0
+    squares = dict.fromkeys(("update", "merged", "unmerged"), 0.0)
+    for name, shape in adapter_shapes(model, options).items():
+        if not name.endswith(down_of("")):
+            continue
+        weight = base[f"{name.removesuffix(down_of(''))}.weight"]
+        down = torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=random)
+        up = FIRST_STEP * torch.randint(0, 2, (len(weight), options.rank), generator=random).mul(2).sub(1).float()
+        update = options.scale * up @ down
+        rounded = (weight.float() + update).bfloat16()
+        kept, count = kept + int((rounded == weight).sum()), count + weight.numel()
+        squares["update"] += float(update.square().sum())
+        squares["merged"] += float((rounded.float() - weight.float() - update).square().sum())
+        of_parts = options.scale * up.bfloat16().float() @ down.bfloat16().float()
+        squares["unmerged"] += float((of_parts - update).square().sum())
+    errors = {name: (squares[name] / squares["update"]) ** 0.5 for name in ("merged", "unmerged")}
+    return {"kept": kept / count, **errors}
+
+
 @torch.inference_mode()
-def decode(source: str, options: AdapterOptions, repeats: int) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Of a decode step by the number of rows, and of a swap."""
+def decode(
+    source: str, options: AdapterOptions, repeats: int
+) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, dict[str, int]]]:
+    """Of a decode step by the number of rows, of a swap, and bytes: between swaps and during one."""
     models = [load_model(source, dtype=torch.float32, seed=0)[0] for _ in range(3)]
     base = {name: value.detach() for name, value in models[2].named_parameters()}
     random = torch.Generator().manual_seed(0)
@@ -104,6 +149,13 @@ def decode(source: str, options: AdapterOptions, repeats: int) -> tuple[dict[str
     swaps = in_turns(
         swap(unmerged, lambda: adapters), swap(plain, lambda: merged(base, adapters, options.scale)), repeats
     )
+    made = merged(base, adapters, options.scale)
+    sets = {
+        "unmerged": (held(unmerged), nbytes(tensor for *_, tensor in unmerged.weights.prepare(adapters))),
+        "merged": (held(plain) + nbytes(base.values()), nbytes(tensor for *_, tensor in plain.weights.prepare(made))),
+    }
+    # A merge makes its sum before it lays that out: one tensor at a time at best, which is not counted.
+    memory = {name: {"between": rest, "swap": rest + new} for name, (rest, new) in sets.items()}
     ids = torch.arange(PROMPT) + 5
     gap = max(float((unmerged.score(ids, ids) - plain.score(ids, ids)).abs().max()), 0.0)
     steps = {}
@@ -115,7 +167,7 @@ def decode(source: str, options: AdapterOptions, repeats: int) -> tuple[dict[str
                 decoder.join(prompts[row // SIZE])
         tokens = [7] * rows
         steps[str(rows)] = in_turns(lambda: unmerged.decode(tokens), lambda: plain.decode(tokens), 4 * repeats)  # noqa: B023
-    return steps, {**swaps, "logit_gap": gap}
+    return steps, {**swaps, "logit_gap": gap}, memory
 
 
 def main() -> None:
@@ -142,10 +194,24 @@ def main() -> None:
     print("| | adapters, unmerged | full or merged | ratio | of processor time |\n|---|---|---|---|---|", flush=True)
     found["train"] = train(arguments.model, options, arguments.threads, arguments.repeats)
     show("train step", found["train"])
-    found["decode"], found["swap"] = decode(arguments.model, options, arguments.repeats)
+    found["decode"], found["swap"], found["memory"] = decode(arguments.model, options, arguments.repeats)
     for rows, of in found["decode"].items():
         show(f"decode step, {rows} rows", of)
     show("swap", found["swap"])
+    for when, name in (("between", "memory between swaps"), ("swap", "memory during a swap")):
+        one, other = (found["memory"][kind][when] for kind in ("unmerged", "merged"))
+        print(f"| {name} | {one / 2**20:.1f} MiB | {other / 2**20:.1f} MiB | {one / other:.2f} | |")
+    print("\nMerging is faster from so many decode steps a version on:")
+    for rows, of in found["decode"].items():
+        saved = of["one"] - of["other"]
+        from_steps = (found["swap"]["other"] - found["swap"]["one"]) / saved if saved > 0 else math.inf
+        found["decode"][rows]["merging_pays_after"] = from_steps
+        print(f"  {rows} rows: {from_steps:.0f}")
+    found["bfloat16"] = of = rounding(arguments.model, options)
+    print(
+        f"\nIn bfloat16, of a first step's update, merging leaves {of['kept']:.1%} of the weights as they were. The error of"
+    )
+    print(f"the update is {of['merged']:.3f} of it merged, and {of['unmerged']:.3f} unmerged.")
     print(f"\nlargest difference of a logit, unmerged against merged: {found['swap']['logit_gap']:.2g}")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -8,6 +8,7 @@ A wrong value is reported to the program that sent it and reaches no trainer: it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,14 +35,16 @@ Layout = Mapping[str, tuple[str, Sequence[int]]]  # a model's weights: dtype ("f
 @dataclass(frozen=True)
 class Terms:
     """What an external program must know of a run: the model's number of tokens, how responses are drawn
-    (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of reward functions, and the weights that an
-    external trainer publishes (None: the model is not known, or the run trains it itself)."""
+    (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of reward functions, the weights that an
+    external trainer publishes (None: the model is not known, or the run trains it itself), and the fingerprint of the
+    tokenizer's vocabulary (:func:`fingerprint`)."""
 
     vocabulary: int
     sampling: dict[str, Any]
     seed: int
     rewards: int
     weights: Layout | None = None
+    tokenizer: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -57,6 +60,25 @@ class Misfit(ValueError):
     def __init__(self, column: str, wrong: str, fix: str) -> None:
         self.column, self.wrong, self.fix = column, wrong, fix
         super().__init__(f"column {column!r}: {wrong}; {fix}")
+
+
+def fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Returns the sha256, in hex, of a tokenizer's ``get_vocab()``: of the JSON list of its [id, token] pairs by id, then by
+    token, in ASCII and without spaces.
+
+    >>> fingerprint({"b": 1, "a": 0})[:16]
+    'ed2ad7c772b1dcb6'
+    """
+    pairs = sorted((number, token) for token, number in vocabulary.items())
+    return hashlib.sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_tokenizer(given: str, terms: Terms) -> None:
+    """Checks that a program's tokenizer, by its fingerprint, is the run's. Raises Misfit."""
+    if terms.tokenizer and given != terms.tokenizer:
+        wrong = f"{given[:12]}… is not the fingerprint of the run's vocabulary, {terms.tokenizer[:12]}…"
+        fix = "load the tokenizer of the run's model.source; the fingerprint is that of stages.external_checks"
+        raise Misfit("tokenizer", wrong, fix)
 
 
 def check_columns(schema: Schema, columns: Columns, wanted: Sequence[str], rows: int) -> None:

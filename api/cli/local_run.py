@@ -135,6 +135,8 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
         def show_event(event: Event) -> None:
             metrics.event(event)
             show(event)
+            if event.kind == "state" and event.data["state"] == "paused":
+                say(f"Paused. Go on, from another terminal: asyncdock runs resume {run.out_dir}")
 
         async def follow() -> None:
             async for event in run.events():

@@ -29,6 +29,7 @@ from orchestration.external.session import External
 from pipeline.columns import Packed
 from pipeline.index.client import IndexUnreachable, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
+from stages.external_checks import fingerprint
 from stages.prompts.external import ExternalPromptsFull
 
 PATIENCE = 60.0  # seconds for which a server that does not answer is asked again
@@ -52,24 +53,32 @@ _EXCEPTIONS: dict[str, type[Exception]] = {  # by the last part of a problem's t
 class ExternalStage:
     """``stage`` of a run for one ``worker``. Made by :meth:`connect`."""
 
-    def __init__(self, run: External | HttpRun, stage: str, worker: str) -> None:
-        self.stage, self.worker, self._run = stage, worker, run
+    def __init__(self, run: External | HttpRun, stage: str, worker: str, tokenizer: str | None = None) -> None:
+        self.stage, self.worker, self._run, self._tokenizer = stage, worker, run, tokenizer
 
     @staticmethod
     @asynccontextmanager
     async def connect(
-        where: str, run: str, stage: str, *, worker: str, token: str = ""
+        where: str,
+        run: str,
+        stage: str,
+        *,
+        worker: str,
+        token: str = "",
+        vocabulary: Mapping[str, int] | None = None,
     ) -> AsyncIterator[ExternalStage]:
         """Joins ``run``. ``where``: a service's URL (http, https) with its bearer ``token``, or the URL of the run's index.
         ``worker``: a name that no other worker of the stage has. On the index, leases that an earlier process of that name
-        held end at once."""
+        held end at once. ``vocabulary``: the ``get_vocab()`` of this program's tokenizer; one that is not the run's is
+        refused at the first :meth:`get_experience`."""
+        tokenizer = None if vocabulary is None else fingerprint(vocabulary)
         if where.startswith(("http://", "https://")):
             async with Transport(where, token or None, patience=PATIENCE) as http:
-                yield ExternalStage(HttpRun(http, run), stage, worker)
+                yield ExternalStage(HttpRun(http, run), stage, worker, tokenizer)
             return
         external = await External.open(where, run, worker=f"external-{worker}")
         try:
-            yield ExternalStage(external, stage, worker)
+            yield ExternalStage(external, stage, worker, tokenizer)
         finally:
             await external.close()
 
@@ -91,9 +100,8 @@ class ExternalStage:
         """Leases up to ``count`` rows (groups for rollout and reference, one batch for a trainer), waiting up to ``wait``
         seconds for some. ``version``: the version that a rollout has loaded; default: that of the last
         :meth:`weight_sync_notify`. Raises WeightsTooOld."""
-        return await self._run.get_experience(
-            self.stage, self.worker, count, columns=columns, version=version, wait=wait, lease=lease
-        )
+        asked: dict[str, Any] = {"columns": columns, "version": version, "wait": wait, "lease": lease}
+        return await self._run.get_experience(self.stage, self.worker, count, **asked, tokenizer=self._tokenizer)
 
     async def put_experience(
         self, experience: Experience, columns: Columns, *, rows: Sequence[int] | None = None, park: bool = False
@@ -177,9 +185,11 @@ class HttpRun:
         version: int | None,
         wait: float,
         lease: float | None,
+        tokenizer: str | None,
     ) -> Experience:
         asked = {"stage": stage, "worker": worker, "count": most, "columns": list(columns)}
-        limits = {"version": version, "wait": min(wait, LONGEST_WAIT), "lease": lease}
+        limits: dict[str, Any] = {"version": version, "wait": min(wait, LONGEST_WAIT), "lease": lease}
+        limits |= {} if tokenizer is None else {"tokenizer": tokenizer}  # servers before this field refuse it
         return decode_experience((await self._send("POST", "experience/get", asked | limits)).body)
 
     async def _put(self, control: Mapping[str, Any], columns: Columns) -> PutView:

@@ -69,6 +69,11 @@ class GetExperience(Strict):
     version: Version | None = None
     wait: Wait = 0.0
     lease: Lease | None = None
+    tokenizer: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = Field(
+        None,
+        description="Fingerprint of the worker's vocabulary: the sha256, in hex, of the JSON list of its [id, token] pairs "
+        "by id, in ASCII and without spaces. One that is not the run's is refused.",
+    )
     replay: Version | None = None
 
 

@@ -130,7 +130,7 @@ class ExternalSession:
         try:
             yield
         except Misfit as error:
-            own = error.column in ("version", "rows", "park", "step", "columns")
+            own = error.column in ("version", "rows", "park", "step", "columns", "tokenizer")
             field = error.column if own else "body" if error.column == "weights" else f"columns.{error.column}"
             raise HTTPProblem(422, str(error), kind="misfit", field=field, fix=error.fix) from None
         except ColumnError as error:

@@ -24,12 +24,21 @@ from orchestration.external.accounting import OVER, PREFIX, StageTimes
 from orchestration.external.errors import NotExternal, WeightsTooOld
 from orchestration.external.experience import Experience, ExperienceRow
 from orchestration.external.weights import DIRECT, WAIT_SECONDS, ExternalWeights, loaded_key
+from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
 from pipeline.columns import Packed, Schema
 from pipeline.index.client import Claim, Index, LeaseLost, redacted
 from pipeline.warehouse.dock import Dock
-from stages.external_checks import Columns, Misfit, check_columns, check_logprobs, check_responses, check_rewards
+from stages.external_checks import (
+    Columns,
+    Misfit,
+    check_columns,
+    check_logprobs,
+    check_responses,
+    check_rewards,
+    check_tokenizer,
+)
 from stages.flow.catalogue import RESPONSE
 from stages.prompts.external import put_prompts
 from stages.rollout.stage import PROGRESS, group_seed
@@ -106,15 +115,19 @@ class External(ExternalWeights):
         version: int | None = None,
         wait: float = 0.0,
         lease: float | None = None,
+        tokenizer: str | None = None,
         owner: str = DIRECT,
     ) -> Experience:
         """Leases up to ``most`` rows of ``stage`` to ``worker`` (groups for stages that take groups, one batch for a
         trainer), waiting up to ``wait`` seconds for some.
 
         ``columns``: those to fetch; default: those that the stage needs. ``version``: the policy version that a rollout has
-        loaded; default: that of its last :meth:`notify`. ``lease`` in seconds. Raises NotExternal, WeightsTooOld, Misfit,
-        ColumnError."""
+        loaded; default: that of its last :meth:`notify`. ``lease`` in seconds. ``tokenizer``: fingerprint of the worker's
+        vocabulary (:func:`stages.external_checks.fingerprint`), refused where it is not the run's. Raises NotExternal,
+        WeightsTooOld, Misfit, ColumnError."""
         self._check_external(stage)
+        if tokenizer is not None and TOKENIZER not in self.recipe.guard.off:
+            check_tokenizer(tokenizer, await self.terms())
         if stage == "rollout":
             version = await self._version(worker, version, owner)
         lease = lease or self.recipe.pipeline.lease_seconds

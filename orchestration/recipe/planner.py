@@ -314,6 +314,12 @@ def turns(recipe: Recipe) -> Turns:
     """Memory of a colocated run's ranks while they train, generate, and swap."""
     from stages.resharding.plan import Phase, memory
 
+    if recipe.adapters:  # the base stays where it is, and so does what the adapters' training holds
+        ranks, item, learned = recipe.train.ranks, ITEM_BYTES[recipe.model.dtype], trained_parameters(recipe) or 0
+        base, own = (parameters_of(recipe) or 0) * item, -(-learned * ITEM_BYTES[recipe.trained_dtype] // ranks)
+        both = base + (base // ranks if ranks > 1 else 0) + learned * item
+        training, resting = both + 4 * own, both + 3 * own
+        return Turns(training, resting, training, buckets=0, caches=_cache_bytes(recipe), host=0)
     plan = reshard_plan(recipe)
     held = held_bytes(recipe, plan.source)
     phases = {phase.phase: phase for phase in memory(plan, held)}
@@ -387,9 +393,10 @@ def _saved_bytes(recipe: Recipe) -> int:
     )
 
 
-def heads_of(recipe: Recipe) -> dict[str, int]:
-    """Numbers of heads that tensor-parallel ranks share, by their names in the model's config; empty without a config."""
-    config = config_of(recipe.model.source)
+def heads_of(source: str) -> dict[str, int]:
+    """Numbers of heads that tensor-parallel ranks share, by their names in the config of the model ``source``; empty without
+    one."""
+    config = config_of(source)
     return {name: config[name] for name in HEADS if isinstance(config.get(name), int) and config[name] > 0}
 
 

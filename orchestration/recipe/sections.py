@@ -304,7 +304,14 @@ class CriticSection(Section):
     )
     learning_rate: float | None = key(None, "Peak learning rate of AdamW. Default: `train.learning_rate`.", gt=0)
     device: Device | None = key(None, "As `train.device`, which is the default.")
-    threads: CountOrZero = key(0, "CPU threads. 0: the launcher divides the cores.")
+    dp: Count = key(1, "Data-parallel ranks, as `train.dp`; default 1, whatever that is.")
+    tp: Count = key(1, "Tensor-parallel ranks, as `train.tp`; default 1, whatever that is.")
+    threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train the critic together."""
+        return self.dp * self.tp
 
 
 def _teacher_url(value: object) -> object:

@@ -28,7 +28,7 @@ from stages import device as devices
 from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
-from stages.external_checks import Terms
+from stages.external_checks import Terms, fingerprint
 from stages.models import (
     Tokenizer,
     load_config,
@@ -65,7 +65,7 @@ def threads_of(recipe: Recipe, asked: int) -> int:
     """Returns the CPU threads of one engine: ``asked``, or where that is 0 its share of the cores. Generation and training
     run at the same time when the run is asynchronous, and in turn when it is not."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    training = recipe.train.ranks + recipe.trains_critic
+    training = recipe.train.ranks + (recipe.critic.ranks if recipe.trains_critic else 0)
     in_turn = recipe.colocated or recipe.staleness_plan.slack == 0
     rollouts = recipe.rollout.workers if recipe.runs_stage("rollout") else 0
     together = training if in_turn else training + rollouts
@@ -99,7 +99,8 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
     weights: dict[str, tuple[str, tuple[int, ...]]] | None = None
     if source != "mock" and not recipe.runs_stage("update"):
         weights = {name: (recipe.model.dtype, shape) for name, shape in weight_shapes(source).items()}
-    return Terms(vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights)
+    own = fingerprint(tokenizer.get_vocab())
+    return Terms(vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights, own)
 
 
 def probe_tokens(recipe: Recipe) -> int:
@@ -290,21 +291,24 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
     return TorchTrainEngine(model, **_train_options(recipe))
 
 
-def critic_engine(recipe: Recipe) -> TorchCriticEngine:
-    """Make the critic's engine, on one rank: its model is ``critic.source``, or that of the policy as the run begins."""
-    from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
+def critic_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | None = None) -> TorchCriticEngine:
+    """Make the critic's engine: its model is ``critic.source``, or that of the policy as the run begins. ``ranks``,
+    ``meeting``: as for :func:`train_engine`."""
+    from stages.engines.torch.critic import VALUE_HEAD, ShardedCriticEngine, TorchCriticEngine
 
     critic, source = recipe.critic, recipe.critic.source
     named = recipe.model_copy(
         update={"model": recipe.model.model_copy(update={"source": source or recipe.model.source})}
     )
-    model, _ = _model(named, dtype=recipe.trained_dtype)
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
     options["learning_rate"] = critic.learning_rate or recipe.train.learning_rate
     options["threads"] = threads_of(recipe, critic.threads)
     options["device"] = devices.select(critic.device or recipe.train.device)
     head = Path(source) / VALUE_HEAD if source else None
-    return TorchCriticEngine(model, head=head if head and head.is_file() else None, **options)
+    options["head"] = head if head and head.is_file() else None
+    if ranks is None:
+        return TorchCriticEngine(_model(named, dtype=recipe.trained_dtype)[0], **options)
+    return ShardedCriticEngine(**_of_ranks(named, recipe.trained_dtype, ranks, meeting), **options)
 
 
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Store | None) -> TrainEngine:
@@ -315,21 +319,20 @@ def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Store | None) -> 
         from stages.engines.torch.train import TorchTrainEngine
 
         return TorchTrainEngine(_model(recipe, dtype=dtype)[0], **options)
-    from torch.distributed import HashStore
-
     from stages.engines.torch.sharded import ShardedTrainEngine
+
+    return ShardedTrainEngine(**_of_ranks(recipe, dtype, ranks, meeting), **options)
+
+
+def _of_ranks(recipe: Recipe, dtype: str, ranks: Ranks, meeting: Store | None) -> dict[str, Any]:
+    """What a train engine on several ranks is given beside the options of one: its model, and where the ranks meet."""
+    from torch.distributed import HashStore
 
     with _LOADING:
         opened = model_skeleton(recipe.model.source, dtype=getattr(torch, dtype))
     model, weights = opened or (_model(recipe, dtype=dtype)[0], None)
-    return ShardedTrainEngine(
-        model,
-        ranks,
-        weights=weights,
-        store=meeting or HashStore(),
-        timeout=recipe.launch.collective_timeout,
-        **options,
-    )
+    of = {"model": model, "weights": weights, "ranks": ranks, "store": meeting or HashStore()}
+    return {**of, "timeout": recipe.launch.collective_timeout}
 
 
 def _train_options(recipe: Recipe) -> dict[str, Any]:

@@ -72,9 +72,12 @@ _ALL = (
         ends_by_itself=True,
         writes=False,
     ),
-    # a critic of its own: values of samples, and their training beside the policy
+    # one rank of a critic of its own each: values of samples, and their training beside the policy
     WorkerKind(
-        "critic", f"{_BUILDERS}.critic:CriticJob", lambda recipe: range(int(recipe.trains_critic)), rank_group="update"
+        "critic",
+        f"{_BUILDERS}.critic:CriticJob",
+        lambda recipe: range(recipe.critic.ranks if recipe.trains_critic else 0),
+        rank_group="update",
     ),
     # a stage that the recipe names; its workers go by the stage's name
     WorkerKind("stage", f"{_BUILDERS}.stage:StageJob", lambda recipe: range(sum(s.workers for s in recipe.stages))),

@@ -33,7 +33,8 @@ def lock_run(folder: Path) -> BinaryIO:
     try:
         return take(folder / LOCK)
     except Locked as held:
-        raise RunLocked(f"run: {folder} is executed by {held.holder}{_since(folder)}; stop it first") from None
+        fix = f"stop it first; if it is paused, `asyncdock runs resume {folder}` lets it go on"
+        raise RunLocked(f"run: {folder} is executed by {held.holder}{_since(folder)}; {fix}") from None
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise

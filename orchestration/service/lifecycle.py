@@ -1,12 +1,14 @@
-"""Where a service's runs keep their shared memory on a machine, and how a run is ended; used by agents and runners."""
+"""Where runs are found by their folders, how a run is asked for something there, and how one of a service is ended."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from pathlib import Path
 
-from orchestration.service.registry import LIVE, Registry
+from orchestration.run.lock import RunLocked, lock_run
+from orchestration.service.registry import LIVE, Ask, Registry, ask_active
 from pipeline.index.client import Index
 from pipeline.node import folder_id
 from pipeline.warehouse.arena import shared_memory_directory
@@ -24,6 +26,28 @@ def shared_prefix(folders: Path) -> str:
     """Return the prefix of the shared-memory folders of all runs below ``folders``. Containers that share this memory may
     each have folders at the same path. Raises FileNotFoundError where there is no such folder."""
     return f"asyncdock-run-{folder_id(folders)}-"
+
+
+async def ask_in_folder(folder: Path, what: Ask) -> tuple[str, str]:
+    """Ask the run that a command executes in ``folder`` for ``what``. Returns its id, and its state then. Raises LookupError
+    when none does, and WrongState."""
+    try:
+        where = json.loads((folder / WHERE).read_text())
+        lock_run(folder).close()
+    except RunLocked:
+        pass
+    except OSError:
+        where = {}
+    else:
+        where = where if where["hosted"] else {}  # its command was killed
+    if not where:
+        raise LookupError(
+            f"run: none is alive in {folder}; `asyncdock resume {folder}` goes on with one that has ended"
+        )
+    if where["hosted"]:
+        raise LookupError(f"run: {folder} is run {where['run']} of a service; give that id")
+    async with Index(where["index"], where["run"]) as index:
+        return where["run"], await ask_active(index, what)
 
 
 async def conclude(registry: Registry, run: str, token: str, state: str, reason: str) -> bool:

@@ -65,6 +65,22 @@ class WrongState(RuntimeError):
         self.state, self.asked = state, asked
 
 
+async def ask_active(index: Index, what: Ask) -> str:
+    """Ask the active run of ``index`` for ``what``, whoever executes it. Returns its state then. Raises WrongState."""
+    allowed, to = _MOVES[what]
+    if what == "checkpoint":
+        state, changed = (await index.state())[0], False
+        if state in allowed:
+            await index.put(CHECKPOINT_ASKED, uuid.uuid4().hex)
+            return state
+    else:
+        not_begun = ("",) if what == "stop" else ()  # an active run without a state yet
+        state, changed = await index.transition([*not_begun, *allowed], to)
+    if not changed and state != to:
+        raise WrongState(index.run, state, what)
+    return state
+
+
 class KeyReused(ValueError):
     """The idempotency key was used for another request."""
 
@@ -181,13 +197,7 @@ class Registry:
         if record.state not in allowed:
             return record
         async with Index(self.link, run) as index:
-            if what == "checkpoint":
-                await index.put(CHECKPOINT_ASKED, uuid.uuid4().hex)
-                return record
-            not_begun = ("",) if what == "stop" else ()  # an active run without a state yet
-            state, changed = await index.transition([*not_begun, *allowed], to)
-            if not changed and state != to:
-                raise WrongState(run, state, what)
+            await ask_active(index, what)
         await self.touch()
         return await self.get(run)
 

@@ -171,6 +171,12 @@ class ColocatedEngine(RolloutEngine, Protocol):
     def fused(self) -> bool:
         """Whether q, k and v are one tensor in :attr:`tensors`, and gate and up another, named as vLLM names them."""
 
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The model's own weights by their names of Hugging Face, without adapters: views of :attr:`tensors`."""
+
+    def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy ``weights``, as :meth:`load_weights` takes them, while the engine sleeps and its tensors have memory."""
+
     def cache_bytes(self) -> int:
         """Bytes of keys and values on the device; 0 while it sleeps."""
 

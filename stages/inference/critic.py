@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 
 from tensordict import TensorDict
@@ -11,8 +10,7 @@ from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from stages.flow.adapter import GROUPS_AT_ONCE
 from stages.flow.catalogue import CRITIC
-from stages.training.critic import CriticWorker
-from stages.training.ranks import train_batch
+from stages.training.critic import CriticRank, CriticWorker
 
 
 class Values(Stage):
@@ -20,7 +18,7 @@ class Values(Stage):
     one, between two steps of ``critic``."""
 
     name = CRITIC
-    fetches: tuple[str, ...] = ("prompt_ids", "response_ids")
+    fetches = CriticRank.fetches
 
     def __init__(self, critic: CriticWorker) -> None:
         self.critic, self.may_begin = critic, False
@@ -29,6 +27,5 @@ class Values(Stage):
         return 0 if held or not self.may_begin else GROUPS_AT_ONCE
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        async with self.critic.computing:
-            values = await asyncio.to_thread(self.critic.engine.values, train_batch(claim, rows))
+        values = await self.critic.values(claim, rows)
         yield Output(range(len(claim)), {"values": values}, tokens=int(claim.tokens.sum()))

@@ -296,6 +296,21 @@ class Swap:
         self.state = State.TRAINING
         self._watch(Phase.PREFETCH)
 
+    @property
+    def moved(self) -> int:
+        """Bytes of the rollout's tensors, which each swap fills."""
+        return self.plan.received[self.rank] + self.plan.kept[self.rank]
+
+    @property
+    def released(self) -> int:
+        """Bytes that are in host memory."""
+        return self.arena.used
+
+    def device_bytes(self) -> int:
+        """Bytes of training, of the rollout's tensors and of buckets on the device."""
+        rollout = sum(tensor.untyped_storage().nbytes() for tensor in self.rollout.values())
+        return self.training_bytes() + rollout + self.temporary_bytes()
+
     def temporary_bytes(self) -> int:
         """Bytes of the allocated buckets."""
         return self._gather.temporary_bytes()

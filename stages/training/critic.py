@@ -9,7 +9,8 @@
 
 The index records a step, and the gate opens for the next one, when policy and critic have both trained: one commit is both.
 The two workers live and die as one; those that are started next load one checkpoint and replay the recorded steps, of which
-the values are still in the warehouse. Orders and answers are numbered entries of two logs in the index.
+the values are still in the warehouse. Orders and answers are numbered entries of two logs in the index. A critic on several
+ranks is a rank group as the policy's trainer is (stages.training.ranks): its rank 0 is "the critic's worker" above.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from pipeline.index.client import Claim, Index
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
+from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
-from stages.training.ranks import train_batch
+from stages.training.ranks import RankGroup, RankWorker, train_batch
 
 log = structlog.get_logger()
 
@@ -41,7 +43,7 @@ class CriticEngine(TrainEngine, Protocol):
 
     def values(self, batch: TensorDictBase) -> torch.Tensor:
         """Values of the states before the response tokens: float32 jagged [B, T_i], no gradient. Groups are computed one by
-        one, so the result of a row does not depend on the other groups."""
+        one, so the result of a row does not depend on the other groups. On several ranks each is given the whole batch."""
 
 
 class CriticOrders:
@@ -93,7 +95,8 @@ class CriticOrders:
 class CriticWorker:
     """Carries out rank 0's orders, until the order to end. ``trained`` counts the steps in the engine's weights; ``save``
     begins to write the engine's state below a folder, and returns what to await until it is written; ``begin`` is called
-    once recorded steps are replayed. ``most_skipped`` steps in a row that are not finite end the worker."""
+    once recorded steps are replayed. ``most_skipped`` steps in a row that are not finite end the worker. ``rank_group``:
+    this worker is rank 0 of it, and passes the work on to the others."""
 
     def __init__(
         self,
@@ -106,7 +109,9 @@ class CriticWorker:
         save: Callable[[Path], Awaitable[Awaitable[None]]],
         begin: Callable[[], None],
         most_skipped: int,
+        rank_group: RankGroup | None = None,
     ) -> None:
+        self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
         self.dock, self.engine, self.algorithm, self.orders = dock, engine, algorithm, orders
         self.trained, self._save, self._begin = version, save, begin
         self._most_skipped, self._skipped = most_skipped, 0
@@ -117,7 +122,15 @@ class CriticWorker:
             while (order := await self.orders.receive())["do"] != "end":
                 answer = await self._do(order, writing)
                 await self.orders.answer(**answer)
+        async with self.computing:
+            await self.rank_group.broadcast("end")
         await self.orders.answer()
+
+    async def values(self, claim: Claim, rows: TensorDictBase) -> torch.Tensor:
+        """Values of the claim's rows, between two steps; see :meth:`CriticEngine.values`."""
+        async with self.computing:
+            await self.rank_group.broadcast("values", claim=claim.record())
+            return await asyncio.to_thread(self.engine.values, train_batch(claim, rows))
 
     async def _do(self, order: Mapping[str, Any], writing: asyncio.TaskGroup) -> Mapping[str, Any]:
         match order["do"]:
@@ -129,16 +142,19 @@ class CriticWorker:
                 return await self._train(Claim("", order["claim"]["token"], order["claim"]))
             case "save":
                 async with self.computing:
+                    await self.rank_group.broadcast("save", folder=order["folder"])
                     written = await self._save(Path(order["folder"]))
                 writing.create_task(self._report(written))
         return {}
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
         """Train on the claim's rows; returns the metrics."""
-        rows = await self.dock.fetch(claim, trained_columns(self.algorithm, self.dock.schema))
-        batch = train_batch(claim, rows, self.trained)
+        columns = trained_columns(self.algorithm, self.dock.schema)
+        shares = await self.rank_group.deal(self.dock, claim)
+        batch = await self.rank_group.fetch(self.dock, claim, shares, columns, self.trained)
         try:
             async with self.computing:
+                await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
                 metrics = await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
         except FloatingPointError as refused:
             self._skipped += 1
@@ -154,3 +170,17 @@ class CriticWorker:
     async def _report(self, written: Awaitable[None]) -> None:
         await written
         await self.orders.report_saved()
+
+
+class CriticRank(RankWorker):
+    """Carries out the orders of a critic's rank 0 on another rank."""
+
+    engine: CriticEngine
+    fetches: tuple[str, ...] = ("prompt_ids", "response_ids")  # of which values are computed
+
+    async def do(self, order: Mapping[str, Any]) -> None:
+        if order["do"] != "values":
+            return await super().do(order)
+        claim = Claim("", order["claim"]["token"], order["claim"])
+        rows = await self.dock.fetch(claim, self.fetches)
+        await asyncio.to_thread(self.engine.values, train_batch(claim, rows))

@@ -17,6 +17,7 @@ from pipeline.controller import Controller
 from pipeline.events import SyncEvent, TurnEvent
 from pipeline.index.client import Index
 from stages import device as devices
+from stages.adapters.turns import AdapterSwap
 from stages.engines.protocols import ColocatedEngine
 from stages.resharding.plan import Phase, ReshardPlan
 from stages.resharding.swap import State, Swap, SwapError
@@ -31,16 +32,16 @@ if TYPE_CHECKING:
 class SharedDevice(DeviceLease):
     """One rank's device and its two engines. The train engine has it at first, and ``rollout`` sleeps.
 
-    ``controller`` runs this rank's rollout stage, which samples at ``temperature``. ``probe``: how far logprobs may lie from
-    the trainer's (None: they are not compared). ``deadline``: seconds that a change may wait for another rank or for the
-    engine. Raises what :class:`Swap` raises.
+    ``plan`` is of the weights that are exchanged; None: they are adapters. ``controller`` runs this rank's rollout stage,
+    which samples at ``temperature``. ``probe``: how far logprobs may lie from the trainer's (None: they are not compared).
+    ``deadline``: seconds that a change may wait for another rank or for the engine. Raises what :class:`Swap` raises.
     """
 
     may_generate = False
 
     def __init__(
         self,
-        plan: ReshardPlan,
+        plan: ReshardPlan | None,
         rank: int,
         trainer: TorchTrainEngine,
         rollout: ColocatedEngine,
@@ -54,17 +55,20 @@ class SharedDevice(DeviceLease):
         self.rollout, self.controller, self.index = rollout, controller, index
         self.worker, self.deadline, self._temperature = f"rollout-{rank}", deadline, temperature
         self._judge = None if probe is None else ProbeJudge(probe)
-        self.swap = Swap(
-            plan,
-            rank,
-            trainer.shards(),
-            trainer.held,
-            device=trainer.device,
-            rollout=rollout.tensors,
-            deadline=deadline,
-            watch=self._count,
+        self.swap: Swap | AdapterSwap = (
+            AdapterSwap(trainer, rollout)
+            if plan is None
+            else Swap(
+                plan,
+                rank,
+                trainer.shards(),
+                trainer.held,
+                device=trainer.device,
+                rollout=rollout.tensors,
+                deadline=deadline,
+                watch=self._count,
+            )
         )
-        self._moved = plan.received[rank] + plan.kept[rank]
         self._most: dict[Phase, int] = {}  # bytes on the device, in each phase of the last swap
         self._left = 0.0  # when generation left (monotonic)
 
@@ -92,10 +96,7 @@ class SharedDevice(DeviceLease):
         """Returns the bytes on the device: its own count, or on the CPU the storages of weights, gradients, optimizer state,
         keys and values, and buckets."""
         counted = devices.allocated(self.swap.device)
-        if counted is not None:
-            return counted
-        rollout = sum(tensor.untyped_storage().nbytes() for tensor in self.swap.rollout.values())
-        return self.swap.training_bytes() + rollout + self.rollout.cache_bytes() + self.swap.temporary_bytes()
+        return self.swap.device_bytes() + self.rollout.cache_bytes() if counted is None else counted
 
     async def leave(self) -> None:
         """End generation, and begin to bring training's bytes back."""
@@ -134,9 +135,9 @@ class SharedDevice(DeviceLease):
             gap = await self._wake(version, probe)
         await self._emit_sync(
             "generation",
-            nbytes=self._moved,
+            nbytes=self.swap.moved,
             exposed=time.monotonic() - began,
-            released_bytes=self.swap.arena.used,
+            released_bytes=self.swap.released,
             device_bytes={phase.value: most for phase, most in self._most.items()},
             **gap,
         )

@@ -22,4 +22,10 @@ def test_it_prints_ratios_of_both_kinds(
     assert "published: 0.0 MiB of 0.3 MiB, 10.61%" in printed
     assert 0 < found["swap"]["logit_gap"] < 1e-4
     assert found["decode"].keys() == {"1", "8", "64"}
+    memory = found["memory"]
+    assert memory["unmerged"]["between"] < memory["merged"]["between"] < memory["merged"]["swap"]
+    assert memory["unmerged"]["swap"] - memory["unmerged"]["between"] == found["published"]
+    assert "MiB | " in printed.partition("memory during a swap")[2]
+    assert 0 < found["bfloat16"]["kept"] < 1
+    assert found["bfloat16"]["unmerged"] < found["bfloat16"]["merged"]
     assert all(of["ratio"] > 0 for of in (found["train"], found["swap"], *found["decode"].values()))

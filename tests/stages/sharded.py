@@ -26,6 +26,7 @@ from stages.algorithms.policy_gradient.ppo import PPO
 from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.torch import layers as torch_layers
 from stages.engines.torch import sharded as torch_sharded
+from stages.engines.torch.critic import ShardedCriticEngine, TorchCriticEngine
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.layers import rms_norm
 from stages.engines.torch.sharded import ShardedTrainEngine, _whole, placement
@@ -169,6 +170,32 @@ def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any]) -> di
         writer.write(Path(folder))
     head = {name: value.detach() for name, value in engine._value_head.items()}
     return {"metrics": metrics, "head": _plain(head), "weights": _plain(weights_of(engine))}
+
+
+def critic_steps(ranks: Ranks | None, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of a critic of its own, by one process (None) or a rank: metrics, and the values before each step and after
+    the last one. A rank writes a checkpoint into ``folder``."""
+    made, of = model_of(kind), {**OPTIONS, **options}
+    engine = TorchCriticEngine(made, **of) if ranks is None else ShardedCriticEngine(made, ranks=ranks, **of)
+    learning = PPO(critic="own").critic_algorithm()
+    metrics, values = [], []
+    for seed in range(3):
+        rows = unstack(make_batch(seed=seed))
+        for row, reward in zip(rows, torch.linspace(-1, 1, len(rows)), strict=True):
+            row["reward"] = reward
+        for row, found in zip(rows, engine.values(stack(rows)).unbind(), strict=True):
+            row["values"] = found
+            values.append(found.tolist())
+        if seed < 2:
+            kept = range(len(rows)) if ranks is None else positions(ranks.dp)[ranks.replica]
+            metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), learning)))
+    one_group = [row for row in rows if int(row["group"]) == int(rows[0]["group"])]
+    alone = [row.tolist() for row in engine.values(stack(one_group)).unbind()]
+    if ranks is not None:
+        writer = checkpoint.Writer(engine, ranks.rank)
+        writer.copy()
+        writer.write(Path(folder))
+    return {"metrics": metrics, "values": values, "alone": alone}
 
 
 def steps(ranks: Ranks, kind: str, count: int, options: dict[str, Any]) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from api.client import Client, ServiceError
     from api.schemas.runs import RunView, SampleView, StagesView
+    from orchestration.service.registry import Ask
 
 WATCH_PATIENCE = 300.0  # seconds for which a view survives a service that does not answer
 
@@ -55,6 +56,14 @@ def _complete_recipe(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str,
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's id, from `asyncdock runs list`.", autocompletion=_complete_run)
+]
+LiveArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run's id, from `asyncdock runs list`; or the folder of one that `asyncdock run` executes.",
+        autocompletion=_complete_run,
+    ),
 ]
 
 
@@ -129,12 +138,14 @@ def start(
 
 @runs_app.command()
 def stop(
-    run: RunArgument,
+    run: LiveArgument,
     wait: Annotated[bool, typer.Option("--wait", help="Come back once it has ended.")] = False,
     as_json: JsonOption = False,
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Ask for a clean end, with a checkpoint. A run that still waits is stopped at once."""
+    if not wait and _asked_here(run, "stop", as_json):
+        return
 
     async def stopped(client: Client) -> RunView:
         view = await client.stop(run)
@@ -147,23 +158,29 @@ def stop(
 
 
 @runs_app.command()
-def pause(run: RunArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
+def pause(run: LiveArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
     """Let no more samples begin; what is in flight ends."""
+    if _asked_here(run, "pause", as_json):
+        return
     _print_state(ask(server, lambda client: client.pause(run), run), as_json)
 
 
 @runs_app.command()
 def resume(
-    run: RunArgument, set_: SetOption = None, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER
+    run: LiveArgument, set_: SetOption = None, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER
 ) -> None:
     """Go on after a pause; or, when it has ended, from its newest checkpoint, with the keys that --set changes."""
+    if not set_ and _asked_here(run, "resume", as_json):
+        return
     overrides = _overrides(set_ or [])
     _print_state(ask(server, lambda client: client.resume(run, overrides), run), as_json)
 
 
 @runs_app.command()
-def checkpoint(run: RunArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
+def checkpoint(run: LiveArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
     """Ask for a checkpoint after the next step."""
+    if _asked_here(run, "checkpoint", as_json):
+        return
     _print_state(ask(server, lambda client: client.checkpoint(run), run), as_json)
 
 
@@ -392,6 +409,23 @@ def _print_sample(sample: SampleView, console: Console) -> None:
     )
     console.print(sample.prompt, style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(sample.response + (" …" if sample.truncated else ""), markup=False, highlight=False, soft_wrap=True)
+
+
+def _asked_here(run: str, what: Ask, as_json: bool) -> bool:
+    """Whether ``run`` is the folder of a run of `asyncdock run`, which was asked for ``what``. Ends the command when it
+    cannot be."""
+    folder = Path(run).resolve()
+    if not (folder / "recipe.json").is_file():
+        return False
+    from orchestration.service.lifecycle import ask_in_folder
+    from orchestration.service.registry import WrongState
+
+    try:
+        name, state = asyncio.run(ask_in_folder(folder, what))
+    except (LookupError, WrongState, ConnectionError) as error:
+        refuse(error, FAILED)
+    print_json({"id": name, "state": state}) if as_json else complain(f"{name}: {state}")
+    return True
 
 
 def _print_state(view: RunView, as_json: bool) -> None:

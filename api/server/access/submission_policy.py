@@ -222,8 +222,9 @@ def _below_root(roots: Sequence[Path], value: str) -> Path | None:
 def _beyond_limits(settings: Settings, recipe: Recipe) -> Iterator[Problem]:
     """Problems of a valid recipe that needs more than the operator gives to one run."""
     workers = recipe.rollout.workers + recipe.reward.workers + recipe.train.ranks
+    workers += recipe.critic.ranks if recipe.trains_critic else 0
     if workers > settings.max_workers:
-        wrong = f"makes {workers} workers with reward.workers, train.dp and train.tp"
+        wrong = f"makes {workers} workers with reward.workers, and dp and tp of train and critic"
         yield Problem("rollout.workers", recipe.rollout.workers, wrong, f"at most {settings.max_workers} fit here")
     if recipe.pipeline.arena > settings.max_arena:
         fix = f"use at most {format_size(settings.max_arena)}"

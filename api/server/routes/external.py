@@ -85,6 +85,7 @@ async def get_experience(
                     version=body.version,
                     wait=body.wait if room else 0.0,
                     lease=body.lease,
+                    tokenizer=body.tokenizer,
                     owner=owner,
                 )
                 has_left = request.transport is None or request.transport.is_closing()

@@ -13,7 +13,7 @@ NONE = "or model.lora.rank = 0"
 VLLM_RANKS = 512  # the largest that vLLM has room for
 
 
-@check("model.lora", "train.engine", "rollout.engine", "launch.placement", "external")
+@check("model.lora", "train.engine", "rollout.engine", "external")
 def adapters_are_possible(recipe: Recipe) -> Iterator[Problem]:
     lora, engine = recipe.model.lora, recipe.rollout.engine
     if recipe.adapters is None:
@@ -26,9 +26,6 @@ def adapters_are_possible(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "rollout.engine", "takes no adapters", f"use 'torch' or 'vllm', {NONE}")
     if engine == "vllm" and lora.rank > VLLM_RANKS:
         yield problem(recipe, "model.lora.rank", f"is more than vLLM has room for ({VLLM_RANKS})", "use a lower one")
-    if recipe.colocated:
-        wrong = "exchanges all weights of the model between training and generation, and with adapters most are frozen"
-        yield problem(recipe, "launch.placement", wrong, f"use 'separate', {NONE}")
     if others := [
         stage for stage in ("rollout", "update") if not recipe.runs_stage(stage) and stage in recipe.external.stages
     ]:

@@ -24,7 +24,10 @@ def stages_resolve(recipe: Recipe) -> Iterator[Problem]:
         yield from option_problems(f"stages.{at}", found, section.options)
 
 
-@check("stages", "algorithm", "reward.functions", "external", "evaluate.every", "train.groups_per_step", "train.dp")
+@check(
+    *("stages", "algorithm", "reward.functions", "external", "evaluate.every"),
+    *("train.groups_per_step", "train.dp", "critic.dp"),
+)
 def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
     try:
         flow_of(recipe)
@@ -40,10 +43,9 @@ def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
         )
         fix = "set evaluate.every = 0, or give the reward's parameter a default"
         yield Problem("evaluate.every", recipe.evaluate.every, wrong, fix)
-    mini_batches = recipe.algorithm.options.get("mini_batches", 1)
-    if mini_batches * recipe.train.dp > recipe.train.groups_per_step:
-        wrong = (
-            f"are more than the {recipe.train.groups_per_step} groups of a step have for train.dp = {recipe.train.dp}"
-        )
-        fix = f"use at most {max(1, recipe.train.groups_per_step // recipe.train.dp)}, or more train.groups_per_step"
+    mini_batches, groups = recipe.algorithm.options.get("mini_batches", 1), recipe.train.groups_per_step
+    dp, key = max((recipe.train.dp, "train.dp"), (recipe.critic.dp if recipe.trains_critic else 1, "critic.dp"))
+    if mini_batches * dp > groups:
+        wrong = f"are more than the {groups} groups of a step have for {key} = {dp}"
+        fix = f"use at most {max(1, groups // dp)}, or more train.groups_per_step"
         yield Problem("algorithm.options.mini_batches", mini_batches, wrong, fix)

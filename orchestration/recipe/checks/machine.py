@@ -112,7 +112,7 @@ def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem
     yield from _same_family(recipe, "model.reference", reference, fix)
 
 
-@machine_check("model", "critic", "algorithm")
+@machine_check("model", "critic", "algorithm", "train.engine")
 def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     device = recipe.critic.device
     if device is not None and environment.devices and recipe.trains_critic and (fault := device_fault(device)):
@@ -120,6 +120,13 @@ def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     if recipe.critic.source is not None:
         fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/critic/model of a run"
         yield from _same_family(recipe, "critic.source", recipe.critic.source, fix)
+    source = recipe.critic.source or recipe.model.source
+    if recipe.critic.tp > 1 and recipe.trains_critic and model_files.text_config(source):
+        from stages.engines.torch.model_check import refusal
+
+        if reason := refusal(model_files.folder_of(source), "train", tp=True):
+            fix = "set critic.tp = 1 (critic.dp shards any model that one rank trains)"
+            yield problem(recipe, "critic.tp", f"is not available for the model in {source} ({reason})", fix)
 
 
 def _same_family(recipe: Recipe, key: str, source: str, fix: str) -> Iterator[Problem]:

@@ -59,7 +59,9 @@ def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Proble
 
 def count(recipe: Recipe, side: Engine) -> int:
     """Processes with an engine of this side."""
-    return {"train": recipe.train.ranks, "rollout": recipe.replicas, "reference": 1, "critic": 1}[side]
+    return {"train": recipe.train.ranks, "rollout": recipe.replicas, "reference": 1, "critic": recipe.critic.ranks}[
+        side
+    ]
 
 
 def device_of(recipe: Recipe, side: Engine) -> str:

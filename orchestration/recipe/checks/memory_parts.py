@@ -3,7 +3,7 @@
     config of the model ─┐                                   ┌─▶ train: weights, optimizer, gradients, activations, logits
     recipe: longest rows ┴▶ micro-batch of S tokens, U places ┼─▶ rollout: weights, new weights, KV cache, logits, …
                                                              ├─▶ reference: weights, activations, logits
-                                                             └─▶ critic: as train on one rank, without logits
+                                                             └─▶ critic: as train, without logits
 
 Every row is taken to be as long as the recipe allows. Counted is what is live at the peak: not what a process takes before
 it loads a model. Freed memory that the C library or torch keeps for later is not counted either; :data:`KEPT` is what it
@@ -227,9 +227,10 @@ def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int,
 
 
 def critic_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
-    """Bytes of a critic of its own, by part: a trainer of one rank whose head gives one value for each token."""
+    """Bytes of one rank of a critic of its own, by part: a trainer whose head gives one value for each token."""
     whole = recipe.model.model_copy(update={"lora": type(recipe.model.lora)()})
-    alone = recipe.model_copy(update={"train": recipe.train.model_copy(update={"dp": 1, "tp": 1}), "model": whole})
+    ranks = {"dp": recipe.critic.dp, "tp": recipe.critic.tp}
+    alone = recipe.model_copy(update={"train": recipe.train.model_copy(update=ranks), "model": whole})
     return train_memory(alone, sizes, parameters, prompt, parameters) | {"logits": 0}
 
 

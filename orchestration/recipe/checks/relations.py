@@ -13,7 +13,7 @@ from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.planner import arena_bytes, heads_of
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import TLS_FILES
+from orchestration.recipe.sections import TLS_FILES, CriticSection, TrainSection
 from orchestration.recipe.values import format_size
 from pipeline.staleness import passing_steps
 
@@ -292,55 +292,65 @@ def threads_exist(recipe: Recipe) -> Iterator[Problem]:
 
 @check(
     *(f"train.{key}" for key in ("dp", "tp", "engine", "device", "groups_per_step")),
-    *("algorithm.group_size", "launch.launcher"),
+    *("algorithm.group_size", "launch.launcher", "critic"),
 )
 def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
-    train, rows = recipe.train, recipe.train.groups_per_step * recipe.algorithm.group_size
-    if train.dp > rows:
-        wrong = f"leaves ranks without one of the {rows} samples of a step"
-        yield problem(recipe, "train.dp", wrong, f"use a value <= {rows}")
-    if train.ranks == 1:
-        return
-    if train.engine == "mock":
-        key = _ranks_key(recipe)
-        yield problem(recipe, key, "is more than the mock engine has", f"set {key} = 1")
-    elif recipe.launch.launcher == "inline":
-        ranks = f"train.dp = {train.dp} times train.tp = {train.tp} is {train.ranks} ranks"
-        wrong = f"keeps all workers in one process, but {ranks}, a process each"
-        yield problem(recipe, "launch.launcher", wrong, "set launch.launcher = 'process'")
-    if ":" in train.device:
-        fix = f"write {train.device.partition(':')[0]!r}: each rank takes one of them"
-        yield problem(recipe, "train.device", f"is one device for {train.ranks} ranks", fix)
+    rows = recipe.train.groups_per_step * recipe.algorithm.group_size
+    for side, of in _rank_groups(recipe):
+        device = of.device or recipe.train.device
+        if of.dp > rows:
+            wrong = f"leaves ranks without one of the {rows} samples of a step"
+            yield problem(recipe, f"{side}.dp", wrong, f"use a value <= {rows}")
+        if of.ranks == 1:
+            continue
+        if recipe.train.engine == "mock":
+            key = _ranks_key(recipe, side)
+            yield problem(recipe, key, "is more than the mock engine has", f"set {key} = 1")
+        elif recipe.launch.launcher == "inline":
+            ranks = f"{side}.dp = {of.dp} times {side}.tp = {of.tp} is {of.ranks} ranks"
+            wrong = f"keeps all workers in one process, but {ranks}, a process each"
+            yield problem(recipe, "launch.launcher", wrong, "set launch.launcher = 'process'")
+        if ":" in device:
+            fix = f"write {device.partition(':')[0]!r}: each rank takes one of them"
+            key = f"{side if of.device else 'train'}.device"
+            yield problem(recipe, key, f"is one device for {of.ranks} ranks", fix)
 
 
-def _ranks_key(recipe: Recipe) -> str:
+def _rank_groups(recipe: Recipe) -> Iterator[tuple[str, TrainSection | CriticSection]]:
+    """The sections whose engines may have several ranks, by name."""
+    yield "train", recipe.train
+    if recipe.critic.ranks > 1 and recipe.trains_critic:
+        yield "critic", recipe.critic
+
+
+def _ranks_key(recipe: Recipe, side: str = "train") -> str:
     """The key to report where several ranks are too many."""
-    return "train.dp" if recipe.train.dp > 1 else "train.tp"
+    return f"{side}.dp" if getattr(recipe, side).dp > 1 else f"{side}.tp"
 
 
-@check("train.tp", "model.source")
+@check("train.tp", "critic.tp", "model.source")
 def heads_divide(recipe: Recipe) -> Iterator[Problem]:
-    """Checks that ``train.tp`` ranks can share the model's heads evenly."""
-    tp = recipe.train.tp
-    heads = heads_of(recipe) if tp > 1 else {}
-    if uneven := [f"{name} = {count}" for name, count in heads.items() if count % tp]:
-        common = math.gcd(*heads.values())
-        fits = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
-        yield problem(
-            recipe, "train.tp", f"cannot share the model's {' and '.join(uneven)} evenly", f"use one of: {fits}"
-        )
+    """Checks that tensor-parallel ranks can share the model's heads evenly."""
+    for side, of in _rank_groups(recipe):
+        heads = heads_of(getattr(of, "source", None) or recipe.model.source) if of.tp > 1 else {}
+        if uneven := [f"{name} = {count}" for name, count in heads.items() if count % of.tp]:
+            common = math.gcd(*heads.values())
+            fits = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+            wrong = f"cannot share the model's {' and '.join(uneven)} evenly"
+            yield problem(recipe, f"{side}.tp", wrong, f"use one of: {fits}")
 
 
-@check("train.dp", "train.tp", "train.device")
+@check("train.dp", "train.tp", "train.device", "critic")
 def ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
-    ranks, cores = recipe.train.ranks, os.cpu_count() or 1
-    if ranks <= cores:
-        return
-    from stages.device import on_cpu  # imports torch, which other recipes are checked without
+    for side, of in _rank_groups(recipe):
+        ranks, cores = of.ranks, os.cpu_count() or 1
+        if ranks <= cores:
+            continue
+        from stages.device import on_cpu  # imports torch, which other recipes are checked without
 
-    if on_cpu(recipe.train.device):
-        wrong = f"makes {ranks} ranks, which is more than the {cores} cores of this machine"
-        yield problem(recipe, _ranks_key(recipe), wrong, f"keep train.dp times train.tp <= {cores}")
+        if on_cpu(of.device or recipe.train.device):
+            wrong = f"makes {ranks} ranks, which is more than the {cores} cores of this machine"
+            yield problem(recipe, _ranks_key(recipe, side), wrong, f"keep {side}.dp times {side}.tp <= {cores}")
 
 
 @check("train.precision", "model.dtype")

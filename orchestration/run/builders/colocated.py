@@ -29,13 +29,16 @@ class ColocatedJob(UpdateJob):
             colocated_engine, recipe, Ranks(self.number, recipe.train.dp, recipe.train.tp)
         )
         self.resources.push_async_callback(rollout.close)
-        await rollout.sleep()  # the train engine is built in the memory that this frees
-        empty(rollout.tensors.values())
+        await rollout.sleep()
+        plan = None
+        if recipe.adapters is None:
+            empty(rollout.tensors.values())  # the train engine is built in the memory that this frees
+            plan = await asyncio.to_thread(reshard_plan, recipe, "vllm" if rollout.fused else "hf")
         await self.make_engine()
         stage, evaluator = make_rollout(self, rollout, held_out_prompts(self))
         self._rollout = self.control(stage)
         stage.device = device = SharedDevice(
-            await asyncio.to_thread(reshard_plan, recipe, "vllm" if rollout.fused else "hf"),
+            plan,
             self.number,
             cast("TorchTrainEngine", self.engine),
             rollout,

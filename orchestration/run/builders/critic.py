@@ -1,4 +1,5 @@
-"""The worker of a critic of its own: makes the column ``values``, and trains beside the policy (stages.training.critic)."""
+"""The workers of a critic of its own, one for each rank: the first one makes the column ``values``, and trains beside the
+policy (stages.training.critic)."""
 
 from __future__ import annotations
 
@@ -10,40 +11,58 @@ from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import critic_engine
 from stages.algorithms import NamedAlgorithm
+from stages.engines.plans import Ranks
 from stages.inference.critic import Values
-from stages.training.critic import CriticOrders, CriticWorker
+from stages.training.critic import CriticOrders, CriticRank, CriticWorker
+from stages.training.ranks import RankGroup, RankWorker
 
 
 class CriticJob(Job):
     """Gives values to groups, and learns from those that the policy is trained on. It begins with the newest checkpoint."""
 
+    rank_worker: RankWorker | None = None
+    """Of ranks other than 0."""
+
     async def build(self) -> None:
         recipe, algorithm = self.recipe, self.algorithm()
         training = algorithm.critic_algorithm()
         assert training is not None, "such a worker is started for algorithms with a critic alone"
-        engine = await asyncio.to_thread(critic_engine, recipe)
+        named = NamedAlgorithm(f"{algorithm.name}'s critic", training)
+        ranks = Ranks(self.number, recipe.critic.dp, recipe.critic.tp)
+        life = await self.index.get("ranks:update") or ""  # put there by the supervisor
+        rank_group = RankGroup(self.index, ranks, f"critic:{life}")
+        meeting = await self.meet(rank_group) if ranks.world > 1 else None
+        engine = await asyncio.to_thread(critic_engine, recipe, ranks if meeting else None, meeting)
         self.resources.callback(engine.close)
-        self._writer = checkpoint.Writer(engine)
+        self._writer = checkpoint.Writer(engine, self.number)
         self.resources.push_async_callback(self._writer.close)
         found = await self.newest_checkpoint()
         if found is not None:
             await asyncio.to_thread(found.load_into, engine, checkpoint.CRITIC)
+        version = found.version if found else 0
+        if ranks.rank:
+            self.rank_worker = rank = CriticRank(
+                self.dock, engine, named, rank_group, version=version, save=self._begin_writing
+            )
+            self.version = lambda: rank.trained
+            return
         self._worker = worker = CriticWorker(
             self.dock,
             engine,
-            NamedAlgorithm(f"{algorithm.name}'s critic", training),
-            CriticOrders(self.index, await self.index.get("ranks:update") or ""),  # put there by the supervisor
-            version=found.version if found else 0,
+            named,
+            CriticOrders(self.index, life),
+            version=version,
             save=self._save,
             begin=self._begin,
             most_skipped=recipe.train.max_skipped_steps,
+            rank_group=rank_group,
         )
         self.version = lambda: worker.trained
         self._stage = Values(worker)
         self._controller = self.control(self._stage)
 
     def until_done(self) -> Sequence[Work]:
-        return (self._follow_orders(),)
+        return (self._follow_orders() if self.rank_worker is None else self.rank_worker.run(),)
 
     async def _follow_orders(self) -> None:
         await self._worker.run()
@@ -53,9 +72,12 @@ class CriticJob(Job):
         self._stage.may_begin = True
         self._controller.wake()
 
+    async def _begin_writing(self, partial: Path) -> Awaitable[None]:
+        return await self._writer.begin(partial / checkpoint.CRITIC)
+
     async def _save(self, partial: Path) -> Awaitable[None]:
         """Copy the engine's state, and write it below the checkpoint ``partial``. Raises DiskRefused."""
-        writing = await self._writer.begin(partial / checkpoint.CRITIC)
+        writing = await self._begin_writing(partial)
 
         async def written() -> None:
             try:

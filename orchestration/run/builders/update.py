@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, cast
 
 from orchestration.recipe.planner import share_of_trained
-from orchestration.recipe.sections import SyncSection
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import Checkpoint
@@ -33,13 +30,9 @@ from stages.training import skipped
 from stages.training.critic import CriticOrders
 from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup, RankWorker
-from stages.training.rendezvous import Rendezvous, join_rendezvous
 from stages.training.skipped import SkippedSteps
 from stages.training.update import Update
 from stages.weights.store import Publisher
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 
 class UpdateJob(Job):
@@ -87,13 +80,11 @@ class UpdateJob(Job):
         """Make this rank's engine, with the newest checkpoint in it."""
         recipe = self.recipe
         self.ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
-        self.rank_group, meeting = RankGroup(self.index, self.ranks), cast("Store | None", None)
         life = await self.index.get(f"ranks:{self.kind}") or ""  # of a group, put there by the supervisor
         if recipe.trains_critic and not self.ranks.rank:
             self.critic = CriticOrders(self.index, life)
-        if self.ranks.world > 1:
-            self.rank_group = RankGroup(self.index, self.ranks, life)
-            meeting = await self._meet()
+        self.rank_group = RankGroup(self.index, self.ranks, life)
+        meeting = await self.meet(self.rank_group) if self.ranks.world > 1 else None
         self.engine = await asyncio.to_thread(train_engine, recipe, self.ranks if meeting else None, meeting)
         self.resources.callback(self.engine.close)
         self._saving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -106,25 +97,6 @@ class UpdateJob(Job):
         if self.checkpoint is not None:
             await asyncio.to_thread(self.checkpoint.load_into, self.engine)
             self._saved = self.checkpoint.version
-
-    async def _meet(self) -> Store:
-        """Returns the store in which the ranks find each other: rank 0 serves it, and its log says where."""
-        recipe, tls = self.recipe, self.recipe.pipeline.tls_contexts()
-        timeout = recipe.launch.collective_timeout
-        if self.ranks.rank:
-            order = await self.rank_group.receive()
-            address = (order["address"][0], order["address"][1])
-            joining = functools.partial(join_rendezvous, address, self.secret, timeout=timeout, tls=tls and tls[1])
-            return await asyncio.to_thread(joining)
-        host = recipe.sync.serve if recipe.sync.transport == "collective" else SyncSection().serve
-        route = await self.index.own_address() if host != SyncSection().serve else ""  # the default: one node
-        try:
-            met = Rendezvous(host, self.secret, route=route, timeout=timeout, tls=tls and tls[0])
-        except ValueError as refused:
-            raise ValueError(f"sync.{refused}") from refused
-        self.resources.callback(met.close)
-        await self.rank_group.broadcast("meet", address=met.address)
-        return met.store
 
     def make_rank_worker(self, device: DeviceLease) -> None:
         """Make what a rank other than 0 does."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.torch.head import values_of
 from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
 
 VALUE_HEAD = "value_head.safetensors"  # beside a critic's Hugging Face checkpoint
@@ -38,7 +40,7 @@ class TorchCriticEngine(TorchTrainEngine):
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The values float32 [T], also in the place of logprobs; entropies of zero."""
-        values = values_of(self._hidden(packed), self._value_head, packed.source)
+        values = self._run(lambda: values_of(self._hidden(packed), self._value_head, packed.source))
         return values, torch.zeros_like(values), values
 
     def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
@@ -55,4 +57,24 @@ class TorchCriticEngine(TorchTrainEngine):
         """Write a Hugging Face checkpoint of the decoder, and the value head beside it."""
         super().save_pretrained(path, state)
         saved = self.state_dict() if state is None else state
-        save_file({name: saved["model"][name].contiguous() for name in self._value_head}, path / VALUE_HEAD)
+        if path.is_dir():  # of several ranks, the first one writes
+            save_file({name: saved["model"][name].contiguous() for name in self._value_head}, path / VALUE_HEAD)
+
+
+class ShardedCriticEngine(TorchCriticEngine, ShardedTrainEngine):
+    """A critic on several ranks; ``ranks`` and ``store`` are those of
+    :class:`~stages.engines.torch.sharded.ShardedTrainEngine`."""
+
+    def values(self, batch: TensorDictBase) -> torch.Tensor:
+        """As in one process, with the same whole ``batch`` on each rank: replicas divide its groups, and all return all
+        values."""
+        groups, lengths = batch["group"].tolist(), [len(row) for row in batch["response_ids"].unbind()]
+        mine = set(sorted(set(groups))[self.ranks.replica :: self.ranks.dp])
+        own = [at for at, group in enumerate(groups) if group in mine]
+        found = super().values(batch[own or [0]])  # without a group of its own, a replica computes with the others
+        rows = [torch.zeros(length) for length in lengths]
+        for at, row in zip(own, found.unbind(), strict=False):
+            rows[at] = row
+        values = torch.cat(rows).to(self.device)
+        dist.all_reduce(values, group=self._mesh.get_group("dp"))
+        return torch.nested.nested_tensor(list(values.cpu().split(lengths)), layout=torch.jagged)

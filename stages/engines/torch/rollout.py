@@ -82,8 +82,7 @@ class TorchRolloutEngine:
             lambda: TorchDecoder(model, chosen, static=static, packed=packed, context=context, adapters=adapters)
         )
         if first is not None:
-            self._decoder.weights.check(first)
-            self._decoder.weights.install(self._decoder.weights.prepare(first))
+            self.fill(first)
         self._batch = ContinuousBatch(
             self._decoder,
             tokenizer,
@@ -169,6 +168,14 @@ class TorchRolloutEngine:
     @property
     def fused(self) -> bool:
         return self._decoder.fused
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return dict(self._decoder.model.named_parameters())
+
+    @torch.inference_mode()
+    def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._decoder.weights.check(weights)
+        self._decoder.weights.install(self._decoder.weights.prepare(weights))
 
     def cache_bytes(self) -> int:
         return self._decoder.attention.nbytes()

@@ -91,6 +91,40 @@ def test_ctrl_c_during_the_start_ends_the_command_without_a_traceback(tmp_path: 
         end(process)
 
 
+def test_a_paused_run_goes_on_from_another_terminal(tmp_path: Path) -> None:
+    """As its view says: by its folder, without a service. It may be stopped there, too."""
+
+    def asked(what: str) -> str:
+        result = CliRunner().invoke(cli.app, ["runs", what, str(tmp_path / "run")])
+        return f"{result.exit_code} {result.output}"
+
+    process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path)
+    try:
+        assert process.stdout is not None
+        output = []
+        for line in process.stdout:
+            output.append(line)
+            if line.startswith("step 2/"):
+                assert asked("pause").endswith(": paused\n")
+            elif line.startswith("Paused. Go on"):
+                assert "is executed by process" in CliRunner().invoke(cli.app, ["resume", str(tmp_path / "run")]).output
+                made = len(output)
+                assert asked("checkpoint").endswith(": paused\n")
+                assert asked("resume").endswith(": running\n")
+            elif line.startswith("step ") and "Paused. Go on" in "".join(output[:-1]) and len(output) > made + 2:
+                break
+        assert "asyncdock runs resume" in "".join(output)
+        assert asked("stop").endswith(": stopping\n")
+        output.append(process.communicate(timeout=90)[0])
+    finally:
+        end(process)
+    text = "".join(output)
+    assert process.returncode == 130, text
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints") is not None, text
+    assert asked("resume").startswith("1 "), "it is not alive"
+    assert "goes on with one that has ended" in asked("resume")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_every_way_to_stop_writes_a_checkpoint_and_says_where_a_resume_begins(
     number: signal.Signals, tmp_path: Path

@@ -34,6 +34,7 @@ from orchestration.service.registry import Registry
 from pipeline.columns import Packed
 from pipeline.index.client import LeaseLost
 from stages.external_checks import Misfit
+from stages.models import tiny_tokenizer
 from tests.api.serving import Client, bearer, problem, serving
 from tests.custom_engines.direct import respond
 from tests.orchestration.external.test_session import responses
@@ -457,6 +458,16 @@ async def test_both_ways_refuse_alike(way: str, index_url: str, tmp_path: Path) 
         async with ExternalStage.connect(where, run.id, "reward", worker="one") as stage:
             with pytest.raises(NotExternal):
                 await stage.get_experience(1)
+        vocabulary = tiny_tokenizer().get_vocab()
+        async with ExternalStage.connect(where, run.id, "rollout", worker="two", vocabulary=vocabulary) as stage:
+            await stage.get_experience(8, version=0, wait=0)
+        first, second, *_ = vocabulary
+        other = vocabulary | {first: vocabulary[second], second: vocabulary[first]}
+        async with ExternalStage.connect(where, run.id, "rollout", worker="two", vocabulary=other) as stage:
+            with pytest.raises(
+                (Misfit, ApiProblem), match=r"tokenizer.*is not the fingerprint of the run's vocabulary"
+            ):
+                await stage.get_experience(1, version=0)
 
 
 ROWS = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4), min_size=1, max_size=5)

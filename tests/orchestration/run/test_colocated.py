@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.synchronous import SynchronousStep, synchronous_run
-from orchestration.recipe.planner import held_bytes, reshard_plan, turns
+from orchestration.recipe.planner import held_bytes, plan, reshard_plan, turns
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import workers_of
 from orchestration.run.run import Run
@@ -82,6 +82,47 @@ async def test_on_one_rank_with_bound_zero_it_is_the_synchronous_run_bit_for_bit
     assert 0 < max(gaps) < (1e-5 if dtype == "float32" else 0.05)
     assert_within_the_plan(of, watched)
     assert_nothing_left(watched.run)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_adapters_take_turns_beside_a_base_that_stays(dtype: str, tmp_path: Path) -> None:
+    """The plain loop, bit for bit; both engines have one base, and a turn moves adapters alone."""
+    lora = {"model__lora": {"rank": 4}, "train__learning_rate": 1e-2, "algorithm__options": {"kl_coef": 0.1}}
+    of = recipe(TINY, **TURNS, **lora, evaluate__every=3, evaluate__prompts=4, model__dtype=dtype)
+    expected, weights = await synchronous(of)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
+    assert_equal(trained(of, result), weights)
+    assert_each_sample_once(of, watched)
+    assert_nothing_left(watched.run)
+    follows, item = plan(of), 4 if dtype == "float32" else 2
+    assert follows.parameters is not None and follows.trained_parameters is not None  # noqa: PT018
+    swaps = [sync for sync in watched.of("sync") if sync["to"] == "generation"]
+    assert {sync["bytes"] for sync in swaps} == {item * follows.trained_parameters}
+    assert all(sync["gap_mean"] < sync["gap_mean_limit"] for sync in swaps if sync["version"]), "each was probed"
+    most, turned = turns(of), watched.of("turn")
+    for turn in turned:
+        held = turn.get("generating_bytes", turn["device_bytes"]) - turn.get("cache_bytes", 0)
+        assert follows.parameters * item < held <= 1.02 * most.generating
+    assert max(turn.get("cache_bytes", 0) for turn in turned) > 0
+    assert most.training < 2 * follows.parameters * item, "no second base"
+
+
+async def test_adapters_of_two_ranks_take_turns_and_survive_a_kill(tmp_path: Path) -> None:
+    lora = {"model__lora": {"rank": 4}, "train__learning_rate": 1e-2, "checkpoint__every": 2}
+    of = recipe(TINY, **TURNS, **lora, train__dp=2, train__steps=5, launch__launcher="process")
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 3)
+        assert watched.run.supervisor is not None
+        os.kill(watched.run.supervisor.pids()["colocated-1"], signal.SIGKILL)
+        result = await work
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    assert_nothing_left(watched.run)
+    swaps = [sync for sync in watched.of("sync") if sync["to"] == "generation" and sync["version"]]
+    assert {sync["worker"] for sync in swaps} == {"rollout-0", "rollout-1"}
+    assert all(sync["gap_mean"] < sync["gap_mean_limit"] for sync in swaps)
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

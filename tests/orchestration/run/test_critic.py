@@ -76,6 +76,34 @@ async def test_either_may_be_killed_and_both_have_the_weights_of_the_plain_loop(
     assert torch.equal(head["value_head.weight"], critic["model value_head.weight"])
 
 
+async def test_a_critic_on_ranks_is_that_of_the_plain_loop_but_for_the_order_of_sums(tmp_path: Path) -> None:
+    """Also when the rank without orders of its own is killed after a checkpoint: all ranks replay."""
+    of = recipe(
+        TINY, **OWN, train__steps=6, launch__launcher="process", critic__dp=2, train__threads=1, checkpoint__every=3
+    )
+    assert [worker for worker in workers_of(of) if worker[0] == "critic"] == [("critic", 0), ("critic", 1)]
+    names, plain, learned = ("explained_variance", "value_loss"), [], {}
+    async for made in synchronous_run(of):
+        plain.append([made.reward_mean, *(made.metrics[name] for name in names)])
+        learned = state_of(made.critic)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 4)
+        assert watched.run.supervisor is not None
+        os.kill(watched.run.supervisor.pids()["critic-1"], signal.SIGKILL)
+        result = await work
+        assert watched.run.supervisor.restarts == 1
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    assert_nothing_left(watched.run)
+    for step, wanted in zip(watched.of("step"), plain, strict=True):
+        assert [step["reward_mean"], *(step[name] for name in names)] == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+    assert result.checkpoint is not None
+    engine = critic_engine(of)
+    result.checkpoint.load_into(engine, CRITIC)
+    for name, value in state_of(engine).items():
+        assert (value - learned[name]).norm() <= 1e-3 * learned[name].norm() + 1e-6, name
+
+
 async def test_a_stopped_run_goes_on_with_its_critic_and_another_run_begins_with_it(tmp_path: Path) -> None:
     of = recipe(TINY, **{**OWN, "pipeline__staleness": 1}, train__steps=40)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
@@ -120,6 +148,8 @@ def test_the_flow_has_the_critic_and_it_lives_with_the_trainer() -> None:
             {"critic__learning_rate": 1e-3, "algorithm__name": "ppo"},
             r"critic.learning_rate = 0.001: is read by no worker",
         ),
+        ({**OWN, "critic__tp": 3, "launch__launcher": "process"}, r"critic.tp = 3: cannot share the model's num_"),
+        ({**OWN, "critic__dp": 2, "launch__launcher": "inline"}, r"critic.dp = 2 times critic.tp = 1 is 2 ranks"),
         ({**OWN, "launch__placement": "colocated"}, "ppo trains a critic of its own, which does not leave it"),
         ({**OWN, "critic__source": "nowhere"}, r'critic.source = "nowhere": is neither a known model nor a directory'),
     ],

@@ -67,6 +67,8 @@ class DecoderWeights:
                     of = [self._names[id(getattr(layer, kind))] for layer in linear.layers]
                     found[of[0].replace(".q_proj.", ".qkv_proj.").replace(".gate_proj.", ".gate_up_proj.")] = whole
                     parts.update(of)
+        if self._adapters is not None:
+            found |= {place.names[0]: getattr(place.holder, place.attribute) for place in self._places}
         return found | {n: p.detach() for n, p in self.model.named_parameters() if n not in parts}
 
     @torch.no_grad()

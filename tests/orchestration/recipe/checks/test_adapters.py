@@ -26,7 +26,6 @@ def path(tmp_path: Path) -> Path:
     [
         (["train.engine=mock"], "train.engine = \"mock\": trains no adapters; use 'torch', or model.lora.rank = 0"),
         (["rollout.engine=mock"], 'rollout.engine = "mock": takes no adapters'),
-        (["launch.placement=colocated"], "exchanges all weights of the model between training and generation"),
         (['external.stages=["rollout"]'], "leaves 'rollout' to a program that exchanges all weights"),
         (
             ['model.lora.targets=["query"]'],

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from orchestration.run.checkpoint import Checkpoint, Writer
 from stages.engines.plans import GroupShape, Ranks, deal
+from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 from stages.engines.torch.sharded import cuts, fused
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
@@ -25,6 +26,7 @@ from tests.ranks import on_ranks
 from tests.stages.sharded import (
     OPTIONS,
     algorithm,
+    critic_steps,
     gradients_of_step,
     left_alone,
     mixed_steps,
@@ -164,6 +166,31 @@ def test_a_value_head_on_ranks_is_that_of_one_process(dp: int, tp: int, tmp_path
         np.testing.assert_array_equal(resumed_alone._value_head[name].detach().numpy(), value)
     exported = load_file(tmp_path / "model" / "model.safetensors")
     assert not any("value_head" in name for name in exported)
+
+
+@pytest.mark.parametrize(("kind", "dp", "tp"), [("llama", 2, 1), ("biased", 1, 2), ("biased", 2, 2)])
+def test_a_critic_on_ranks_has_the_values_and_learns_the_weights_of_one_process(
+    kind: str, dp: int, tp: int, tmp_path: Path
+) -> None:
+    """With tied output embeddings, and with some of its own, which a critic does not train; values of more groups than
+    replicas, and of fewer; and what the ranks save, one process resumes."""
+    expected = critic_steps(None, kind, "", {})
+    found = on_ranks(dp, tp, critic_steps, kind, str(tmp_path), {})
+    for result in found:
+        assert result["values"] == found[0]["values"], "all ranks have all values"
+        for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
+            assert got == pytest.approx(wanted, rel=3e-4)
+        for got, wanted in zip(result["values"] + result["alone"], expected["values"] + expected["alone"], strict=True):
+            assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    assert max(abs(value) for row in expected["alone"] for value in row) > 1e-3
+    resumed_alone = TorchCriticEngine(model_of(kind, seed=9), **OPTIONS)
+    Checkpoint(tmp_path, 2, {}, []).load_into(resumed_alone)
+    rows = resumed_alone.values(make_batch(seed=2)).unbind()
+    for row, saved_by in zip(rows, expected["values"][-len(rows) :], strict=True):
+        assert row.tolist() == pytest.approx(saved_by, rel=1e-3, abs=1e-5)
+    opened_again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    again = TorchCriticEngine(opened_again, head=tmp_path / "model" / VALUE_HEAD, **OPTIONS)
+    assert torch.equal(again.values(make_batch(seed=2)).values(), torch.cat(list(rows)))
 
 
 def test_a_rank_holds_its_share_of_weights_and_moments() -> None:
