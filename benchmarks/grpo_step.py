@@ -12,6 +12,8 @@ both; ratios are taken step by step, and their median is printed. The ratio in C
 machine it varies less.
 Our step is the synchronous one: generate, reward, advantage, train, new weights into the rollout engine.
 
+Both sides run in the environment of a run's workers, where OpenMP's threads spin for a bounded time.
+
 Tokens are counted TRL's way for both (its ``num_tokens``): each completion's real tokens plus its prompt's, the prompt
 once per completion, although our engines compute it once per group.
 
@@ -27,8 +29,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -42,6 +46,7 @@ import torch
 from rollout import Sizes, readings
 from tensordict import TensorDict
 
+from orchestration.processes.forkserver import ENVIRONMENT
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 from stages.engines.torch import train
@@ -362,6 +367,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the seconds of a train step go")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
+    if any(name not in os.environ for name in ENVIRONMENT):  # libgomp and glibc read it when the process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**ENVIRONMENT, **os.environ})
     torch.set_num_threads(args.threads)
     print(
         f"{args.model} {args.dtype}, {args.threads} threads, {GROUPS} prompts x {ROWS} completions of at most {MAX_TOKENS} "

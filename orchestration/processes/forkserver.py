@@ -50,9 +50,10 @@ PRELOAD = (
     "stages.engines.torch.train",
 )
 MESSAGE_BYTES = 1 << 20  # the largest message: it contains the environment of a process
-# Waiting threads sleep, as other workers share the cores; and glibc has one heap for all threads: what one of them frees, as
+# A thread of libgomp that waits for the next parallel loop spins for some microseconds, within which most loops of an engine
+# begin, and then sleeps, as other workers share the cores. glibc has one heap for all threads: what one of them frees, as
 # weights that were swapped, the others use again.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1"}
+ENVIRONMENT = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "1000", "MALLOC_ARENA_MAX": "1"}
 OUTPUT_BYTES = 2000  # of the server's last output, quoted in errors
 
 

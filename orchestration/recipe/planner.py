@@ -317,7 +317,8 @@ def turns(recipe: Recipe) -> Turns:
     if recipe.adapters:  # the base stays where it is, and so does what the adapters' training holds
         ranks, item, learned = recipe.train.ranks, ITEM_BYTES[recipe.model.dtype], trained_parameters(recipe) or 0
         base, own = (parameters_of(recipe) or 0) * item, -(-learned * ITEM_BYTES[recipe.trained_dtype] // ranks)
-        both = base + (base // ranks if ranks > 1 else 0) + learned * item
+        copies = 2 if recipe.mixed_precision and ranks == 1 else 1  # the engine's, and those in which training computes
+        both = base + (base // ranks if ranks > 1 else 0) + copies * learned * item
         training, resting = both + 4 * own, both + 3 * own
         return Turns(training, resting, training, buckets=0, caches=_cache_bytes(recipe), host=0)
     plan = reshard_plan(recipe)

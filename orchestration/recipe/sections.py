@@ -225,6 +225,11 @@ class AlgorithmSection(Section):
     group_size: Annotated[int, Field(ge=1), unit("responses")] = key(
         8, "Responses to each prompt (N), which are compared with one another."
     )
+    max_refill: Annotated[int, Field(ge=1)] = key(
+        4,
+        "Times `train.groups_per_step`: at most so many groups a step are dropped and replaced because they teach nothing "
+        "(`drop_equal`). Further ones are trained, with advantages of zero; the ledger counts them as `spared_groups`.",
+    )
     options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = key(
         {}, "Arguments of the algorithm's class; those of `grpo` follow, the others' are in docs/algorithms.md."
     )

@@ -236,8 +236,9 @@ class Link:
     async def retry(
         self, attempt: Any, patience: float | None = None, *, began: float | None = None, failures: int = 0
     ) -> Any:
-        """Repeat ``attempt`` until it succeeds or the deadline passes, counted from ``began``; one attempt may take
-        ``patience`` seconds (default: a third of the deadline). ``failures``: attempts made before."""
+        """Repeat ``attempt`` until it succeeds or the deadline passes, counted from ``began``, and at least once: a process
+        that was frozen for longer has not waited. One attempt may take ``patience`` seconds (default: a third of the
+        deadline). ``failures``: attempts made before."""
         deadline = (began or time.monotonic()) + self.timeout
         backoff = ExponentialBackoff(cap=1.0, base=0.02)
         task = asyncio.current_task()
@@ -253,7 +254,7 @@ class Link:
             except (RedisConnectionError, RedisTimeoutError, OSError) as lost:
                 failures += 1
                 pause = backoff.compute(failures)
-                if self.closed or time.monotonic() + pause > deadline:
+                if self.closed or (failures > 1 and time.monotonic() + pause > deadline):
                     raise IndexUnreachable(
                         f"index {redacted(self.url)}: no answer for {self.timeout:.0f} s, {failures} tries ({lost}); "
                         "is the server up, and reachable from here?"

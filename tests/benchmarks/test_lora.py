@@ -24,7 +24,8 @@ def test_it_prints_ratios_of_both_kinds(
     assert found["decode"].keys() == {"1", "8", "64"}
     memory = found["memory"]
     assert memory["unmerged"]["between"] < memory["merged"]["between"] < memory["merged"]["swap"]
-    assert memory["unmerged"]["swap"] - memory["unmerged"]["between"] == found["published"]
+    new = memory["unmerged"]["swap"] - memory["unmerged"]["between"]
+    assert found["published"] < new < 1.5 * found["published"], "B of joined layers has zeros beside its blocks"
     assert "MiB | " in printed.partition("memory during a swap")[2]
     assert 0 < found["bfloat16"]["kept"] < 1
     assert found["bfloat16"]["unmerged"] < found["bfloat16"]["merged"]

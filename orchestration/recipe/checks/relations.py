@@ -233,11 +233,10 @@ def critic_is_possible(recipe: Recipe) -> Iterator[Problem]:
         return
     has_own, has_head = algorithm.critic_algorithm() is not None, "value head" in algorithm.scores.values()
     if not has_own:
-        for name in recipe.critic.model_fields_set:
-            if getattr(recipe.critic, name):
-                wrong = f"is read by no worker: {recipe.algorithm.name} with these options trains no critic of its own"
-                fix = "take it out" + (", or set algorithm.options.critic = 'own'" if has_head else "")
-                yield problem(recipe, f"critic.{name}", wrong, fix)
+        for name in recipe.critic.model_dump(exclude_defaults=True):  # a recipe that was read again has all keys
+            wrong = f"is read by no worker: {recipe.algorithm.name} with these options trains no critic of its own"
+            fix = "take it out" + (", or set algorithm.options.critic = 'own'" if has_head else "")
+            yield problem(recipe, f"critic.{name}", wrong, fix)
     what = "a critic of its own" if has_own else "a value head"
     if (has_own or has_head) and recipe.colocated:
         wrong = f"takes turns on one device, and {recipe.algorithm.name} trains {what}, which does not leave it"

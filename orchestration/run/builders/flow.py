@@ -69,7 +69,8 @@ class FlowJob(Job):
             rated = self.index if by_difficulty else None
             most = max(LEAST_DROPPED, STEPS_DROPPED * recipe.train.groups_per_step)
             alarm = None if DROPPED in recipe.guard.off else DropAlarm(self.index, most, f"{self.kind}-{self.number}")
-            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards, rated, alarm))
+            refill = self.index, recipe.algorithm.max_refill * recipe.train.groups_per_step
+            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards, rated, alarm, refill))
 
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)

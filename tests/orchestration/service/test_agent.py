@@ -343,6 +343,7 @@ async def test_a_runner_that_hangs_is_ended_by_force(tmp_path: Path, monkeypatch
     async with running(tmp_path, launch__stop_timeout=0.5, **ENDLESS) as (service, run):
         _, hung = await service.held(run)
         hung.end(signal.SIGSTOP)
+        await service.lapse(run)
         silent = await service.until(run, lambda record: record.state != "running")
         assert silent.state == "starting", "a run that no process executes is not shown as running"
         await hung.wait()
