@@ -367,7 +367,11 @@ class PipelineSection(Section):
         "`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
         json_schema_extra={"pattern": f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"},
     )
-    serve: str = key("", "Address on which other nodes reach the warehouse. Empty: it is not served.")
+    serve: str = key(
+        "",
+        "Address on which other nodes reach the warehouse. `0.0.0.0`: all addresses of this node; announced is the one that "
+        "leads to the index. Empty: it is not served.",
+    )
     tls_certificate: str = key("", "PEM file of the warehouse's certificate. If set, nodes connect by TLS.")
     tls_key: str = key("", "PEM file of its private key.")
     tls_authority: str = key("", "PEM file of the authority that signed the other nodes' certificates.")

@@ -42,7 +42,10 @@ class FlowJob(Job):
     async def build(self) -> None:
         recipe = self.recipe
         if recipe.pipeline.serve:
-            host, port = await self.dock.serve(recipe.pipeline.serve)
+            try:
+                host, port = await self.dock.serve(recipe.pipeline.serve)
+            except ValueError as refused:
+                raise ValueError(f"pipeline.{refused}") from refused
             log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
         if recipe.external.stages:
             await self.index.put(TERMS, terms_of(recipe, self.tokenizer).to_json())
