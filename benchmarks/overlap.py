@@ -558,7 +558,7 @@ def _main_mock(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             f"--replicas {replicas}: {Workload.slots} slots cannot be shared among them in whole groups of "
             f"{Workload.group_size}; use 1, 2, 4 or 8"
         )
-    workload, bounds = replace(SMOKE, **shared, slots=SMOKE.slots * replicas), [0, 2]
+    workload, bounds = replace(SMOKE, **shared, slots=SMOKE.slots * replicas), options.bounds or [0, 2]
     if not options.smoke:
         bounds = [0, 1, 2, 4] if options.bounds is None else options.bounds
         workload = Workload(options.step_seconds, options.balance, options.steps, launcher=options.launcher, **shared)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import tempfile
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from stages.engines.plans import Ranks
 from stages.engines.torch.sharded import join
+from tests.forked import forks
 
 DEADLINE = 120.0
 
@@ -25,8 +25,7 @@ DEADLINE = 120.0
 def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any, timeout: float = DEADLINE) -> list[Any]:
     """``work(ranks, *arguments)`` on each of dp · tp ranks of one group, one thread each; what each returned, by rank.
     Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that of their collectives."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["stages.engines.torch.sharded"])
+    context = forks()
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="adk-ranks-") as home:
         processes: list[BaseProcess] = [

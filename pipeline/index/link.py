@@ -44,6 +44,11 @@ class PipelinedConnection(asyncio.Protocol):
         self._transport: Any = connection._writer.transport
         self._transport.set_protocol(self)
 
+    @property
+    def own_address(self) -> Any:
+        """The address of this end, as its socket gives it."""
+        return self._transport.get_extra_info("sockname")
+
     def send(self, command: tuple[Any, ...]) -> asyncio.Future[Any]:
         """Send a command; the future gets its reply, ResponseError for an error reply, ConnectionError when it is lost."""
         answer = self._loop.create_future()
@@ -190,6 +195,15 @@ class Link:
             assert self._connection is not None
             return self._connection
 
+    async def own_address(self) -> str:
+        """Returns the address of this machine on the way to the server; "" where that is a Unix socket."""
+
+        async def once(again: bool) -> Any:
+            return (self.connection or await self._connect()).own_address
+
+        found = await self.retry(once)
+        return str(found[0]) if isinstance(found, tuple) else ""
+
     async def read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
         """Block until one of ``streams`` has entries after its position, for at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
@@ -222,8 +236,9 @@ class Link:
     async def retry(
         self, attempt: Any, patience: float | None = None, *, began: float | None = None, failures: int = 0
     ) -> Any:
-        """Repeat ``attempt`` until it succeeds or the deadline passes, counted from ``began``; one attempt may take
-        ``patience`` seconds (default: a third of the deadline). ``failures``: attempts made before."""
+        """Repeat ``attempt`` until it succeeds or the deadline passes, counted from ``began``, and at least once: a process
+        that was frozen for longer has not waited. One attempt may take ``patience`` seconds (default: a third of the
+        deadline). ``failures``: attempts made before."""
         deadline = (began or time.monotonic()) + self.timeout
         backoff = ExponentialBackoff(cap=1.0, base=0.02)
         task = asyncio.current_task()
@@ -239,7 +254,7 @@ class Link:
             except (RedisConnectionError, RedisTimeoutError, OSError) as lost:
                 failures += 1
                 pause = backoff.compute(failures)
-                if self.closed or time.monotonic() + pause > deadline:
+                if self.closed or (failures > 1 and time.monotonic() + pause > deadline):
                     raise IndexUnreachable(
                         f"index {redacted(self.url)}: no answer for {self.timeout:.0f} s, {failures} tries ({lost}); "
                         "is the server up, and reachable from here?"

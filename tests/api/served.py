@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchestration.service.index_server import FILE, ServiceIndex
 from tests.api.watchdog import HELD
+from tests.forked import listen
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0
@@ -66,4 +67,5 @@ class Served:
 
 
 def environment() -> dict[str, str]:
+    listen()
     return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "150"}

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +21,7 @@ from api.server.access.tokens import Scope, Tokens
 from orchestration.service.index_server import ServiceIndex
 from pipeline.events import EventData
 from pipeline.index.client import Index
+from tests.forked import asyncdock
 
 SECONDS = 90.0  # for which a condition is waited for: a machine may be busy
 LOOK_SECONDS = 0.1  # between two looks at it
@@ -53,13 +53,13 @@ class Site:
         with self._log.open("ab") as log:
             command = ["serve", "--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", "--runs", "1"]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "api.cli.main", *command, *self.options],
+                [*asyncdock(), *command, *self.options],
                 stdout=log,
                 stderr=log,
                 cwd=self.data,
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
             )
-        self._until(lambda: self.get("readyz").status == 200, "the server is ready")
+        self.until(lambda: self.get("readyz").status == 200, "the server is ready")
 
     def kill(self) -> None:
         """End the server with no chance to do anything about it."""
@@ -76,7 +76,7 @@ class Site:
             self._process.wait(timeout=SECONDS)
         ServiceIndex(self.data).stop()
 
-    def _until(self, holds: Any, what: str) -> None:
+    def until(self, holds: Any, what: str) -> None:
         end = time.monotonic() + SECONDS
         while not holds():
             assert self._process is not None
@@ -124,7 +124,7 @@ class Site:
     def finished(self, overrides: Mapping[str, Any]) -> str:
         """The id of a run with ``overrides`` that has gone well to its end."""
         run = self.submit(overrides)
-        self._until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
+        self.until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
         assert self.run(run)["state"] == "finished", self.run(run)["reason"]
         return run
 
@@ -136,18 +136,18 @@ class Site:
         """Stop what a test has left behind."""
         for run in self.active() - kept:
             self.ask(run, "stop")
-        self._until(lambda: self.active() <= kept, "the other runs have ended")
+        self.until(lambda: self.active() <= kept, "the other runs have ended")
 
     @contextmanager
     def running(self, overrides: Mapping[str, Any]) -> Iterator[str]:
         """A run that goes on meanwhile."""
         run = self.submit(overrides)
-        self._until(lambda: self.run(run)["state"] == "running", f"{run} is running")
+        self.until(lambda: self.run(run)["state"] == "running", f"{run} is running")
         try:
             yield run
         finally:
             self.ask(run, "stop")
-            self._until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
+            self.until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
 
     def emit(self, run: str, event: EventData) -> None:
         """Emit an event of the run, as its workers do."""

@@ -9,7 +9,9 @@ from aiohttp import web
 
 from api.cli import main as cli
 from api.server import app as server
+from orchestration.processes.forkserver import ForkServer
 from tests.api.watchdog import Watchdog, marked
+from tests.forked import fork_server
 
 
 def main() -> None:
@@ -21,6 +23,7 @@ def main() -> None:
         return app
 
     server.build_app = build_marked  # type: ignore[assignment]
+    ForkServer.start = fork_server  # type: ignore[method-assign,assignment]
     with Watchdog(report=lambda hold: print(hold, file=sys.stderr, flush=True)).watching():
         cli.main()
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.overlap import Trained, Workload, all_stops, longest_gap, main, measured, without
+from orchestration.processes.forkserver import ForkServer
+from tests.forked import fork_server, listen
 
 
 @pytest.mark.parametrize("balance", [0.5, 1.0, 2.0])
@@ -59,13 +61,16 @@ def test_the_smoke_run_compares_the_orders_of_work(tmp_path: Path, capsys: pytes
 
 
 def test_replicas_that_swap_one_after_the_other_never_all_stop(tmp_path: Path) -> None:
-    main(["--smoke", "--replicas", "2", "--swap-share", "0.3", "--json", str(tmp_path / "overlap.json")])
+    arguments = ["--smoke", "--replicas", "2", "--swap-share", "0.3", "--bounds", "2"]
+    main([*arguments, "--json", str(tmp_path / "overlap.json")])
     arms = {arm["name"]: arm for arm in json.loads((tmp_path / "overlap.json").read_text())["arms"]}
     assert arms["η = 2, together"]["all_stop_share"] > 0
     assert arms["η = 2, rolling"]["all_stop_share"] < arms["η = 2, together"]["all_stop_share"]
 
 
-def test_torch_replicas_in_processes_swap_one_after_the_other(tmp_path: Path) -> None:
+def test_torch_replicas_in_processes_swap_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listen()
+    monkeypatch.setattr(ForkServer, "start", fork_server)
     main(["--smoke", "--engine", "torch", "--replicas", "2", "--json", str(tmp_path / "overlap.json")])
     result = json.loads((tmp_path / "overlap.json").read_text())
     together, rolling = result["runs"]

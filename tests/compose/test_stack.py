@@ -12,6 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,17 @@ def test_every_service_is_healthy_as_a_user_without_privileges(stack: Stack) -> 
             assert container.execute(["touch", f"{place}/x"]).returncode != 0
 
 
+def test_one_command_starts_a_run_and_the_readmes_curl_another(stack: Stack) -> None:
+    stack.up("demo")
+    demo = stack.containers["demo"]
+    assert demo.process.wait(SLOW) == 0, demo.logs()
+    shown = stack.shell(commands("With curl"))
+    assert re.search(r'"state": ?"(created|starting|running)"', shown)
+    status, page = ask(stack, f"{API}/v1/runs")
+    assert status == 200
+    assert sorted(run["name"] for run in page["runs"]) == ["demo", "mock"]
+
+
 def test_requests_need_a_token_with_the_right_scope(stack: Stack) -> None:
     assert ask(stack, f"{API}/v1/runs", token="")[0] == 401
     assert ask(stack, f"{API}/v1/runs")[0] == 200
@@ -121,29 +133,11 @@ def test_the_index_accepts_its_own_user_only(stack: Stack) -> None:
         assert "NOPERM" in redis.execute([*known, *dangerous]).stdout
 
 
-def test_one_command_starts_a_run_and_the_readmes_curl_another(stack: Stack) -> None:
-    stack.up("demo")
-    demo = stack.containers["demo"]
-    assert demo.process.wait(SLOW) == 0, demo.logs()
-    shown = stack.shell(commands("With curl"))
-    assert re.search(r'"state": ?"(created|starting|running)"', shown)
-    status, page = ask(stack, f"{API}/v1/runs")
-    assert status == 200
-    assert sorted(run["name"] for run in page["runs"]) == ["demo", "mock"]
-    mock = next(run["id"] for run in page["runs"] if run["name"] == "mock")
-    stack.wait(lambda: run_of(stack, mock)["state"] in ENDED, SLOW, stack.containers["agent"])
-    view = run_of(stack, mock)
-    assert (view["state"], view["steps_done"]) == ("finished", view["steps"])
-    assert ask(stack, f"{API}/v1/runs/{mock}/checkpoints")[1]["checkpoints"]  # read from the agent's volume
-    status, logs = ask(stack, f"{API}/v1/runs/{mock}/logs")
-    assert status == 200
-    assert "update" in logs
-
-
 def test_every_query_of_the_dashboard_has_data(stack: Stack) -> None:
     """Of the demo run, which goes on meanwhile. What stands for Grafana's variables is what Grafana would put there."""
     dashboard = json.loads((FOLDER / "grafana/dashboards/asyncdock.json").read_text())
     variables = {"$__rate_interval": "20s", "$__range": "15m", "$run": ".*"}
+    stack.wait(lambda: bool(query(stack, 'up{job="asyncdock"}')), SLOW, stack.containers["prometheus"])
     [target] = query(stack, 'up{job="asyncdock"}')
     assert target["value"][1] == "1"
     empty: dict[str, str] = {}
@@ -179,6 +173,17 @@ def test_no_alert_fires_on_a_healthy_stack(stack: Stack) -> None:
     assert rules
     assert {rule["health"] for rule in rules} == {"ok"}
     assert not query(stack, 'ALERTS{alertstate="firing"}')
+
+
+def test_a_run_ends_with_its_checkpoints_and_logs(stack: Stack) -> None:
+    mock = ask(stack, f"{API}/v1/runs?name=mock")[1]["runs"][0]["id"]
+    stack.wait(lambda: run_of(stack, mock)["state"] in ENDED, SLOW, stack.containers["agent"])
+    view = run_of(stack, mock)
+    assert (view["state"], view["steps_done"]) == ("finished", view["steps"])
+    assert ask(stack, f"{API}/v1/runs/{mock}/checkpoints")[1]["checkpoints"]  # read from the agent's volume
+    status, logs = ask(stack, f"{API}/v1/runs/{mock}/logs")
+    assert status == 200
+    assert "update" in logs
 
 
 def test_no_secret_is_on_a_command_line_or_in_a_log(stack: Stack) -> None:
@@ -227,9 +232,9 @@ def test_health_checks_fail_while_the_index_does_not_answer_and_pass_again(stack
     redis = stack.containers["redis"]
     redis.signal(signal.SIGSTOP)
     try:
-        assert not redis.healthy()
-        assert not stack.containers["api"].healthy()
-        assert not stack.containers["agent"].healthy()
+        with ThreadPoolExecutor() as at_once:  # each waits for its time limit
+            checks = {name: at_once.submit(stack.containers[name].healthy) for name in ("redis", "api", "agent")}
+        assert {name: check.result() for name, check in checks.items()} == dict.fromkeys(checks, False)
     finally:
         redis.signal(signal.SIGCONT)
     for name in ("redis", "api", "agent"):

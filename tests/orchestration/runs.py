@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from api.schemas.events import MODELS
 from orchestration.events_file import finite
-from orchestration.processes.forkserver import ForkServer, ForkServerDied
+from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run, RunResult
 from pipeline.events import Event
+from tests.forked import fork_server, listen
 
 TINY: dict[str, Any] = {
     "name": "tiny-test",
@@ -85,10 +87,10 @@ def assert_documented(event: Event) -> None:
 @functools.cache
 def forks() -> ForkServer | None:
     """One fork server for all runs of this process that do not bring their own."""
-    try:
-        server = ForkServer.start()
-    except ForkServerDied:
+    if sys.platform != "linux":
         return None
+    listen()
+    server = fork_server()
     atexit.register(server.close)
     return server
 

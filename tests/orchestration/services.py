@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from orchestration.service.registry import ActiveRun, Registry, RunRecord
 from pipeline.events import ENDED, Event
 from pipeline.index.client import INDEX_VARIABLE, Index
 from pipeline.warehouse.arena import shared_memory_directory
+from tests.forked import ROOT, asyncdock
 from tests.orchestration.runs import forks
 
 SECONDS = 120.0
@@ -37,12 +37,14 @@ class Service:
         self.agents: list[subprocess.Popen[bytes]] = []
         self.registry: Registry
 
-    def start_agent(self, runs: int = 1, data: Path | None = None) -> subprocess.Popen[bytes]:
-        """``asyncdock agent``, as a person starts it."""
+    def start_agent(
+        self, runs: int = 1, data: Path | None = None, prefix: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """``asyncdock agent``, as a person starts it, by the command ``prefix``."""
         data = data or self.data
         data.mkdir(exist_ok=True)
-        command = [sys.executable, "-P", "-m", "api.cli.main", "agent", "--data", str(data), "--runs", str(runs)]
-        env = {**os.environ, **({} if self.own else {INDEX_VARIABLE: self.url})}
+        command = [*prefix, *asyncdock(), "agent", "--data", str(data), "--runs", str(runs)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **({} if self.own else {INDEX_VARIABLE: self.url})}
         with (data / "agent.log").open("ab") as log:
             agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
         self.agents.append(agent)
@@ -115,6 +117,11 @@ class Service:
                     return held, process
                 marker = await self.registry.wait(marker, 0.2)
 
+    async def lapse(self, run: str) -> None:
+        """End the lease of the run now, instead of waiting for the seconds that its runner had left."""
+        held, _ = await self.held(run)
+        assert await self.registry.renew(run, held.token, held.process, 0)
+
     async def events(self, run: str) -> list[Event]:
         index = Index(self.url, run)
         try:
@@ -180,4 +187,6 @@ def processes_of(run: str) -> list[int]:
 
 def shared_memory(data: Path) -> list[Path]:
     """What the runs below ``data`` have in shared memory."""
+    if not (data / "runs").is_dir():
+        return []
     return list(shared_memory_directory().glob(f"{shared_prefix(data.resolve() / 'runs')}*"))

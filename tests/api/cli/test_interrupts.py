@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
 from orchestration.run.lock import lock_run
+from tests import forked
 from tests.orchestration.runs import TINY
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,10 +36,13 @@ SLOW = ["--set=train.steps=500", "--set=checkpoint.every=400", "--set=rollout.mo
 SLOW += ["--set=pipeline.arena=1GiB"]
 
 
-def asyncdock(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+PLAINLY = (sys.executable, "-P", "-m", "api.cli.main")
+
+
+def asyncdock(*arguments: str, cwd: Path, command: Sequence[str] = PLAINLY, **env: str) -> subprocess.Popen[str]:
     """The command in a process and a session of its own, its two outputs in one."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "api.cli.main", *arguments],
+        [*command, *arguments],
         cwd=cwd,
         env={
             **os.environ,
@@ -131,7 +135,7 @@ def test_every_way_to_stop_writes_a_checkpoint_and_says_where_a_resume_begins(
 ) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("what started these tests ignores the signal, as nohup does, and so does a command started by them")
-    process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path)
+    process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path, command=forked.asyncdock())
     try:
         assert process.stdout is not None
         output = []

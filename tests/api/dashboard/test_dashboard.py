@@ -249,7 +249,8 @@ class TestARunThatGoesOn:
             browser.until(
                 f"return /step \\d+ of {STEPS}, {expected}$/m.test(document.querySelector('.run-head').innerText)"
             )
-            assert served.get(f"v1/runs/{going}/stages").body["epochs"] == epochs
+            shown = lambda: served.get(f"v1/runs/{going}/stages").body["epochs"]  # noqa: E731
+            served.until(lambda shown=shown, epochs=epochs: shown() == epochs, f"the stages show {epochs}")
 
     def test_further_runs_wait_in_a_queue_and_say_so(self, going: str, browser: Browser, served: Site) -> None:
         waiting = [served.submit({"name": f"waits-{number}"} | ENDLESS) for number in (1, 2)]

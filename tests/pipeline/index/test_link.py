@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from pipeline.index.client import Index, IndexUnreachable, Link
 
@@ -89,6 +90,23 @@ async def test_closing_an_index_ends_its_waits_and_leaves_the_link(link: Link) -
     await link.close()
     with pytest.raises(IndexUnreachable):
         await waits[2]
+
+
+async def test_a_reader_that_was_frozen_beyond_its_deadline_asks_again(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all processes of a container that is paused: the time has passed without them."""
+    real, asked = time.monotonic, list[bool]()
+
+    async def read(again: bool) -> str:
+        asked.append(again)
+        if not again:
+            monkeypatch.setattr(time, "monotonic", lambda: real() + 1000)
+            raise RedisTimeoutError("its timer ended while it was frozen")
+        return "found"
+
+    assert await link.retry(read) == "found"
+    assert asked == [False, True]
 
 
 async def test_an_index_that_is_gone_fails_all_that_wait_for_it_by_their_deadline() -> None:

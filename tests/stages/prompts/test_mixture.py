@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,6 +26,7 @@ from stages.prompts.mixture import LARGEST_BLOCK, places_of
 from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.sources import load_prompts
 from stages.sample_log import FOLDER, read
+from tests.forked import ROOT, asyncdock
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, complete, recipe
 
@@ -182,8 +182,10 @@ async def test_a_killed_run_goes_on_with_the_prompts_of_one_that_was_never_kille
 
 def kill_after(steps: int, own: Path, out: Path) -> None:
     """Run the recipe ``own`` by its command, which is killed once it has made ``steps`` and written a checkpoint."""
-    command = [sys.executable, "-m", "api.cli.main", "run", str(own), "--plain", "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [*asyncdock(), "run", str(own), "--plain", "--out", str(out)]
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + 200
         while steps_in(out) < steps or checkpoint.latest(out / "checkpoints") is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -16,19 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# One process imports what the ranks need, and they are forked from it: eight imports on two cores would take a minute.
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.stages.resharding.swaps"])
+from tests.forked import forks
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline: float = 120.0) -> list[Any]:
     """``function(rank, world, *args)`` on each of ``world`` ranks, and what they returned; None of a rank that ended
     itself. Raises the first failure with its traceback, and ``TimeoutError`` when the deadline has passed."""
-    end = time.monotonic() + deadline
+    end, server = time.monotonic() + deadline, forks()
     with tempfile.TemporaryDirectory(prefix="ranks-") as home:
-        pipes = [_SERVER.Pipe(duplex=False) for _ in range(world)]
+        pipes = [server.Pipe(duplex=False) for _ in range(world)]
         ranks = [
-            _SERVER.Process(target=_rank, args=(rank, world, Path(home) / "store", there, function, args), daemon=True)
+            server.Process(target=_rank, args=(rank, world, Path(home) / "store", there, function, args), daemon=True)
             for rank, (_, there) in enumerate(pipes)
         ]
         try:

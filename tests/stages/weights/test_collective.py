@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from stages.weights import secret_socket
 from stages.weights.collective import Credentials, WeightReceiver, WeightSender
 from stages.weights.secret_socket import connect
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
+from tests.forked import forks
 from tests.pipeline.warehouse.wire.served import certificate
 
 CPU = torch.device("cpu")
@@ -198,8 +198,8 @@ def start() -> Iterator[Callable[..., tuple[Any, Connection]]]:
     started: list[Any] = []
 
     def start(act: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-        own, other = get_context("spawn").Pipe()
-        started.append(get_context("spawn").Process(target=act, args=(*arguments, other), daemon=True))
+        own, other = forks().Pipe()
+        started.append(forks().Process(target=act, args=(*arguments, other), daemon=True))
         started[-1].start()
         return started[-1], own
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,17 @@ from orchestration.service import agent as agents
 from orchestration.service.registry import RunRecord
 from pipeline.index.client import INDEX_VARIABLE
 from pipeline.locks import Locked, locked
+from tests.api.served import ROOT
 from tests.api.serving import serving as answering
-from tests.orchestration.runs import MOCK, recipe
+from tests.forked import asyncdock
+from tests.orchestration.runs import MOCK, forks, recipe
 from tests.orchestration.services import Service, serving, shared_memory
 
 
 def agent(service: Service, data: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-m", "api.cli.main", "agent", "--data", str(data), "--runs", "1", "--shared"]
+    command = [*asyncdock(), "agent", "--data", str(data), "--runs", "1", "--shared"]
     with (data / "agents.log").open("ab") as log:
-        env = {**os.environ, INDEX_VARIABLE: service.url}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), INDEX_VARIABLE: service.url}
         started = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
     service.agents.append(started)
     return started
@@ -104,7 +105,8 @@ async def test_the_runs_of_an_unclaimed_folder_are_taken_over_by_the_others(
         gone.kill()
         gone.wait()
         (await service.held(run))[1].end()
-        other, stop = agents.Agent(service.url, data / "agent-2", 1), asyncio.Event()
+        await service.lapse(run)
+        other, stop = agents.Agent(service.url, data / "agent-2", 1, forks=forks()), asyncio.Event()
         working = asyncio.create_task(other.run(stop))
         after = await service.until(run, lambda record: (record.state, record.attempts) == ("running", 2))
         assert (after.agent, after.folder) == (other.name, before.folder)

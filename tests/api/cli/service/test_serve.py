@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from api.cli import main as cli
 from api.client import SyncClient, Unreachable
 from orchestration.service import index_server as service_index
 from orchestration.service.index_server import FILE
+from tests import forked
 from tests.api.served import ROOT, SECONDS, Served, environment
 from tests.orchestration.runs import MOCK
 
@@ -39,7 +39,7 @@ def asyncdock(*arguments: str | Path) -> tuple[int, str, str]:
 
 async def process(*arguments: str | Path) -> tuple[int, str, str]:
     """The same in a process of its own."""
-    command = [sys.executable, "-P", "-m", "api.cli.main", *map(str, arguments)]
+    command = [*forked.asyncdock(), *map(str, arguments)]
     done = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS, env=environment()
     )
