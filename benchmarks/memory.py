@@ -167,11 +167,14 @@ def rows_of_a_step(recipe: Recipe) -> Any:
 
 def train(recipe: Recipe, ranks: Ranks, meeting: Path) -> None:
     """Two steps, and a copy for a checkpoint between them."""
+    from torch.distributed import FileStore
+
     from orchestration.recipe.flow import algorithm_of
     from orchestration.run.checkpoint import Writer
     from orchestration.run.engines import train_engine
 
-    engine = train_engine(recipe, *((ranks, meeting) if ranks.world > 1 else ()))
+    store = FileStore(str(meeting), ranks.world)
+    engine = train_engine(recipe, *((ranks, store) if ranks.world > 1 else ()))
     rows, algorithm = rows_of_a_step(recipe), algorithm_of(recipe)
     writer = Writer(engine)
     engine.train_batch(rows, algorithm)

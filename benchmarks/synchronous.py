@@ -40,7 +40,7 @@ from stages.gate import columns
 from stages.prompts.sources import Prompt, load_prompts
 from stages.rewards.stage import score_rows
 from stages.rollout.stage import group_seed
-from stages.training.advantage import credits
+from stages.training.advantage import credits, spared
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     admitted = position = 0
     try:
         for step in range(recipe.train.steps):
-            generating = 0.0
+            generating, droppable = 0.0, admitted + recipe.algorithm.max_refill * per_step
             groups: list[int] = []
             asked: dict[int, Prompt] = {}
             completions: dict[tuple[int, int], Completion] = {}
@@ -113,6 +113,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                     recipe.rollout.truncated,
                     dropping,
                 )
+                results = spared(groups, results, droppable)
                 rewards_of = {group: batch["reward"][at].tolist() for group, at in zip(groups, members, strict=True)}
                 dropped = [g for g, result in zip(groups, results, strict=True) if isinstance(result, Drop)]
                 if difficulty is not None:

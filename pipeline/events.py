@@ -163,6 +163,10 @@ class LedgerEvent(EventData, kind="ledger"):
     remade_tokens: int
     in_flight_tokens: int
     skipped_steps: Annotated[int, Doc("Steps that were skipped; their samples count as trained.")] = 0
+    spared_groups: Annotated[
+        int,
+        Doc("Groups that were trained though they taught nothing: `algorithm.max_refill` let their step drop no more."),
+    ] = 0
     dropped: Annotated[Mapping[str, int], Doc("Groups that were dropped, by reason.")] = field(default_factory=dict)
     dropped_tokens: Annotated[Mapping[str, int], Doc("Filtered tokens, by reason.")] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Sampling by difficulty: prompts that teach come often, solved and hopeless ones rarely.
+"""Sampling by difficulty: prompts that teach come each time, those that never taught anything rarely.
 
     source ──▶ candidates in its own order ──▶ taken with the probability `share`, else passed over ──▶ prompt of a group
                                                      ▲
@@ -8,7 +8,9 @@ A choice depends on the seed, on the position in the source, and on the pass rat
 are in the index and in checkpoints, so a run that is killed or resumed goes on with them, and a lost group gets its prompt
 again. With η = 0 every group of earlier steps has left when a step's prompts are chosen: a replayed run chooses the same.
 
-The learned share of a prompt is soon out of date, because the policy learns: none is below :data:`LEAST_SHARE`.
+What is known of a prompt is soon out of date, because the policy learns: no share is below :data:`LEAST_SHARE`. Prompts that
+teach have one share, whatever their pass rate, and lose it slowly once they are solved: a policy that is trained on its
+hardest prompts alone forgets the others (docs/measurements/waste.md).
 """
 
 from __future__ import annotations
@@ -25,44 +27,38 @@ if TYPE_CHECKING:
     from stages.prompts.formatter import Prompt
     from stages.prompts.sources import PromptSource
 
-LEAST_SHARE = 1 / 16  # of the times that a prompt is a candidate
-LEAST_TAUGHT = 1 / 4  # the same, of a prompt whose responses last had different rewards
+LEAST_SHARE = 1 / 32  # of the times that a prompt is a candidate
+NEVER_TAUGHT, TAUGHT = 0.125, 0.9  # what is left of a prompt's share after a group with equal rewards
 MOST_PASSED = 64  # candidates passed over for one group; the next one is taken
 MOST_PROMPTS = 65536  # with a pass rate, as in the index: those that changed least recently are forgotten
 
 
 @dataclass(frozen=True)
 class PassRate:
-    """How the last group of a prompt did: mean reward, ``contrast`` (:func:`outcome`), and ``streak``, the number of groups
-    in a row without contrast."""
+    """How the groups of a prompt did: ``reward``, the mean of the last one; ``taught``, whether any had different rewards;
+    ``streak``, the number of groups in a row that had not."""
 
     reward: float
-    contrast: float
+    taught: bool
     streak: int
 
 
-def outcome(rewards: Sequence[float]) -> tuple[float, float]:
-    """Mean and contrast of a group's rewards. The contrast is ``4 q (1 - q)``, where q is where the mean lies between the
-    lowest and the highest reward: 1 for a pass rate of one half, 0 when all rewards are equal.
+def outcome(rewards: Sequence[float]) -> tuple[float, bool]:
+    """Mean of a group's rewards, and whether they differ, so that the group teaches something.
 
-    >>> outcome([0.0, 1.0, 0.0, 0.0]), outcome([0.0, 2.0]), outcome([1.0, 1.0])
-    ((0.25, 0.75), (1.0, 1.0), (1.0, 0.0))
+    >>> outcome([0.0, 1.0, 0.0, 0.0]), outcome([1.0, 1.0])
+    ((0.25, True), (1.0, False))
     """
-    mean, low, high = sum(rewards) / len(rewards), min(rewards), max(rewards)
-    if low == high:
-        return low, 0.0
-    q = (mean - low) / (high - low)
-    return mean, 4 * q * (1 - q)
+    low, high = min(rewards), max(rewards)
+    return (sum(rewards) / len(rewards), True) if low != high else (low, False)
 
 
 def share(rate: PassRate | None) -> float:
-    """The probability that a candidate is taken: 1 of a new one; by contrast, of one that taught something; of others a
-    quarter for each group in a row that did not."""
+    """The probability that a candidate is taken: 1 of a new one, and of one whose last group taught something. Each group in
+    a row that did not leaves nine tenths of it where an earlier one did, and an eighth where none ever did."""
     if rate is None:
         return 1.0
-    if rate.contrast:
-        return max(LEAST_TAUGHT, rate.contrast)
-    return max(LEAST_SHARE, 0.25**rate.streak)
+    return float(max(LEAST_SHARE, (TAUGHT if rate.taught else NEVER_TAUGHT) ** rate.streak))
 
 
 def prompt_key(prompt: Prompt) -> str:
@@ -100,10 +96,9 @@ class Difficulty:
 
     def count(self, key: str, rewards: Sequence[float]) -> None:
         """A group of the prompt ``key`` leaves: what the index does, for a loop without one."""
-        reward, contrast = outcome(rewards)
-        before = self.rates.get(key)
-        streak = 0 if contrast else (before.streak if before else 0) + 1
-        self.put([(key, PassRate(reward, contrast, streak))])
+        reward, taught = outcome(rewards)
+        before = self.rates.get(key, PassRate(0.0, False, 0))
+        self.put([(key, PassRate(reward, taught or before.taught, 0 if taught else before.streak + 1))])
 
 
 class IndexedDifficulty:
@@ -117,7 +112,7 @@ class IndexedDifficulty:
         """Position and prompt of each of ``groups``, in their order. Those that have one keep it. ``admitted``: the first
         group that never had a prompt; lost ones before it, of a run that sampled uniformly, had that of their number."""
         known, difficulty = await self._index.pass_rates(groups, self._changes), self._difficulty
-        difficulty.put((key, PassRate(*rate)) for key, rate in known.rates)
+        difficulty.put((key, PassRate(reward, bool(taught), streak)) for key, (reward, taught, streak) in known.rates)
         self._changes = known.changes
         position = admitted if known.next is None else known.next
         found: dict[int, tuple[int, Prompt]] = {}

@@ -19,6 +19,7 @@ from hypothesis import settings
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
+from tests import forked
 from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 
 # A run of the suite says something about the code alone: the same examples each time. New ones are looked for with
@@ -72,10 +73,11 @@ def shared_memory_of_module(shared_memory: dict[str, str], request: pytest.Fixtu
 
 
 @pytest.fixture(autouse=True, scope="session")
-def state_home() -> Iterator[None]:
+def state_home(shared_memory: dict[str, str]) -> Iterator[None]:
     """Commands that the tests start write their error logs to a temporary folder, not to the home of the user."""
     with tempfile.TemporaryDirectory(prefix="asyncdock-state-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", folder)
+        forked.environment.update(os.environ)
         yield
 
 

@@ -17,20 +17,24 @@ import socket
 import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+from unittest.mock import patch
 
 from setproctitle import setproctitle
 
+from orchestration.processes.forkserver import ENVIRONMENT, ForkServer, _fork, _Server, _socketpair
 from orchestration.processes.forkserver import PRELOAD as PRELOADED
-from orchestration.processes.forkserver import ForkServer, _fork, _Server, _socketpair
 from pipeline.index.embedded import die_with_parent
 
 ADDRESS = "ASYNCDOCK_TESTS_FORKS"  # environment variable: the abstract socket on which fork servers are asked for
 PRELOAD = [*PRELOADED, "peft", "tests.stages.sharded", "tests.stages.resharding.swaps", "stages.weights.collective"]
 ROOT = Path(__file__).resolve().parents[1]
 _start = ForkServer.start
+environment: dict[str, str] = {}  # of the session: what a test has changed for itself is not passed on to later ones
 _own: list[int] = []  # the process of the server that has imported PRELOAD
 
 
@@ -43,9 +47,25 @@ def forks() -> ForkServerContext:
         if server._forkserver_pid is not None:
             server._stop()
         context.set_forkserver_preload(PRELOAD)
-        forkserver.ensure_running()
+        with patch.dict(os.environ, {**ENVIRONMENT, **(environment or os.environ)}, clear=True):
+            forkserver.ensure_running()
         _own[:] = [server._forkserver_pid]
     return context
+
+
+def program(code: str, *arguments: str) -> tuple[BaseProcess, TextIO]:
+    """Start Python ``code``, as ``python -c`` does, in a process that has imported torch. Returns it, and its output."""
+    here, there = forks().Pipe(duplex=False)
+    process = forks().Process(target=_execute, args=(code, arguments, there), daemon=True)
+    process.start()
+    there.close()
+    return process, os.fdopen(os.dup(here.fileno()), encoding="utf-8")
+
+
+def _execute(code: str, arguments: Sequence[str], output: Connection) -> None:
+    sys.argv = ["-c", *arguments]
+    with os.fdopen(os.dup(output.fileno()), "w", encoding="utf-8") as sys.stdout:
+        exec(compile(code, "-c", "exec"), {"__name__": "__main__"})
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Handles of processes, also of those that this process did not start.
 
-A process is identified by its number and its start time in ticks since boot. psutil is not used: its ``create_time()`` moves
-with the system clock, so that a living index server would look dead after the clock is set; its ``wait()`` blocks a thread.
+A process is identified by its number, its start time in ticks since boot, and the boot and PID namespace of both. psutil is
+not used: its ``create_time()`` moves with the system clock, so that a living index server would look dead after the clock is
+set; its ``wait()`` blocks a thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
+
+from pipeline.node import process_space
 
 CHECK_SECONDS = 0.2  # between checks where the kernel offers no handle to wait on
 
@@ -35,12 +38,14 @@ class Process:
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
-        """Return the handle that ``str`` was called on; None for any other text."""
-        pid, _, born = text.partition(":")
-        return cls(int(pid), born) if pid.isdigit() and born else None
+        """Return the handle that ``str`` was called on; None for any other text, and for a process of another machine, boot
+        or PID namespace: from here, nothing is known of it."""
+        pid, born, space = (*text.split(":"), "", "")[:3]
+        known = pid.isdigit() and born and space in ("", process_space())  # "": written by an earlier release
+        return cls(int(pid), born) if known else None
 
     def __str__(self) -> str:
-        return f"{self.pid}:{self.born}"
+        return f"{self.pid}:{self.born}:{process_space()}"
 
     def alive(self) -> bool:
         if self.child is not None:

@@ -225,6 +225,11 @@ class AlgorithmSection(Section):
     group_size: Annotated[int, Field(ge=1), unit("responses")] = key(
         8, "Responses to each prompt (N), which are compared with one another."
     )
+    max_refill: Annotated[int, Field(ge=1)] = key(
+        4,
+        "Times `train.groups_per_step`: at most so many groups a step are dropped and replaced because they teach nothing "
+        "(`drop_equal`). Further ones are trained, with advantages of zero; the ledger counts them as `spared_groups`.",
+    )
     options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = key(
         {}, "Arguments of the algorithm's class; those of `grpo` follow, the others' are in docs/algorithms.md."
     )
@@ -362,7 +367,11 @@ class PipelineSection(Section):
         "`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
         json_schema_extra={"pattern": f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"},
     )
-    serve: str = key("", "Address on which other nodes reach the warehouse. Empty: it is not served.")
+    serve: str = key(
+        "",
+        "Address on which other nodes reach the warehouse. `0.0.0.0`: all addresses of this node; announced is the one that "
+        "leads to the index. Empty: it is not served.",
+    )
     tls_certificate: str = key("", "PEM file of the warehouse's certificate. If set, nodes connect by TLS.")
     tls_key: str = key("", "PEM file of its private key.")
     tls_authority: str = key("", "PEM file of the authority that signed the other nodes' certificates.")

@@ -20,6 +20,7 @@ import asyncio
 import errno
 import json
 import os
+import platform
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -47,6 +48,10 @@ class CheckpointUnusable(RuntimeError):
 
 class DiskRefused(RuntimeError):
     """The disk takes no checkpoint, and will not take one from a restarted worker either."""
+
+
+class CheckpointMissing(RuntimeError):
+    """This node does not have the run's newest checkpoint, and would begin with other weights than the run has."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +276,19 @@ def latest(directory: Path) -> Checkpoint | None:
     """Returns the newest checkpoint under ``directory``; None when there is none."""
     found = whole(directory)
     return open_checkpoint(found[-1]) if found else None
+
+
+def latest_of_run(directory: Path, known: int) -> Checkpoint | None:
+    """Returns the newest checkpoint under ``directory``, of a run whose newest one is of version ``known`` at least (0: it
+    may have none). Raises CheckpointMissing."""
+    found = latest(directory)
+    if known > (found.version if found else 0):
+        here = f"none newer than that of version {found.version}" if found else "none"
+        raise CheckpointMissing(
+            f"checkpoint: the run's newest is of version {known}, and this node ({platform.node()}) has {here} below "
+            f"{directory}; mount the run's folder here at the same path, or copy the checkpoint there"
+        )
+    return found
 
 
 def whole(directory: Path) -> list[Path]:

@@ -21,6 +21,8 @@ from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import end_tokens
 from orchestration.recipe.planner import longest_row, longrope_change
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import SyncSection
+from pipeline.node import announced
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.engines.plans import Ranks
@@ -40,6 +42,8 @@ from stages.prompts.templates import read_chat_template
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from stages.engines.torch.critic import TorchCriticEngine
     from stages.engines.torch.rollout import TorchRolloutEngine
     from stages.inference.teacher import TeacherOptions
@@ -248,9 +252,9 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
     )
 
 
-def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | None = None) -> TrainEngine:
+def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | None = None) -> TrainEngine:
     """Make the engine that ``train.engine`` names: the whole engine, or one of several ``ranks``. These make this call
-    together, and find each other by the file ``meeting``."""
+    together, and find each other in the store ``meeting``."""
     match recipe.train.engine:
         case "torch":
             return _torch_train(recipe, ranks, meeting)
@@ -287,7 +291,7 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
     return TorchTrainEngine(model, **_train_options(recipe))
 
 
-def critic_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | None = None) -> TorchCriticEngine:
+def critic_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | None = None) -> TorchCriticEngine:
     """Make the critic's engine: its model is ``critic.source``, or that of the policy as the run begins. ``ranks``,
     ``meeting``: as for :func:`train_engine`."""
     from stages.engines.torch.critic import VALUE_HEAD, ShardedCriticEngine, TorchCriticEngine
@@ -307,7 +311,7 @@ def critic_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Path | No
     return ShardedCriticEngine(**_of_ranks(named, recipe.trained_dtype, ranks, meeting), **options)
 
 
-def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> TrainEngine:
+def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Store | None) -> TrainEngine:
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "adapters": recipe.adapters}
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
     dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype  # of the model: a frozen one is not trained
@@ -320,17 +324,14 @@ def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Path | None) -> T
     return ShardedTrainEngine(**_of_ranks(recipe, dtype, ranks, meeting), **options)
 
 
-def _of_ranks(recipe: Recipe, dtype: str, ranks: Ranks, meeting: Path | None) -> dict[str, Any]:
+def _of_ranks(recipe: Recipe, dtype: str, ranks: Ranks, meeting: Store | None) -> dict[str, Any]:
     """What a train engine on several ranks is given beside the options of one: its model, and where the ranks meet."""
-    from torch.distributed import FileStore, HashStore
+    from torch.distributed import HashStore
 
-    if meeting is not None:  # torch would let all users read it
-        os.close(os.open(meeting, os.O_CREAT | os.O_WRONLY, 0o600))
     with _LOADING:
         opened = model_skeleton(recipe.model.source, dtype=getattr(torch, dtype))
     model, weights = opened or (_model(recipe, dtype=dtype)[0], None)
-    store = FileStore(str(meeting), ranks.world) if meeting else HashStore()
-    of = {"model": model, "weights": weights, "ranks": ranks, "store": store}
+    of = {"model": model, "weights": weights, "ranks": ranks, "store": meeting or HashStore()}
     return {**of, "timeout": recipe.launch.collective_timeout}
 
 
@@ -346,9 +347,9 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def weight_publisher(recipe: Recipe, shared: Path, secret: bytes) -> Publisher:
+def weight_publisher(recipe: Recipe, shared: Path, secret: bytes, route: str = "") -> Publisher:
     """Make what rank 0 of the train engine publishes weights with. ``shared``: the run's folder in shared memory;
-    ``secret``: what engines of the run prove to know."""
+    ``secret``: what engines of the run prove to know; ``route``: the own address on the way to the index."""
     store = WeightStore(shared)
     if recipe.sync.transport == "shared_memory":
         return store
@@ -356,8 +357,12 @@ def weight_publisher(recipe: Recipe, shared: Path, secret: bytes) -> Publisher:
 
     device = devices.of_rank(devices.select("cpu" if recipe.train.engine == "mock" else recipe.train.device), 0)
     tls = recipe.pipeline.tls_contexts()
+    host = recipe.sync.serve
     try:
-        return WeightSender(store, device, host=recipe.sync.serve, secret=secret, tls=tls and tls[0])
+        name = announced(host, route if host != SyncSection().serve else "")  # the default: engines are on this node
+        return WeightSender(store, device, host=host, advertise=name, secret=secret, tls=tls and tls[0])
+    except ValueError as refused:
+        raise ValueError(f"sync.{refused}") from refused
     except OSError as error:
         fix = "give the address under which engines reach the node that trains"
         raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error

@@ -50,10 +50,12 @@ from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import RunPaths
 from orchestration.run.supervisor import Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
+from orchestration.service.registry import CHECKPOINT_REPORTED
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import EVALUATED, Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex
+from pipeline.node import process_space
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.flow.graph import document
 from stages.threads import run_in_thread
@@ -65,7 +67,6 @@ BEGUN_IN = "begun-in"  # in the run's folder: the working directory of its comma
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
 LOOK_SECONDS = 0.1  # until the lock is tried again, at first
-_SHARED = "asyncdock-{pid}-{run}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Run:
         self.supervisor: Supervisor | None = None
         self.forks: ForkServer | None = None  # forks the workers; None: the run starts a fork server
         self.server: EmbeddedIndex | None = None  # while it is executed, unless its index is another one
-        self.shared = shared_memory_directory() / _SHARED.format(pid=os.getpid(), run=self.id)
+        self.shared = shared_memory_directory() / f"{_owned_prefix(os.getpid())}{self.id}"
         if hosted:  # a runner that takes the run over must find its memory
             self.shared = shared_of(self.out_dir)
         self._hosted, self._lock = bool(hosted), lock
@@ -178,7 +179,7 @@ class Run:
         run that cannot go on has failed, with its reason. Cancelling ends everything at once."""
         began = time.monotonic()
         launcher = self._launcher()
-        sockets = Path(tempfile.mkdtemp(prefix=f"asyncdock-{os.getpid()}-"))
+        sockets = Path(tempfile.mkdtemp(prefix=_owned_prefix(os.getpid())))
         try:
             try:
                 sweep_leftovers()
@@ -310,7 +311,19 @@ class Run:
         if self.start is not None:
             counters, remake, rates = self.start.counters, self.start.remake, self.start.rates
         begun = not await index.init(config, counters, remake, rates)
-        if begun and not self.shared.is_dir():  # the machine was rebooted, or is another one: the samples are gone
+        lost = begun and not self.shared.is_dir()  # the machine was rebooted, or is another one: the samples are gone
+        reported = int(await index.get(CHECKPOINT_REPORTED) or 0)
+        if lost or not begun:
+            if (
+                self.start is None
+            ):  # not in silence from the beginning, on a machine that does not have the run's folder
+                checkpoint.latest_of_run(self.out_dir / "checkpoints", reported)
+            elif self.begins < reported:
+                log.warning(
+                    "the newest checkpoint is gone; going on from an older one", newest=reported, at=self.begins
+                )
+            await index.put(CHECKPOINT_REPORTED, str(self.begins))
+        if lost:
             await index.rewind(config, counters, remake, rates)
             if (evaluated := await index.get(EVALUATED)) is not None:
                 await index.put(EVALUATED, str(min(int(evaluated), self.begins)))
@@ -362,11 +375,18 @@ def _refuse_hosted(out_dir: Path) -> None:
         )
 
 
+def _owned_prefix(pid: int) -> str:
+    """Returns how the names of the temporary folders of process ``pid`` begin. Containers may share them, and number their
+    processes alike."""
+    return f"asyncdock-{pid}-{process_space()[:6]}-"
+
+
 def sweep_leftovers() -> None:
     """Remove what killed runs have left in shared memory, and the socket directories of their indexes."""
     for parent in (shared_memory_directory(), Path(tempfile.gettempdir())):
-        for folder in parent.glob("asyncdock-*-*"):
+        for folder in parent.glob("asyncdock-*-*-*"):
             pid = folder.name.split("-")[1]
-            if pid.isdigit() and not Process.of(int(pid)).alive():
+            owned = pid.isdigit() and folder.name.startswith(_owned_prefix(int(pid)))
+            if owned and not Process.of(int(pid)).alive():
                 shutil.rmtree(folder, ignore_errors=True)
                 log.info("removed what a killed run left behind", folder=str(folder))

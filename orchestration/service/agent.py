@@ -13,10 +13,8 @@ them. Agents keep no state beside the index. They remove folders of deleted runs
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import os
-import platform
 import shutil
 import time
 import uuid
@@ -31,12 +29,13 @@ from orchestration.processes.handles import Process
 from orchestration.processes.starter import Starter
 from orchestration.recipe.sections import LaunchSection
 from orchestration.service.index_server import ServiceIndex
-from orchestration.service.lifecycle import LEASE_VARIABLE, conclude, shared_of, shared_prefix
+from orchestration.service.lifecycle import LEASE_VARIABLE, conclude, shared_prefix
 from orchestration.service.registry import LEASE_SECONDS, ActiveRun, Registry
 from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.locks import Locked, locked
+from pipeline.node import node_id
 from pipeline.warehouse.arena import shared_memory_directory
 
 log = structlog.get_logger()
@@ -62,8 +61,7 @@ class Agent:
     ) -> None:
         self.url, self.data, self.runs, self.index = url, data.resolve(), runs, index
         self.folders = self.data / "runs"
-        digest = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:6]
-        self.name = f"{platform.node()}-{digest}"  # the same for the next agent of this folder
+        self.name = ""  # set while it runs
         self._registry = Registry(url)
         self._forks = forks
         self._starter: Starter  # set while it runs
@@ -74,6 +72,7 @@ class Agent:
         """Work until ``stop`` is set; runs continue. Raises AgentError when another agent works in the folder."""
         private_folder(self.data)
         self.folders.mkdir(exist_ok=True)
+        self.name = node_id(self.folders)  # the same for the next agent of this folder
         try:
             with locked(self.data / "agent.lock"):
                 self._starter = Starter(server=self._forks)
@@ -110,8 +109,10 @@ class Agent:
     # ── which runs to supervise ──
 
     async def _take(self) -> bool:
-        """Take the run that has waited longest. Returns False when none waits."""
-        run = await self._registry.take(self.name, str(self.folders), uuid.uuid4().hex, START_SECONDS)
+        """Take the run that has waited longest, of those that begin and those whose folder is here. Returns False when none
+        waits."""
+        here = [run for run, folder in (await self._registry.reopened()).items() if await self._has(run, folder)]
+        run = await self._registry.take(self.name, str(self.folders), uuid.uuid4().hex, START_SECONDS, here)
         if run is None:
             return False
         log.info("run taken", run=run.record.id)
@@ -119,7 +120,8 @@ class Agent:
         return True
 
     async def _adopt(self, active: Sequence[ActiveRun]) -> None:
-        """Supervise the runs of this folder's previous agent, and abandoned runs of others with folders here."""
+        """Supervise the runs of this folder's previous agent, also of one before the machine was restarted, and abandoned
+        runs of others with folders that are found here."""
         for run in active:
             record = run.record
             if record.id in self._supervised:
@@ -128,14 +130,19 @@ class Agent:
                 log.info("run found", run=record.id, process=run.process)
                 self._supervise(run)
             elif (
-                run.left < -ABANDONED_SECONDS
+                run.left < (0.0 if await self._has(record.id, record.folder) else -ABANDONED_SECONDS)
                 and len(self._supervised) < self.runs
                 and await asyncio.to_thread(Path(record.folder, "recipe.json").is_file)
             ):
                 log.warning("run was abandoned", run=record.id, by=record.agent)
-                if record.agent.rpartition("-")[0] == platform.node() and (process := Process.parse(run.process)):
+                if process := Process.parse(run.process):
                     process.end()
                 self._supervise(run, reason=f"its agent {record.agent} is gone")
+
+    async def _has(self, run: str, folder: str) -> bool:
+        """Whether ``folder`` is the run's, below this agent's own: another machine may have one at the same path."""
+        path = Path(folder)
+        return path == self.folders / run and await asyncio.to_thread((path / "recipe.json").is_file)
 
     def _supervise(self, active: ActiveRun, *, begin: bool = False, reason: str = "") -> None:
         task = asyncio.create_task(self._keep(active, begin, reason), name=active.record.id)
@@ -245,15 +252,15 @@ class Agent:
     async def _remove_leftovers(self, active: Sequence[ActiveRun]) -> None:
         """Remove the folders of deleted runs, and the shared memory of ended ones."""
         for run, folder in (await self._registry.doomed()).items():
-            if Path(folder).parent == self.folders and Path(folder).name == run:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            if Path(folder) == self.folders / run and await asyncio.to_thread(Path(folder).exists):
                 await self._registry.erase(run)  # the process that deleted it may have died before it could
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
                 await self._registry.remove(run)
                 log.info("removed the folder of a deleted run", run=run)
-        used = {shared_of(Path(run.record.folder)) for run in active}
+        used = {run.record.id for run in active} | self._supervised.keys()
         prefix = shared_prefix(self.folders)
         for left in shared_memory_directory().glob(f"{prefix}*"):
-            if left not in used and left.name.removeprefix(prefix) not in self._supervised:
+            if left.name.removeprefix(prefix) not in used:
                 log.info("removed shared memory of an ended run", folder=str(left))
                 await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
 

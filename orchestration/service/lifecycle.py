@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
 from orchestration.run.lock import RunLocked, lock_run
 from orchestration.service.registry import LIVE, Ask, Registry, ask_active
 from pipeline.index.client import Index
+from pipeline.node import folder_id
 from pipeline.warehouse.arena import shared_memory_directory
 
 WHERE = "index.json"  # in the folder of a live run: the index's URL and the run's id
@@ -24,8 +23,9 @@ def shared_of(folder: Path) -> Path:
 
 
 def shared_prefix(folders: Path) -> str:
-    """Return the prefix of the shared-memory folders of all runs below ``folders``."""
-    return f"asyncdock-run-{hashlib.sha256(os.fsencode(folders.resolve())).hexdigest()[:8]}-"
+    """Return the prefix of the shared-memory folders of all runs below ``folders``. Containers that share this memory may
+    each have folders at the same path. Raises FileNotFoundError where there is no such folder."""
+    return f"asyncdock-run-{folder_id(folders)}-"
 
 
 async def ask_in_folder(folder: Path, what: Ask) -> tuple[str, str]:
@@ -64,5 +64,6 @@ async def conclude(registry: Registry, run: str, token: str, state: str, reason:
         folder = Path(active.record.folder)
         with contextlib.suppress(OSError):
             (folder / WHERE).unlink(missing_ok=True)  # a runner that was killed has not removed it
-        shutil.rmtree(shared_of(folder), ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(shared_of(folder), ignore_errors=True)
     return await registry.end(run, token, state, reason)

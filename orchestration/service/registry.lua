@@ -110,18 +110,28 @@ define('list', function(all, a)
   return { runs = out, next = last }
 end)
 
--- {agent, folders, token, lease} → the run that has waited longest, now this agent's; false when none waits. A run with a folder
--- goes on from the checkpoints there, so it waits for the agent that has it.
+-- → run → folder, of the waiting runs that go on from the checkpoints there
+define('reopened', function(all, a)
+  local out = {}
+  for _, id in ipairs(call('ZRANGE', all .. 'waiting', 0, -1)) do
+    local folder = field(all, id, 'folder')
+    if folder ~= '' then out[id] = folder end
+  end
+  return out
+end)
+
+-- {agent, folders, token, lease, here} → the run that has waited longest, now this agent's; false when none waits. A run with a
+-- folder waits for the agent that has it, among its runs `here`.
 define('take', function(all, a, again)
   if again then
     for _, id in ipairs(call('ZRANGE', all .. 'active', 0, -1)) do
       if field(all, id, 'token') == a.token then return describe(all, id) end
     end
   end
-  local id
+  local id, here = nil, {}
+  for _, run in ipairs(a.here or {}) do here[run] = true end
   for _, waiting in ipairs(call('ZRANGE', all .. 'waiting', 0, -1)) do
-    local folder = field(all, waiting, 'folder')
-    if folder == '' or folder == a.folders .. '/' .. waiting then id = waiting break end
+    if here[waiting] or field(all, waiting, 'folder') == '' then id = waiting break end
   end
   if not id then return false end
   call('ZREM', all .. 'waiting', id)

@@ -32,6 +32,7 @@ LEASE_SECONDS = 10.0  # for which a runner holds its run; renewed after a third 
 SETTLE_SECONDS = 10.0  # between the last state of a run and its entry in the list, at most
 CHECKPOINT_ASKED = "checkpoint:asked"  # document of a run: the latest request; done when CHECKPOINT_WRITTEN equals it
 CHECKPOINT_WRITTEN = "checkpoint:written"
+CHECKPOINT_REPORTED = "checkpoint:told"  # document of a run: the newest version with an emitted `checkpoint` event
 Page = tuple[list["RunRecord"], str]
 _LIST = "@runs"  # in keys, in place of a run's id, which cannot begin with @
 _TOPIC = "runs"
@@ -239,10 +240,18 @@ class Registry:
 
     # ── for agents and runners ──
 
-    async def take(self, agent: str, folders: str, token: str, lease: float) -> ActiveRun | None:
+    async def reopened(self) -> dict[str, str]:
+        """Return the waiting runs that have run before, and their folders."""
+        return dict(await self._call("reopened") or {})
+
+    async def take(
+        self, agent: str, folders: str, token: str, lease: float, here: Sequence[str] = ()
+    ) -> ActiveRun | None:
         """Take the run that has waited longest for ``agent``, for ``lease`` seconds under ``token``, with a folder below
-        ``folders``. Returns None when none waits."""
-        found = await self._call("take", agent=agent, folders=folders, token=token, lease=int(lease * 1000))
+        ``folders``; of reopened runs, which go on from the checkpoints in their folders, only those that are ``here``.
+        Returns None when none waits."""
+        asked = {"agent": agent, "folders": folders, "token": token, "here": list(here)}
+        found = await self._call("take", **asked, lease=int(lease * 1000))
         return await self._active(found) if found else None
 
     async def retake(self, run: str, old: str, token: str, agent: str, lease: float) -> bool:

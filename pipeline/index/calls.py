@@ -53,6 +53,10 @@ class Calls:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    async def own_address(self) -> str:
+        """Returns the address of this machine on the way to the index; "" where that is a Unix socket."""
+        return await self._link.own_address()
+
     async def load(self, library: str | None = None) -> None:
         """Put the function library, or another one, on the server (replacing another version of it)."""
         await self._redis.function_load(library or _library(), replace=True)

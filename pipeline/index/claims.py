@@ -189,6 +189,11 @@ class Claims(Calls):
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
         await self.call("drop_groups", **lease, groups=list(groups), reason=reason)
 
+    async def spare_groups(self, groups: Sequence[int]) -> None:
+        """Record that these groups will be trained though they teach nothing, because their step may drop no more. The
+        ledger counts them when they are trained. Can be repeated."""
+        await self.call("spare_groups", groups=list(groups))
+
     async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
         """The rows of a group as a claim without lease, and their states; None when the group is not in the run."""
         reply = await self._call_raw("inspect", group=group)

@@ -125,7 +125,8 @@ def _producers_before(needs: int, stages: Sequence[Mapping[str, Any]]) -> list[i
 class RunStatus:
     """Where the run is. Groups below ``gate`` may be admitted, ``admitted`` were; ``remake`` are lost groups to admit
     again, ``filtered`` how many groups were dropped. ``published`` and ``trained`` are versions. ``gates`` has the gate of
-    each version that was asked for. ``wait`` is the position of the topic `version`."""
+    each version that was asked for. ``wait`` is the position of the topic `version`. ``droppable`` plus the number of groups
+    that a step may drop is the number below which a group may be dropped now."""
 
     admitted: int
     gate: int
@@ -135,6 +136,7 @@ class RunStatus:
     remake: tuple[int, ...]
     gates: Mapping[int, int]
     wait: str
+    droppable: int
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,8 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         reply = await self.call("status", versions=list(versions))
         remake = tuple(int(group) for group in reply["remake"] or ())
         gates = dict(zip(versions, reply["gates"] or (), strict=True))
-        admitted, gate, filtered, published, trained = reply["counts"]
-        return RunStatus(admitted, gate, filtered, published, trained, remake, gates, reply["wait"])
+        admitted, gate, filtered, published, trained, droppable = reply["counts"]
+        return RunStatus(admitted, gate, filtered, published, trained, remake, gates, reply["wait"], droppable)
 
     async def queue_depth(self, stage: str) -> int:
         """How many rows (or groups) of a stage are ready to be claimed."""

@@ -44,6 +44,11 @@ class PipelinedConnection(asyncio.Protocol):
         self._transport: Any = connection._writer.transport
         self._transport.set_protocol(self)
 
+    @property
+    def own_address(self) -> Any:
+        """The address of this end, as its socket gives it."""
+        return self._transport.get_extra_info("sockname")
+
     def send(self, command: tuple[Any, ...]) -> asyncio.Future[Any]:
         """Send a command; the future gets its reply, ResponseError for an error reply, ConnectionError when it is lost."""
         answer = self._loop.create_future()
@@ -189,6 +194,15 @@ class Link:
                 self._connection = PipelinedConnection(connection, self.timeout / 3)
             assert self._connection is not None
             return self._connection
+
+    async def own_address(self) -> str:
+        """Returns the address of this machine on the way to the server; "" where that is a Unix socket."""
+
+        async def once(again: bool) -> Any:
+            return (self.connection or await self._connect()).own_address
+
+        found = await self.retry(once)
+        return str(found[0]) if isinstance(found, tuple) else ""
 
     async def read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
         """Block until one of ``streams`` has entries after its position, for at most ``timeout`` seconds."""

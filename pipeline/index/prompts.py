@@ -52,12 +52,12 @@ class ExternalPromptCalls(Calls):
 @dataclass(frozen=True)
 class PassRates:
     """What prompts are chosen by. ``next``: position in the source of the next candidate, None before the first choice;
-    ``chosen``: positions of groups that have one. ``rates``: (prompt, [mean reward, contrast, streak]) of those that changed
+    ``chosen``: positions of groups that have one. ``rates``: (prompt, [mean reward, taught, streak]) of those that changed
     since, the oldest change first; ``changes`` counts all changes so far."""
 
     next: int | None
     chosen: Mapping[int, int]
-    rates: Sequence[tuple[str, tuple[float, float, int]]]
+    rates: Sequence[tuple[str, tuple[float, int, int]]]
     changes: int
 
 
@@ -77,6 +77,9 @@ class PassRateCalls(Calls):
         entries = [[group, *choice] for group, choice in chosen.items()]
         await self.call("choose_prompts", groups=entries, next=following)
 
-    async def put_outcomes(self, outcomes: Mapping[int, tuple[float, float]]) -> None:
-        """Record mean reward and contrast of groups. They count when the group leaves the run. Can be repeated."""
-        await self.call("put_outcomes", groups=[[group, *outcome] for group, outcome in outcomes.items()])
+    async def put_outcomes(self, outcomes: Mapping[int, tuple[float, bool]]) -> None:
+        """Record the mean reward of groups, and whether they taught something; it counts when the group
+        leaves the run. Can be repeated."""
+        await self.call(
+            "put_outcomes", groups=[[group, reward, int(taught)] for group, (reward, taught) in outcomes.items()]
+        )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.index.calls import Calls
+from pipeline.node import is_here
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,11 @@ class WarehouseRecord:
     host: str
     port: int
     leaving: bool
+
+    def is_near(self, node: str | None) -> bool:
+        """Whether its arena can be mapped by processes of ``node`` (None: by this process, as the arena's folder is found at
+        its path)."""
+        return self.node == node if node else is_here(self.node, self.path.parent)
 
 
 @dataclass(frozen=True)

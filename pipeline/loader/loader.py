@@ -18,7 +18,6 @@ import asyncio
 import atexit
 import copy
 import os
-import platform
 import ssl
 import sys
 import time
@@ -98,8 +97,8 @@ class SampleStream(IterableDataset[Batch]):
     shared memory, valid until its commit. DataLoader workers copy it once, into memory of its own, as it goes to
     another process; they run ahead of their consumer, so give them a :class:`SampleLoader`, or commit explicitly.
 
-    Rows that lie on other nodes than ``node`` (this machine's name) come over the wire with ``secret``, inside TLS when
-    ``tls_authority`` (PEM) says what the nodes' certificates are checked against.
+    Rows that lie on other nodes than ``node`` (None: that of this process) come over the wire with ``secret``, inside TLS
+    when ``tls_authority`` (PEM) says what the nodes' certificates are checked against.
 
     >>> stream = SampleStream(url, run, schema, "train", ["ids", "reward"], batch_size=64)  # doctest: +SKIP
     >>> for batch in SampleLoader(stream, num_workers=2):  # doctest: +SKIP
@@ -255,14 +254,14 @@ class _Link(LoopThread):
     async def dock(self) -> Dock:
         """The dock of this process. Waits for a warehouse, so that readers may start before writers."""
         if self._dock is None:
-            stream, node = self.stream, self.stream.node or platform.node()
+            stream = self.stream
             if not await self.index.wait("warehouses", "0-0", stream.timeout):
                 raise WarehouseGone(
                     f"run {stream.run!r} had no warehouse for {stream.timeout:.0f} s; open the flow first (Dock.open)"
                 )
             self.stages = (await self.index.config())["stages"]
             self.takes = _checked(stream, self.stages)["takes"]
-            found = sorted(await self.index.warehouses(), key=lambda w: (w.leaving, w.node != node))
+            found = sorted(await self.index.warehouses(), key=lambda w: (w.leaving, not w.is_near(stream.node)))
             names = [warehouse.name for warehouse in found]
             tls = ssl.create_default_context(cafile=stream.tls_authority) if stream.tls_authority else None
             dock = Dock(
@@ -271,7 +270,7 @@ class _Link(LoopThread):
                 worker=self.worker,
                 directory=Path(),  # arenas that others have made are found through the index
                 warehouse=names[0] if names else "",
-                node=node,
+                node=stream.node,
                 secret=stream.secret,
                 tls=(tls, tls) if tls else None,  # a reader serves no warehouse
             )

@@ -7,6 +7,7 @@ read / write ─▶ on this node:  the arena, mapped
 from __future__ import annotations
 
 import asyncio
+import platform
 import ssl
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pipeline.columns import ColumnError, Packed, Schema
 from pipeline.index.client import Index
 from pipeline.index.errors import BlockLost, WarehouseGone
 from pipeline.index.warehouses import Lost, WarehouseRecord
+from pipeline.node import announced, node_id
 from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.wire.client import RemoteWarehouse
 from pipeline.warehouse.wire.protocol import WarehouseUnreachable
@@ -31,7 +33,8 @@ OFFSET_BITS = 48  # of a place in REF: the offset in the arena; the bits above a
 
 
 class WarehouseDirectory:
-    """Finds, maps and serves the warehouses of a run. ``name`` is the warehouse that this worker writes to."""
+    """Finds, maps and serves the warehouses of a run. ``name`` is the warehouse that this worker writes to; ``node``: see
+    :class:`~pipeline.warehouse.dock.Dock`."""
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class WarehouseDirectory:
         schema: Schema,
         *,
         name: str,
-        node: str,
+        node: str | None,
         secret: bytes,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
         wire_timeout: float,
@@ -49,6 +52,7 @@ class WarehouseDirectory:
         self.records: dict[int, WarehouseRecord] = {}
         self.known_home: WarehouseRecord | None = None
         self.producers: dict[str, int] = {}  # column → which of a claim's ``refs`` say where it lies
+        self._near: dict[int, bool] = {}  # which warehouses are on this node
         self._arenas: dict[int, tuple[Arena, BlockReader]] = {}
         self._remotes: dict[tuple[str, int], RemoteWarehouse] = {}  # by address
         self.server: WarehouseServer | None = None
@@ -67,7 +71,7 @@ class WarehouseDirectory:
         staying = [record for record in self.records.values() if not record.leaving]
         home = next((record for record in staying if record.name == self._name), None)
         if home is None and staying and self.known_home is not None:  # it left the run: any other, near ones first
-            home = min(staying, key=lambda record: (record.node != self.node, record.number))
+            home = min(staying, key=lambda record: (not self.is_near(record), record.number))
         if self.known_home != home:  # an equal record stays the same object, as slabs compare
             self.known_home = home
 
@@ -97,7 +101,8 @@ class WarehouseDirectory:
         await self._agree_on_schema()
         path = (folder / f"arena-{self._name}").resolve()
         Arena.create(path, nbytes)
-        await self._index.join_warehouse(self._name, self.node, path, nbytes)
+        node: str = self.node or node_id(path.parent)
+        await self._index.join_warehouse(self._name, node, path, nbytes)
         await self.enter()
 
     async def _agree_on_schema(self) -> None:
@@ -113,6 +118,12 @@ class WarehouseDirectory:
             await self._index.put("schema", self._schema.to_json())
 
     # ── bytes ──
+
+    def is_near(self, record: WarehouseRecord) -> bool:
+        """Whether a warehouse is on this node, so that its arena can be mapped."""
+        if record.number not in self._near:
+            self._near[record.number] = record.is_near(self.node)
+        return self._near[record.number]
 
     def _mapped(self, record: WarehouseRecord) -> tuple[Arena, BlockReader]:
         if record.number not in self._arenas:
@@ -139,7 +150,7 @@ class WarehouseDirectory:
 
     async def write(self, record: WarehouseRecord, offset: int, block: int, rows: PackedRows) -> None:
         """Write ``rows`` as ``block`` at ``offset`` of a warehouse. Raises BlockLost when it is gone: write them again."""
-        if record.node == self.node:
+        if self.is_near(record):
             rows.write_into(self.arena(record).slice(offset, rows.nbytes), block)
             return
         if not record.port:  # it may be served by now
@@ -154,7 +165,7 @@ class WarehouseDirectory:
     async def copy(self, source: WarehouseRecord, offset: int, nbytes: int, target: WarehouseRecord, to: int) -> None:
         """Copy raw bytes from a warehouse on this node to byte ``to`` of ``target``."""
         data = self.arena(source).slice(offset, nbytes)
-        if target.node == self.node:
+        if self.is_near(target):
             self.arena(target).slice(to, nbytes)[:] = data
         else:
             await self._remote(target).copy_in(to, data)
@@ -162,14 +173,14 @@ class WarehouseDirectory:
     async def read(self, number: int, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
         """The columns ``names`` of the rows ``refs`` (REF [B]), which all lie on warehouse ``number``."""
         record = self.records.get(number)
-        if record is None or (record.node != self.node and not record.port):  # it may have joined, or be served, by now
+        if record is None or (not self.is_near(record) and not record.port):  # it may have joined, or be served, by now
             await self.refresh()
             record = self.records.get(number)
         if record is None:
             raise StaleHandle(f"warehouse {number} has left the run, and these rows with it; claim again")
         offsets = (refs["place"] & (1 << OFFSET_BITS) - 1).astype(np.int64)
         blocks, slots = refs["block"].astype(np.int64), refs["slot"].astype(np.int64)
-        if record.node == self.node:
+        if self.is_near(record):
             return self._mapped(record)[1].read(blocks, offsets, slots, names)
         try:
             return await self._remote(record).read(blocks, offsets, slots, names)
@@ -189,7 +200,7 @@ class WarehouseDirectory:
         if verdict == "alive":
             raise WarehouseUnreachable(
                 f"warehouse {record.name!r} on node {record.node!r} is alive, but cannot be reached from node "
-                f"{self.node!r} ({silent}); check the network between them"
+                f"{self.node or platform.node()!r} ({silent}); check the network between them"
             ) from silent
         if isinstance(verdict, Lost):
             log.warning("warehouse lost", warehouse=record.name, groups_made_again=verdict.groups, rows=verdict.rows)
@@ -198,15 +209,19 @@ class WarehouseDirectory:
     # ── serving ──
 
     async def serve(self, host: str, port: int = 0, *, advertise: str | None = None) -> tuple[str, int]:
-        """Serve this node's warehouse to other nodes at ``host``, announced as ``advertise``. Returns the address."""
+        """Serve this node's warehouse to other nodes at ``host``, announced as ``advertise`` (default: ``host``, or where
+        that is 0.0.0.0, the own address on the way to the index). Returns the address. Raises ValueError where others
+        cannot reach it."""
         home = await self.home()
+        name = advertise
+        if name is None:
+            name = await asyncio.to_thread(announced, host, await self._index.own_address())
         await self._stop_serving()  # a former server's heartbeat would announce its old address
         context = self._tls[0] if self._tls else None
         self.server = WarehouseServer(
             self.arena(home), self._schema, secret=self._secret, host=host, port=port, ssl=context
         )
         _, port = await self.server.start()
-        name = advertise or host
         await self._index.announce_warehouse(home.number, name, port)
         self._heartbeat = asyncio.create_task(self._beat(home.number, name, port))
         await self.enter()

@@ -10,7 +10,6 @@ TensorDict at the borders. Every wait has a deadline. The parts: :mod:`writer`, 
 
 from __future__ import annotations
 
-import platform
 import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -38,9 +37,10 @@ class Dock(Reader):
     """One worker's access to a run's samples.
 
     ``warehouse`` names the one that this worker writes to; its arena lies in ``directory``. ``node`` says which warehouses
-    can be mapped here: those that joined with the same name. Others are reached over the wire with ``secret``, within
-    ``wire_timeout`` seconds, inside TLS when ``tls`` gives the contexts of a server and of a client. ``lease`` and
-    ``room_timeout`` are seconds, ``slab`` bytes (0: each write takes a block of its own).
+    can be mapped here: those that joined with the same name (None: those whose arenas are found at their paths). Others are
+    reached over the wire with ``secret``, within ``wire_timeout`` seconds, inside TLS when ``tls`` gives the contexts of a
+    server and of a client. ``lease`` and ``room_timeout`` are seconds, ``slab`` bytes (0: each write takes a block of its
+    own).
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Dock(Reader):
         slab: int = SLAB,
     ) -> None:
         self.index, self.worker, self.lease = index, worker, lease
-        self.folder, self.node = directory, node or platform.node()
+        self.folder = directory
         warehouses = WarehouseDirectory(
-            index, schema, name=warehouse, node=self.node, secret=secret, tls=tls, wire_timeout=wire_timeout
+            index, schema, name=warehouse, node=node, secret=secret, tls=tls, wire_timeout=wire_timeout
         )
         super().__init__(schema, warehouses)
         self.writer = Writer(index, schema, self.warehouses, worker=worker, room_timeout=room_timeout, slab=slab)
@@ -122,8 +122,9 @@ class Dock(Reader):
         return home.number if home else 0
 
     async def serve(self, host: str, port: int = 0, *, advertise: str | None = None) -> tuple[str, int]:
-        """Let other nodes reach this node's warehouse at ``host``, or at ``advertise`` where they know it by another name.
-        Returns the address. One worker of a node does this, until it closes."""
+        """Let other nodes reach this node's warehouse at ``host``, or at ``advertise`` where they know it by another name
+        (default: see :func:`pipeline.node.announced`). Returns the address. One worker of a node does this, until it closes.
+        Raises ValueError where other nodes cannot reach it."""
         return await self.warehouses.serve(host, port, advertise=advertise)
 
     async def drain(self) -> int:

@@ -34,11 +34,17 @@ class NamedAlgorithm:
         return getattr(self.algorithm, name)
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        import torch
-
         out: Any = self._call("credit", group)
         if isinstance(out, Drop):
+            if out.instead is not None:
+                self._check_credit(group, out.instead)
             return out
+        self._check_credit(group, out)
+        return out  # type: ignore[no-any-return]
+
+    def _check_credit(self, group: Mapping[str, Any], out: Any) -> None:
+        import torch
+
         names = self.algorithm.credit_makes.keys()
         if not isinstance(out, Mapping) or out.keys() != names:
             raise self._wrong("credit", out, f"a dict with the columns {sorted(names)}, or a Drop")
@@ -50,7 +56,6 @@ class NamedAlgorithm:
                 raise self._wrong("credit", column, f"{wanted} in {name!r}, one for each row of the group")
             if not all(bool(value.isfinite().all()) for value in column):
                 raise self._wrong("credit", column, f"finite numbers in {name!r}, for {_short(group)}")
-        return out
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         out: Any = self._call("prepare", batch)

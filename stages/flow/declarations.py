@@ -53,9 +53,12 @@ class FlowError(ValueError):
 @dataclass(frozen=True)
 class Drop:
     """Returned in the place of columns: the group leaves the run untrained, and the gate admits another one. ``reason`` is
-    a short text under which the ledger counts the group."""
+    a short text under which the ledger counts the group. ``instead``: of an algorithm's credit, the columns with which the
+    group is trained when its step has dropped as many as ``algorithm.max_refill`` allows; without, it is dropped even
+    then."""
 
     reason: str
+    instead: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

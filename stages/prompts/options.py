@@ -127,9 +127,9 @@ class PromptOptions(RowOptions):
     shuffle: bool = key(True, "Shuffle the rows of a table in each epoch, by the seed. Otherwise: in their own order.")
     sampling: Literal["uniform", "difficulty"] = key(
         "uniform",
-        "`uniform`: every prompt of an epoch. `difficulty`: prompts whose responses last had equal rewards (solved, or "
-        "hopeless) are passed over most of the time, and those with a pass rate near one half are preferred. An epoch is "
-        "then one pass over the source, in which each prompt is used or passed over.",
+        "`uniform`: every prompt of an epoch. `difficulty`: prompts whose responses never had different rewards (solved "
+        "from the beginning, or hopeless) are passed over most of the time, and those that were solved later more and more. "
+        "An epoch is then one pass over the source, in which each prompt is used or passed over.",
     )
     system: str | None = key(
         None, "System message before each conversation that does not begin with one. Needs a chat template."

@@ -14,6 +14,9 @@ with fewer than the algorithm's credit compares, and with either one that lacks 
 ledger counts them as trained; the train engine does not compute them.
 
 A group with a row on which a reward function failed is dropped, and credit does not see it.
+
+Of the groups that credit drops because they teach nothing, a step drops a bounded number (``algorithm.max_refill``). Further
+ones are trained with credit that teaches nothing (:func:`spared`), so no run generates for ever, whatever its prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
-from pipeline.index.client import Claim
+from pipeline.index.client import Claim, Index
 from pipeline.index.prompts import PassRateCalls
 from stages.algorithms.named import AlgorithmLike
 from stages.difficulty import outcome
@@ -41,7 +44,8 @@ DROPPED = "truncated"  # reason of a group with too few responses that were not 
 class Advantage(Stage):
     """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says. ``rewards``: the functions, in
     the order of ``scores``, whose failure drops a group. ``rated``: the index that keeps the pass rates of prompts.
-    ``alarm`` watches that not all groups are dropped."""
+    ``alarm`` watches that not all groups are dropped. ``refill``: the index that knows how far a step is, and the number of
+    groups that it may drop; None: any number."""
 
     name = CREDIT
 
@@ -52,8 +56,9 @@ class Advantage(Stage):
         rewards: Sequence[str] = (),
         rated: PassRateCalls | None = None,
         alarm: DropAlarm | None = None,
+        refill: tuple[Index, int] | None = None,
     ) -> None:
-        self._alarm = alarm
+        self._alarm, self._refill = alarm, refill
         self.algorithm, self.truncated, self.rewards, self._rated = algorithm, truncated, rewards, rated
         also = {name: "" for name, reads in {"scores": rewards, "reward": rated}.items() if reads}
         declared = credit_stage(algorithm, truncated, also)  # type: ignore[arg-type]
@@ -66,14 +71,30 @@ class Advantage(Stage):
         tokens = claim.tokens.tolist()
         groups = claim.group.tolist()
         members, results = credits(self.algorithm, rows, groups, tokens, self.truncated, self.rewards)
+        if self._alarm is not None:
+            await self._alarm.add(results)
         if self._rated is not None:  # before the commit, by which the groups may leave
             failed = rows["scores"].isinf().any(dim=1) if self.rewards else torch.zeros(len(groups), dtype=torch.bool)
             whole = [at for at in members if not failed[at].any()]
             await self._rated.put_outcomes({groups[at[0]]: outcome(rows["reward"][at].tolist()) for at in whole})
+        if self._refill is not None and any(isinstance(result, Drop) and result.instead for result in results):
+            index, most = self._refill
+            numbers = [groups[at[0]] for at in members]
+            given, results = results, spared(numbers, results, (await index.status()).droppable + most)
+            kept = [number for number, a, b in zip(numbers, given, results, strict=True) if a is not b]
+            if kept:
+                await index.spare_groups(kept)
         for output in outputs_of(members, results, tokens):
             yield output
-        if self._alarm is not None:
-            await self._alarm.add(results)
+
+
+def spared(groups: Sequence[int], results: Sequence[Result], below: int) -> list[Result]:
+    """``results`` of the numbered ``groups``, in which a group from ``below`` on that would be dropped gets the columns with
+    which it is trained instead, where its Drop has any."""
+    return [
+        result.instead if isinstance(result, Drop) and result.instead is not None and group >= below else result
+        for group, result in zip(groups, results, strict=True)
+    ]
 
 
 def credits(
@@ -123,12 +144,16 @@ def _credit_of_rest(
     credit: Result = {}
     if algorithm.credit_makes:
         credit = algorithm.credit(group if all_rows else {name: rows_at(c, rest) for name, c in group.items()})
-    if isinstance(credit, Drop):
-        return credit
-    if not all_rows:
-        credit = {name: _with_zeros(column, rest, tokens) for name, column in credit.items()}
-    mask = credit.get(MASK) or [torch.ones(n, dtype=torch.bool) for n in tokens]  # a credit may make one too
-    return {**credit, MASK: [row & (not cut) for row, cut in zip(mask, truncated, strict=True)]}
+
+    def masked(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not all_rows:
+            columns = {name: _with_zeros(column, rest, tokens) for name, column in columns.items()}
+        mask = columns.get(MASK) or [torch.ones(n, dtype=torch.bool) for n in tokens]  # a credit may make one too
+        return {**columns, MASK: [row & (not cut) for row, cut in zip(mask, truncated, strict=True)]}
+
+    if not isinstance(credit, Drop):
+        return masked(credit)
+    return credit if credit.instead is None else Drop(credit.reason, masked(credit.instead))
 
 
 def _with_zeros(column: Any, rows: Sequence[int], tokens: Sequence[int]) -> Any:

@@ -1,6 +1,7 @@
 """The rank group: the processes of one train engine, which make the same calls at the same time.
 
     rank 0 (has the update stage's controller)        ranks 1 …
+      serve a store          ─▶ order "meet" ─────────▶ connect; all join torch.distributed's group
       claim ─▶ deal the rows ─▶ order "train" ────────▶ fetch its own rows ─▶ engine.train_batch
       commit the step        ─▶ order "publish" ──────▶ engine.weights(), which gathers them for rank 0
       every k steps          ─▶ order "save" ─────────▶ write its shard

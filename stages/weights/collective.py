@@ -55,9 +55,10 @@ _CREDENTIALS = "credentials.json"
 class WeightSender:
     """Publishes into ``store`` as the store itself does, and sends what lies there to engines that ask.
 
-    ``device`` is the trainer's; ``host`` the address under which engines reach this process, and the one that it listens on;
-    ``secret`` the run's, which an engine must prove to know; ``tls`` wraps the connections; ``timeout``: seconds for which
-    it waits for the other end at each bucket. Raises ``OSError`` where ``host`` is no address of this machine.
+    ``device`` is the trainer's; ``host`` the address that it listens on, and by which engines reach this process unless
+    ``advertise`` is another one; ``secret`` the run's, which an engine must prove to know; ``tls`` wraps the connections;
+    ``timeout``: seconds for which it waits for the other end at each bucket. Raises ``OSError`` where ``host`` is no address
+    of this machine.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class WeightSender:
         *,
         host: str,
         secret: bytes,
+        advertise: str = "",
         tls: ssl.SSLContext | None = None,
         timeout: float = STALL_SECONDS,
     ) -> None:
@@ -75,7 +77,7 @@ class WeightSender:
         self._sending: Counter[int] = Counter()  # requests that read a slot
         self._turn = threading.Condition()
         self._server = SecretServer(host, secret, self._answer, timeout=timeout, tls=tls)
-        self.source = json.dumps([host, self._server.address[1], device.type])
+        self.source = json.dumps([advertise or host, self._server.address[1], device.type])
 
     def publish(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None

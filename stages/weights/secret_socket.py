@@ -62,6 +62,11 @@ class SecretSocket:
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def own_address(self) -> str:
+        """The address of this end."""
+        return str(self._sock.getsockname()[0])
+
     def send_message(self, message: Any) -> None:
         packed = msgpack.packb(message)
         self._sock.sendall(_LENGTH.pack(len(packed)) + packed)

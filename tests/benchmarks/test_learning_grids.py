@@ -42,7 +42,7 @@ def test_waste_reports_every_dropped_token(
     ledger = one.ledger
     assert ledger["filtered_tokens"] == sum(ledger["dropped_tokens"].values()) > 0
     assert f"{ledger['filtered_tokens']} equal rewards" in " ".join(capsys.readouterr().out.split())
-    assert 0 <= one.held_out[0] < 0.2, "the score is that of the prompts that can be learned"
+    assert 0.2 < one.held_out[0] < 0.8, "the score is that of the prompts that can be learned"
 
 
 def test_a_grid_cell_shows_collapse_and_when_it_was_learned() -> None:

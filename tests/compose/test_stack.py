@@ -12,6 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,7 @@ def test_every_query_of_the_dashboard_has_data(stack: Stack) -> None:
     """Of the demo run, which goes on meanwhile. What stands for Grafana's variables is what Grafana would put there."""
     dashboard = json.loads((FOLDER / "grafana/dashboards/asyncdock.json").read_text())
     variables = {"$__rate_interval": "20s", "$__range": "15m", "$run": ".*"}
+    stack.wait(lambda: bool(query(stack, 'up{job="asyncdock"}')), SLOW, stack.containers["prometheus"])
     [target] = query(stack, 'up{job="asyncdock"}')
     assert target["value"][1] == "1"
     empty: dict[str, str] = {}
@@ -230,9 +232,9 @@ def test_health_checks_fail_while_the_index_does_not_answer_and_pass_again(stack
     redis = stack.containers["redis"]
     redis.signal(signal.SIGSTOP)
     try:
-        assert not redis.healthy()
-        assert not stack.containers["api"].healthy()
-        assert not stack.containers["agent"].healthy()
+        with ThreadPoolExecutor() as at_once:  # each waits for its time limit
+            checks = {name: at_once.submit(stack.containers[name].healthy) for name in ("redis", "api", "agent")}
+        assert {name: check.result() for name, check in checks.items()} == dict.fromkeys(checks, False)
     finally:
         redis.signal(signal.SIGCONT)
     for name in ("redis", "api", "agent"):

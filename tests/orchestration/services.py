@@ -37,11 +37,13 @@ class Service:
         self.agents: list[subprocess.Popen[bytes]] = []
         self.registry: Registry
 
-    def start_agent(self, runs: int = 1, data: Path | None = None) -> subprocess.Popen[bytes]:
-        """``asyncdock agent``, as a person starts it."""
+    def start_agent(
+        self, runs: int = 1, data: Path | None = None, prefix: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """``asyncdock agent``, as a person starts it, by the command ``prefix``."""
         data = data or self.data
         data.mkdir(exist_ok=True)
-        command = [*asyncdock(), "agent", "--data", str(data), "--runs", str(runs)]
+        command = [*prefix, *asyncdock(), "agent", "--data", str(data), "--runs", str(runs)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), **({} if self.own else {INDEX_VARIABLE: self.url})}
         with (data / "agent.log").open("ab") as log:
             agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
@@ -185,4 +187,6 @@ def processes_of(run: str) -> list[int]:
 
 def shared_memory(data: Path) -> list[Path]:
     """What the runs below ``data`` have in shared memory."""
+    if not (data / "runs").is_dir():
+        return []
     return list(shared_memory_directory().glob(f"{shared_prefix(data.resolve() / 'runs')}*"))

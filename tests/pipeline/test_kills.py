@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import sys
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeline.index.client import Index, IndexUnreachable, LeaseLost, RunConfig,
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.dock import Dock
 from pipeline.warehouse.wire.protocol import WarehouseUnreachable
+from tests.forked import program
 from tests.servers import REDIS, WITHOUT_REDIS, Cable, RedisServer, self_signed
 
 SCHEMA = Schema([Column.ragged("tokens", torch.int64), Column.scalar("score", torch.float32)])
@@ -78,12 +78,11 @@ async def dock(index_url: str, tmp_path: Path) -> AsyncIterator[Dock]:
 
 async def killed(dock: Dock, home: Path, moment: str) -> None:
     """Run the victim until the moment, kill it, and forget it in the index, as a supervisor does."""
-    arguments = [sys.executable, "-c", VICTIM, dock.index.url, dock.index.run, str(home), moment]
-    victim = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
-    assert victim.stdout is not None
-    assert await asyncio.wait_for(victim.stdout.readline(), 60) == b"here\n"
-    os.kill(victim.pid, signal.SIGKILL)
-    await victim.wait()
+    victim, output = program(VICTIM, dock.index.url, dock.index.run, str(home), moment)
+    with output:
+        assert await asyncio.wait_for(asyncio.to_thread(output.readline), 60) == "here\n"
+    victim.kill()
+    victim.join()
     await dock.index.forget_worker("victim")
 
 

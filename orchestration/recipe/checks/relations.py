@@ -157,7 +157,9 @@ def tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, value, "is no file", "give the path of a PEM file")
     if not recipe.pipeline.serve and recipe.sync.transport != "collective":
         wrong = "is empty: no other node connects, so that TLS protects nothing"
-        yield problem(recipe, "pipeline.serve", wrong, "set pipeline.serve = '0.0.0.0', or take the tls_ keys out")
+        yield problem(
+            recipe, "pipeline.serve", wrong, "set pipeline.serve to this node's address, or take the tls_ keys out"
+        )
     if all(os.path.isfile(value) for value in files.values()):
         try:
             recipe.pipeline.tls_contexts()

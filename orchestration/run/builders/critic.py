@@ -30,14 +30,13 @@ class CriticJob(Job):
         named = NamedAlgorithm(f"{algorithm.name}'s critic", training)
         ranks = Ranks(self.number, recipe.critic.dp, recipe.critic.tp)
         life = await self.index.get("ranks:update") or ""  # put there by the supervisor
-        rank_group, meeting = RankGroup(self.index, ranks, f"critic:{life}"), None
-        if ranks.world > 1:
-            meeting = self.paths.shared / f"ranks-critic-{life}"
+        rank_group = RankGroup(self.index, ranks, f"critic:{life}")
+        meeting = await self.meet(rank_group) if ranks.world > 1 else None
         engine = await asyncio.to_thread(critic_engine, recipe, ranks if meeting else None, meeting)
         self.resources.callback(engine.close)
         self._writer = checkpoint.Writer(engine, self.number)
         self.resources.push_async_callback(self._writer.close)
-        found = checkpoint.latest(self.paths.checkpoints)
+        found = await self.newest_checkpoint()
         if found is not None:
             await asyncio.to_thread(found.load_into, engine, checkpoint.CRITIC)
         version = found.version if found else 0

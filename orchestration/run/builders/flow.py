@@ -42,7 +42,10 @@ class FlowJob(Job):
     async def build(self) -> None:
         recipe = self.recipe
         if recipe.pipeline.serve:
-            host, port = await self.dock.serve(recipe.pipeline.serve)
+            try:
+                host, port = await self.dock.serve(recipe.pipeline.serve)
+            except ValueError as refused:
+                raise ValueError(f"pipeline.{refused}") from refused
             log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
         if recipe.external.stages:
             await self.index.put(TERMS, terms_of(recipe, self.tokenizer).to_json())
@@ -66,7 +69,8 @@ class FlowJob(Job):
             rated = self.index if by_difficulty else None
             most = max(LEAST_DROPPED, STEPS_DROPPED * recipe.train.groups_per_step)
             alarm = None if DROPPED in recipe.guard.off else DropAlarm(self.index, most, f"{self.kind}-{self.number}")
-            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards, rated, alarm))
+            refill = self.index, recipe.algorithm.max_refill * recipe.train.groups_per_step
+            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards, rated, alarm, refill))
 
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)

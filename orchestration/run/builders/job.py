@@ -8,17 +8,22 @@ build ──▶ ready ──▶ work ──────────────�
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import SyncSection
 from orchestration.rewards.reward_set import reward_pool, reward_set
+from orchestration.run import checkpoint
+from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.engines import tokenizer_of
 from orchestration.run.paths import RunPaths
+from orchestration.service.registry import CHECKPOINT_REPORTED
 from pipeline.controller import Controller, Stage
 from pipeline.index.client import Index
 from pipeline.spans import Spans
@@ -26,6 +31,11 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms import NamedAlgorithm
 from stages.models import Tokenizer
 from stages.rewards.stage import RewardSet
+from stages.training.ranks import RankGroup
+from stages.training.rendezvous import Rendezvous, join_rendezvous
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 Work = Coroutine[Any, Any, None]
 
@@ -101,6 +111,32 @@ class Job:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return tokenizer_of(self.recipe)
+
+    async def newest_checkpoint(self) -> Checkpoint | None:
+        """The run's newest checkpoint; None where it has none. Raises CheckpointMissing where this node does not have it."""
+        reported = int(await self.index.get(CHECKPOINT_REPORTED) or 0)
+        return await asyncio.to_thread(checkpoint.latest_of_run, self.paths.checkpoints, reported)
+
+    async def meet(self, rank_group: RankGroup) -> Store:
+        """Returns the store in which the ranks of ``rank_group`` find each other: rank 0 serves it, and its first order says
+        where. Raises OSError and ValueError for an address that does not serve."""
+        recipe, timeout = self.recipe, self.recipe.launch.collective_timeout
+        tls = recipe.pipeline.tls_contexts()
+        if rank_group.ranks.rank:
+            order = await rank_group.receive()
+            address = (order["address"][0], order["address"][1])
+            joining = functools.partial(join_rendezvous, address, self.secret, timeout=timeout, tls=tls and tls[1])
+            return await asyncio.to_thread(joining)
+        default = SyncSection().serve  # the ranks are on one node
+        host = recipe.sync.serve if recipe.sync.transport == "collective" else default
+        route = await self.index.own_address() if host != default else ""
+        try:
+            met = Rendezvous(host, self.secret, route=route, timeout=timeout, tls=tls and tls[0])
+        except ValueError as refused:
+            raise ValueError(f"sync.{refused}") from refused
+        self.resources.callback(met.close)
+        await rank_group.broadcast("meet", address=met.address)
+        return met.store
 
     def algorithm(self) -> NamedAlgorithm:
         return algorithm_of(self.recipe)

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.planner import prompt_limits
-from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, weight_reader
 from pipeline.events import AlarmEvent
@@ -29,7 +28,7 @@ class RolloutJob(Job):
     async def build(self) -> None:
         recipe, worker = self.recipe, f"rollout-{self.number}"
         # The checkpoint that the run resumed from may have been removed for newer ones; any of them will do to begin with.
-        start = checkpoint.latest(self.paths.checkpoints) if self.paths.start else None
+        start = await self.newest_checkpoint() if self.paths.start else None
         make = functools.partial(
             rollout_engine,
             recipe,

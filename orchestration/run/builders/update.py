@@ -19,7 +19,7 @@ from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.engines import probe_tokens, train_engine, weight_publisher
-from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_WRITTEN
+from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_REPORTED, CHECKPOINT_WRITTEN
 from pipeline.controller import Controller
 from pipeline.events import CheckpointEvent
 from pipeline.spans import Spans
@@ -33,8 +33,6 @@ from stages.training.ranks import RankGroup, RankWorker
 from stages.training.skipped import SkippedSteps
 from stages.training.update import Update
 from stages.weights.store import Publisher
-
-CHECKPOINT_REPORTED = "checkpoint:told"  # a document of the run: the newest version with an emitted `checkpoint` event
 
 
 class UpdateJob(Job):
@@ -53,7 +51,7 @@ class UpdateJob(Job):
         if self.ranks.rank:
             self.make_rank_worker(DeviceLease())
             return
-        publisher = weight_publisher(self.recipe, self.paths.shared, self.secret)
+        publisher = weight_publisher(self.recipe, self.paths.shared, self.secret, await self.index.own_address())
         self.resources.callback(publisher.close)
         await self.make_stage(publisher, DeviceLease())
 
@@ -82,19 +80,18 @@ class UpdateJob(Job):
         """Make this rank's engine, with the newest checkpoint in it."""
         recipe = self.recipe
         self.ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
-        self.rank_group, meeting = RankGroup(self.index, self.ranks), None
         life = await self.index.get(f"ranks:{self.kind}") or ""  # of a group, put there by the supervisor
         if recipe.trains_critic and not self.ranks.rank:
             self.critic = CriticOrders(self.index, life)
-        if self.ranks.world > 1:
-            self.rank_group, meeting = RankGroup(self.index, self.ranks, life), self.paths.shared / f"ranks-{life}"
+        self.rank_group = RankGroup(self.index, self.ranks, life)
+        meeting = await self.meet(self.rank_group) if self.ranks.world > 1 else None
         self.engine = await asyncio.to_thread(train_engine, recipe, self.ranks if meeting else None, meeting)
         self.resources.callback(self.engine.close)
         self._saving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._saving.set_result(None)
         self._writer = checkpoint.Writer(self.engine, self.number)
         self.resources.push_async_callback(self._end_writing)
-        self.checkpoint = checkpoint.latest(self.paths.checkpoints)
+        self.checkpoint = await self.newest_checkpoint()
         self._saved = 0  # version of the newest checkpoint, which may not be whole yet
         self._answered = ""  # the last request that a checkpoint was begun for
         if self.checkpoint is not None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from pipeline.node import node_id
 
 INDEX, RUN = "ASYNCDOCK_INDEX", "ASYNCDOCK_RUN"  # environment of the children of a process that starts a queue
 _KEY, _NAMESPACE = b"queue", b"asyncdock.transfer_queue"
@@ -40,9 +43,14 @@ def _announced() -> dict[str, str] | None:
     return None if value is None else json.loads(value)
 
 
+def _node() -> str:
+    """Returns the name of this node: that of processes which find each other's Unix sockets."""
+    return node_id(Path(tempfile.gettempdir()))
+
+
 def _has_ended(queue: Mapping[str, str]) -> bool:
     """Whether the server of a queue that was opened on this node is gone."""
-    if not queue["url"].startswith("unix://") or queue["node"] != platform.node():
+    if not queue["url"].startswith("unix://") or queue["node"] != _node():
         return False
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(urlsplit(queue["url"]).path) != 0
@@ -55,7 +63,7 @@ def find_queue() -> dict[str, str]:
     a queue that this worker opened, and it would end with the worker."""
     queue = _announced()
     if queue is not None:
-        if queue["url"].startswith("unix://") and queue["node"] != platform.node():
+        if queue["url"].startswith("unix://") and queue["node"] != _node():
             raise RuntimeError(
                 f"the queue of this Ray cluster listens on node {queue['node']!r} alone; open it with "
                 "init({'url': 'redis://…'}) there, a server that all nodes reach"
@@ -79,7 +87,7 @@ def announce(conf: Mapping[str, Any], *, chosen: bool) -> bool:
         return False
     from ray.experimental.internal_kv import _internal_kv_put
 
-    own = {"url": conf["url"], "run": conf["run"], "node": platform.node()}
+    own = {"url": conf["url"], "run": conf["run"], "node": _node()}
     put = partial(_internal_kv_put, _KEY, json.dumps(own).encode(), namespace=_NAMESPACE)
     other = _announced() if put(overwrite=False) else None
     if other is None or _has_ended(other):

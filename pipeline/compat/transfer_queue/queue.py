@@ -98,7 +98,7 @@ class Queue(LoopThread):
 
         self.dock = dock("local")
         found = await self.index.warehouses()
-        near = sorted(w.name for w in found if w.node == self.dock.node and not w.leaving)
+        near = sorted(w.name for w in found if w.is_near(conf["node"]) and not w.leaving)
         if near:
             self.dock = dock(near[0])
             await self.dock.warehouses.enter()

@@ -55,8 +55,8 @@ end)
 -- Pass rates of prompts, of a run that samples them by difficulty.
 --   pick              `next` position in the source of prompts, `changes` of pass rates so far
 --   chosen            group → {position, prompt}, until the group leaves the run
---   outcomes          group → {mean reward, contrast}, of groups that have not left
---   rates             prompt → {mean reward, contrast, streak}     recent   prompts scored by the number of their last change
+--   outcomes          group → {mean reward, taught = 1 or 0}, of groups that have not left
+--   rates             prompt → {mean reward, taught, streak}     recent   prompts scored by the number of their last change
 -- A group counts when it leaves, trained or dropped, so that a group that is made again counts once. What a choice depends on
 -- is therefore the same in a run that is replayed from a checkpoint, see `resume_point`.
 
@@ -73,7 +73,8 @@ local function rate_groups(run, groups)
       if chosen and outcome then
         local prompt, rate = cmsgpack.unpack(chosen)[2], cmsgpack.unpack(outcome)
         local before = call('HGET', run .. 'rates', prompt)
-        rate[3] = rate[2] == 0 and (before and cmsgpack.unpack(before)[3] or 0) + 1 or 0
+        before = before and cmsgpack.unpack(before) or { 0, 0, 0 }
+        rate = rate[2] ~= 0 and { rate[1], 1, 0 } or { rate[1], before[2], before[3] + 1 }
         call('HSET', run .. 'rates', prompt, cmsgpack.pack(rate))
         call('ZADD', run .. 'recent', call('HINCRBY', run .. 'pick', 'changes', 1), prompt)
       end
@@ -112,7 +113,7 @@ define('choose_prompts', function(run, a)
   return true
 end)
 
--- {groups = {group, mean reward, contrast}…}. Can be repeated. Groups of a run that does not sample by difficulty are ignored.
+-- {groups = {group, mean reward, 1 if it taught something or 0}…}. Can be repeated. Groups of a run that does not sample by difficulty are ignored.
 define('put_outcomes', function(run, a)
   for _, entry in ipairs(a.groups) do
     if call('HEXISTS', run .. 'chosen', entry[1]) == 1 then

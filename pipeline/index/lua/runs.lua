@@ -16,17 +16,20 @@ end)
 
 define('config', function(run) return config(run) end, true)
 
--- {versions} → {counts = {admitted, gate, filtered groups, published, trained}, remake = lost groups to be made again, gates, wait}.
+-- {versions} → {counts = {admitted, gate, filtered groups, published, trained, droppable}, remake = lost groups to be made again, gates, wait}.
 -- The i-th version may make tokens of groups below the i-th of `gates`. A run that has no config yet has gate 0, and one whose
--- next groups wait the gate `admitted`.
+-- next groups wait the gate `admitted`. The most groups that a step may drop are those below `droppable` plus that number: a group's
+-- place in its step does not depend on when the groups before it are dropped.
 define('status', function(run, a)
   local begun, gates = call('EXISTS', run .. 'config') == 1, {}
-  local found = call('HMGET', run .. 'n', 'admitted', 'filtered_groups', 'published', 'trained')
+  local found = call('HMGET', run .. 'n', 'admitted', 'filtered_groups', 'published', 'trained', 'dropped_before')
   for i, version in ipairs(a.versions) do gates[i] = gate(run, config(run), version) end
   local limit = begun and gate(run, config(run), int(found[3])) or 0
+  local cfg = begun and config(run)
+  local droppable = cfg and (int(found[4]) + cfg.slack) * cfg.groups_per_step + int(found[5] or 0) or 0
   if begun and replacements_wait(run, config(run)) then limit = min(limit, int(found[1])) end
   return {
-    counts = { int(found[1]), limit, int(found[2]), int(found[3]), int(found[4]) },
+    counts = { int(found[1]), limit, int(found[2]), int(found[3]), int(found[4]), droppable },
     remake = call('SMEMBERS', run .. 'remake'), gates = gates, wait = woken(run, 'version'),
   }
 end, true)
@@ -93,6 +96,7 @@ define('ledger', function(run, a)
     remade = value(run, 'remade_rows'), remade_tokens = value(run, 'remade_rows_tokens'),
     in_flight = rows_in_flight, in_flight_tokens = tokens_in_flight,
     redelivered = value(run, 'redelivered'), skipped_steps = value(run, 'skipped_steps'),
+    spared_groups = value(run, 'spared_groups'),
   }
 end, true)
 
@@ -136,7 +140,7 @@ define('resume_point', function(run, a)
     end
     counters['generated' .. unit] = left
   end
-  counters.filtered_groups, counters.skipped_steps = value(run, 'filtered_groups'), value(run, 'skipped_steps')
+  for _, name in ipairs({ 'filtered_groups', 'dropped_before', 'spared_groups', 'skipped_steps' }) do counters[name] = value(run, name) end
   for _, field in ipairs(call('HKEYS', run .. 'n')) do
     if sub(field, 1, 4) == 'drop' then counters[field] = value(run, field) end
   end

@@ -18,6 +18,21 @@ local function tally(run, rows, name)
   return tokens
 end
 
+-- {groups = {group…}}: their step may drop no more, so these will be trained though they teach nothing. Can be repeated.
+define('spare_groups', function(run, a)
+  for _, group in ipairs(a.groups) do call('SADD', run .. 'spared', group) end
+  return true
+end)
+
+local function no_longer_spared(run, groups)
+  local spared = 0
+  if call('EXISTS', run .. 'spared') == 0 then return spared end
+  for i = 1, #groups, 2 do
+    for group = groups[i], groups[i + 1] do spared = spared + call('SREM', run .. 'spared', group) end
+  end
+  return spared
+end
+
 -- {stage, token, owner?, step, rows, event?, skipped?}: an optimizer step was made of these rows; the trainer is at version step + 1.
 define('train', function(run, a)
   local cfg = config(run)
@@ -56,7 +71,8 @@ define('train', function(run, a)
   for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
   rate_groups(run, groups)
   call('HSET', run .. 'steps', a.step, cmsgpack.pack(groups))
-  call('HSET', run .. 'n', 'trained', a.step + 1)
+  count(run, 'spared_groups', no_longer_spared(run, groups))
+  call('HSET', run .. 'n', 'trained', a.step + 1, 'dropped_before', value(run, 'filtered_groups'))
   if a.skipped then count(run, 'skipped_steps', 1) end
   tell(run, 'step', a.event)
   settle(run, a.token, lease, total)
@@ -105,6 +121,7 @@ define('drop_groups', function(run, a)
   erase_groups(run, cfg, groups, freed)
   for i = 1, #groups, 2 do cut(run .. 'open', groups[i], groups[i + 1]) end
   rate_groups(run, groups)
+  no_longer_spared(run, groups)
   for _, group in ipairs(a.groups) do call('ZADD', run .. 'filtered', group, group) end
   local oldest = call('ZRANGE', run .. 'open', 0, 0)[1]
   call('ZREMRANGEBYSCORE', run .. 'filtered', '-inf', oldest and '(' .. ends(oldest) or '+inf')

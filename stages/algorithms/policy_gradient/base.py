@@ -200,7 +200,8 @@ class GroupCompared(PolicyGradient):
         """:meth:`advantage` of the rewards. Equal rewards, and a group of one, give zeros."""
         rewards = group["reward"].float()
         if bool((rewards == rewards[0]).all()):  # exact zeros, where rounding of the mean would leave noise
-            return Drop("equal rewards") if self.drop_equal else {"advantage": rewards.new_zeros(rewards.shape)}
+            zeros = {"advantage": rewards.new_zeros(rewards.shape)}
+            return Drop("equal rewards", instead=zeros) if self.drop_equal else zeros
         return {"advantage": self.advantage(rewards)}
 
     @abstractmethod

@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,6 +39,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
+from pipeline.node import node_id
+from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.adapters.export import ADAPTER, base_weights, save_adapter, write_merged
 from stages.adapters.options import AdapterOptions
@@ -67,12 +70,10 @@ SUMMED = "replicated_with_grad_allreduce"  # each rank has the whole weight, and
 
 def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) -> None:
     """Join torch.distributed's default group. Every rank calls this; it returns when all have. A collective call that a rank
-    does not join within ``timeout`` seconds raises on the others."""
+    does not join within ``timeout`` seconds raises on the others. Ranks of several nodes meet in a store that has
+    ``own_address``, by which this rank reaches the others."""
     devices.use(device)
-    # Ranks are processes of one node: the ports that gloo opens ask for no credentials, so they are opened on loopback.
-    os.environ.setdefault(
-        "GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(ranks, store))
     dist.init_process_group(
         devices.backend(device),
         store=store,
@@ -86,8 +87,19 @@ def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) 
     prove(bytes(store.get(_SECRET)), device)
 
 
+def _interface(ranks: Ranks, store: dist.Store) -> str:
+    """Returns the network interface for gloo's ports. They ask for no credentials, so where all ranks are on one node they
+    are opened on loopback."""
+    if address := getattr(store, "own_address", ""):
+        store.set(f"node {ranks.rank}", node_id(shared_memory_directory()))
+        if len({bytes(store.get(f"node {rank}")) for rank in range(ranks.world)}) > 1:
+            found = psutil.net_if_addrs().items()
+            return next(name for name, addresses in found if address in [each.address for each in addresses])
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
 def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Each rank of ``group`` proves to the others that it knows ``secret``, which it read from the file in which the ranks
+    """Each rank of ``group`` proves to the others that it knows ``secret``, which it read from the store in which the ranks
     met. A process of another user that has connected to a rank's port cannot. Raises ``PermissionError``."""
 
     def proof(rank: int) -> bytes:

@@ -183,9 +183,10 @@ async def test_a_cache_that_is_kept_where_it_should_be_rebuilt_is_found_in_its_f
 
 
 async def test_a_run_that_drops_every_group_says_so_once(tmp_path: Path) -> None:
-    of = recipe(MOCK, **{**EQUAL, "algorithm__options": {"drop_equal": True}, "guard__on_alarm": "fail"})
+    drop = {"algorithm__options": {"drop_equal": True}, "algorithm__max_refill": 16}
+    of = recipe(MOCK, **{**EQUAL, **drop, "guard__on_alarm": "fail"})
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert watched.of("step") == []
     (alarm,) = watched.of("alarm")
     assert (alarm["metric"], alarm["step"], alarm["value"]) == ("dropped_groups", 0, 64.0)
-    assert "64 groups in a row were dropped, the last one because of: equal rewards" in result.reason
+    assert "64 groups in a row taught nothing, the last one because of: equal rewards" in result.reason

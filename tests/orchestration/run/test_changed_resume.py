@@ -12,7 +12,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.run.lock import RunError
 from orchestration.run.run import Run, RunResult
 from stages.engines.torch.optimizer import learning_rate_at
-from tests.orchestration.run.test_run import assert_equal, trained, weights_of
+from tests.orchestration.run.test_run import assert_equal, synchronous, trained, weights_of
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, recipe
 
 
@@ -91,6 +91,19 @@ async def test_a_bound_that_is_lowered_while_groups_are_ahead_is_kept(tmp_path: 
     assert {step["staleness_max"] for step in watched.of("step")} == {0}
     groups = [group for step in [*made, *watched.of("step")] for group in step["groups"]]
     assert sorted(groups) == list(range(12 * 4)), "each group once"
+
+
+async def test_a_run_goes_on_in_another_index_over_the_network_and_back(index_url: str, tmp_path: Path) -> None:
+    """As on a cluster: weights and samples are served to other nodes. The weights are those of a run left alone."""
+    of = recipe(TINY, pipeline__staleness=0, train__steps=1)
+    await complete(Run.create(of, tmp_path / "run"))
+    there = [f"pipeline.index={index_url}", "pipeline.serve=127.0.0.1", "sync.transport=collective"]
+    for steps, changes in ((2, there), (3, ["pipeline.index=embedded", "sync.transport=shared_memory"])):
+        watched, result = await resumed(tmp_path / "run", f"train.steps={steps}", *changes)
+        assert [step["step"] for step in watched.of("step")] == [steps - 1]
+    whole = recipe(TINY, pipeline__staleness=0, train__steps=3)
+    _, weights = await synchronous(whole)
+    assert_equal(trained(whole, result), weights)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from torch.distributed import HashStore
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.engines import reference_engine, rollout_engine, train_engine
@@ -25,7 +26,7 @@ BOTH["train"] = {**TINY["train"], "engine": COUNTING}
 made: list[tuple[Any, ...]] = []
 
 
-def watched(recipe: Any, *, ranks: Ranks, meeting: Path | None, **options: Any) -> CountingTrainEngine:
+def watched(recipe: Any, *, ranks: Ranks, meeting: Any, **options: Any) -> CountingTrainEngine:
     made.append((recipe, ranks, meeting, options))
     return cast("CountingTrainEngine", train_engine(BOTH_RECIPE))
 
@@ -102,12 +103,13 @@ def test_installed_engines_are_found_by_name(monkeypatch: pytest.MonkeyPatch) ->
         recipe(TINY, rollout__engine="custon")
 
 
-def test_a_train_factory_is_told_its_rank_and_makes_the_reference_too(tmp_path: Path) -> None:
+def test_a_train_factory_is_told_its_rank_and_makes_the_reference_too() -> None:
     made.clear()
     of = recipe(TINY, train__engine=f"{HERE}:watched", train__options={"speed": 2})
-    train_engine(of, Ranks(1, 2), tmp_path / "meeting")
+    meeting = HashStore()
+    train_engine(of, Ranks(1, 2), meeting)
     reference_engine(of)
-    assert made == [(of, Ranks(1, 2), tmp_path / "meeting", {"speed": 2}), (of, Ranks(0), None, {"speed": 2})]
+    assert made == [(of, Ranks(1, 2), meeting, {"speed": 2}), (of, Ranks(0), None, {"speed": 2})]
 
 
 def test_what_is_made_must_be_an_engine() -> None:

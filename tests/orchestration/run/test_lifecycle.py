@@ -303,7 +303,7 @@ def has_other_shapes(recipe: Any, *, version: int, weights: Path | None) -> Any:
     return decodes_nothing(recipe, RuntimeError("the size of tensor a (4) must match that of b (5)"), weights)
 
 
-def trains_nothing(recipe: Any, *, ranks: Any, meeting: Path | None) -> Any:
+def trains_nothing(recipe: Any, *, ranks: Any, meeting: Any) -> Any:
     engine = train_engine(recipe.model_copy(update={"train": recipe.train.model_copy(update=TORCH)}))
 
     def train_batch(batch: Any, algorithm: Any) -> Any:
@@ -351,7 +351,7 @@ async def test_the_same_error_after_a_step_is_one_that_a_restart_may_mend(tmp_pa
 FAILURES: list[int] = []
 
 
-def fails_once(recipe: Any, *, ranks: Any, meeting: Path | None) -> Any:
+def fails_once(recipe: Any, *, ranks: Any, meeting: Any) -> Any:
     engine = train_engine(recipe.model_copy(update={"train": recipe.train.model_copy(update=TORCH)}))
     train, calls = engine.train_batch, itertools.count()
 

@@ -389,7 +389,7 @@ async def test_a_torch_run_goes_on_after_a_failing_transport_bit_for_bit(
 
     monkeypatch.setattr("orchestration.run.builders.rollout.weight_reader", reader)
 
-    def publisher(of: Recipe, shared: Path, secret: bytes) -> WeightStore:
+    def publisher(of: Recipe, shared: Path, *_: object) -> WeightStore:
         return WeightStore(shared, bucket_bytes=4096)
 
     monkeypatch.setattr("orchestration.run.builders.update.weight_publisher", publisher)

@@ -23,6 +23,7 @@ from orchestration.service.lifecycle import WHERE
 from orchestration.service.registry import RunRecord, WrongState
 from pipeline.events import Event
 from pipeline.index.client import Index
+from tests.compose.sandbox import missing
 from tests.orchestration.run.test_run import assert_equal, synchronous, weights_of
 from tests.orchestration.runs import MOCK, TINY, forks, recipe
 from tests.orchestration.services import Service, serving, shared_memory
@@ -327,8 +328,9 @@ async def test_a_run_that_ended_before_it_was_recorded_is_resumed_once_it_is_and
         assert taken is not None
         assert await service.registry.end(run, "t1", "stopped", "")
         await service.registry.reopen(await service.registry.get(run), recipe(INLINE))
-        assert await service.registry.take("b", "/folders/of-b", "t2", 60) is None
-        again = await service.registry.take("a", "/folders/of-a", "t3", 60)
+        assert await service.registry.reopened() == {run: f"/folders/of-a/{run}"}
+        assert await service.registry.take("b", "/folders/of-a", "t2", 60) is None, "another machine, the same path"
+        again = await service.registry.take("a", "/folders/of-a", "t3", 60, [run])
         assert again is not None
         assert again.record.folder == f"/folders/of-a/{run}"
 
@@ -370,3 +372,31 @@ async def test_two_agents_on_one_index_share_its_runs(index_url: str, tmp_path: 
         stop.set()
         await asyncio.gather(*tasks)
     assert {record.agent for record in records} == {agent.name for agent in with_both}
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+async def test_an_agent_takes_no_run_of_another_machine_with_the_same_name_and_folder(
+    index_url: str, tmp_path: Path
+) -> None:
+    """Both machines have the same host name, and the service's data at the same path: only the first one has the run."""
+    apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    apart += ["sh", "-c", f'mount -t tmpfs none {tmp_path} && exec "$0" "$@"']
+    async with serving(tmp_path, index_url) as service, service.working() as here:
+        run = await service.submit(recipe(INLINE, **ENDLESS))
+        await service.steps(run, 2)
+        there = service.start_agent(prefix=apart)
+        other = await service.submit(recipe(INLINE))  # waits for room, which the second machine has
+        taken = await service.until(other, lambda record: record.agent != "")
+        await service.ended(other)
+        assert taken.agent.rpartition("-")[0] == here.name.rpartition("-")[0], "the host name"
+        assert taken.agent != here.name
+        assert (await service.registry.get(run)).attempts == 1
+        await service.registry.ask(run, "stop")
+        record = await service.ended(run)
+        # It goes on where its checkpoint is, though the other machine is free.
+        await service.registry.reopen(record, recipe(INLINE, **ENDLESS))
+        again = await service.until(run, lambda record: record.agent != "")
+        assert again.agent == here.name
+        await service.registry.ask(run, "stop")
+        await service.ended(run)
+        there.kill()

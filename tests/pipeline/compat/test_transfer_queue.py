@@ -7,7 +7,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from pipeline.columns import ColumnError
 from pipeline.compat import transfer_queue as tq
+from pipeline.compat.transfer_queue.discovery import _node
 from pipeline.compat.transfer_queue.queue import Queue
 from pipeline.index.client import Index, IndexRefused, NeverFits
 from pipeline.warehouse.arena import StaleHandle
@@ -490,7 +490,7 @@ def test_a_worker_of_ray_finds_the_queue_or_fails(cluster: Path) -> None:
 
 def test_a_queue_of_ray_that_has_ended_or_lies_elsewhere(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = cluster / "ray" / "stored"
-    dead = {"url": f"unix://{cluster}/none.sock", "run": "r", "node": platform.node()}
+    dead = {"url": f"unix://{cluster}/none.sock", "run": "r", "node": _node()}
     stored.write_text(json.dumps(dead))
     monkeypatch.setenv("FAKE_RAY_MODE", "1")
     with pytest.raises(RuntimeError, match="the queue of this Ray cluster has ended; call init"):
@@ -502,7 +502,11 @@ def test_a_queue_of_ray_that_has_ended_or_lies_elsewhere(cluster: Path, monkeypa
     monkeypatch.setenv("FAKE_RAY_MODE", "0")
     stored.write_text(json.dumps(dead))
     conf = tq.init()  # a driver takes the place of one that was killed
-    assert json.loads(stored.read_text()) == {"url": conf["url"], "run": conf["run"], "node": platform.node()}
+    assert json.loads(stored.read_text()) == {
+        "url": conf["url"],
+        "run": conf["run"],
+        "node": _node(),
+    }
     tq.close()
     assert not stored.exists()
 
@@ -519,7 +523,7 @@ def test_a_queue_from_before_ray_init_is_noted_later_and_two_are_an_error(cluste
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{cluster}/o.sock")
         other.listen()
-        stored.write_text(json.dumps({"url": f"unix://{cluster}/o.sock", "run": "r", "node": platform.node()}))
+        stored.write_text(json.dumps({"url": f"unix://{cluster}/o.sock", "run": "r", "node": _node()}))
         tq._connected().announced = False
         with pytest.raises(RuntimeError, match="this Ray cluster has a queue, run 'r', and this process another one"):
             tq.init()

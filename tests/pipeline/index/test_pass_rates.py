@@ -30,19 +30,19 @@ async def test_a_group_counts_when_it_leaves_trained_or_dropped(dock: Dock) -> N
     await admit(dock, range(3))
     rollout = await claim(dock, "rollout", version=0)
     await respond(dock, rollout, positions=[0, 1, 2, 3])
-    await index.put_outcomes({0: (0.5, 1.0), 1: (1.0, 0.0)})
-    await index.put_outcomes({0: (0.25, 0.75), 77: (0.0, 0.0)})  # made again; and one that was never chosen
+    await index.put_outcomes({0: (0.5, True), 1: (1.0, False)})
+    await index.put_outcomes({0: (0.25, True), 77: (0.0, False)})  # made again; and one that was never chosen
     chosen = await index.pass_rates([0, 1, 2, 3], 0)
     assert (chosen.next, chosen.chosen, list(chosen.rates)) == (7, {0: 3, 1: 5, 2: 6}, [])
     point = await index.resume_point()
     await dock.index.hand_back(rollout)
 
     await through_advantage(dock)
-    await index.put_outcomes({2: (0.0, 0.0)})
+    await index.put_outcomes({2: (0.0, False)})
     await index.train(await claim(dock, "update"), 0)
     trained = await index.pass_rates([0, 1, 2], 0)
     assert trained.chosen == {2: 6}
-    assert [(prompt, tuple(rate)) for prompt, rate in trained.rates] == [("a", (0.25, 0.75, 0)), ("b", (1, 0, 1))]
+    assert [(prompt, tuple(rate)) for prompt, rate in trained.rates] == [("a", (0.25, 1, 0)), ("b", (1, 0, 1))]
 
     other = Index(index.url, uuid.uuid4().hex[:8])  # a run that resumes from before: its groups count again, once
     await other.init(config(), point.counters, point.remake, point.rates)
@@ -55,20 +55,20 @@ async def test_a_group_counts_when_it_leaves_trained_or_dropped(dock: Dock) -> N
 
 async def test_a_streak_counts_groups_in_a_row_and_changes_come_in_their_order(dock: Dock) -> None:
     index, seen = dock.index, 0
-    for number, (reward, contrast) in enumerate([(0.0, 0.0), (0.0, 0.0), (0.5, 1.0), (1.0, 0.0)]):
+    for number, (reward, taught) in enumerate([(0.0, False), (0.0, False), (0.5, True), (1.0, False)]):
         await index.choose_prompts({number: (number, "a")}, number + 1)
         await admit(dock, range(number, number + 1))
         await respond(dock, await claim(dock, "rollout", version=0))
         rewards = await claim(dock, "reward")
         await dock.commit(rewards, range(2), {"reward": torch.zeros(2)})
-        await index.put_outcomes({number: (reward, contrast)})
+        await index.put_outcomes({number: (reward, taught)})
         await index.drop_groups(await claim(dock, "advantage"), [number], "equal rewards")
         found = await index.pass_rates([], seen)
-        assert [tuple(rate) for _, rate in found.rates] == [(reward, contrast, [1, 2, 0, 1][number])]
+        assert [tuple(rate) for _, rate in found.rates] == [(reward, number >= 2, [1, 2, 0, 1][number])]
         seen = found.changes
     point = await index.resume_point()
     other = Index(index.url, uuid.uuid4().hex[:8])
     await other.init(config(), point.counters, point.remake, point.rates)
-    assert [tuple(rate) for _, rate in (await other.pass_rates([], 0)).rates] == [(1, 0, 1)]
+    assert [tuple(rate) for _, rate in (await other.pass_rates([], 0)).rates] == [(1, 1, 1)]
     await other.erase()
     await other.close()

@@ -6,11 +6,8 @@ Nodes here are docks with node names of their own, so that what is not theirs co
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -23,6 +20,7 @@ from pipeline.warehouse import directory
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from pipeline.warehouse.wire.protocol import TransferError, WarehouseUnreachable
+from tests.forked import program
 
 SECRET = b"a secret of the run, sixteen or more"
 SCHEMA = Schema(
@@ -324,14 +322,10 @@ asyncio.run(main(*sys.argv[1:4]))
 """
 
 
-def start_far(cluster: Cluster, name: str, does: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, cluster.index.url, cluster.index.run, str(cluster.home / "far"), name, does],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "serving\n"
+def start_far(cluster: Cluster, name: str, does: str) -> BaseProcess:
+    process, output = program(SERVER, cluster.index.url, cluster.index.run, str(cluster.home / "far"), name, does)
+    with output:
+        assert output.readline() == "serving\n"
     return process
 
 
@@ -342,8 +336,8 @@ async def test_a_killed_warehouse_process_finds_its_arena_again_and_loses_nothin
     try:
         claim = await near.claim("score", 10)
         assert claim is not None
-        os.kill(far.pid, signal.SIGKILL)
-        far.wait()
+        far.kill()
+        far.join()
         again = await asyncio.to_thread(start_far, cluster, "second", "serves")
         rows = (await near.fetch(claim, ["response"]))["response"].unbind()
         assert [r.tolist() for r in rows] == [[row.group, row.place, 7] for row in claim.rows]
@@ -352,5 +346,4 @@ async def test_a_killed_warehouse_process_finds_its_arena_again_and_loses_nothin
         for process in (far, again):
             if process is not None:
                 process.kill()
-                process.wait()
-                process.stdout.close()  # type: ignore[union-attr]
+                process.join()

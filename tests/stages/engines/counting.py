@@ -33,6 +33,6 @@ class CountingTrainEngine(MockTrainEngine):
         save_file({"step": torch.tensor([1 + (state or self.state_dict())["step"]])}, path / "model.safetensors")
 
 
-def engine(recipe: Recipe, *, ranks: Ranks, meeting: Path | None, step_seconds: float = 0.0) -> CountingTrainEngine:
+def engine(recipe: Recipe, *, ranks: Ranks, meeting: Any, step_seconds: float = 0.0) -> CountingTrainEngine:
     """``step_seconds`` may be given in train.options."""
     return CountingTrainEngine(MockTrainOptions(step_seconds=step_seconds, time_scale=1.0), seed=recipe.seed)

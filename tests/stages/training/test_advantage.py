@@ -13,7 +13,7 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import Truncated, catalogue
 from stages.flow.declarations import Drop
 from stages.flow.resolver import resolve
-from stages.training.advantage import DROPPED, credits
+from stages.training.advantage import DROPPED, credits, spared
 from tests.batches import make_batch
 from tests.ranks import on_ranks
 from tests.stages.algorithms.test_interface import Discounted, Observing
@@ -67,6 +67,17 @@ TOO_FEW: list[tuple[Truncated, list[bool], bool]] = [
 def test_a_group_with_too_few_responses_left_is_dropped(how: Truncated, truncated: list[bool], dropped: bool) -> None:
     result = credit(GRPO(), [1.0, 0.0, 0.0, 1.0], truncated, how)
     assert (result == Drop(DROPPED)) == dropped
+
+
+def test_a_step_that_may_drop_no_more_trains_groups_with_zeros() -> None:
+    equal, differing = [1.0] * 4, [1.0, 0.0, 0.0, 1.0]
+    results = [credit(GRPO(drop_equal=True), rewards, [NO] * 4, "mask") for rewards in (equal, differing, equal)]
+    results.append(credit(GRPO(drop_equal=True), equal, [YES] * 4, "mask"))  # no token of it can be trained
+    dropped, kept, late, hopeless = spared([7, 9, 8, 11], results, below=8)
+    assert (dropped, kept, hopeless) == (Drop("equal rewards"), results[1], Drop(DROPPED))
+    assert not isinstance(late, Drop)
+    assert late["advantage"].tolist() == [0.0] * 4
+    assert mask_of(late) == [[True] * n for n in TOKENS]
 
 
 def test_a_loss_that_compares_whole_groups_gets_whole_groups() -> None:

@@ -1,0 +1,103 @@
+"""The rendezvous of a rank group: a store in rank 0's process, which the other ranks reach wherever they run.
+
+    rank 0: a store ◀── served at an address that the rank group's log has ◀── rank r: a connection for each calling thread
+
+Both ends of a connection prove that they know the run's secret (:mod:`stages.weights.secret_socket`), inside TLS where the
+recipe has certificates. The log also orders: rank r connects when rank 0 listens.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import HashStore, Store
+
+from pipeline.node import announced
+from stages.weights.collective import CONNECT_SECONDS, RemoteStore, serve_store
+from stages.weights.secret_socket import SecretServer, SecretSocket, connect
+
+IDLE_SECONDS = 14 * 86400.0  # for which the store waits for a rank's next call: another group is made much later
+MARGIN_SECONDS = 5.0  # for which a rank waits for the store's answer beyond the store's own timeout
+
+
+class HeldStore(HashStore):
+    """The store in rank 0's process. ``own_address``: the address by which this process reaches the others ("": they are on
+    this node)."""
+
+    own_address = ""
+
+
+class RanksStore(Store):
+    """The store of rank 0 in the process of another rank. Each thread has a connection of its own: a call may wait for a
+    key that a rank sets after a call of another thread."""
+
+    own_address = ""
+
+    def __init__(self, connected: Callable[[], SecretSocket]) -> None:
+        super().__init__()
+        self._connected, self._own = connected, threading.local()
+
+    def _remote(self) -> RemoteStore:
+        if not hasattr(self._own, "store"):
+            self._own.store = RemoteStore(self._connected())
+        store: RemoteStore = self._own.store
+        return store
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._remote().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._remote().get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._remote().add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._remote().check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._remote().wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self._remote().delete_key(key)
+
+
+class Rendezvous:
+    """Rank 0's end: :attr:`store`, served on ``host`` at :attr:`address`. ``route``: the own address on the way to the
+    index; ``timeout``: seconds for which a rank waits for the others. Raises ValueError where other nodes cannot reach
+    ``host``, and OSError where it is no address of this machine."""
+
+    def __init__(
+        self, host: str, secret: bytes, *, route: str = "", timeout: float, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.store = HeldStore()
+        self.store.set_timeout(timedelta(seconds=timeout))
+        self._server = SecretServer(
+            host, secret, lambda peer: serve_store(peer, self.store), timeout=IDLE_SECONDS, tls=tls
+        )
+        self.address = (announced(host, route), self._server.address[1])
+        self.store.own_address = _beyond_this_node(self.address[0])
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def join_rendezvous(
+    address: tuple[str, int], secret: bytes, *, timeout: float, tls: ssl.SSLContext | None = None
+) -> RanksStore:
+    """Returns the store at ``address`` of a :class:`Rendezvous`. Raises OSError when nothing there knows ``secret``."""
+    options: dict[str, Any] = {"connecting": CONNECT_SECONDS, "timeout": timeout + MARGIN_SECONDS, "tls": tls}
+    first = connect(address, secret, **options)
+    store = RanksStore(lambda: connect(address, secret, **options))
+    store.own_address = _beyond_this_node(first.own_address)
+    first.close()
+    return store
+
+
+def _beyond_this_node(address: str) -> str:
+    return "" if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address

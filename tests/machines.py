@@ -1,0 +1,70 @@
+"""Machines of a network, as far as one kernel can imitate them: each has a network, a host name, shared memory and process
+numbers of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from benchmarks.dispatch_scale import PORT, Infeasible, Network, index_server
+from pipeline.warehouse.arena import shared_memory_directory
+from tests.compose.sandbox import missing
+
+
+class Machines:
+    """Two machines, and the URL of an index on a third one. All see the same disk, as from a network file system."""
+
+    def __init__(self, network: Network) -> None:
+        self._network, self.url = network, f"redis://{network.address(-1)}:{PORT}"
+        self._started: list[subprocess.Popen[str]] = []
+
+    def address(self, machine: int) -> str:
+        return self._network.address(machine)
+
+    def start(
+        self,
+        machine: int,
+        module: str,
+        *arguments: str,
+        name: str = "node",
+        hidden: Sequence[Path] = (),
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        """Run the Python ``module`` on ``machine``, whose host name is ``name``. ``hidden``: folders in whose place it has
+        empty ones."""
+        mounts = [f"mount -t tmpfs none {folder}" for folder in (shared_memory_directory(), *hidden)]
+        inside = " && ".join([f"hostname {name}", *mounts, 'exec "$0" "$@"'])
+        apart = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", inside]
+        network = ["nsenter", f"--net=/run/netns/{self._network.name(f'host{machine}')}"]
+        command = [*network, *apart, sys.executable, "-P", "-m", module, *arguments]
+        pipes: dict[str, int | IO[Any]] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen(command, text=True, **{**pipes, **options})
+        self._started.append(process)
+        return process
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def two_machines(home: Path, mbit: float = 1000.0) -> Iterator[Machines]:
+    """Skips the test where there is no root, or a program is missing."""
+    if why := missing("tc"):
+        pytest.skip(why)
+    with ExitStack() as stack:
+        try:
+            network = stack.enter_context(Network(2, mbit))
+        except Infeasible as lacking:
+            pytest.skip(str(lacking))
+        stack.enter_context(index_server(network, home))
+        machines = Machines(network)
+        stack.callback(machines.end)
+        yield machines

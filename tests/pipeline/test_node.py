@@ -1,0 +1,68 @@
+"""Identities of nodes, folders and processes: equal where these are shared, different where only names and paths are."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestration.processes.handles import Process
+from pipeline.node import folder_id, is_here, node_id, process_space
+from tests.compose.sandbox import missing
+
+needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing())
+ASK = "from pathlib import Path; from pipeline.node import *; print(node_id(Path({!r})), process_space())"
+
+
+def asked(folder: Path, *prefix: str, before: str = "true") -> list[str]:
+    """Returns node and process space as seen by a process that ``prefix`` starts, after the command ``before``."""
+    command = [*prefix, "sh", "-c", f'{before} && exec "$0" "$@"', sys.executable, "-c", ASK.format(str(folder))]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+
+
+def test_processes_that_share_a_folder_have_the_same_identities(tmp_path: Path) -> None:
+    assert asked(tmp_path) == [node_id(tmp_path), process_space()]
+    assert is_here(node_id(tmp_path), tmp_path)
+
+
+def test_a_folder_that_was_copied_or_made_again_elsewhere_is_another_one(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    before = folder_id(first)
+    shutil.copytree(first, tmp_path / "copy")
+    assert folder_id(tmp_path / "copy") != before
+    (tmp_path / "link").symlink_to(first)
+    assert folder_id(tmp_path / "link") == before
+    assert not is_here(node_id(first), tmp_path / "none")
+    with pytest.raises(FileNotFoundError):
+        folder_id(tmp_path / "none")
+
+
+@needs_namespaces
+def test_a_container_with_the_same_name_and_paths_is_another_node(tmp_path: Path) -> None:
+    apart, own = ["unshare", "--mount", "--pid", "--fork", "--mount-proc"], node_id(tmp_path)
+    node, space = asked(tmp_path, *apart, before=f"mount -t tmpfs none {tmp_path}")
+    assert node.rpartition("-")[0] == own.rpartition("-")[0], "the host name is the same"
+    assert node != own
+    assert space != process_space()
+    assert not is_here(node, tmp_path)
+    # One that shares this folder, as with `docker run --ipc host`, maps the same arenas.
+    node, space = asked(tmp_path, *apart)
+    assert node == own
+    assert space != process_space()
+
+
+@needs_namespaces
+def test_a_process_of_another_pid_namespace_is_not_taken_for_one_of_this(tmp_path: Path) -> None:
+    code = "import os; from orchestration.processes.handles import Process; print(Process.of(os.getpid()))"
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    assert text.startswith("1:")
+    assert Process.parse(text) is None
+    own = Process.of(1)
+    assert Process.parse(str(own)) == own
+    assert Process.parse(f"1:{own.born}") == own, "as an earlier release wrote it"
+    assert Process.parse("1") is None
