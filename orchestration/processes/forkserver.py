@@ -52,8 +52,8 @@ PRELOAD = (
 MESSAGE_BYTES = 1 << 20  # the largest message: it contains the environment of a process
 # A thread of libgomp that waits for the next parallel loop spins for some microseconds, within which most loops of an engine
 # begin, and then sleeps, as other workers share the cores. glibc has one heap for all threads: what one of them frees, as
-# weights that were swapped, the others use again. oneDNN, and torch's layer above it, keep what they have prepared for a size
-# of matrix, of the last 1024 sizes by default: the rows of a run have ever other lengths.
+# weights that were swapped, the others use again. oneDNN, and torch's layer above it, keep what they have prepared for the
+# last sizes of matrices, 1024 by default: the rows of a run have ever other lengths.
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "ACTIVE",
     "GOMP_SPINCOUNT": "1000",
