@@ -29,7 +29,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, ProcessLauncher, Pulse, beat
 from orchestration.run.paths import HOST_VARIABLE, RunPaths
-from orchestration.run.run import owned_prefix
+from orchestration.run.run import owned_prefix, sweep_leftovers
 from pipeline.events import ENDED
 from pipeline.first_of import first_of
 from pipeline.index.client import Index, worker_name
@@ -67,6 +67,7 @@ class Host:
                 raise ValueError(
                     f"run: {self._index.run!r} starts all of its workers itself; set launch.remote_rollouts"
                 )
+            sweep_leftovers()
             shared = shared_memory_directory() / f"{owned_prefix(os.getpid())}{self.name}"
             shared.mkdir(mode=0o700)
             stack.callback(shutil.rmtree, shared, ignore_errors=True)

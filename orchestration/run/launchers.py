@@ -172,11 +172,12 @@ class RemoteLife:
         self._end.set()
 
     async def _follow(self) -> int:
-        after, pulse = "", None
+        after, pulse, ordered = "", None, False
         while (code := await self._index.get(f"exit:{self._name}")) is None:
-            if self._end.is_set():
+            if self._end.is_set() and not ordered:
+                ordered = True
                 await self._order_end()
-            host = await self._index.put_once(f"host:{self._name}", HEAD) if self._end.is_set() else await self._host()
+            host = await self._index.put_once(f"host:{self._name}", HEAD) if ordered else await self._host()
             if host == HEAD:  # no host has taken the order, and none will
                 return -signal.SIGKILL
             pulse = pulse or Pulse(self._index) if host else None
@@ -184,8 +185,9 @@ class RemoteLife:
                 log.warning("host lost", host=host, worker=self._name)
                 await self._order_end()
                 return -signal.SIGKILL
-            waits = [self._index.woken(HOSTS, after, BEAT_SECONDS)]
-            woken = await first_of(*waits, *(() if self._end.is_set() else (self._end.wait(),)))
+            woken = await first_of(
+                self._index.woken(HOSTS, after, BEAT_SECONDS), *(() if ordered else (self._end.wait(),))
+            )
             after = woken[0] or after
         return int(code)
 
