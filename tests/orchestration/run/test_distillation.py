@@ -23,8 +23,8 @@ async def test_a_student_comes_near_to_its_teacher(tmp_path: Path) -> None:
         rollout__max_tokens=4,
         algorithm__name="sft",
         algorithm__group_size=1,
-        train__steps=30,
-        train__groups_per_step=64,
+        train__steps=24,
+        train__groups_per_step=48,
     )
     _, result = await complete(Run.create(taught, tmp_path / "teacher"))
     assert result.checkpoint is not None
@@ -34,18 +34,18 @@ async def test_a_student_comes_near_to_its_teacher(tmp_path: Path) -> None:
         algorithm__name="distillation",
         algorithm__group_size=4,
         rollout__max_rows=128,
-        train__steps=60,
+        train__steps=40,
         train__groups_per_step=16,
-        evaluate__every=60,
+        evaluate__every=40,
         evaluate__prompts=8,
     )
     watched, _ = await complete(Run.create(student, tmp_path / "student"))
     steps = watched.of("step")
-    assert len(steps) == 60
+    assert len(steps) == 40
     assert steps[0]["reverse_kl"] > 2
     assert steps[-1]["reverse_kl"] < 0.5 * steps[0]["reverse_kl"]
     held_out = {event["version"]: event["reward_mean"] for event in watched.of("evaluation")}
-    assert held_out[60] > held_out[0] + 0.3
+    assert held_out[40] > held_out[0] + 0.3
     assert_nothing_left(watched.run)
 
 
