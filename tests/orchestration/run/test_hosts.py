@@ -127,5 +127,5 @@ def test_what_other_machines_cannot_reach_is_refused(change: dict[str, Any], wro
 
 def test_the_page_shows_the_commands() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for part in ("asyncdock host --run", "launch.remote_rollouts", "ASYNCDOCK_INDEX", "sync.serve", "pipeline.serve"):
+    for part in ("asyncdock host --run", "remote_rollouts = 1", "ASYNCDOCK_INDEX", 'transport = "collective"'):
         assert part in page, part
