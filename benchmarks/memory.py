@@ -8,6 +8,10 @@
     reference  logprobs of one step's rows
 
     python benchmarks/memory.py [--json FILE] [--case NAME …] [--side train rollout reference]
+    python benchmarks/memory.py --varied 300 [--case NAME …] [--side train rollout]
+
+``--varied STEPS``: instead, resident memory after each tenth of so many steps (train) or batches (rollout) of rows of random
+lengths, above that after the first one. Environment variables that are set replace those of workers.
 
 CPU and Linux only. Exit code 1: a total is further than 15 % from what was measured.
 """
@@ -22,6 +26,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, aclosing
@@ -145,23 +150,25 @@ def measured(side: Engine, recipe: Recipe, other: str, ranks: Ranks) -> int:
     return resident(peak=True) - before
 
 
-def rows_of_a_step(recipe: Recipe) -> Any:
-    """The columns of one replica's rows of a step, as long as the recipe allows."""
+def rows_of_a_step(recipe: Recipe, chance: random.Random | None = None) -> Any:
+    """The columns of one replica's rows of a step, as long as the recipe allows, or of random lengths by ``chance``."""
     import torch
     from tensordict import TensorDict
 
     size = recipe.algorithm.group_size
     count = recipe.train.groups_per_step * size // recipe.train.dp
 
-    def ragged(length: int | None, value: float, dtype: torch.dtype) -> torch.Tensor:
-        rows = [torch.full((length or 0,), value, dtype=dtype) for _ in range(count)]
+    def ragged(lengths: list[int], value: float, dtype: torch.dtype) -> torch.Tensor:
+        rows = [torch.full((length,), value, dtype=dtype) for length in lengths]
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
-    places, response = torch.arange(count), recipe.rollout.max_tokens
+    places, longest = torch.arange(count), recipe.rollout.max_tokens
+    prompts = [recipe.prompts.max_prompt_tokens or 0] * count
+    responses = [chance.randint(1, longest) if chance else longest for _ in range(count)]
     columns = {"group": places // size, "place": places % size, "advantage": 1.0 - 2.0 * (places % 2)}
-    columns["prompt_ids"] = ragged(recipe.prompts.max_prompt_tokens, 5, torch.int64)
-    columns["response_ids"] = ragged(response, 7, torch.int64)
-    columns |= {name: ragged(response, -3.0, torch.float32) for name in ("rollout_logprobs", "ref_logprobs")}
+    columns["prompt_ids"] = ragged(prompts, 5, torch.int64)
+    columns["response_ids"] = ragged(responses, 7, torch.int64)
+    columns |= {name: ragged(responses, -3.0, torch.float32) for name in ("rollout_logprobs", "ref_logprobs")}
     return TensorDict(columns, [count])
 
 
@@ -226,12 +233,39 @@ async def generate(recipe: Recipe) -> None:
     await engine.close()
 
 
+async def growth(side: Engine, recipe: Recipe, steps: int) -> list[int]:
+    """Bytes of this process after each tenth of ``steps`` steps of rows of random lengths, above those after the first."""
+    import torch
+
+    from orchestration.recipe.flow import algorithm_of
+    from orchestration.run.engines import rollout_engine, train_engine
+    from stages.engines.protocols import GroupRequest, SamplingParams
+
+    chance, found = random.Random(0), list[int]()
+    rows, longest, prompt = recipe.rollout.max_rows, recipe.rollout.max_tokens, recipe.prompts.max_prompt_tokens or 1
+    trainer = train_engine(recipe) if side == "train" else None
+    engine = rollout_engine(recipe, version=0) if side == "rollout" else None
+    for step in range(steps + 1):
+        if trainer is not None:
+            trainer.train_batch(rows_of_a_step(recipe, chance), algorithm_of(recipe))
+        if engine is not None:
+            lengths = [SamplingParams(max_tokens=chance.randint(1, longest)) for _ in range(rows)]
+            ids = torch.full((prompt,), 5)
+            async for _ in engine.generate([GroupRequest(row, (0,), ids, lengths[row], row) for row in range(rows)]):
+                pass
+        if step % (steps // 10) == 0:
+            found.append(resident())
+    if engine is not None:
+        await engine.close()
+    return [size - found[0] for size in found[1:]]
+
+
 WORK: dict[Engine, Callable[[Recipe, Ranks, Path], None]] = {"train": train, "rollout": rollout, "reference": reference}
 
 
 def in_children(side: Engine, recipe: Recipe) -> int:
     """What :func:`measured` returns in a process of its own for each rank of the side: the most."""
-    os.environ.update(ENVIRONMENT)  # as workers have
+    os.environ.update({**ENVIRONMENT, **os.environ})  # as workers have
     dp, tp = (recipe.train.dp, recipe.train.tp) if side == "train" else (1, 1)
     with tempfile.TemporaryDirectory(prefix="adk-memory-") as other, ExitStack() as stack:
         make_model(FIRST, Path(other))
@@ -255,12 +289,36 @@ def compare(model: Model, changes: Changes, sides: Collection[Engine]) -> Iterat
                 yield {"side": side, "derived": total, "measured": in_children(side, recipe), "parts": parts}
 
 
+def show_growth(cases: Collection[str], sides: Collection[Engine], steps: int) -> int:
+    os.environ.update({**ENVIRONMENT, **os.environ})
+    print("| case | process | MiB above the first step, by tenths |\n|---|---|---|")
+    for name, side in itertools.product(cases, sides):
+        model, changes = CASES[name]
+        with (
+            tempfile.TemporaryDirectory(prefix="adk-memory-") as home,
+            multiprocessing.get_context("spawn").Pool(1) as child,
+        ):
+            if not isinstance(model, str):
+                make_model(model, Path(home), changes.get("model.dtype", "float32"))
+            recipe = recipe_of(model if isinstance(model, str) else home, changes)
+            sizes = child.apply(run_growth, (side, recipe, steps))
+        print(f"| {name} | {side} | {', '.join(f'{size / 2**20:,.0f}' for size in sizes)} |", flush=True)
+    return 0
+
+
+def run_growth(side: Engine, recipe: Recipe, steps: int) -> list[int]:
+    return asyncio.run(growth(side, recipe, steps))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--side", nargs="*", default=list(WORK), choices=list(WORK))
+    parser.add_argument("--varied", type=int, metavar="STEPS", help="growth over so many steps instead, at least 10")
     arguments = parser.parse_args()
+    if arguments.varied:
+        return show_growth(arguments.case, arguments.side, arguments.varied)
     found: list[dict[str, Any]] = []
     print("| case | process | derived, MiB | measured, MiB | ratio | parts, MiB |\n|---|---|---|---|---|---|")
     for name in arguments.case:

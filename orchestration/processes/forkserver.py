@@ -52,8 +52,15 @@ PRELOAD = (
 MESSAGE_BYTES = 1 << 20  # the largest message: it contains the environment of a process
 # A thread of libgomp that waits for the next parallel loop spins for some microseconds, within which most loops of an engine
 # begin, and then sleeps, as other workers share the cores. glibc has one heap for all threads: what one of them frees, as
-# weights that were swapped, the others use again.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "1000", "MALLOC_ARENA_MAX": "1"}
+# weights that were swapped, the others use again. oneDNN, and torch's layer above it, keep what they have prepared for the
+# last sizes of matrices, 1024 by default: the rows of a run have ever other lengths.
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "ACTIVE",
+    "GOMP_SPINCOUNT": "1000",
+    "MALLOC_ARENA_MAX": "1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+}
 OUTPUT_BYTES = 2000  # of the server's last output, quoted in errors
 
 
@@ -366,7 +373,7 @@ def _set_up_child(launch: Launch, log: int, files: list[int], server: int) -> No
     os.dup2(log, 2)
     gc.enable()
     os.environ.clear()
-    os.environ.update(launch.env)
+    os.environ.update({**ENVIRONMENT, **launch.env})
     with contextlib.suppress(OSError):
         os.chdir(launch.cwd)
     if numpy := sys.modules.get("numpy"):

@@ -82,6 +82,24 @@ async def test_a_child_finds_what_a_new_process_would(connection: Connection, tm
     assert found[0]["draw"] != found[1]["draw"]
 
 
+SIZES = """
+import psutil, torch
+x, weight, sizes = torch.zeros(1000, 64), torch.zeros(64, 64), []
+for size in range(1, 640):
+    torch.ops.mkldnn._linear_pointwise(x[:size], weight, None, "none", [], "")
+    if size in (40, 639):
+        sizes.append(psutil.Process().memory_info().rss // 2**20)
+print("grown", sizes[1] - sizes[0])
+"""
+
+
+async def test_a_child_does_not_grow_by_each_size_of_matrix(connection: Connection, tmp_path: Path) -> None:
+    child = await connection.launch(does(SIZES, tmp_path))
+    assert await child.wait() == 0
+    _, _, grown = (tmp_path / "log").read_text().rpartition("grown ")
+    assert int(grown) < 100  # MiB: 21 of 600 sizes, and 323 without a bound
+
+
 async def test_a_child_shows_its_title(connection: Connection, tmp_path: Path) -> None:
     child = await connection.launch(does(SLEEP, tmp_path))
     await up(tmp_path / "log")
