@@ -115,6 +115,8 @@ def clean(
             changes = [f"pipeline.staleness={eta}", f"seed={seed}", f"guard.sensitivity={sensitivity}"]
             recipe = load_recipe(RECIPES / f"{name}.toml", changes)
             events = asyncio.run(events_of(recipe))
+            if [event.data["state"] for event in events if event.kind == "state"][-1:] != ["finished"]:
+                raise RuntimeError(f"{name}, η = {eta}, seed {seed}: the run was not finished")
             yield f"{name}, η = {eta}, seed {seed}", sum(e.kind == "step" for e in events), alarms_of(events)
 
 

@@ -18,10 +18,11 @@ from tests.compose.sandbox import missing
 
 
 class Machines:
-    """Two machines, and the URL of an index on a third one. All see the same disk, as from a network file system."""
+    """Two machines, and an index on a third one, at ``url`` for them and at ``near`` for this process. All see the same
+    disk, as from a network file system."""
 
-    def __init__(self, network: Network) -> None:
-        self._network, self.url = network, f"redis://{network.address(-1)}:{PORT}"
+    def __init__(self, network: Network, near: str) -> None:
+        self._network, self.near, self.url = network, near, f"redis://{network.address(-1)}:{PORT}"
         self._started: list[subprocess.Popen[str]] = []
 
     def address(self, machine: int) -> str:
@@ -64,7 +65,6 @@ def two_machines(home: Path, mbit: float = 1000.0) -> Iterator[Machines]:
             network = stack.enter_context(Network(2, mbit))
         except Infeasible as lacking:
             pytest.skip(str(lacking))
-        stack.enter_context(index_server(network, home))
-        machines = Machines(network)
+        machines = Machines(network, stack.enter_context(index_server(network, home)).url)
         stack.callback(machines.end)
         yield machines

@@ -36,6 +36,7 @@ from api.cli.output import print_json, refuse
 from api.cli.pairs import pairs_command
 from api.cli.recipe_files import RecipeArgument, description, find, load, stored
 from api.cli.service.agent import agent_command
+from api.cli.service.host import host_command
 from api.cli.service.runs import login, logout, runs_app
 from api.cli.service.serve import serve_command
 from api.cli.service.token import token_app
@@ -218,6 +219,7 @@ def plan_reshard(
 
 
 app.command("agent")(agent_command)
+app.command("host")(host_command)
 app.command("pairs")(pairs_command)
 app.command("track")(track_command)
 app.add_typer(dock_app, name="dock")

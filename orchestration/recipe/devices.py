@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orchestration.run.kinds import workers_of
+from orchestration.run.kinds import remote_workers, workers_of
 from stages.device_names import VISIBLE, visible_devices
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def on_this_node() -> dict[str, list[str]]:
 def assign(recipe: Recipe, node: Mapping[str, Sequence[str]]) -> dict[Worker, Devices]:
     """Returns the devices of each worker that computes on an accelerator of ``node``."""
     wanted: dict[Worker, tuple[str, int]] = {}  # the device's name in the recipe, and how many
-    for worker in sorted(
-        workers_of(recipe), key=lambda worker: list(SIDES).index(worker[0]) if worker[0] in SIDES else 9
-    ):
+    remote = remote_workers(recipe)
+    here = [worker for worker in workers_of(recipe) if worker not in remote]
+    for worker in sorted(here, key=lambda worker: list(SIDES).index(worker[0]) if worker[0] in SIDES else 9):
         section = getattr(recipe, SIDES.get(worker[0], ""), None)
         if section is not None and section.engine != "mock":
             several = section.vllm.tensor_parallel if worker[0] == "rollout" and section.engine == "vllm" else 1

@@ -480,6 +480,9 @@ class LaunchSection(Section):
         "`separate`: rollout engines have workers of their own. `colocated`: each rank of the train engine has a "
         "rollout engine too, and they take turns on its device; `rollout.workers` then follows from the ranks.",
     )
+    remote_rollouts: Annotated[int, Field(ge=0), unit("workers")] = key(
+        0, "Of `rollout.workers`, those that other machines start with `asyncdock host` (docs/two-machines.md)."
+    )
     max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = key(
         3, "Restarts of dead workers in one run; after the last one the run fails."
     )

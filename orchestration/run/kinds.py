@@ -97,3 +97,9 @@ def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
     own = [kind for kind in _ALL if kind.name not in (*recipe.external.stages, "stage")]
     stages = [(declared.name, number) for _, declared in stages_of(recipe) for number in range(declared.workers)]
     return [*((kind.name, number) for kind in own for number in kind.numbers(recipe)), *stages]
+
+
+def remote_workers(recipe: Recipe) -> set[tuple[str, int]]:
+    """Returns those of the workers that processes of `asyncdock host` start on other machines."""
+    last, remote = recipe.rollout.workers, recipe.launch.remote_rollouts
+    return {("rollout", number) for number in range(last - remote, last)}

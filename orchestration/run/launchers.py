@@ -2,21 +2,38 @@
 
 inline    a task in this process: debugging, exact tests
 process   a process of its own, forked or started, which the kernel ends when its supervisor dies (Linux)
+remote    a process on another machine, which a host starts there (:mod:`orchestration.run.hosts`)
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-from collections.abc import Mapping
+import signal
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
+
+import msgpack
+import structlog
 
 from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.processes.starter import Starter
 from orchestration.recipe.devices import Devices
 from orchestration.run.exit_codes import EXIT_FAILED
-from pipeline.index.client import INDEX_VARIABLE
+from pipeline.first_of import first_of
+from pipeline.index.client import INDEX_VARIABLE, Index
+
+log = structlog.get_logger()
+
+BEAT_SECONDS = 2.0  # between two signs of life of a host
+LOST_SECONDS = 10.0  # without one, a host is lost with its workers
+ORDERS, HOSTS = "orders", "hosts"  # a log, and the topic that wakes readers of documents about workers on hosts
+HEAD = "head"  # in place of a host's name: in its signs of life; that of an order which none may take any more
+
+Worker = tuple[str, int]  # kind and number
 
 
 class Life(Protocol):
@@ -68,17 +85,19 @@ class InlineLauncher:
 
 
 class ProcessLauncher:
-    """Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``, and sees its own of ``devices``. See
-    :class:`Starter` for the rest."""
+    """Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``, and sees its own of ``devices``, and
+    ``environment``. See :class:`Starter` for the rest."""
 
     def __init__(
         self,
         logs: Path,
         method: str,
         server: ForkServer | None = None,
-        devices: Mapping[tuple[str, int], Devices] | None = None,
+        devices: Mapping[Worker, Devices] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._logs, self._starter, self._devices = logs, Starter(method, server), devices or {}
+        self._environment = environment or {}
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -87,7 +106,7 @@ class ProcessLauncher:
         launch = Launch(
             "orchestration.run.worker:main",
             [part for option, value in options.items() for part in (f"--{option}", value)],
-            {**os.environ, INDEX_VARIABLE: url, **(given.environment() if given else {})},
+            {**os.environ, **self._environment, INDEX_VARIABLE: url, **(given.environment() if given else {})},
             os.getcwd(),
             str(self._logs / f"{kind}-{number}.log"),
             f"asyncdock worker {kind}-{number} of {run}",
@@ -96,3 +115,85 @@ class ProcessLauncher:
 
     def close(self) -> None:
         self._starter.close()
+
+
+async def beat(index: Index, name: str) -> None:
+    """Give signs of life of the host ``name``, until cancelled."""
+    for count in itertools.count():
+        await index.put(f"beat:{name}", str(count))
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+class Pulse:
+    """The signs of life of one host, as another process sees them: no clocks are compared."""
+
+    def __init__(self, index: Index) -> None:
+        self._index, self._beat, self._changed = index, "", time.monotonic()
+
+    async def silent(self, name: str) -> float:
+        """Returns the seconds since the host ``name`` gave a sign of life, or since this object was made."""
+        if (beat := await self._index.get(f"beat:{name}") or "") != self._beat:
+            self._beat, self._changed = beat, time.monotonic()
+        return time.monotonic() - self._changed
+
+
+class RemoteLauncher:
+    """Starts the workers ``remote`` on hosts, and the others by ``local``, which its owner closes."""
+
+    def __init__(self, index: Index, local: Launcher, remote: Collection[Worker]) -> None:
+        self._index, self._local, self._remote, self._orders = index, local, remote, 0
+        self._beating = asyncio.create_task(beat(index, HEAD)) if remote else None
+
+    async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
+        if (kind, number) not in self._remote:
+            return await self._local.launch(run, url, kind, number, name)
+        order, self._orders = self._orders, self._orders + 1
+        await self._index.append_log(ORDERS, order, msgpack.packb({"kind": kind, "number": number, "name": name}))
+        return RemoteLife(self._index, name)
+
+    def close(self) -> None:
+        """Give no more signs of life: hosts end. Its workers end by themselves before, or are ended one by one."""
+        if self._beating is not None:
+            self._beating.cancel()
+
+
+class RemoteLife:
+    """The life of a worker on a host."""
+
+    def __init__(self, index: Index, name: str) -> None:
+        self.pid, self.orphaned = 0, None
+        self._index, self._name, self._end = index, name, asyncio.Event()
+        self._following = asyncio.create_task(self._follow(), name=f"life of {name}")
+
+    async def wait(self) -> int | None:
+        return await asyncio.shield(self._following)
+
+    def end(self) -> None:
+        self._end.set()
+
+    async def _follow(self) -> int:
+        after, pulse, ordered = "", None, False
+        while (code := await self._index.get(f"exit:{self._name}")) is None:
+            if self._end.is_set() and not ordered:
+                ordered = True
+                await self._order_end()
+            host = await self._index.put_once(f"host:{self._name}", HEAD) if ordered else await self._host()
+            if host == HEAD:  # no host has taken the order, and none will
+                return -signal.SIGKILL
+            pulse = pulse or Pulse(self._index) if host else None
+            if pulse is not None and await pulse.silent(host) > LOST_SECONDS:
+                log.warning("host lost", host=host, worker=self._name)
+                await self._order_end()
+                return -signal.SIGKILL
+            woken = await first_of(
+                self._index.woken(HOSTS, after, BEAT_SECONDS), *(() if ordered else (self._end.wait(),))
+            )
+            after = woken[0] or after
+        return int(code)
+
+    async def _host(self) -> str:
+        return await self._index.get(f"host:{self._name}") or ""
+
+    async def _order_end(self) -> None:
+        await self._index.put(f"end:{self._name}", "1")
+        await self._index.wake(HOSTS)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+HOST_VARIABLE = "ASYNCDOCK_HOST"  # in a worker's environment: its warehouse and its folders on its host
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,14 @@ class RunPaths:
     def from_json(cls, text: str) -> RunPaths:
         data = json.loads(text)
         return cls(Path(data["out"]), Path(data["shared"]), Path(data["start"]) if data["start"] else None)
+
+    def at_host(self) -> tuple[RunPaths, str]:
+        """Returns the folders as a worker in this process finds them, and the warehouse that it writes to: those of its
+        host, where one has started it (:mod:`orchestration.run.hosts`)."""
+        if not (given := os.environ.get(HOST_VARIABLE)):
+            return self, "local"
+        own = json.loads(given)
+        return replace(self, out=Path(own["out"]), shared=Path(own["shared"])), own["warehouse"]
 
     @property
     def checkpoints(self) -> Path:

@@ -44,8 +44,8 @@ from orchestration.recipe.planner import notices_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
-from orchestration.run.kinds import workers_of
-from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher
+from orchestration.run.kinds import remote_workers, workers_of
+from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
 from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import RunPaths
 from orchestration.run.supervisor import Outcome, Supervisor, ending
@@ -97,7 +97,7 @@ class Run:
         self.supervisor: Supervisor | None = None
         self.forks: ForkServer | None = None  # forks the workers; None: the run starts a fork server
         self.server: EmbeddedIndex | None = None  # while it is executed, unless its index is another one
-        self.shared = shared_memory_directory() / f"{_owned_prefix(os.getpid())}{self.id}"
+        self.shared = shared_memory_directory() / f"{owned_prefix(os.getpid())}{self.id}"
         if hosted:  # a runner that takes the run over must find its memory
             self.shared = shared_of(self.out_dir)
         self._hosted, self._lock = bool(hosted), lock
@@ -179,7 +179,7 @@ class Run:
         run that cannot go on has failed, with its reason. Cancelling ends everything at once."""
         began = time.monotonic()
         launcher = self._launcher()
-        sockets = Path(tempfile.mkdtemp(prefix=_owned_prefix(os.getpid())))
+        sockets = Path(tempfile.mkdtemp(prefix=owned_prefix(os.getpid())))
         try:
             try:
                 sweep_leftovers()
@@ -256,16 +256,20 @@ class Run:
         self._up.set()
         for notice in notices_of(self.recipe):
             log.warning("notice", recipe=str(notice))
+        remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe))
         self.supervisor = Supervisor(
             self._index,
-            launcher,
+            remote,
             workers_of(self.recipe),
             self.recipe.launch,
             steps=self.recipe.train.steps,
             begins=self.begins,
             guard=GuardWatch(self._index, Guard(options_of(self.recipe)), self.recipe.guard.on_alarm),
         )
-        outcome = await self.supervisor.run(stop)
+        try:
+            outcome = await self.supervisor.run(stop)
+        finally:
+            remote.close()
         if readers := [asyncio.create_task(done.wait()) for done in self._readers]:
             _, late = await asyncio.wait(readers, timeout=READERS_SECONDS)
             for task in late:
@@ -375,7 +379,7 @@ def _refuse_hosted(out_dir: Path) -> None:
         )
 
 
-def _owned_prefix(pid: int) -> str:
+def owned_prefix(pid: int) -> str:
     """Returns how the names of the temporary folders of process ``pid`` begin. Containers may share them, and number their
     processes alike."""
     return f"asyncdock-{pid}-{process_space()[:6]}-"
@@ -386,7 +390,7 @@ def sweep_leftovers() -> None:
     for parent in (shared_memory_directory(), Path(tempfile.gettempdir())):
         for folder in parent.glob("asyncdock-*-*-*"):
             pid = folder.name.split("-")[1]
-            owned = pid.isdigit() and folder.name.startswith(_owned_prefix(int(pid)))
+            owned = pid.isdigit() and folder.name.startswith(owned_prefix(int(pid)))
             if owned and not Process.of(int(pid)).alive():
                 shutil.rmtree(folder, ignore_errors=True)
                 log.info("removed what a killed run left behind", folder=str(folder))

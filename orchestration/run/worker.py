@@ -119,13 +119,15 @@ class Worker:
                 raise RuntimeError(
                     f"run {self.index.run!r} is not in this index; give the id and the URL of one that is"
                 )
-            recipe, paths = Recipe.from_json(recipe_json), RunPaths.from_json(paths_json)
+            recipe = Recipe.from_json(recipe_json)
+            paths, warehouse = RunPaths.from_json(paths_json).at_host()
             secret = (await self.index.get("secret") or "").encode()
             dock = Dock(
                 self.index,
                 flow_of(recipe).schema,
                 worker=self.name,
                 directory=paths.shared,
+                warehouse=warehouse,
                 lease=recipe.pipeline.lease_seconds,
                 slab=slab_bytes(recipe),
                 secret=secret,

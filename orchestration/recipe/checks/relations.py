@@ -385,3 +385,33 @@ def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if rollout.device != train.device:
         wrong = f"is not train.device = {train.device!r}, which it shares with {colocated}"
         yield problem(recipe, "rollout.device", wrong, f"set rollout.device = {train.device!r}")
+
+
+@check(
+    *("launch.remote_rollouts", "launch.launcher", "launch.placement", "external"),
+    *("rollout.workers", "pipeline.index", "pipeline.serve", "sync.transport", "sync.serve"),
+)
+def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
+    launch, pipeline, sync = recipe.launch, recipe.pipeline, recipe.sync
+    if not launch.remote_rollouts:
+        return
+    where = "other machines start workers"
+    if launch.remote_rollouts > recipe.rollout.workers or recipe.colocated or not recipe.runs_stage("rollout"):
+        wrong = f"is more than rollout.workers = {recipe.rollout.workers}"
+        if recipe.colocated or not recipe.runs_stage("rollout"):
+            wrong = "are rollout workers, of which this run starts none by themselves"
+        yield problem(recipe, "launch.remote_rollouts", wrong, "lower it, or set rollout.workers")
+    if launch.launcher != "process":
+        yield problem(recipe, "launch.launcher", f"has one process, but {where}", "set launch.launcher = 'process'")
+    if not pipeline.index.startswith(("redis://", "rediss://")):
+        fix = "set the redis:// or rediss:// URL of a server that all machines reach"
+        yield problem(recipe, "pipeline.index", f"is on this machine alone, but {where}", fix)
+    if not pipeline.serve:
+        fix = "set pipeline.serve = '0.0.0.0', or the address of this machine"
+        yield problem(recipe, "pipeline.serve", f"is empty, but {where}, which read its prompts", fix)
+    if sync.transport != "collective":
+        wrong = f"is the memory of one machine, but {where}"
+        yield problem(recipe, "sync.transport", wrong, "set sync.transport = 'collective'")
+    elif sync.serve == type(sync)().serve:
+        wrong = f"is reached from this machine alone, but {where}"
+        yield problem(recipe, "sync.serve", wrong, "set sync.serve = '0.0.0.0', or the address of this machine")
