@@ -312,12 +312,12 @@ class CountingDock(Dock):
 
         async def counted_write(record: WarehouseRecord, offset: int, block: int, packed: PackedRows) -> None:
             await write(record, offset, block, packed)
-            if record.node == self.node:
+            if self.warehouses.is_near(record):
                 self.mapped += packed.nbytes - 32 - 32 * bin(packed.mask).count("1")  # without the block's header
 
         async def counted_read(number: int, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
             found = await read(number, refs, names)
-            if self.warehouses.records[number].node == self.node:
+            if self.warehouses.is_near(self.warehouses.records[number]):
                 self.mapped += sum(packed.values.nbytes for packed in found.values())
                 self.near += len(refs)
             else:
@@ -462,8 +462,9 @@ async def host_main(
     living = asyncio.create_task(Host(work, arm, number, dock, ends).live(start))
     ended = loop.run_in_executor(None, ends.recv)
     await asyncio.wait([living, ended], return_when=asyncio.FIRST_COMPLETED)
-    if living.done():
-        living.result()
+    if living.done() and (error := living.exception()):
+        ends.send(("failed", "".join(traceback.format_exception(error))))  # before the loop waits for the thread that listens
+        raise error
     cpu = time.process_time() - used
     living.cancel()
     await asyncio.gather(living, return_exceptions=True)

@@ -3,6 +3,7 @@ numbers of its own."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ import pytest
 from benchmarks.dispatch_scale import PORT, Infeasible, Network, index_server
 from pipeline.warehouse.arena import shared_memory_directory
 from tests.compose.sandbox import missing
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Machines:
@@ -45,7 +48,8 @@ class Machines:
         network = ["nsenter", f"--net=/run/netns/{self._network.name(f'host{machine}')}"]
         command = [*network, *apart, sys.executable, "-P", "-m", module, *arguments]
         pipes: dict[str, int | IO[Any]] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        process = subprocess.Popen(command, text=True, **{**pipes, **options})
+        there = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, text=True, **{**pipes, "env": there, **options})
         self._started.append(process)
         return process
 

@@ -125,8 +125,9 @@ def _producers_before(needs: int, stages: Sequence[Mapping[str, Any]]) -> list[i
 class RunStatus:
     """Where the run is. Groups below ``gate`` may be admitted, ``admitted`` were; ``remake`` are lost groups to admit
     again, ``filtered`` how many groups were dropped. ``published`` and ``trained`` are versions. ``gates`` has the gate of
-    each version that was asked for. ``wait`` is the position of the topic `version`. ``droppable`` plus the number of groups
-    that a step may drop is the number below which a group may be dropped now."""
+    each version that was asked for. ``wait`` is the position of the topic `version`.
+    ``planned``: groups that the steps up to the newest one that the bound allows train; ``dropped_before``: groups that had
+    been dropped when the newest version was trained."""
 
     admitted: int
     gate: int
@@ -136,7 +137,13 @@ class RunStatus:
     remake: tuple[int, ...]
     gates: Mapping[int, int]
     wait: str
-    droppable: int
+    planned: int
+    dropped_before: int
+
+    def droppable(self, most: int) -> int:
+        """Returns the number below which a group may be dropped now, where a step may drop ``most`` groups. It does not depend
+        on when the groups of a step are dropped. Groups that were dropped ahead of their step are counted in it."""
+        return self.planned + min(self.dropped_before, self.trained * most) + most
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,8 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         reply = await self.call("status", versions=list(versions))
         remake = tuple(int(group) for group in reply["remake"] or ())
         gates = dict(zip(versions, reply["gates"] or (), strict=True))
-        admitted, gate, filtered, published, trained, droppable = reply["counts"]
-        return RunStatus(admitted, gate, filtered, published, trained, remake, gates, reply["wait"], droppable)
+        admitted, gate, filtered, published, trained, planned, dropped = reply["counts"]
+        return RunStatus(admitted, gate, filtered, published, trained, remake, gates, reply["wait"], planned, dropped)
 
     async def queue_depth(self, stage: str) -> int:
         """How many rows (or groups) of a stage are ready to be claimed."""

@@ -1,6 +1,8 @@
 """Embedded index: a Valkey server that a run starts for itself, on a Unix socket that only this user can open.
 
-Its append-only file is on: acknowledged writes survive when the server is killed and started again.
+Its append-only file is on and written before each reply: acknowledged writes survive when the server is killed and started
+again. The kernel brings it to the disk (`appendfsync no`): with the server's default, `everysec`, replies do not wait for a
+write that waits for a busy disk, and a kill loses what they acknowledged.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ class EmbeddedIndex:
             "unixsocketperm": "700",
             "dir": str(self.directory),
             "appendonly": "yes",
+            "appendfsync": "no",
             "save": "",
             "daemonize": "no",
             "logfile": str(self.log),

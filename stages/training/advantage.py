@@ -80,7 +80,7 @@ class Advantage(Stage):
         if self._refill is not None and any(isinstance(result, Drop) and result.instead for result in results):
             index, most = self._refill
             numbers = [groups[at[0]] for at in members]
-            given, results = results, spared(numbers, results, (await index.status()).droppable + most)
+            given, results = results, spared(numbers, results, (await index.status()).droppable(most))
             kept = [number for number, a, b in zip(numbers, given, results, strict=True) if a is not b]
             if kept:
                 await index.spare_groups(kept)

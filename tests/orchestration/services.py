@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -40,10 +41,12 @@ class Service:
     def start_agent(
         self, runs: int = 1, data: Path | None = None, prefix: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
-        """``asyncdock agent``, as a person starts it, by the command ``prefix``."""
+        """``asyncdock agent``, as a person starts it, by the command ``prefix``: then with all of it in the namespaces that
+        the prefix makes."""
         data = data or self.data
         data.mkdir(exist_ok=True)
-        command = [*prefix, *asyncdock(), "agent", "--data", str(data), "--runs", str(runs)]
+        program = [sys.executable, "-P", "-m", "api.cli.main"] if prefix else asyncdock()
+        command = [*prefix, *program, "agent", "--data", str(data), "--runs", str(runs)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), **({} if self.own else {INDEX_VARIABLE: self.url})}
         with (data / "agent.log").open("ab") as log:
             agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)

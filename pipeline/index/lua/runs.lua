@@ -16,20 +16,20 @@ end)
 
 define('config', function(run) return config(run) end, true)
 
--- {versions} → {counts = {admitted, gate, filtered groups, published, trained, droppable}, remake = lost groups to be made again, gates, wait}.
+-- {versions} → {counts = {admitted, gate, filtered groups, published, trained, planned, dropped before}, remake = lost groups to be made again, gates, wait}.
 -- The i-th version may make tokens of groups below the i-th of `gates`. A run that has no config yet has gate 0, and one whose
--- next groups wait the gate `admitted`. The most groups that a step may drop are those below `droppable` plus that number: a group's
--- place in its step does not depend on when the groups before it are dropped.
+-- next groups wait the gate `admitted`. `planned`: groups of the steps up to the newest that the bound allows, without the
+-- dropped ones; `dropped before`: those of the steps trained so far.
 define('status', function(run, a)
   local begun, gates = call('EXISTS', run .. 'config') == 1, {}
   local found = call('HMGET', run .. 'n', 'admitted', 'filtered_groups', 'published', 'trained', 'dropped_before')
   for i, version in ipairs(a.versions) do gates[i] = gate(run, config(run), version) end
   local limit = begun and gate(run, config(run), int(found[3])) or 0
   local cfg = begun and config(run)
-  local droppable = cfg and (int(found[4]) + cfg.slack) * cfg.groups_per_step + int(found[5] or 0) or 0
+  local planned = cfg and (int(found[4]) + cfg.slack) * cfg.groups_per_step or 0
   if begun and replacements_wait(run, config(run)) then limit = min(limit, int(found[1])) end
   return {
-    counts = { int(found[1]), limit, int(found[2]), int(found[3]), int(found[4]), droppable },
+    counts = { int(found[1]), limit, int(found[2]), int(found[3]), int(found[4]), planned, int(found[5] or 0) },
     remake = call('SMEMBERS', run .. 'remake'), gates = gates, wait = woken(run, 'version'),
   }
 end, true)
