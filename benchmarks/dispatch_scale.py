@@ -463,7 +463,8 @@ async def host_main(
     ended = loop.run_in_executor(None, ends.recv)
     await asyncio.wait([living, ended], return_when=asyncio.FIRST_COMPLETED)
     if living.done() and (error := living.exception()):
-        ends.send(("failed", "".join(traceback.format_exception(error))))  # before the loop waits for the thread that listens
+        # At its end the loop waits for the thread that listens, and that one for the other side.
+        ends.send(("failed", "".join(traceback.format_exception(error))))
         raise error
     cpu = time.process_time() - used
     living.cancel()
