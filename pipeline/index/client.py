@@ -141,8 +141,8 @@ class RunStatus:
     dropped_before: int
 
     def droppable(self, most: int) -> int:
-        """Returns the number below which a group may be dropped now, where a step may drop ``most`` groups. With η = 0 it
-        does not depend on when the groups of a step are dropped. Groups that were dropped ahead of their step count in it."""
+        """Returns the number below which a group may be dropped now, where a step may drop ``most`` groups. Groups that were
+        dropped ahead of their step count in it. With η = 0 it does not depend on when the groups of a step are dropped."""
         return self.planned + min(self.dropped_before, self.trained * most) + most
 
 
