@@ -75,7 +75,7 @@ def listen() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.bind(f"\0{address}")
         line.listen()
-        forks().Process(target=_fork_servers, args=(line,), daemon=True).start()
+        forks().Process(target=_fork_servers, args=(line, os.getpid()), daemon=True).start()
     os.environ[ADDRESS] = address
 
 
@@ -100,9 +100,10 @@ def fork_server(preload: Sequence[str] = PRELOADED) -> ForkServer:
     return ForkServer(ours, pid, lambda: select.select([handle], [], []))
 
 
-def _fork_servers(line: socket.socket) -> None:
+def _fork_servers(line: socket.socket, owner: int) -> None:
     """In the listening process: fork a server for each request, which is a message with the end of its line, the path of its
-    modules and its number of threads. The answer is its process number."""
+    modules and its number of threads. The answer is its process number. Ends with the process ``owner`` of the tests."""
+    ended = os.pidfd_open(owner)
     die_with_parent(os.getppid())
     os.setsid()  # it does not get Ctrl-C
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # workers may have children
@@ -111,7 +112,7 @@ def _fork_servers(line: socket.socket) -> None:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # servers that have ended need no wait
     listener = os.getpid()
-    while True:
+    while ended not in select.select([line, ended], [], [])[0]:
         connection, _ = line.accept()
         with connection:
             text, (theirs,), _, _ = socket.recv_fds(connection, 1 << 16, 1)
