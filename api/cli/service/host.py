@@ -1,4 +1,4 @@
-"""``asyncdock host``: starts workers of a run on this machine, for a run whose head is on another one.
+"""``asyncdock host``: starts workers here for a run that another machine executes.
 
 options ──▶ Host.run until the run has ended, SIGTERM or Ctrl-C
 """

@@ -39,7 +39,7 @@ def until(condition: Any, seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.1)
+        time.sleep(0.1)  # files and processes of other namespaces have nothing else to wait on
 
 
 def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path: Path) -> None:
