@@ -119,6 +119,7 @@ def _fork_servers(line: socket.socket, owner: int) -> None:
             if (pid := _fork()) == 0:
                 line.close()
                 connection.close()
+                os.close(ended)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
                 die_with_parent(listener)
