@@ -49,9 +49,11 @@ class RolloutJob(Job):
             await refuse_other_tokenizer(self, engine)
         stage, evaluator = make_rollout(self, engine, prompts.result())
         overlap = recipe.staleness_plan.slack > 0
+        reader = weight_reader(recipe, self.paths.shared, self.secret)
+        self.resources.callback(reader.close)
         self._follower = WeightFollower(
             self.index,
-            weight_reader(recipe, self.paths.shared, self.secret),
+            reader,
             stage,
             self.control(stage),
             evaluator,
