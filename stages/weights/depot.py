@@ -87,6 +87,10 @@ class Arriving:
                         verifying[0][1].result()
                         verified = verifying.popleft()[0]
         finally:
+            for number, verify_it in verifying:
+                if verify_it.exception() is not None:
+                    break
+                verified = number
             self._set(source, verified)
 
     def send(self, peer: SecretSocket, source: int, first: int) -> None:
