@@ -447,6 +447,12 @@ class CheckpointSection(Section):
 
     every: Steps = key(20, "Steps between two checkpoints.")
     keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(2, "Number of newest checkpoints that are kept.")
+    url: str = key(
+        "",
+        "An existing folder or bucket to which each checkpoint is copied, below the run's id, as a path or as a URL of any "
+        "scheme of fsspec (`s3://` needs the package s3fs). Machines without the run's folder read it there. Empty: none.",
+        examples=["s3://bucket/runs"],
+    )
 
 
 class GuardSection(Section):

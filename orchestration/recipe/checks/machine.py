@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
@@ -34,6 +35,7 @@ from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
+from pipeline.index.link import redacted
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
@@ -347,6 +349,26 @@ def disk_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]
         beside = f", {format_size(checkpoints)} of which checkpoints take" if checkpoints else ""
         fix = f"use at most '{(free - checkpoints - logs) // 2 >> 20}MiB', half of what is left"
         yield problem(recipe, "pipeline.keep_samples", f"is {format_size(samples)}, and {room}{beside}", fix)
+
+
+@machine_check("checkpoint.url")
+def checkpoints_can_be_copied(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if not (url := recipe.checkpoint.url):
+        return
+    if "@" in urlsplit(url).netloc:
+        wrong = "may hold a password, and recipes are shown"
+        yield Problem(
+            "checkpoint.url", redacted(url), wrong, "give credentials by the environment of the scheme's library"
+        )
+        return
+    from fsspec.core import split_protocol
+    from fsspec.registry import get_filesystem_class
+
+    try:
+        get_filesystem_class(split_protocol(url)[0])
+    except (ValueError, ImportError) as error:
+        fix = "use a path, or s3:// with `pip install 'asyncdock[s3]'`"
+        yield problem(recipe, "checkpoint.url", f"cannot be used ({error})", fix)
 
 
 @machine_check("pipeline.arena")

@@ -12,6 +12,7 @@ import pytest
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.kinds import remote_workers, workers_of
+from orchestration.run.run import Run
 from pipeline.index.client import Index
 from tests.machines import two_machines
 from tests.orchestration.runs import MOCK, recipe
@@ -43,23 +44,24 @@ def until(condition: Any, seconds: float = 90.0) -> None:
 
 
 def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path: Path) -> None:
-    """Both machines have the same host name. The host has nothing of the run's folder."""
-    out = tmp_path / "out"
+    """Both machines have the same host name. The run began on the head alone; the host has nothing of the run's folder, and
+    reads the checkpoint at its URL."""
+    out, store = tmp_path / "out", tmp_path / "store"
+    store.mkdir()
+    begun = asyncio.run(Run.create(recipe(MOCK, train__steps=3, checkpoint__url=str(store)), out).execute())
+    assert begun.state == "finished", begun.reason
     with two_machines(tmp_path) as machines:
-        of = recipe(MOCK, **{**REMOTE, "pipeline__index": machines.url}, train__steps=5000, launch__max_restarts=100)
-        (tmp_path / "recipe.json").write_text(of.to_json())
+        keys = {
+            **REMOTE,
+            "pipeline__index": machines.url,
+            "train__steps": 5000,
+            "launch__max_restarts": 100,
+            "checkpoint__every": 1000,
+        }
+        changes = [part for key, value in keys.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
         with (tmp_path / "head.log").open("w") as log:
-            head = machines.start(
-                0,
-                "api.cli.main",
-                "run",
-                str(tmp_path / "recipe.json"),
-                "--out",
-                str(out),
-                "--plain",
-                stdout=log,
-                stderr=log,
-            )
+            command = ("resume", str(out), "--plain", *changes)
+            head = machines.start(0, "api.cli.main", *command, stdout=log, stderr=log)
             until(lambda: (out / "index.json").exists())
             run = json.loads((out / "index.json").read_text())["run"]
 
@@ -76,6 +78,8 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
             first = host(1)
             until(lambda: ready() == 1 and len(events(out, "step")) > 3)
             assert asyncio.run(warehouses(machines.near, run)) == 2
+            found = tmp_path / "host-1" / run / "checkpoints" / "step-00000003"
+            assert sorted(path.name for path in found.iterdir()) == ["model", "run.json"], "what its engine needs"
             first.kill()
             second = host(2)
             until(lambda: ready() == 2)
@@ -85,9 +89,9 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
             head.wait(60)
             second.wait(60)
         steps = [event["step"] for event in events(out, "step")]
-        assert steps == list(range(len(steps))), (tmp_path / "head.log").read_text()
+        assert steps == list(range(3, 3 + len(steps))), (tmp_path / "head.log").read_text()
         groups = sorted(group for event in events(out, "step") for group in event["groups"])
-        assert groups == list(range(len(groups))), "each group was trained once"
+        assert groups == list(range(12, 12 + len(groups))), "each group was trained once"
         changes = [e["change"] for e in events(out, "worker") if e["worker"] == "rollout-1"]
         assert changes.count("died") == changes.count("restarted") == 1
         assert second.returncode == 0, (tmp_path / "host-2.log").read_text()
