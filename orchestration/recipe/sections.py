@@ -490,8 +490,11 @@ class LaunchSection(Section):
         0, "Of `rollout.workers`, those that other machines start with `asyncdock host` (docs/two-machines.md)."
     )
     max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = key(
-        3, "Restarts of dead workers in one run; after the last one the run fails."
+        3,
+        "Restarts of one worker, or rank group, within `restart_window`; with the next one the run fails. A rollout worker "
+        "waits instead until it may be restarted, while another one works.",
     )
+    restart_window: Seconds = key(3600.0, "How long a restart counts for `max_restarts`.")
     startup_timeout: Seconds = key(300.0, "Longest time until all workers are ready.")
     stop_timeout: Seconds = key(
         60.0,

@@ -161,11 +161,13 @@ class Worker:
 
     async def _build(self, job: Job, paths: RunPaths) -> None:
         """Raises CannotStart for an error that would come again. That is known only while the run starts: later, other
-        processes may have changed what the worker reads."""
+        processes may have changed what the worker reads, and a worker of an elastic kind may be on a node that lacks it."""
         try:
             await job.build()
-        except FATAL:
-            raise
+        except FATAL as error:
+            if not kind_of(self.kind).elastic or (await self.index.state())[0] in ("created", "starting"):
+                raise
+            raise NotStarted(_in_words(error)) from error
         except Exception as error:
             first = _first(error)
             in_shared_memory = str(getattr(first, "filename", "") or "").startswith(str(paths.shared))

@@ -60,6 +60,10 @@ UNLIMITED = 2**40
 DROPPED = ("dropped", "dropped_tokens")  # fields of the ledger's event: groups and tokens by reason
 INDEX_VARIABLE = "ASYNCDOCK_INDEX"
 EVALUATED = "evaluated"  # document of a run: the newest evaluated version
+ENGINES = (
+    "engines"  # document of a run: JSON list of the rollout workers that must have the last version before it ends
+)
+TAKEN = "weights"  # topic: an engine has taken the last version, or reported one as damaged, or ENGINES has changed
 
 
 @dataclass(frozen=True)

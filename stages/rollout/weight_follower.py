@@ -24,14 +24,13 @@ import torch
 
 from pipeline.controller import Controller
 from pipeline.events import SyncEvent, WorkerEvent
-from pipeline.index.client import Index
+from pipeline.index.client import TAKEN, Index
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.rollout.evaluate import Evaluation, Evaluator, evaluate_once, newest_due, newest_evaluated, record
 from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
 from stages.weights.fault import OTHER, UNDELIVERED, find_fault, raise_alarm, same_logprobs
 from stages.weights.store import (
-    TAKEN,
     Probe,
     ProbeFailed,
     ProbeJudge,

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from stages.weights.collective import WeightReceiver, WeightSender
 
 BUCKET_BYTES = 32 * 2**20
-TAKEN = "weights"  # topic of the index: an engine has taken the last version, or reported one as damaged
 _ALIGN = 64
 
 

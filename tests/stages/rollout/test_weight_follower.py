@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.index.client import Index, RunConfig
+from pipeline.index.client import TAKEN, Index, RunConfig
 from pipeline.spans import Spans
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
@@ -29,7 +29,7 @@ from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, WeightFollower
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
-from stages.weights.store import TAKEN, Probe, ProbeRule, Published, WeightsDamaged, WeightStore, damaged, gap, probed
+from stages.weights.store import Probe, ProbeRule, Published, WeightsDamaged, WeightStore, damaged, gap, probed
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
 from tests.stages.rollout.test_evaluate import evaluator
 
