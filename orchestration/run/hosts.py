@@ -29,7 +29,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, ProcessLauncher, Pulse, beat
 from orchestration.run.paths import HOST_VARIABLE, RunPaths
-from orchestration.run.run import owned_prefix, sweep_leftovers
+from orchestration.run.run import RECIPE, owned_prefix, sweep_leftovers
 from pipeline.events import ENDED
 from pipeline.first_of import first_of
 from pipeline.index.client import Index, worker_name

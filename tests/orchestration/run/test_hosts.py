@@ -36,7 +36,7 @@ def events(out: Path, kind: str) -> list[dict[str, Any]]:
     return [event["data"] for event in map(json.loads, lines) if event["kind"] == kind]
 
 
-def until(condition: Any, seconds: float = 90.0) -> None:
+def until(condition: Any, seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not in time"
