@@ -98,12 +98,13 @@ def s3_server(bucket: str = "bucket") -> Iterator[str]:
         server.wait()
 
 
-def self_signed(directory: Path) -> Path:
-    """A key and a certificate for ``localhost`` and 127.0.0.1, made by the openssl command."""
+def self_signed(directory: Path, *addresses: str) -> Path:
+    """A key and a certificate for ``localhost``, 127.0.0.1 and ``addresses``, made by the openssl command."""
+    names = ",".join(["DNS:localhost", *(f"IP:{address}" for address in ("127.0.0.1", *addresses))])
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *("-addext", f"subjectAltName={names}"),
             *("-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem")),
         ],
         check=True,

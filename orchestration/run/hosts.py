@@ -83,9 +83,8 @@ class Host:
             stack.push_async_callback(dock.close)
             await dock.join(recipe.pipeline.arena)
             address = await dock.serve(self._serve)
-            out = (
-                paths.out if paths.out.is_dir() else self._folder / self._index.run
-            )  # other runs may use the folder too
+            has_folder = (paths.out / RECIPE).is_file()  # by a network file system
+            out = paths.out if has_folder else self._folder / self._index.run  # other runs may use the folder too
             out.mkdir(parents=True, exist_ok=True)
             own = {"warehouse": node_id(shared), "out": str(out), "shared": str(shared)}
             method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method

@@ -53,8 +53,8 @@ from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import CHECKPOINT_REPORTED
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import EVALUATED, Index, IndexUnreachable
-from pipeline.index.embedded import EmbeddedIndex
+from pipeline.index.client import EVALUATED, OWN_ADDRESS, Index, IndexUnreachable
+from pipeline.index.embedded import Address, EmbeddedIndex, served_by_tls
 from pipeline.node import process_space
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.flow.graph import document
@@ -208,9 +208,16 @@ class Run:
             return await self._work(self.recipe.pipeline.index, stop, launcher)
         data = self.out_dir / "index"
         shutil.rmtree(data, ignore_errors=True)
-        self.server = EmbeddedIndex(data, socket=sockets / "index.sock")
+        pipeline, address = self.recipe.pipeline, None
+        tls = pipeline.tls_contexts()
+        if pipeline.index_serve:
+            address = await asyncio.to_thread(
+                Address.parse, pipeline.index_serve, pipeline.tls_authority if tls else ""
+            )
+        self.server = EmbeddedIndex(data, socket=sockets / "index.sock", address=address)
         await self._start_index(self.server)
-        outcome, _ = await first_of(self._work(self.server.url, stop, launcher), self._keep_index(self.server))
+        async with served_by_tls(self.server, tls[0]) if tls and address else contextlib.nullcontext():
+            outcome, _ = await first_of(self._work(self.server.url, stop, launcher), self._keep_index(self.server))
         return cast(Outcome, outcome)
 
     async def _start_index(self, server: EmbeddedIndex) -> None:
@@ -256,7 +263,8 @@ class Run:
         self._index = Index(url, self.id)
         await self._prepare(self._index)
         # For programs that watch the run. The URL may hold a password.
-        where = {"index": url, "run": self.id, "hosted": self._hosted}
+        address = self.server.address if self.server is not None else None
+        where = {"index": url, "run": self.id, "hosted": self._hosted, "join": address.url if address else url}
         write_private(self.out_dir / WHERE, json.dumps(where))
         self._up.set()
         for notice in notices_of(self.recipe):
@@ -355,6 +363,8 @@ class Run:
         await index.put("flow", json.dumps(document(flow)))
         await (index.put_once if begun else index.put)("place", place.to_json())
         await index.put_once("secret", secrets.token_hex(32))  # its nodes prove with it that they are of this run
+        if self.server is not None and self.server.address is not None:
+            await index.put(OWN_ADDRESS, self.server.address.host)
         await index.transition([""], "created")
 
     def _launcher(self) -> Launcher:

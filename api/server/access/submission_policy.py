@@ -154,6 +154,8 @@ class _Submission:
             self.refuse("name", name, f"is longer than {LONGEST_NAME} characters", "shorten it", "recipe")
         if index not in (None, "", "embedded"):
             self.refuse("pipeline.index", index, "is chosen by the service", "leave it out", "embedded")
+        if (served := self.value("pipeline.index_serve")) not in (None, ""):
+            self.refuse("pipeline.index_serve", served, "is chosen by the service", "leave it out", "")
         teacher = self.value("teacher.url")
         if isinstance(teacher, str) and teacher and teacher not in self.settings.allow_teachers:
             wrong = "is a server that runs of this service do not ask"  # nor does it get a key of the environment

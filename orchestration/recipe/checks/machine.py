@@ -10,6 +10,7 @@ is imported only to ask its engines whether they can run a model of the user's.
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import os
 import shutil
 import socket
@@ -35,6 +36,7 @@ from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
+from pipeline.index.embedded import Address
 from pipeline.index.link import redacted
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
@@ -393,6 +395,19 @@ def warehouse_can_be_served(recipe: Recipe, environment: Environment) -> Iterato
         wrong = f"cannot be listened on ({error})"
         fix = "give a name or an address of this machine, without a port: a free one is taken"
         yield problem(recipe, "pipeline.serve", wrong, fix)
+
+
+@machine_check("pipeline.index_serve")
+def index_can_be_served(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if not environment.devices or not (text := recipe.pipeline.index_serve):
+        return
+    try:
+        host = Address.parse(text).host
+        if any(ipaddress.ip_address(found[4][0]).is_unspecified for found in socket.getaddrinfo(host, 0)):
+            raise ValueError("it stands for all addresses of this machine")
+    except (OSError, ValueError) as error:
+        fix = "give an address of this machine that leads here from the others, with or without a free port"
+        yield problem(recipe, "pipeline.index_serve", f"cannot be listened on ({error})", fix)
 
 
 def free_bytes(folder: Path) -> int | None:
