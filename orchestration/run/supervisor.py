@@ -31,6 +31,7 @@ from typing import Any
 import structlog
 
 from orchestration.elastic.budget import RestartBudget
+from orchestration.guard.liveness import Liveness
 from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
@@ -77,6 +78,7 @@ class Supervisor:
         self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
         self.steps, self.begins, self.restarts = steps, begins, 0
         self._lives: dict[Worker, Life] = {}
+        self._liveness = Liveness(index, launch)
         self._budgets: dict[Worker, RestartBudget] = {}
         self._keepers: dict[Worker, asyncio.Task[None]] = {}  # by the first worker of a rank group
         self._absent: set[Worker] = set()  # wait until their budgets allow a restart
@@ -116,7 +118,11 @@ class Supervisor:
         self._keepers = keepers = {group[0]: asyncio.create_task(self._keep(group)) for group in self._rank_groups()}
         await self._record_engines()
         stopping = asyncio.create_task(first_of(stop.wait(), self._stop_requested()))
-        watchers: list[asyncio.Task[Any]] = [stopping, asyncio.create_task(self._start())]
+        watchers: list[asyncio.Task[Any]] = [
+            stopping,
+            asyncio.create_task(self._start()),
+            asyncio.create_task(self._liveness.run()),
+        ]
         guarding = asyncio.create_task(self.guard.run()) if self.guard is not None else None
         watchers += [guarding] if guarding is not None else []
         trained = None
@@ -179,6 +185,8 @@ class Supervisor:
             names = {worker: worker_name(*worker) for worker in group}
             await self._launch(names)
             codes = await self._wait({worker: self._lives[worker] for worker in group})
+            for name in names.values():
+                self._liveness.leave(name)
             if not any(codes.values()):
                 return
             reasons = {worker: await self.index.get(f"reason:{names[worker]}") for worker in group}
@@ -206,6 +214,7 @@ class Supervisor:
             except OSError as error:
                 raise _Failed(f"{_shown(worker)} cannot be started: {error}") from error
             self._lives[worker] = life
+            self._liveness.follow(name, life)
             await self._emit(worker, "started", pid=life.pid)
 
     async def _report_deaths(

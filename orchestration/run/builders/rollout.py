@@ -11,7 +11,7 @@ from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.planner import prompt_limits
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import MODEL
-from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, weight_reader
+from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, swaps_at_once, weight_reader
 from pipeline.events import AlarmEvent
 from stages.adapters.export import ADAPTER
 from stages.engines.protocols import RolloutEngine, TokenizingEngine
@@ -52,9 +52,11 @@ class RolloutJob(Job):
             await refuse_other_tokenizer(self, engine)
         stage, evaluator = make_rollout(self, engine, prompts.result())
         overlap = recipe.staleness_plan.slack > 0
+        reader = weight_reader(recipe, self.paths.shared, self.secret)
+        self.resources.callback(reader.close)
         self._follower = WeightFollower(
             self.index,
-            weight_reader(recipe, self.paths.shared, self.secret),
+            reader,
             stage,
             self.control(stage),
             evaluator,
@@ -65,7 +67,7 @@ class RolloutJob(Job):
             policy=SwapPolicy(
                 probe=probe_rule(recipe),
                 timeout=recipe.sync.timeout,
-                rolling=recipe.sync.rolling and overlap and recipe.replicas > 1,
+                at_once=swaps_at_once(recipe) if overlap else 0,
             ),
             cut=recipe.rollout.on_update == "cut",
         )
