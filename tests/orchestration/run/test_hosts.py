@@ -127,9 +127,9 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
         assert head.returncode == 0, text
         assert [event["step"] for event in events(out, "step")] == list(range(80)), text
         assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(range(320))
-        changes = [(e["change"], e["reason"]) for e in events(out, "worker") if e["worker"] == "rollout-1"]
-        assert ("absent", "no host has room for it") in changes
-        assert "launch.hang_timeout" in next(reason for change, reason in changes if change == "died")
+        changes = [(e["change"], e.get("reason", "")) for e in events(out, "worker") if e["worker"] == "rollout-1"]
+        assert [change for change, _ in changes if change in ("died", "restarted")] == ["died", "restarted"]
+        assert changes[-1] == ("absent", "no host has room for it")
 
 
 async def warehouses(url: str, run: str) -> int:
