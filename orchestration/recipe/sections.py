@@ -467,8 +467,15 @@ class GuardSection(Section):
 class LaunchSection(Section):
     """How worker processes start, restart and stop."""
 
-    launcher: Literal["process", "inline"] = key(
-        "process", "`process`: a process for each worker. `inline`: all in one process, to debug."
+    launcher: Literal["process", "inline", "ray"] = key(
+        "process",
+        "`process`: a process for each worker. `inline`: all in one process, to debug. `ray`: workers with engines are "
+        "processes on the nodes of a Ray cluster (docs/ray.md).",
+    )
+    address: str = key(
+        "auto",
+        'Ray cluster of `launcher = "ray"`: `auto`, the one that this machine belongs to; `HOST:PORT`; or `ray://HOST:PORT`.',
+        min_length=1,
     )
     start_method: Literal["forkserver", "spawn"] = key(
         "forkserver",
@@ -492,6 +499,11 @@ class LaunchSection(Section):
         "When the run is stopped: time for workers to finish their claims, and for the trainer to write a checkpoint.",
     )
     collective_timeout: Seconds = key(300.0, "Longest wait of a rank for the others in a collective call.")
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether workers with engines are placed on the nodes of a cluster."""
+        return self.launcher == "ray"
 
 
 ExternalStage = Literal["rollout", "reward", "reference", "update"]

@@ -1,6 +1,6 @@
 """Hosts: processes on other machines that start workers of a run with the launcher of their own.
 
-    head: launch ──▶ log "orders" ────────▶ host with room: put_once "host:NAME" decides which one has the worker
+    head: launch ──▶ log "orders" ────────▶ the host of its place, or one with room: put_once "host:NAME" decides
           wait   ◀── document "exit:NAME" ◀── its worker has ended
           end    ──▶ document "end:NAME" ──▶ it ends the worker
           a host whose document "beat:HOST" does not change for LOST_SECONDS is lost, and its workers with it
@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import shutil
 import signal
+import uuid
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -24,15 +26,17 @@ import msgpack
 import structlog
 
 from orchestration.processes.starter import SPAWN
+from orchestration.recipe.devices import DevicePool, on_this_node
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
-from orchestration.run.kinds import remote_workers
+from orchestration.run.exit_codes import EXIT_FATAL
+from orchestration.run.kinds import kind_of, remote_workers
 from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, ProcessLauncher, Pulse, beat
 from orchestration.run.paths import HOST_VARIABLE, RunPaths
 from orchestration.run.run import owned_prefix, sweep_leftovers
-from pipeline.events import ENDED
+from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import Index, worker_name
+from pipeline.index.client import Index
 from pipeline.node import node_id
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
@@ -44,13 +48,18 @@ DRAIN_SECONDS = 60.0  # for which a host that is stopped moves its samples to ot
 
 
 class Host:
-    """Starts up to ``workers`` workers of the run ``run`` on this machine, with their logs in ``folder``. Its warehouse is
-    served at ``serve`` (0.0.0.0: announced is the address that leads to the index)."""
+    """Starts up to ``workers`` workers of the run ``run`` on this machine, with their logs in the run's folder, or where
+    that is not here in ``folder``. ``serve``: the address of its warehouse (0.0.0.0: announced is the one that leads to the
+    index). No other host of the run has the ``name``."""
 
-    def __init__(self, url: str, run: str, folder: Path, *, workers: int = 1, serve: str = "0.0.0.0") -> None:
+    def __init__(
+        self, url: str, run: str, folder: Path, *, workers: int = 1, serve: str = "0.0.0.0", name: str = ""
+    ) -> None:
         self._url, self._folder, self._workers, self._serve = url, folder, workers, serve
         self._index = Index(url, run)
-        self.name = worker_name("host", os.getpid())
+        self.name = name or f"host-{uuid.uuid4().hex[:6]}"
+        self._shared = False  # the run's folder is here too
+        self._devices = DevicePool(on_this_node())
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
 
@@ -83,20 +92,26 @@ class Host:
             stack.push_async_callback(dock.close)
             await dock.join(recipe.pipeline.arena)
             address = await dock.serve(self._serve)
-            out = paths.out if paths.out.is_dir() else self._folder
+            self._shared = paths.out.is_dir()
+            out = paths.out if self._shared else self._folder
             own = {"warehouse": node_id(shared), "out": str(out), "shared": str(shared)}
             method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
-            launcher = ProcessLauncher(self._folder / "logs", method, environment={HOST_VARIABLE: json.dumps(own)})
+            launcher = ProcessLauncher(
+                out / "logs", method, devices=self._devices.given, environment={HOST_VARIABLE: json.dumps(own)}
+            )
             stack.callback(launcher.close)
+            await self._index.put(f"warehouse:{self.name}", node_id(shared))
+            await self._emit("ready")
             log.info("host works", host=self.name, address=address, workers=self._workers)
             try:
                 await first_of(
-                    beat(self._index, self.name), self._take_orders(launcher), self._until_ended(), stop.wait()
+                    beat(self._index, self.name), self._take_orders(recipe, launcher), self._until_ended(), stop.wait()
                 )
             finally:
                 for life in self._lives.values():
                     life.cancel()
                 await asyncio.gather(*self._lives.values(), return_exceptions=True)
+            await self._emit("stopped")
             if stop.is_set() and (await self._index.state())[0] not in ENDED:
                 async with asyncio.timeout(DRAIN_SECONDS):
                     await dock.drain()
@@ -111,8 +126,12 @@ class Host:
             await self._index.wait("state", after, LOST_SECONDS)
         log.warning("the head of the run gives no sign of life; ending", run=self._index.run)
 
-    async def _take_orders(self, launcher: ProcessLauncher) -> None:
-        """Take each order that no other host has taken, while there is room."""
+    async def _emit(self, change: str) -> None:
+        event = WorkerEvent(stage="host", worker=self.name, change=change, pid=os.getpid(), node=platform.node())
+        await self._index.emit(event)
+
+    async def _take_orders(self, recipe: Recipe, launcher: ProcessLauncher) -> None:
+        """Take each order for this host, and for any host that no other one has taken, while there is room."""
         number = 0
         while True:
             while len(self._lives) >= self._workers:
@@ -121,9 +140,12 @@ class Host:
             if (packed := await self._index.read_log(ORDERS, number, LOST_SECONDS)) is None:
                 continue
             order, number = msgpack.unpackb(packed), number + 1
-            name = order["name"]
+            name, worker = order["name"], (order["kind"], order["number"])
+            if order["host"] not in ("", self.name):
+                continue
             if await self._index.put_once(f"host:{name}", self.name) == self.name:
-                work = self._keep(launcher, order["kind"], order["number"], name)
+                self._devices.give(recipe, worker)
+                work = self._keep(launcher, *worker, name)
                 self._lives[name] = asyncio.create_task(work, name=name)
 
     async def _keep(self, launcher: ProcessLauncher, kind: str, number: int, name: str) -> None:
@@ -131,6 +153,11 @@ class Host:
         log.info("worker starts", worker=name)
         life, code = None, None
         try:
+            if kind_of(kind).rank_group and not self._shared:
+                refused = "writes checkpoints, and this host does not have the run's folder; mount it at the same path"
+                await self._index.put(f"reason:{name}", f"{kind}-{number}: {refused}")
+                code = EXIT_FATAL
+                return
             life = await launcher.launch(self._index.run, self._url, kind, number, name)
             _, code = await first_of(self._until_end(name), life.wait())
         except OSError as error:
@@ -141,6 +168,7 @@ class Host:
                 await life.wait()
             await self._index.put(f"exit:{name}", str(-signal.SIGKILL if code is None else code))
             await self._index.wake(HOSTS)
+            self._devices.take_back((kind, number))
             del self._lives[name]
             self._room.set()
 

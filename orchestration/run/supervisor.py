@@ -199,8 +199,8 @@ class Supervisor:
     ) -> str:
         """Emit why the first of ``codes`` died, and return it. Raises _Failed when a restart would not help."""
         first = next(iter(codes))
-        orphaned = self._lives[first].orphaned is not None
-        reason = reasons[first] or ("its fork server has ended" if orphaned else ending(codes[first]))
+        orphaned = self._lives[first].orphaned
+        reason = reasons[first] or (ending(codes[first]) if orphaned is None else str(orphaned))
         log.debug("worker died", worker=names[first], code=codes[first], reason=reason)
         await self._emit(first, "died", reason=reason)
         for worker, code in codes.items():
