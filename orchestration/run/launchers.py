@@ -149,8 +149,8 @@ class Hosts(Protocol):
     async def host_of(self, worker: Worker) -> str:
         """Wait until a host has a place for ``worker``, and return its name."""
 
-    def is_lost(self, host: str) -> bool:
-        """Whether ``host`` is known to have ended."""
+    def lost(self, host: str) -> str:
+        """Returns why ``host`` has ended; "" while it has not."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,10 @@ class LostHost:
     """A host that was lost, for all of its workers."""
 
     name: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"its host {self.name} was lost"
+        return f"its host {self.name} was lost: {self.reason}"
 
 
 class RemoteLauncher:
@@ -170,7 +171,7 @@ class RemoteLauncher:
     def __init__(self, index: Index, local: Launcher, remote: Collection[Worker], hosts: Hosts | None = None) -> None:
         self.index, self.hosts, self._local, self._remote = index, hosts, local, remote
         self._orders, self._ordering = 0, asyncio.Lock()
-        self._lost: set[str] = set()
+        self._lost: dict[str, str] = {}  # host → why
         self._beating = asyncio.create_task(beat(index, HEAD)) if remote else None
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
@@ -187,20 +188,21 @@ class RemoteLauncher:
             self._orders += 1
         return host
 
-    def is_lost(self, host: str) -> bool:
-        return host in self._lost or (self.hosts is not None and self.hosts.is_lost(host))
+    def lost(self, host: str) -> str:
+        """Returns why ``host`` has ended without ending its workers; "" where that is not known."""
+        return self._lost.get(host, "") or (self.hosts.lost(host) if self.hosts else "")
 
-    async def lose(self, host: str) -> None:
+    async def lose(self, host: LostHost) -> None:
         """``host`` has ended without ending its workers. Its samples are made again; one event reports it."""
-        if host in self._lost:
+        if host.name in self._lost:
             return
-        self._lost.add(host)
-        log.warning("host lost", host=host)
-        warehouse = await self.index.get(f"warehouse:{host}")
+        self._lost[host.name] = host.reason
+        log.warning("host lost", host=host.name, reason=host.reason)
+        warehouse = await self.index.get(f"warehouse:{host.name}")
         for record in await self.index.warehouses():
             if record.name == warehouse:
                 await self.index.suspect_warehouse(record.number, 0.0)
-        await self.index.emit(WorkerEvent(stage="host", worker=host, change="died", reason="it gives no sign of life"))
+        await self.index.emit(WorkerEvent(stage="host", worker=host.name, change="died", reason=host.reason))
 
     def close(self) -> None:
         """Give no more signs of life: hosts end. Its workers end by themselves before, or are ended one by one."""
@@ -234,11 +236,13 @@ class RemoteLife:
             if taken == HEAD:  # no host has taken the order, and none will
                 return -signal.SIGKILL
             pulse = pulse or Pulse(self._index) if taken else None
-            silent = pulse is not None and await pulse.silent(taken) > LOST_SECONDS
-            if silent or self._launcher.is_lost(taken or placed or ""):
-                self.orphaned = LostHost(taken or placed)
+            reason = self._launcher.lost(taken or placed or "")
+            if not reason and pulse is not None and await pulse.silent(taken) > LOST_SECONDS:
+                reason = f"no sign of life for {LOST_SECONDS:.0f} s"
+            if reason:
+                self.orphaned = LostHost(taken or placed, reason)
                 await self._order_end()
-                await self._launcher.lose(self.orphaned.name)
+                await self._launcher.lose(self.orphaned)
                 return -signal.SIGKILL
             woken = await first_of(
                 self._index.woken(HOSTS, after, BEAT_SECONDS), *(() if ordered else (self._end.wait(),))

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, cast
 import stamina
 import structlog
 
+from orchestration.cluster.ray_hosts import RayHosts
 from orchestration.guard.guard import Guard
 from orchestration.guard.watch import GuardWatch, options_of
 from orchestration.private_files import write_private
@@ -256,7 +257,8 @@ class Run:
         self._up.set()
         for notice in notices_of(self.recipe):
             log.warning("notice", recipe=str(notice))
-        remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe))
+        hosts = RayHosts(self.recipe, self._index, self.out_dir) if self.recipe.launch.on_cluster else None
+        remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe), hosts)
         self.supervisor = Supervisor(
             self._index,
             remote,
@@ -270,6 +272,8 @@ class Run:
             outcome = await self.supervisor.run(stop)
         finally:
             remote.close()
+            if hosts is not None:
+                await hosts.close()
         if readers := [asyncio.create_task(done.wait()) for done in self._readers]:
             _, late = await asyncio.wait(readers, timeout=READERS_SECONDS)
             for task in late:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestration.cluster.placement import Node, bundles, describe_lack, needs, place
+from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers
 from tests.orchestration.runs import TINY, recipe
@@ -109,3 +110,19 @@ def test_workers_of_a_lost_node_find_room_on_the_others(lost: str) -> None:
     missing = [worker for worker, name in placed.items() if name == lost]
     rest = [name for name in nodes if name.name != lost]
     assert set(place(run, missing, rest, ())) == set(missing)
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"launch__launcher": "process", "launch__address": "auto:1"}, r"launch\.address = .*is of a Ray cluster"),
+        ({"launch__remote_rollouts": 1}, r"launch\.launcher = .*places all of them itself"),
+        ({"rollout__device": "cuda:1"}, r"rollout\.device = .*has the number of a device, which Ray gives"),
+        ({"pipeline__index": "embedded"}, r"pipeline\.index = .*is on this machine alone"),
+        ({"sync__serve": "127.0.0.1"}, r"sync\.serve = .*is reached from this machine alone"),
+        ({"launch__placement": "colocated", "sync__transport": "shared_memory"}, r"launch\.placement = .*one machine"),
+    ],
+)
+def test_what_a_cluster_cannot_run_is_refused(change: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(RecipeError, match=wrong):
+        of(**change)
