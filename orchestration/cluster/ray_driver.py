@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 from typing import Any
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from orchestration.cluster.host_actor import HostActor
 
 GRANT_SECONDS = 30.0  # for Ray to reserve what was free a moment ago
+CONNECT_SECONDS = 10.0
 END_SECONDS = 10.0  # in which hosts of an ended run end by themselves
 
 
@@ -38,8 +40,12 @@ class Driver:
 
     def run(self, address: str) -> None:
         try:
+            _, _, server = address.rpartition("//")
+            host, separator, port = server.rpartition(":")
+            if separator:  # Ray itself tries for minutes
+                socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
             ray.init(address=address, namespace="asyncdock", log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             return self._send(failed=str(error).strip().splitlines()[0])
         self._send(nodes=self._nodes())
         for line in sys.stdin:
@@ -63,6 +69,10 @@ class Driver:
     def _nodes(self) -> dict[str, Any]:
         free = ray.get(_free.remote()) if ray.util.client.ray.is_connected() else _free_resources()
         alive = [node for node in ray.nodes() if node["Alive"]]
+        if ray.get_runtime_context().get_node_id() not in [node["NodeID"] for node in alive]:
+            sys.exit(
+                "the driver's own node is lost, and Ray has ended its actors"
+            )  # the supervisor starts another driver
         return {node["NodeID"]: {"total": node["Resources"], "free": free.get(node["NodeID"], {})} for node in alive}
 
     def _start(self, hosts: list[dict[str, Any]]) -> None:
