@@ -24,8 +24,8 @@ class WorkerKind:
     ``job``: its :class:`~orchestration.run.builders.job.Job`, as "module:class". ``numbers``: the workers of this kind that
     a recipe needs. ``rank_group``: name of the group of workers that train together; when one dies, all of them are started
     again ("": each worker is alone). ``ends_by_itself``: the run is finished when all workers of such kinds have ended.
-    ``writes``: they write columns into an arena. ``computes``: they have an engine; on a cluster they are placed on nodes,
-    and the others stay on the head.
+    ``writes``: they write columns into an arena. ``elastic``: the run goes on with fewer of them, while one is left.
+    ``computes``: they have an engine; on a cluster they are placed on nodes, and the others stay on the head.
     """
 
     name: str
@@ -35,6 +35,7 @@ class WorkerKind:
     ends_by_itself: bool = False
     writes: bool = True
     computes: bool = False
+    elastic: bool = False
 
     def load(self) -> type[Job]:
         """Import and return the class that builds workers of this kind."""
@@ -62,6 +63,7 @@ _ALL = (
         lambda recipe: range(0 if recipe.colocated or not recipe.runs_stage("rollout") else recipe.rollout.workers),
         ends_by_itself=True,
         computes=True,
+        elastic=True,
     ),
     # reward workers beside that of `flow`
     WorkerKind("reward", f"{_BUILDERS}.reward:RewardJob", lambda recipe: range(1, recipe.reward.workers)),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import secrets
@@ -32,6 +31,7 @@ import stamina
 import structlog
 
 from orchestration.cluster.ray_hosts import RayHosts
+from orchestration.elastic.budget import RestartBudget
 from orchestration.guard.guard import Guard
 from orchestration.guard.watch import GuardWatch, options_of
 from orchestration.private_files import write_private
@@ -216,15 +216,16 @@ class Run:
 
     async def _keep_index(self, server: EmbeddedIndex) -> None:
         """Start the embedded index again whenever it dies; its append-only file holds all that was acknowledged. Raises
-        RunError when it dies more often than workers may."""
-        most, events = self.recipe.launch.max_restarts, set[asyncio.Task[None]]()
+        RunError when it dies more often than a worker may."""
+        launch, events = self.recipe.launch, set[asyncio.Task[None]]()
+        budget = RestartBudget(launch.max_restarts, launch.restart_window)
         try:
-            for deaths in itertools.count(1):
+            while True:
                 assert server.process is not None
                 code = await Process.of(server.process.pid, server.process).wait()
                 reason = f"the embedded index {ending(code or 0)}"
-                if deaths > most:
-                    raise RunError(f"{reason} and launch.max_restarts = {most} is used up; see {server.log}")
+                if budget.take(time.monotonic()):
+                    raise RunError(f"{reason} and launch.max_restarts = {budget.most} is used up; see {server.log}")
                 log.warning("the index died; starting it again", reason=reason)
                 await self._start_index(server)
                 events.add(asyncio.create_task(self._emit_restart(reason)))  # the index may die again before that
