@@ -31,7 +31,7 @@ from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import kind_of, remote_workers
-from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, ProcessLauncher, Pulse, beat
+from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, REWINDS, ProcessLauncher, Pulse, beat
 from orchestration.run.paths import HOST_VARIABLE, RunPaths
 from orchestration.run.run import owned_prefix, sweep_leftovers
 from pipeline.events import ENDED, WorkerEvent
@@ -66,8 +66,16 @@ class Host:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until the run has ended or ``stop`` is set. Raises LookupError when the index has no such run, and ValueError
         for an address that other nodes cannot reach."""
+        try:
+            while await self._work(stop):
+                log.info("the run goes on from a checkpoint; this host joins it again", host=self.name)
+        finally:
+            await self._index.close()
+
+    async def _work(self, stop: asyncio.Event) -> bool:
+        """Join the run and work. Returns whether to join it again: it was rewound, and what it had here is gone."""
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._index.close)
+            rewinds = await self._index.get(REWINDS)
             recipe_json, paths_json = await self._index.get("recipe"), await self._index.get("place")
             if recipe_json is None or paths_json is None:
                 raise LookupError(f"run: {self._index.run!r} is not in this index; give the id of a run that is")
@@ -104,8 +112,11 @@ class Host:
             await self._emit("ready")
             log.info("host works", host=self.name, address=address, workers=self._workers)
             try:
-                await first_of(
-                    beat(self._index, self.name), self._take_orders(recipe, launcher), self._until_ended(), stop.wait()
+                *_, again, _ = await first_of(
+                    beat(self._index, self.name),
+                    self._take_orders(recipe, launcher),
+                    self._until_over(rewinds),
+                    stop.wait(),
                 )
             finally:
                 for life in self._lives.values():
@@ -115,16 +126,21 @@ class Host:
             if stop.is_set() and (await self._index.state())[0] not in ENDED:
                 async with asyncio.timeout(DRAIN_SECONDS):
                     await dock.drain()
+            return bool(again)
 
-    async def _until_ended(self) -> None:
-        """Return when the run has ended, or its head gives no sign of life any more."""
+    async def _until_over(self, rewinds: str | None) -> bool:
+        """Return when the run has ended, or its head gives no sign of life any more; True when it was rewound since it had
+        been ``rewinds`` times."""
         pulse = Pulse(self._index)
         while await pulse.silent(HEAD) < HEAD_LOST_SECONDS:
             state, _, after = await self._index.state()
             if state in ENDED:
-                return
+                return False
+            if await self._index.get(REWINDS) != rewinds:
+                return True
             await self._index.wait("state", after, LOST_SECONDS)
         log.warning("the head of the run gives no sign of life; ending", run=self._index.run)
+        return False
 
     async def _emit(self, change: str) -> None:
         event = WorkerEvent(stage="host", worker=self.name, change=change, pid=os.getpid(), node=platform.node())

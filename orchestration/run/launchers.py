@@ -33,6 +33,7 @@ log = structlog.get_logger()
 BEAT_SECONDS = 2.0  # between two signs of life of a host
 LOST_SECONDS = 10.0  # without one, a host is lost with its workers
 ORDERS, HOSTS = "orders", "hosts"  # a log, and the topic that wakes readers of documents about workers on hosts
+REWINDS = "rewinds"  # a document: how often the run went on from a checkpoint, and what hosts had was gone
 HEAD = "head"  # in place of a host's name: in its signs of life; that of an order which none may take any more
 
 Worker = tuple[str, int]  # kind and number

@@ -46,12 +46,12 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.kinds import remote_workers, workers_of
-from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
+from orchestration.run.launchers import REWINDS, InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
 from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import RunPaths
-from orchestration.run.supervisor import Outcome, Supervisor, ending
+from orchestration.run.supervisor import REWIND, Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
-from orchestration.service.registry import CHECKPOINT_REPORTED
+from orchestration.service.registry import CHECKPOINT_REPORTED, LIVE
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import EVALUATED, Index, IndexUnreachable
@@ -259,6 +259,38 @@ class Run:
         for notice in notices_of(self.recipe):
             log.warning("notice", recipe=str(notice))
         hosts = RayHosts(self.recipe, self._index, self.out_dir) if self.recipe.launch.on_cluster else None
+        launch = self.recipe.launch
+        budget = RestartBudget(launch.max_restarts, launch.restart_window)
+        try:
+            while (outcome := await self._supervise(stop, launcher, hosts)).state == REWIND:
+                if budget.take(time.monotonic()):
+                    outcome = Outcome(
+                        "failed", f"launch.max_restarts = {launch.max_restarts} is used up: {outcome.reason}"
+                    )
+                    await self._index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
+                    break
+                await self._rewind()
+        finally:
+            if hosts is not None:
+                await hosts.close()
+        if readers := [asyncio.create_task(done.wait()) for done in self._readers]:
+            _, late = await asyncio.wait(readers, timeout=READERS_SECONDS)
+            for task in late:
+                task.cancel()
+        return outcome
+
+    async def _rewind(self) -> None:
+        """Prepare to go on from the newest checkpoint: samples of steps since were lost with a node, and these steps cannot
+        be replayed."""
+        assert self._index is not None
+        shutil.rmtree(self.shared, ignore_errors=True)
+        self.start = checkpoint.latest(self.out_dir / "checkpoints")
+        await self._prepare(self._index)
+        await self._index.put(REWINDS, str(int(await self._index.get(REWINDS) or 0) + 1))
+        await self._index.wake("state")
+
+    async def _supervise(self, stop: asyncio.Event, launcher: Launcher, hosts: RayHosts | None) -> Outcome:
+        assert self._index is not None
         remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe), hosts)
         self.supervisor = Supervisor(
             self._index,
@@ -270,16 +302,9 @@ class Run:
             guard=GuardWatch(self._index, Guard(options_of(self.recipe)), self.recipe.guard.on_alarm),
         )
         try:
-            outcome = await self.supervisor.run(stop)
+            return await self.supervisor.run(stop)
         finally:
             remote.close()
-            if hosts is not None:
-                await hosts.close()
-        if readers := [asyncio.create_task(done.wait()) for done in self._readers]:
-            _, late = await asyncio.wait(readers, timeout=READERS_SECONDS)
-            for task in late:
-                task.cancel()
-        return outcome
 
     async def _end(self) -> None:
         self._over = True

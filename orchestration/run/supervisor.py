@@ -34,7 +34,7 @@ from orchestration.elastic.budget import RestartBudget
 from orchestration.guard.liveness import Liveness
 from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.sections import LaunchSection
-from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
+from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
 from orchestration.run.kinds import kind_of
 from orchestration.run.launchers import Launcher, Life
 from orchestration.service.registry import LIVE
@@ -46,11 +46,12 @@ log = structlog.get_logger()
 
 Worker = tuple[str, int]  # kind and number
 STOPPED = "stopped by request"
+REWIND = "rewind"  # outcome of a supervisor whose run another one continues from the newest checkpoint
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: ``finished``, ``stopped`` or ``failed``, and why."""
+    """How a run ended: ``finished``, ``stopped`` or ``failed``, or that it is to be rewound, and why."""
 
     state: str
     reason: str = ""
@@ -58,6 +59,10 @@ class Outcome:
 
 class _Failed(Exception):
     """The run cannot go on."""
+
+
+class _Rewind(Exception):
+    """The run can go on from its newest checkpoint alone."""
 
 
 class Supervisor:
@@ -97,6 +102,8 @@ class Supervisor:
             outcome = await self._supervise(stop)
         except (_Failed, GuardFailed) as failed:
             outcome = Outcome("failed", str(failed))
+        except _Rewind as gone:
+            outcome = Outcome(REWIND, str(gone))
         except Exception as error:
             log.exception("supervision failed")
             outcome = Outcome("failed", f"{type(error).__name__}: {error}")
@@ -105,7 +112,8 @@ class Supervisor:
             for life in self._lives.values():
                 life.end()
             await asyncio.gather(*(life.wait() for life in self._lives.values()))
-        await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
+        if outcome.state != REWIND:
+            await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
         return outcome
 
     async def _supervise(self, stop: asyncio.Event) -> Outcome:
@@ -231,6 +239,8 @@ class Supervisor:
                 log.warning("worker died too", worker=names[worker], reason=reasons[worker])
             if code == EXIT_FATAL:
                 raise _Failed(f"{_shown(worker)}: {reasons[worker] or ending(code)}")
+            if code == EXIT_REWIND:
+                raise _Rewind(reasons[worker] or ending(code))
         return reason
 
     async def _take_restart(self, group: Worker, first: Worker, codes: dict[Worker, int], reason: str) -> None:

@@ -67,6 +67,7 @@ CLUSTER: dict[str, Any] = {
     "sync__serve": "0.0.0.0",
     "rollout__workers": 3,
     "train__dp": 2,
+    "launch__startup_timeout": 280.0,
 }
 
 
