@@ -33,10 +33,10 @@ from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import kind_of, remote_workers
 from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, REWINDS, ProcessLauncher, Pulse, beat
 from orchestration.run.paths import HOST_VARIABLE, RunPaths
-from orchestration.run.run import owned_prefix, sweep_leftovers
+from orchestration.run.run import RECIPE, owned_prefix, sweep_leftovers
 from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import Index
+from pipeline.index.client import Index, IndexUnreachable
 from pipeline.node import node_id
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
@@ -62,13 +62,18 @@ class Host:
         self._devices = DevicePool(on_this_node())
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
+        self._index_is_heads = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until the run has ended or ``stop`` is set. Raises LookupError when the index has no such run, and ValueError
-        for an address that other nodes cannot reach."""
+        """Work until the run has ended or ``stop`` is set. Raises LookupError when the index has no such run, ValueError for
+        an address that other nodes cannot reach, and IndexUnreachable."""
         try:
             while await self._work(stop):
                 log.info("the run goes on from a checkpoint; this host joins it again", host=self.name)
+        except IndexUnreachable as lost:
+            if not self._index_is_heads:
+                raise
+            log.warning("the index has ended with the head of the run; ending", run=self._index.run, reason=str(lost))
         finally:
             await self._index.close()
 
@@ -80,6 +85,7 @@ class Host:
             if recipe_json is None or paths_json is None:
                 raise LookupError(f"run: {self._index.run!r} is not in this index; give the id of a run that is")
             recipe, paths = Recipe.from_json(recipe_json), RunPaths.from_json(paths_json)
+            self._index_is_heads = bool(recipe.pipeline.index_serve)
             if not remote_workers(recipe):
                 raise ValueError(
                     f"run: {self._index.run!r} starts all of its workers itself; set launch.remote_rollouts"
@@ -100,12 +106,14 @@ class Host:
             stack.push_async_callback(dock.close)
             await dock.join(recipe.pipeline.arena)
             address = await dock.serve(self._serve)
-            self._shared = paths.out.is_dir()
-            out = paths.out if self._shared else self._folder
+            self._shared = (paths.out / RECIPE).is_file()  # by a network file system
+            out = paths.out if self._shared else self._folder / self._index.run  # other runs may use the folder too
+            out.mkdir(parents=True, exist_ok=True)
             own = {"warehouse": node_id(shared), "out": str(out), "shared": str(shared)}
             method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
+            logs = (out if self._shared else self._folder) / "logs"
             launcher = ProcessLauncher(
-                out / "logs", method, devices=self._devices.given, environment={HOST_VARIABLE: json.dumps(own)}
+                logs, method, devices=self._devices.given, environment={HOST_VARIABLE: json.dumps(own)}
             )
             stack.callback(launcher.close)
             await self._index.put(f"warehouse:{self.name}", node_id(shared))
