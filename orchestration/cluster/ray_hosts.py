@@ -40,10 +40,10 @@ class ClusterUnreachable(ConnectionError):
 
 
 class RayHosts:
-    """Places the workers of one run; see :class:`orchestration.run.launchers.Hosts`."""
+    """Places the workers of one run; see :class:`orchestration.run.launchers.Hosts`. ``join``: the index's URL for its nodes."""
 
-    def __init__(self, recipe: Recipe, index: Index, out: Path) -> None:
-        self._recipe, self._index, self._out = recipe, index, out
+    def __init__(self, recipe: Recipe, index: Index, join: str, out: Path) -> None:
+        self._recipe, self._index, self._join, self._out = recipe, index, join, out
         self._driver: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -100,7 +100,7 @@ class RayHosts:
         self._connected = True
         hosts = {node: f"host-{uuid.uuid4().hex[:6]}" for node in placed.values()}
         folder = Path(tempfile.gettempdir()) / f"asyncdock-host-{self._index.run}"
-        run = {"url": self._index.url, "run": self._index.run, "folder": str(folder), "begun_in": os.getcwd()}
+        run = {"url": self._join, "run": self._index.run, "folder": str(folder), "begun_in": os.getcwd()}
         reserved = bundles(recipe, placed, devices)
         start = [
             {"name": name, "node": node, "bundle": reserved[node], "run": {**run, "name": name}}
