@@ -40,7 +40,8 @@ class ClusterUnreachable(ConnectionError):
 
 
 class RayHosts:
-    """Places the workers of one run; see :class:`orchestration.run.launchers.Hosts`. ``join``: the index's URL for its nodes."""
+    """Places the workers of one run; see :class:`orchestration.run.launchers.Hosts`. ``join``: the index's URL for
+    its nodes."""
 
     def __init__(self, recipe: Recipe, index: Index, join: str, out: Path) -> None:
         self._recipe, self._index, self._join, self._out = recipe, index, join, out

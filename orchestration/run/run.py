@@ -416,8 +416,8 @@ async def _start_index(server: EmbeddedIndex) -> None:
 async def _keep_index(
     server: EmbeddedIndex, launch: LaunchSection, emit: Callable[[str], Coroutine[Any, Any, None]]
 ) -> None:
-    """Start the embedded index again whenever it dies; its append-only file holds all that was acknowledged. ``emit``: reports
-    why. Raises RunError when it dies more often than a worker may."""
+    """Start the embedded index again whenever it dies; its append-only file holds all that was acknowledged. ``emit``
+    reports why. Raises RunError when it dies more often than a worker may."""
     events = set[asyncio.Task[None]]()
     budget = RestartBudget(launch.max_restarts, launch.restart_window)
     try:
