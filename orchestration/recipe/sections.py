@@ -493,8 +493,15 @@ class GuardSection(Section):
 class LaunchSection(Section):
     """How worker processes start, restart and stop."""
 
-    launcher: Literal["process", "inline"] = key(
-        "process", "`process`: a process for each worker. `inline`: all in one process, to debug."
+    launcher: Literal["process", "inline", "ray"] = key(
+        "process",
+        "`process`: a process for each worker. `inline`: all in one process, to debug. `ray`: workers with engines are "
+        "processes on the nodes of a Ray cluster (docs/ray.md).",
+    )
+    address: str = key(
+        "auto",
+        'Ray cluster of `launcher = "ray"`: `auto`, the one that this machine belongs to; `HOST:PORT`; or `ray://HOST:PORT`.',
+        min_length=1,
     )
     start_method: Literal["forkserver", "spawn"] = key(
         "forkserver",
@@ -534,6 +541,11 @@ class LaunchSection(Section):
     def beat_seconds(self) -> float:
         """Seconds between two signs of life of a worker."""
         return min(2.0, self.hang_timeout / 8)
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether workers with engines are placed on the nodes of a cluster."""
+        return self.launcher == "ray"
 
 
 ExternalStage = Literal["rollout", "reward", "reference", "update"]
