@@ -144,6 +144,14 @@ class RemoteLauncher:
         self._index, self._local, self._remote, self._orders = index, local, remote, 0
         self._beating = asyncio.create_task(beat(index, HEAD)) if remote else None
 
+    async def begin(self) -> None:
+        """End the workers that a former head of the run, which was killed, has ordered; hosts have room again then."""
+        self._orders = await self._index.log_end(ORDERS)
+        for kind, number in self._remote:
+            if former := await self._index.get(f"life:{kind}-{number}"):
+                await self._index.put_once(f"host:{former}", HEAD)  # none may take the order any more
+                await order_end(self._index, former)
+
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         if (kind, number) not in self._remote:
             return await self._local.launch(run, url, kind, number, name)
@@ -176,14 +184,14 @@ class RemoteLife:
         while (code := await self._index.get(f"exit:{self._name}")) is None:
             if self._end.is_set() and not ordered:
                 ordered = True
-                await self._order_end()
+                await order_end(self._index, self._name)
             host = await self._index.put_once(f"host:{self._name}", HEAD) if ordered else await self._host()
             if host == HEAD:  # no host has taken the order, and none will
                 return -signal.SIGKILL
             pulse = pulse or Pulse(self._index) if host else None
             if pulse is not None and await pulse.silent(host) > LOST_SECONDS:
                 log.warning("host lost", host=host, worker=self._name)
-                await self._order_end()
+                await order_end(self._index, self._name)
                 return -signal.SIGKILL
             woken = await first_of(
                 self._index.woken(HOSTS, after, BEAT_SECONDS), *(() if ordered else (self._end.wait(),))
@@ -194,6 +202,8 @@ class RemoteLife:
     async def _host(self) -> str:
         return await self._index.get(f"host:{self._name}") or ""
 
-    async def _order_end(self) -> None:
-        await self._index.put(f"end:{self._name}", "1")
-        await self._index.wake(HOSTS)
+
+async def order_end(index: Index, name: str) -> None:
+    """Order the host of the worker ``name`` to end it."""
+    await index.put(f"end:{name}", "1")
+    await index.wake(HOSTS)
