@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,23 @@ class Settings(BaseModel):
         return self.require_token or not self.loopback or bool(self.hosts)
 
 
+async def allowed(tokens: Tokens, headers: Mapping[str, str], scope: Scope, *, needed: bool) -> Token:
+    """Return the token of a request; LOCAL where none came and none is ``needed``. Raises an HTTPProblem (401, 403)."""
+    kind, _, presented = headers.get("Authorization", "").partition(" ")
+    kind = "" if presented == NO_TOKEN else kind
+    if not kind and not needed:
+        return LOCAL
+    token = await tokens.find(presented.strip()) if kind.lower() == "bearer" else None
+    if token is None:
+        wrong = "The token is not valid." if kind else "A token is needed."
+        fix = "send the header 'Authorization: Bearer TOKEN'; `asyncdock token create` makes one"
+        raise HTTPProblem(401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'})
+    if not token.may(scope):
+        detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
+        raise HTTPProblem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
+    return token
+
+
 class Service:
     """State of one server. ``closing`` is set when the server closes: streams then send a last message and end. ``checks``
     that are passed in are closed by the caller."""
@@ -135,21 +152,7 @@ class Service:
                 yield
 
     async def _token(self, request: web.Request, scope: Scope) -> Token:
-        kind, _, presented = request.headers.get("Authorization", "").partition(" ")
-        kind = "" if presented == NO_TOKEN else kind
-        if not kind and not self.settings.tokens_needed:
-            return LOCAL
-        token = await self.tokens.find(presented.strip()) if kind.lower() == "bearer" else None
-        if token is None:
-            wrong = "The token is not valid." if kind else "A token is needed."
-            fix = "send the header 'Authorization: Bearer TOKEN'; `asyncdock token create` makes one"
-            raise HTTPProblem(
-                401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'}
-            )
-        if not token.may(scope):
-            detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
-            raise HTTPProblem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
-        return token
+        return await allowed(self.tokens, request.headers, scope, needed=self.settings.tokens_needed)
 
     async def forget(self, run: str) -> None:
         """Close what is open for a deleted run."""
