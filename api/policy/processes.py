@@ -31,6 +31,7 @@ class _Process:
     def __init__(self, source: PolicySource) -> None:
         self.source, self.requests, self.used = source, 0, time.monotonic()
         self.folder = tempfile.mkdtemp(prefix="adk-")
+        self.timer: asyncio.TimerHandle | None = None  # until it is looked whether it is idle
         self.started = asyncio.create_task(self._start())
         self._process: asyncio.subprocess.Process | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -64,6 +65,8 @@ class _Process:
         return self._session
 
     async def end(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
         self.started.cancel()
         await asyncio.gather(self.started, return_exceptions=True)
         if self._session is not None:
@@ -104,8 +107,8 @@ class PolicyProcesses:
             process.requests, process.used = process.requests - 1, time.monotonic()
             if process.ended:
                 self._end(process)
-            else:
-                asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end_if_idle, process)
+            elif process.timer is None:
+                process.timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end_if_idle, process)
 
     def _begin(self, source: PolicySource) -> _Process:
         if ended := self._processes.get(source.name):
@@ -120,8 +123,11 @@ class PolicyProcesses:
         return made
 
     def _end_if_idle(self, process: _Process) -> None:
-        if not process.requests and time.monotonic() - process.used >= IDLE_SECONDS:
+        left = IDLE_SECONDS if process.requests else process.used + IDLE_SECONDS - time.monotonic()
+        if left <= 0:
             self._end(process)
+        else:
+            process.timer = asyncio.get_running_loop().call_later(left, self._end_if_idle, process)
 
     def _end(self, process: _Process) -> None:
         if self._processes.get(process.source.name) is process:

@@ -260,12 +260,13 @@ async def test_what_is_wrong_is_a_problem(client: openai.AsyncOpenAI, trainer: T
             assert refused.value.body["field"].startswith(field_name), change  # type: ignore[index]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mixed", [False, True])
 async def test_weights_are_swapped_below_requests(client: openai.AsyncOpenAI, trainer: Trainer, mixed: bool) -> None:
     """200 requests, of which half stream, are under way over 20 swaps; each is answered by one version, if not asked."""
     first = await trainer.publish()
     await at(client, trainer.run, first)
-    asked: dict[str, Any] = {"model": trainer.run, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    asked: dict[str, Any] = {"model": trainer.run, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
     asked["extra_body"] = {"mix_versions": mixed}
     answers: list[tuple[str, list[list[int]]]] = []
     answered, numbers, swapped = asyncio.Condition(), itertools.count(), asyncio.Event()
@@ -302,6 +303,6 @@ async def test_weights_are_swapped_below_requests(client: openai.AsyncOpenAI, tr
         assert mixes > 20, "swaps happen in the middle of responses"
         return
     assert mixes == 0
-    assert {version for versions in made_by for version in versions} >= set(range(first, first + 21))
-    expected = {version: await trainer.expected(version, PROMPT, 24) for version in {*set.union(*made_by)}}
+    assert {version for versions in made_by for version in versions} >= set(range(first + 1, first + 21))
+    expected = {version: await trainer.expected(version, PROMPT, 16) for version in {*set.union(*made_by)}}
     assert [text for text, _ in answers] == [expected[min(versions)] for versions in made_by]
