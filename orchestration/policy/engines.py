@@ -84,7 +84,8 @@ class PolicyEngines:
         """Load ``weights``, as :meth:`RolloutEngine.load_weights` takes them, for the requests from now on. Raises
         WeightMismatch, and keeps the old ones."""
         await self.free()
-        slot = next((slot for slot in self._slots if not slot.pinned), None)
+        unpinned = [slot for slot in self._slots if not slot.pinned]
+        slot = max(unpinned, key=lambda slot: slot.requests, default=None)  # requests that mix versions get this one
         if slot is None:
             slot = _Slot(await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(*self._begin)))
             self._slots.insert(0, slot)

@@ -22,7 +22,7 @@ from orchestration.run.checkpoint import open_checkpoint, whole
 from orchestration.service.registry import RunRecord, UnknownRun
 
 MOST_RUNS = 100  # that are listed, the newest
-_asking: dict[str, Any] = {"scope": "run", "tag": "policies", "errors": (404, 500, 503), "seconds": 0, "streams": True}
+_asking: dict[str, Any] = {"scope": "run", "tag": "policies", "errors": (404,), "seconds": 0, "streams": True}
 
 
 class ModelPath(Strict):

@@ -87,6 +87,10 @@ async def test_a_request_that_mixes_versions_is_swapped(made: tuple[PolicyEngine
     async with engines.engine(mixed=True) as engine:
         await engines.swap(1, WEIGHTS)
         assert (engine.version, len(all_of_them)) == (1, 1)
+        async with engines.engine(mixed=False):
+            await engines.swap(2, WEIGHTS)
+        await engines.swap(3, WEIGHTS)
+        assert (engine.version, len(all_of_them)) == (3, 2), "not one that is idle"
 
 
 async def test_weights_that_do_not_fit_leave_the_old_ones(made: tuple[PolicyEngines, list[Counted]]) -> None:
